@@ -1,0 +1,199 @@
+"""What a backend is: the contract.
+
+A `Backend` is a description: it can be asked what it supports before any process starts. An `Engine`
+is one live model in one process. Data, rates, stopping and reports belong to the loop, which is the
+same under every backend.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from unipar.config import Precision, Section, Shard
+from unipar.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from unipar.config import Config
+    from unipar.place import Launcher, Place
+    from unipar.world import World
+
+Fn = Callable[["nn.Module", Any], Any]
+"""A task's loss or metrics: `fn(model, batch)`."""
+
+Mark = Callable[[str], None]
+"""Tells the run which phase an engine is in."""
+
+
+class NoOptions(Section):
+    """For a backend that has no options of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A cell's other way of doing the same: the options that make it."""
+
+    options: Mapping[str, object]
+    shards: tuple[Shard, ...]
+    says: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend can do, as data: printed by `unipar backends`, enforced by `check`."""
+
+    shards: tuple[Shard, ...]
+    variants: Mapping[str, Variant] = field(default_factory=dict[str, Variant])
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    alone: bool = False
+    """One process, whatever the config says about ranks."""
+
+    gaps: Mapping[tuple[Shard | None, Precision], str] = field(default_factory=dict[Any, str])
+    """What it cannot do: a shard (None: all) in a precision, each with its sentence."""
+
+    launchers: tuple[Launcher, ...] = ()
+    """The launchers that come with its library."""
+
+    waits: tuple[str, ...] = ()
+    """Parts of file names that a rank's stack shows while it waits in a collective."""
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What each thing is kept or done in; `explain` prints it."""
+
+    parameter: str
+    master: str
+    gradient: str
+    reduction: str
+    compute: str
+
+
+class Backend(ABC):
+    """Subclass it, make one instance, and name that in the entry-point group `unipar.backends`."""
+
+    name: ClassVar[str]
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Modules that must be importable."""
+
+    hint: ClassVar[str] = ""
+    """What to type when they are not."""
+
+    capabilities: ClassVar[Capabilities]
+    options: ClassVar[type[Section]] = NoOptions
+
+    def refuse(self, config: Config) -> Iterator[str]:
+        """Each reason, beyond `capabilities`, why `config` cannot run here."""
+        yield from ()
+
+    def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
+        """What the library will really be told; rules instead of numbers while `parameters` is unknown."""
+        return {}
+
+    @abstractmethod
+    def dtypes(self, config: Config) -> Dtypes: ...
+
+    def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
+        """The parent's side: start what must listen, on loopback; yield variables for every worker."""
+        return nullcontext({})
+
+    def install(self) -> str:
+        """Make and install what `pip install` alone cannot; say what was done."""
+        raise Unsupported(self.name, [f"there is nothing to build: {self.hint or 'it comes with unipar'}"])
+
+    @abstractmethod
+    def join(self, config: Config, place: Place) -> World:
+        """Meet the other processes; assert that the library sees the same world."""
+
+    @abstractmethod
+    def build(self, part: Part, config: Config, world: World) -> Engine:
+        """Split the part's model over `world`, with its optimizer."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One microbatch, and its weight over the global batch's; scale 0 is a real sample that does not count."""
+
+    batch: Any
+    scale: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model to be trained: real on rank 0, on meta elsewhere."""
+
+    name: str
+    module: nn.Module
+    optimizer: Callable[[nn.Module], Optimizer]
+    """Called when the parameters are where they stay."""
+
+    blocks: Sequence[str]
+    """Names of the repeated blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one optimizer step gave, still on the device."""
+
+    loss: Tensor
+    """This rank's share: the sum over ranks is the loss of the global batch."""
+
+    norm: Tensor
+    """Of all gradients, before clipping, equal on all ranks."""
+
+    skipped: bool = False
+    """The library left its weights alone because of an overflow."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of one tensor of the state, held by this rank."""
+
+    name: str
+    kind: str
+    """weight, buffer, or the optimizer's own key."""
+
+    shape: tuple[int, ...]
+    where: tuple[int, int]
+    """A range of the whole tensor in row-major order."""
+
+    tensor: Tensor
+
+
+class Read(Protocol):
+    """Gives state back, a range at a time."""
+
+    def __call__(self, name: str, kind: str, where: tuple[int, int]) -> Tensor: ...
+
+    def kinds(self, name: str) -> set[str]:
+        """weight and the optimizer's keys that are known for a parameter."""
+        ...
+
+
+class Engine(ABC):
+    """One live model in one process. Every method is called by all ranks together."""
+
+    @abstractmethod
+    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        """Forward and backward over all microbatches, clip, update at each group's rate times `factor`."""
+
+    @abstractmethod
+    def evaluate(self, fn: Fn, batch: Any) -> Any:
+        """Forward only, through the same wrapper."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """State out: what this rank holds, without a collective."""
+
+    @abstractmethod
+    def restore(self, read: Read) -> None:
+        """State in: asks for what this rank holds."""
+
+    def close(self) -> None:  # noqa: B027 - a neutral hook
+        """Release what `build` took."""

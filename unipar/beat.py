@@ -1,0 +1,54 @@
+"""A rank's sign of life: its step and phase, in a few bytes that the parent can read at any time."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+PHASES: Final = ("start", "data", "forward", "backward", "update", "evaluate", "between", "waiting", "end")
+"""In the order in which a step meets them; `start` and `waiting` are never counted as silence."""
+
+_ROW = struct.Struct("<qqd")
+_CODE = {phase: i for i, phase in enumerate(PHASES)}
+
+
+@dataclass(frozen=True)
+class Beat:
+    step: int
+    phase: str
+    when: float  # time.monotonic(), one clock for all processes of a machine
+
+
+class Heart:
+    """The writing end; `mark` costs about a microsecond."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("w+b") as file:
+            file.write(bytes(_ROW.size))
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), _ROW.size)
+        self.step = 0
+        self.mark("start")
+
+    def mark(self, phase: str) -> None:
+        _ROW.pack_into(self._map, 0, self.step, _CODE[phase], time.monotonic())
+
+
+def beat_of(run: Path, rank: int) -> Path:
+    return run / f"rank-{rank}.beat"
+
+
+def feel(path: Path) -> Beat | None:
+    """The last sign of life; None before the first."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(raw) < _ROW.size:
+        return None
+    step, phase, when = _ROW.unpack(raw)
+    return Beat(step, PHASES[phase], when) if when else None

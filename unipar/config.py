@@ -1,0 +1,404 @@
+"""What a run is, said without naming any library: read it top to bottom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from typing_extensions import override
+
+from unipar.errors import ConfigError
+
+Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
+SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
+Precision = Literal["fp32", "fp64", "fp16", "bf16-mixed", "bf16-master"]
+
+NOT_YET = {
+    "parallel.tensor": "tensor parallelism is not there yet",
+    "parallel.pipeline": "pipeline parallelism is not there yet",
+    "parallel.context": "context parallelism is not there yet",
+    "parallel.shard_over": "hybrid sharding is not there yet",
+    "model.weights": "loading weights is not there yet; load them in your task's model()",
+    "model.recompute": "recomputing activations is not there yet; use torch.utils.checkpoint in your model",
+    "model.compile": "compiling is not there yet; call module.compile() in your task's model()",
+    "model.offload": "offloading is not there yet",
+    "train.sync_every": "local steps are not there yet",
+}
+"""Keys of the design that this version refuses by name, so that none is without effect."""
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, and every key in it is known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Who trains and what is split: `native/parameters`, `deepspeed/gradients+library`, `single`."""
+
+    backend: str
+    shard: Shard = "nothing"
+    variant: str | None = None
+
+    @override
+    def __str__(self) -> str:
+        if self.backend == "single":
+            return self.backend
+        return f"{self.backend}/{self.shard}" + (f"+{self.variant}" if self.variant else "")
+
+    @property
+    def slug(self) -> str:
+        return str(self).replace("/", "-")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        head, _, variant = text.partition("+")
+        backend, slash, shard = head.partition("/")
+        if not backend or (slash and shard not in SHARDS) or text.endswith("+"):
+            raise ConfigError(
+                f"{text!r} is not a cell: write backend/shard or backend/shard+variant, "
+                f"where shard is one of {', '.join(SHARDS)} (a bare backend means /nothing)"
+            )
+        return cls(backend, shard if shard in SHARDS else "nothing", variant or None)
+
+
+class TaskUse(Section):
+    use: str
+    """`file.py:Class`, relative to this file, or `package.module:Class`."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that class."""
+
+
+class Parallel(Section):
+    data: PositiveInt | Literal["auto"] = "auto"
+    """Ranks that see different data. auto: the world found, or all visible GPUs, or 1."""
+
+    shard: Shard = "nothing"
+    """What those ranks split among themselves instead of each holding a copy."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A batch whose three numbers are settled: total = micro x accumulate x ranks."""
+
+    total: int
+    micro: int
+    accumulate: int
+    ranks: int
+
+
+class Batch(Section):
+    """Any two of the three numbers give the third; `total` alone means accumulate 1."""
+
+    total: PositiveInt | None = None
+    """Samples in one optimizer step, over all ranks."""
+
+    micro: PositiveInt | None = None
+    """Samples in one forward pass on one rank."""
+
+    accumulate: PositiveInt | None = None
+    """Forward passes on one rank in one optimizer step."""
+
+    @model_validator(mode="after")
+    def _two_numbers(self) -> Self:
+        if self.total is None and (self.micro is None or self.accumulate is None):
+            given = {k: v for k, v in (("micro", self.micro), ("accumulate", self.accumulate)) if v}
+            said = ", ".join(f"{k}: {v}" for k, v in given.items()) or "none"
+            raise ValueError(f"two of total, micro and accumulate are needed (or total alone); given: {said}")
+        return self
+
+    def settle(self, ranks: int) -> Sizes:
+        """The three numbers in a world of `ranks`; an error shows the arithmetic."""
+        total, micro, accumulate = self.total, self.micro, self.accumulate
+        if total is None:
+            assert micro is not None and accumulate is not None
+            return Sizes(micro * accumulate * ranks, micro, accumulate, ranks)
+        if micro is None:
+            accumulate = accumulate or 1
+            if total % (accumulate * ranks):
+                raise ConfigError(
+                    f"batch.total ({total}) is not a multiple of accumulate x data "
+                    f"({accumulate} x {ranks} = {accumulate * ranks})" + _nearest(total, accumulate * ranks)
+                )
+            return Sizes(total, total // (accumulate * ranks), accumulate, ranks)
+        if total % (micro * ranks):
+            raise ConfigError(
+                f"batch.total ({total}) is not a multiple of micro x data "
+                f"({micro} x {ranks} = {micro * ranks})" + _nearest(total, micro * ranks)
+            )
+        if accumulate is not None and total != micro * accumulate * ranks:
+            raise ConfigError(
+                f"batch.total ({total}) is not micro x accumulate x data ({micro} x {accumulate} x {ranks} = "
+                f"{micro * accumulate * ranks}); leave one of the three out"
+            )
+        return Sizes(total, micro, total // (micro * ranks), ranks)
+
+
+def _nearest(total: int, step: int) -> str:
+    near = [n for n in (total // step * step, (total // step + 1) * step) if n]
+    return f"; the nearest totals are {' and '.join(map(str, near))}" if len(near) > 1 else f"; the least is {step}"
+
+
+class Model(Section):
+    blocks: Literal["auto", "none"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
+    """The repeated blocks, split one by one where parameters are split. auto: found by themselves;
+    none: the model as one; or their names, `*` allowed: ["layers.*"]."""
+
+
+class Data(Section):
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes on each rank that fetch samples; 0: the training process does."""
+
+    shuffle: bool = True
+    """A new order each epoch, from `train.seed` and the epoch alone."""
+
+    ragged: Literal["weigh", "drop", "error"] = "weigh"
+    """An epoch's last batch when it is not full: weigh each sample as ever, drop it, or refuse."""
+
+
+class _Optimizer(Section):
+    lr: PositiveFloat = 1e-3
+    """The base rate; groups of the task may have their own."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decay of the weights at each step."""
+
+    decay: Literal["all", "matrices"] = "all"
+    """matrices: no decay on biases, norms and other parameters of one dimension."""
+
+    fused: bool | Literal["auto"] = "auto"
+    """One kernel for all parameters. auto: wherever optimizer, dtype and device have it."""
+
+    foreach: bool | Literal["auto"] = "auto"
+    """One call for lists of parameters, where it is not fused. auto: as PyTorch decides."""
+
+
+class SGD(_Optimizer):
+    name: Literal["sgd"] = "sgd"
+    """Stochastic gradient descent."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the last step that is kept."""
+
+    nesterov: bool = False
+    """Look ahead by the momentum."""
+
+
+class _Moments(_Optimizer):
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    """How long the two moments remember."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+
+class Adam(_Moments):
+    name: Literal["adam"] = "adam"
+    """Adam; its decay is added to the gradient."""
+
+
+class AdamW(_Moments):
+    name: Literal["adamw"] = "adamw"
+    """Adam with decay apart from the gradient."""
+
+
+def _named(default: str) -> Discriminator:
+    def which(value: object) -> str:
+        name: object = value.get("name", default) if isinstance(value, dict) else getattr(value, "name", default)
+        return str(name)
+
+    return Discriminator(which)
+
+
+Optimizer = Annotated[
+    Annotated[SGD, Tag("sgd")] | Annotated[Adam, Tag("adam")] | Annotated[AdamW, Tag("adamw")], _named("adamw")
+]
+
+
+class LrScale(Section):
+    rule: Literal["none", "linear", "sqrt"] = "none"
+    """How the rate grows with `batch.total`: by its ratio to `at_batch`, or the root of that ratio."""
+
+    at_batch: PositiveInt | None = None
+    """The total batch for which `lr` was chosen."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.rule == "none") != (self.at_batch is None):
+            raise ValueError("rule and at_batch go together: {rule: linear, at_batch: 32}, or neither")
+        return self
+
+    def factor(self, total: int) -> float:
+        if self.at_batch is None:
+            return 1.0
+        ratio = total / self.at_batch
+        return ratio if self.rule == "linear" else ratio**0.5
+
+
+class _Schedule(Section):
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the rate climbs to its full value."""
+
+
+class Constant(_Schedule):
+    name: Literal["constant"] = "constant"
+    """The full rate after warm-up."""
+
+
+class Linear(_Schedule):
+    name: Literal["linear"] = "linear"
+    """A straight line down to `end` at the last step."""
+
+    end: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """What is left of the rate at the last step."""
+
+
+class Cosine(_Schedule):
+    name: Literal["cosine"] = "cosine"
+    """Half a cosine down to `end` at the last step."""
+
+    end: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """What is left of the rate at the last step."""
+
+
+Schedule = Annotated[
+    Annotated[Constant, Tag("constant")] | Annotated[Linear, Tag("linear")] | Annotated[Cosine, Tag("cosine")],
+    _named("constant"),
+]
+
+
+class Clip(Section):
+    max: PositiveFloat
+    """The largest norm that the gradient of all parameters together may have."""
+
+    norm: Literal["fp32", "fp64"] = "fp32"
+    """What the norm is summed in; fp64 makes backends agree to the bit, and costs time."""
+
+
+class Train(Section):
+    steps: PositiveInt | None = None
+    """Optimizer steps to train for."""
+
+    epochs: PositiveInt | None = None
+    """Or passes over the data."""
+
+    optimizer: Optimizer = AdamW()
+    """sgd, adam or adamw, with its own keys."""
+
+    lr_scale: LrScale = LrScale()
+    """How the rate follows the total batch."""
+
+    schedule: Schedule = Constant()
+    """constant, linear or cosine; counted in optimizer steps, everywhere."""
+
+    clip: PositiveFloat | Clip | None = None
+    """The largest gradient norm, or {max: 1.0, norm: fp64}."""
+
+    precision: Precision = "fp32"
+    """bf16-mixed computes in bf16 on fp32 parameters; bf16-master keeps bf16 parameters with fp32 masters."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Initial weights, the order of the data and every random draw follow from it."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("one of steps and epochs is needed, and not both")
+        return self
+
+    @property
+    def clipping(self) -> Clip | None:
+        return Clip(max=self.clip) if isinstance(self.clip, float | int) else self.clip
+
+
+class Eval(Section):
+    every: PositiveInt | None = None
+    """Optimizer steps between evaluations; none without it."""
+
+    batches: PositiveInt | None = None
+    """How many batches of `batch.total` samples an evaluation reads; all without it."""
+
+
+class Log(Section):
+    every: PositiveInt = 10
+    """Optimizer steps between logged ones."""
+
+    to: Annotated[tuple[Literal["tensorboard"], ...], Field(strict=False)] = ()
+    """Where metrics go besides the run folder's JSON lines."""
+
+
+class Launch(Section):
+    heartbeat: PositiveFloat | None = 60.0
+    """Seconds without a sign of life from a training rank after which it counts as hung; null: never."""
+
+    timeout: PositiveFloat = 120.0
+    """Seconds a collective may wait for its peers; always more than heartbeat."""
+
+    grace: PositiveFloat = 30.0
+    """Seconds that a run has to reach a step boundary on a signal."""
+
+    @model_validator(mode="after")
+    def _peers_wait_longer(self) -> Self:
+        if self.heartbeat is not None and self.timeout <= self.heartbeat:
+            raise ValueError(
+                f"timeout ({self.timeout:g}) must be larger than heartbeat ({self.heartbeat:g}), "
+                "else the ranks that wait are blamed before the one that hangs"
+            )
+        return self
+
+
+class Compare(Section):
+    cells: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
+    """What to compare: cells, `backend/*` for all of one backend, `*` for all. `single` always runs."""
+
+    repeat: PositiveInt = 3
+    """Timed rounds; the cells take turns in each."""
+
+
+class Config(Section):
+    """One run: what is trained, what is split and who does it."""
+
+    task: TaskUse | None = None
+    """The task to train; a script may give it to `launch` instead."""
+
+    backend: str = "native"
+    """Who does it: native, deepspeed, horovod, accelerate, single, or a plugin."""
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """auto, cpu, cuda, or cuda:N, which several ranks may share. auto: CUDA where there is any."""
+
+    parallel: Parallel = Parallel()
+    """How many processes, and what they split."""
+
+    batch: Batch
+    """How many samples in a step, and how they are cut."""
+
+    model: Model = Model()
+    """What is said about the model itself."""
+
+    data: Data = Data()
+    """How samples are read."""
+
+    train: Train
+    """How long, and by which rule."""
+
+    eval: Eval = Eval()
+    """When to look at the validation data."""
+
+    log: Log = Log()
+    """What is written down, and when."""
+
+    launch: Launch = Launch()
+    """Patience with the processes of the run."""
+
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By backend, its own settings; all are checked, those of `backend` are used."""
+
+    compare: Compare = Compare()
+    """What `unipar compare` runs."""
+
+    out: str | None = None
+    """The run folder, relative to the working directory; runs/NAME without it, NAME the config's."""

@@ -1,0 +1,45 @@
+"""What a rank writes down while it trains: one JSON line an event, flushed at once.
+
+A rank that dies leaves its ledger behind; that is a result, not a loss.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+
+class Ledger:
+    """Appends events; `read` gives them back, an unfinished last line left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def note(self, event: str, **fields: Any) -> None:
+        row = {"event": event, "time": time.time(), **fields}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def read(path: Path) -> Iterator[dict[str, Any]]:
+        if not path.exists():
+            return
+        for line in path.read_text("utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def ledger_of(run: Path, rank: int) -> Path:
+    return run / f"rank-{rank}.jsonl"

@@ -1,0 +1,109 @@
+"""Who this process is, and which launcher started it. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from unipar.errors import WorldMismatch
+
+SWALLOWED = ("--local_rank", "--local-rank")
+"""Arguments that launchers add to a worker's own; ours to take away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """How a launcher's workers are told from others, as data; a backend's Capabilities hold its own."""
+
+    name: str
+    order: int
+    """Launchers inherit one another's variables: the lowest number that fits wins."""
+
+    marks: tuple[str, ...]
+    """Variables that are all there under this launcher, and not under those after it."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    address: tuple[str, str] | None = None
+    """Variables with the host and port where the processes meet; None: they meet by a file of the run."""
+
+    job: str | None = None
+    """A variable with an id that is one job's own; needed to meet by a file."""
+
+    serves: tuple[str, ...] | None = None
+    """The backends it starts; None: all."""
+
+    opens: str = ""
+    """What it opens beyond loopback, a sentence for `doctor`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this process stands in its world, before it has met the others."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    """A launcher's name, or "unipar"."""
+
+    address: tuple[str, int] | None = None
+    listener: int | None = None
+    """Rank 0's listening socket, made by the parent: the port cannot be stolen."""
+
+    hosted: bool = False
+    """The launcher itself listens at `address`."""
+
+    job: str | None = None
+
+    @property
+    def ours(self) -> bool:
+        return self.launcher == "unipar"
+
+
+def probe(launchers: Iterable[Launcher], environ: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place in a world that another launcher started; None when nobody did."""
+    found = next((x for x in sorted(launchers, key=lambda x: x.order) if all(m in environ for m in x.marks)), None)
+    if found is None:
+        return None
+
+    def number(variable: str) -> int:
+        text = environ.get(variable, "")
+        if not text.isdecimal():
+            raise WorldMismatch(f"{found.name} should have set {variable} to a number; it is {text or 'not set'!r}")
+        return int(text)
+
+    address = None
+    if found.address is not None:
+        host, port = found.address
+        address = (environ.get(host, ""), number(port))
+    return Place(
+        rank=number(found.rank),
+        size=number(found.size),
+        local_rank=number(found.local_rank),
+        local_size=number(found.local_size),
+        launcher=found.name,
+        address=address,
+        hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        job=environ.get(found.job) if found.job else None,
+    )
+
+
+def without_launcher_arguments(argv: list[str]) -> list[str]:
+    """`argv` less what launchers add: `--local_rank=0`, `--local-rank 0`."""
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if skip and word.isdecimal():
+            skip = False
+        elif name in SWALLOWED:
+            skip = not equals
+        else:
+            skip = False
+            kept.append(word)
+    return kept

@@ -1,0 +1,178 @@
+"""Finding a backend by its name, and what it says of a config. Ours are found in the same way as anyone's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
+
+from pydantic import ValidationError
+
+from unipar.backend import Backend, Variant
+from unipar.config import SHARDS, Cell, Config, Parallel, Shard
+from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
+from unipar.place import Launcher
+
+GROUP = "unipar.backends"
+
+
+def names() -> list[str]:
+    return sorted({ep.name for ep in entry_points(group=GROUP)})
+
+
+@cache
+def find(name: str) -> Backend:
+    """The description; its library may be missing."""
+    found = {ep.value: ep for ep in entry_points(group=GROUP, name=name)}
+    if not found:
+        near = difflib.get_close_matches(name, names(), 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise BackendNotFound(f"no backend {name!r}; {hint}known: {', '.join(names())}")
+    if len(found) > 1:
+        raise BackendNotFound(
+            f"{len(found)} packages offer a backend {name!r} ({', '.join(sorted(found))}); uninstall all but one"
+        )
+    (ep,) = found.values()
+    backend = ep.load()
+    if not isinstance(backend, Backend):
+        raise TypeError(f"{ep.value} is {backend!r}; a {GROUP} entry point names an instance of Backend")
+    return backend
+
+
+def missing(backend: Backend) -> str | None:
+    """Why the backend cannot be loaded, or None. Imports nothing."""
+    gone = [module for module in backend.requires if find_spec(module) is None]
+    if not gone:
+        return None
+    hint = backend.hint or f"pip install 'unipar[{backend.name}]'"
+    return f"backend {backend.name!r} needs {', '.join(gone)}, not installed here: {hint}"
+
+
+def load(name: str) -> Backend:
+    """The description of a backend whose library is there."""
+    backend = find(name)
+    if why := missing(backend):
+        raise BackendNotInstalled(why)
+    return backend
+
+
+def cells(backend: Backend) -> list[Cell]:
+    """All that a backend offers: plain cells first, in the order of what they split."""
+    can = backend.capabilities
+    plain = [Cell(backend.name, shard) for shard in SHARDS if shard in can.shards]
+    return plain + [Cell(backend.name, s, v) for v, x in can.variants.items() for s in SHARDS if s in x.shards]
+
+
+def expand(patterns: tuple[str, ...]) -> list[Cell]:
+    """`*` is every cell of every backend known, `name/*` the plain ones of one; each cell once, in order."""
+    made: dict[Cell, None] = {}
+    for text in patterns:
+        if text == "*":
+            made.update(dict.fromkeys(c for n in names() for c in cells(find(n))))
+        elif text.endswith("/*"):
+            made.update(dict.fromkeys(c for c in cells(find(text.removesuffix("/*"))) if not c.variant))
+        else:
+            made[existing(Cell.parse(text))] = None
+    return list(made)
+
+
+def existing(cell: Cell) -> Cell:
+    """`cell`, or the sentence that says which ones there are."""
+    backend = find(cell.backend)
+    if cell in cells(backend):
+        return cell
+    have = ", ".join(map(str, cells(backend)))
+    if cell.variant and cell.variant not in backend.capabilities.variants:
+        raise Unsupported(str(cell), [f"{cell.backend} has no variant {cell.variant!r}; its cells: {have}"])
+    raise Unsupported(str(cell), [f"there is no such cell; {cell.backend} has: {have}"])
+
+
+def cell_of(config: Config) -> Cell:
+    """The cell that a config runs in: its options say which variant."""
+    backend = find(config.backend)
+    given = config.options.get(backend.name, {})
+    for name, variant in backend.capabilities.variants.items():
+        if variant.options.items() <= given.items():
+            return Cell(backend.name, config.parallel.shard, name)
+    return Cell(backend.name, config.parallel.shard)
+
+
+def at(config: Config, cell: Cell) -> Config:
+    """`config`, run in another cell; what it says about batch and data keeps its meaning."""
+    backend = find(existing(cell).backend)
+    can = backend.capabilities
+    shard: Shard = cell.shard
+    parallel = Parallel(data=1 if can.alone else config.parallel.data, shard=shard)
+    options = dict(config.options)
+    if cell.variant:
+        options[backend.name] = _with_variant(options.get(backend.name, {}), can.variants[cell.variant], cell)
+    elif (now := cell_of(config)).variant and now.backend == cell.backend:
+        unset = can.variants[str(now.variant)].options
+        options[backend.name] = {k: v for k, v in options[backend.name].items() if k not in unset}
+    batch = config.batch
+    if can.alone and batch.total is None and isinstance(config.parallel.data, int):
+        sizes = batch.settle(config.parallel.data)  # the same global batch and the same microbatches, one after another
+        batch = batch.model_copy(update={"total": sizes.total, "accumulate": None})
+    elif can.alone and batch.micro is None and isinstance(config.parallel.data, int):
+        batch = batch.model_copy(update={"micro": batch.settle(config.parallel.data).micro, "accumulate": None})
+    elif can.alone and batch.micro is not None:
+        batch = batch.model_copy(update={"accumulate": None})
+    return config.model_copy(update={"backend": cell.backend, "parallel": parallel, "options": options, "batch": batch})
+
+
+def _with_variant(given: Mapping[str, Any], variant: Variant, cell: Cell) -> dict[str, Any]:
+    for key, value in variant.options.items():
+        if key in given and given[key] != value:
+            raise ConfigError(
+                f"options.{cell.backend}.{key}: {given[key]!r} contradicts the cell {cell}, which sets it to {value!r}"
+            )
+    return {**given, **variant.options}
+
+
+def check(config: Config) -> Backend:
+    """The backend of `config`, or every reason why it cannot run. Starts nothing, imports no library."""
+    backend = load(config.backend)
+    check_options(config)
+    reasons = list(_refusals(backend, config))
+    if reasons:
+        raise Unsupported(str(Cell(backend.name, config.parallel.shard)), reasons)
+    existing(cell_of(config))
+    if isinstance(config.parallel.data, int):
+        config.batch.settle(config.parallel.data)
+    return backend
+
+
+def check_options(config: Config) -> None:
+    """Every backend's options, those of the others too: a typo there waits for the day they are used."""
+    from unipar.complaint import options_complaint
+
+    for name, given in config.options.items():
+        backend = find(name)
+        try:
+            backend.options.model_validate(given)
+        except ValidationError as e:
+            raise ConfigError(options_complaint(e, backend)) from None
+
+
+def _refusals(backend: Backend, config: Config) -> Iterator[str]:
+    can = backend.capabilities
+    shard, precision = config.parallel.shard, config.train.precision
+    if shard not in can.shards:
+        yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(can.shards)}"
+    for key in ((None, precision), (shard, precision)):
+        if key in can.gaps:
+            yield f"train.precision: {precision} cannot be had: {can.gaps[key]}"
+    kind = config.device.partition(":")[0]
+    if kind != "auto" and kind not in can.devices:
+        yield f"device: {config.device} is not among its devices ({', '.join(can.devices)})"
+    if can.alone and config.parallel.data not in (1, "auto"):
+        yield f"parallel.data: {config.parallel.data} contradicts it: {backend.name} is one process"
+    yield from backend.refuse(config)
+
+
+def launchers() -> list[Launcher]:
+    """Every launcher that some backend knows."""
+    return [launcher for name in names() for launcher in find(name).capabilities.launchers]

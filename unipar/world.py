@@ -1,0 +1,143 @@
+"""The processes of a run, met: one torch process group of our own, and the backend's library on top."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unipar.config import Config
+from unipar.errors import WorldMismatch
+from unipar.place import Place
+
+
+class World:
+    """Who this process is among the others, and the few collectives that the loop needs."""
+
+    def __init__(self, place: Place, device: torch.device, store: dist.Store | None) -> None:
+        self.place, self.device, self.store = place, device, store
+        self.rank, self.size = place.rank, place.size
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def agreed(self, library: str, *, rank: int, size: int) -> World:
+        """Itself, if the library sees the same world: left alone, several make N worlds of one."""
+        if (rank, size) != (self.rank, self.size):
+            raise WorldMismatch(
+                f"{library} sees rank {rank} of {size}, the launcher {self.place.launcher!r} said "
+                f"rank {self.rank} of {self.size}"
+            )
+        return self
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def device_of(config: Config, place: Place) -> torch.device:
+    """Where this rank computes."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if ":" in config.device:
+        return torch.device(config.device)
+    return torch.device("cuda", place.local_rank)
+
+
+def transport(config: Config, device: torch.device) -> str:
+    """NCCL wants a GPU for each rank; `device: cuda:N` lets ranks share one over gloo."""
+    return "nccl" if device.type == "cuda" and ":" not in config.device else "gloo"
+
+
+def meet(config: Config, place: Place, run: Path) -> World:
+    """Join the other processes of this run; afterwards torch.distributed works on every rank."""
+    device = device_of(config, place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    patience = timedelta(seconds=config.launch.timeout)
+    if place.size == 1 and place.address is None:
+        store: dist.Store = dist.HashStore()
+    else:
+        store = _store(place, run, patience)
+    if place.ours or _on_loopback(place):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.PrefixStore("unipar", store)
+    dist.init_process_group(
+        transport(config, device), store=store, rank=place.rank, world_size=place.size, timeout=patience
+    )
+    if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+        raise WorldMismatch(f"torch sees rank {dist.get_rank()} of {dist.get_world_size()}, not {place}")
+    return World(place, device, store)
+
+
+def _on_loopback(place: Place) -> bool:
+    if place.address is None:
+        return place.local_size == place.size
+    return ipaddress.ip_address(socket.gethostbyname(place.address[0])).is_loopback
+
+
+def _store(place: Place, run: Path, patience: timedelta) -> dist.Store:
+    if place.address is None:
+        return _by_file(place, run, patience)
+    host, port = socket.gethostbyname(place.address[0]), place.address[1]
+    lead = place.rank == 0 and not place.hosted
+    if not lead:
+        return dist.TCPStore(host, port, place.size, False, patience, wait_for_workers=False)
+    if place.listener is not None:
+        fd = place.listener
+    elif ipaddress.ip_address(host).is_loopback:
+        fd = _listening(host, port).detach()
+    else:
+        return dist.TCPStore(host, port, place.size, True, patience, wait_for_workers=False)
+    return dist.TCPStore(host, port, place.size, True, patience, wait_for_workers=False, master_listen_fd=fd)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket on this address alone: left to itself the store listens everywhere."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as e:
+        raise WorldMismatch(
+            f"{host}:{port} is taken ({e.strerror}): another run uses this port; give the launcher another "
+            "(--master_port, --main_process_port, --master-port)"
+        ) from None
+    made.listen(128)
+    return made
+
+
+def _by_file(place: Place, run: Path, patience: timedelta) -> dist.Store:
+    """For launchers that give no address: rank 0 listens on loopback and says where in the run folder."""
+    said = run / f".meet-{place.launcher}-{place.job or 'job'}"
+    if place.rank == 0:
+        listener = _listening("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        partial = said.with_suffix(".partial")
+        partial.write_text(str(port), encoding="utf-8")
+        partial.rename(said)
+        return dist.TCPStore(
+            "127.0.0.1", port, place.size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    until = time.monotonic() + patience.total_seconds()
+    while not said.exists():
+        if time.monotonic() > until:
+            raise WorldMismatch(f"rank {place.rank} waited {patience.total_seconds():g} s for rank 0 to say where to meet")
+        time.sleep(0.02)
+    return dist.TCPStore(
+        "127.0.0.1", int(said.read_text("utf-8")), place.size, False, patience, wait_for_workers=False
+    )
