@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from unipar.errors import WorldMismatch
 
@@ -36,6 +37,9 @@ class Launcher:
     serves: tuple[str, ...] | None = None
     """The backends it starts; None: all."""
 
+    refusal: str = ""
+    """Why its worlds cannot be joined; empty: they can."""
+
     opens: str = ""
     """What it opens beyond loopback, a sentence for `doctor`."""
 
@@ -58,6 +62,9 @@ class Place:
     hosted: bool = False
     """The launcher itself listens at `address`."""
 
+    folder: Path | None = None
+    """The run folder: where processes meet that were given no address."""
+
     job: str | None = None
 
     @property
@@ -65,11 +72,20 @@ class Place:
         return self.launcher == "unipar"
 
 
-def probe(launchers: Iterable[Launcher], environ: Mapping[str, str] = os.environ) -> Place | None:
+def started_by(launchers: Iterable[Launcher], environ: Mapping[str, str] = os.environ) -> Launcher | None:
+    """The launcher whose marks this process carries; None when nobody started a world."""
+    return next((x for x in sorted(launchers, key=lambda x: x.order) if all(m in environ for m in x.marks)), None)
+
+
+def probe(
+    launchers: Iterable[Launcher], folder: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> Place | None:
     """This process's place in a world that another launcher started; None when nobody did."""
-    found = next((x for x in sorted(launchers, key=lambda x: x.order) if all(m in environ for m in x.marks)), None)
+    found = started_by(launchers, environ)
     if found is None:
         return None
+    if found.refusal:
+        raise WorldMismatch(f"{found.name}: {found.refusal}")
 
     def number(variable: str) -> int:
         text = environ.get(variable, "")
@@ -89,6 +105,7 @@ def probe(launchers: Iterable[Launcher], environ: Mapping[str, str] = os.environ
         launcher=found.name,
         address=address,
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        folder=folder,
         job=environ.get(found.job) if found.job else None,
     )
 

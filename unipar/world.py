@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -63,7 +62,7 @@ def transport(config: Config, device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and ":" not in config.device else "gloo"
 
 
-def meet(config: Config, place: Place, run: Path) -> World:
+def meet(config: Config, place: Place) -> World:
     """Join the other processes of this run; afterwards torch.distributed works on every rank."""
     device = device_of(config, place)
     if device.type == "cuda":
@@ -72,7 +71,7 @@ def meet(config: Config, place: Place, run: Path) -> World:
     if place.size == 1 and place.address is None:
         store: dist.Store = dist.HashStore()
     else:
-        store = _store(place, run, patience)
+        store = _store(place, patience)
     if place.ours or _on_loopback(place):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.PrefixStore("unipar", store)
@@ -90,9 +89,9 @@ def _on_loopback(place: Place) -> bool:
     return ipaddress.ip_address(socket.gethostbyname(place.address[0])).is_loopback
 
 
-def _store(place: Place, run: Path, patience: timedelta) -> dist.Store:
+def _store(place: Place, patience: timedelta) -> dist.Store:
     if place.address is None:
-        return _by_file(place, run, patience)
+        return _by_file(place, patience)
     host, port = socket.gethostbyname(place.address[0]), place.address[1]
     lead = place.rank == 0 and not place.hosted
     if not lead:
@@ -121,9 +120,10 @@ def _listening(host: str, port: int) -> socket.socket:
     return made
 
 
-def _by_file(place: Place, run: Path, patience: timedelta) -> dist.Store:
+def _by_file(place: Place, patience: timedelta) -> dist.Store:
     """For launchers that give no address: rank 0 listens on loopback and says where in the run folder."""
-    said = run / f".meet-{place.launcher}-{place.job or 'job'}"
+    assert place.folder is not None, f"{place.launcher} gives no address, so the processes need a folder to meet in"
+    said = place.folder / f".meet-{place.launcher}-{place.job or 'job'}"
     if place.rank == 0:
         listener = _listening("127.0.0.1", 0)
         port = listener.getsockname()[1]

@@ -1,0 +1,138 @@
+"""DeepSpeed: ZeRO 0 to 3. A description; the engine is in engine.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+
+from typing_extensions import override
+
+from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
+from unipar.config import SHARDS, Config, Section, Shard
+from unipar.place import Launcher, Place
+from unipar.precision import stated
+if TYPE_CHECKING:
+    from unipar.world import World
+
+_NO_FP16 = "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed or bf16-master"
+_NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
+_SPLIT: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
+
+
+class DeepSpeedOptions(Section):
+    """options.deepspeed"""
+
+    buckets: Literal["scaled", "library"] = "scaled"
+    """scaled: a sixteenth of the model's parameters, from 65,536 to 5e8; library: DeepSpeed's own 5e8 elements,
+    which outweigh a small model many times."""
+
+
+@final
+class DeepSpeed(Backend):
+    name = "deepspeed"
+    requires = ("deepspeed",)
+    hint = "pip install 'unipar[deepspeed]'"
+    options: ClassVar[type[Section]] = DeepSpeedOptions
+    capabilities = Capabilities(
+        shards=SHARDS,
+        variants={
+            "library": Variant(options={"buckets": "library"}, shards=_SPLIT, says="with DeepSpeed's own bucket sizes")
+        },
+        gaps={(None, "fp16"): _NO_FP16, **{(shard, "fp64"): _NO_FP64 for shard in _SPLIT}},
+        launchers=(
+            Launcher(
+                name="deepspeed",
+                order=30,
+                marks=("RANK", "LOCAL_SIZE", "CROSS_SIZE"),
+                rank="RANK",
+                size="WORLD_SIZE",
+                local_rank="LOCAL_RANK",
+                local_size="LOCAL_SIZE",
+                address=("MASTER_ADDR", "MASTER_PORT"),
+                serves=("deepspeed",),
+            ),
+        ),
+        waits=("torch/distributed/", "deepspeed/comm/"),
+    )
+
+    @override
+    def refuse(self, config: Config) -> Iterator[str]:
+        if config.parallel.shard == "nothing" and options_of(config).buckets == "library":
+            yield "options.deepspeed.buckets: library has no effect, as nothing is split; leave it out"
+
+    @override
+    def dtypes(self, config: Config) -> Dtypes:
+        shard, precision = config.parallel.shard, config.train.precision
+        if precision == "bf16-master":
+            reduction = "bf16"
+            return Dtypes("bf16", "fp32" if shard == "nothing" else "fp32 shards", "bf16", reduction, "bf16")
+        plain = stated(precision)
+        if shard == "nothing":
+            return plain
+        return Dtypes(plain.parameter, "fp32 shards", plain.gradient, plain.reduction, plain.compute)
+
+    @override
+    def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
+        clip = config.train.clipping
+        stage = SHARDS.index(config.parallel.shard)
+        told: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,  # inert, as is the next: the boundary is set by hand
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0 if clip is None or clip.norm == "fp64" or clips_outside(config) else clip.max,
+            "zero_optimization": {"stage": stage, **_buckets(stage, options_of(config), parameters)},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": None,
+            "wall_clock_breakdown": False,
+        }
+        if config.train.precision == "bf16-master":
+            told["bf16"] = {"enabled": True}
+        return told
+
+    @override
+    def join(self, config: Config, place: Place) -> World:
+        if config.device == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when the library is imported
+        from unipar_deepspeed.engine import join
+
+        return join(config, place)
+
+    @override
+    def build(self, part: Part, config: Config, world: World) -> Engine:
+        from unipar_deepspeed.engine import Zero
+
+        return Zero(part, config, world, backend)
+
+
+def options_of(config: Config) -> DeepSpeedOptions:
+    return DeepSpeedOptions.model_validate(config.options.get("deepspeed", {}))
+
+
+def clips_outside(config: Config) -> bool:
+    """ZeRO-0 leaves whole gradients in the open, so they are clipped as everywhere else."""
+    return config.parallel.shard == "nothing" and config.train.precision != "bf16-master"
+
+
+def _buckets(stage: int, options: DeepSpeedOptions, parameters: int | None) -> dict[str, Any]:
+    three: dict[str, Any] = {"memory_efficient_linear": False} if stage == 3 else {}  # it patches the whole process
+    if stage == 0 or options.buckets == "library":
+        return three
+
+    def sixteenth(times: int) -> int | str:
+        if parameters is None:
+            return "parameters // 16, from 65,536 to 5e8" + (f", times {times}" if times > 1 else "")
+        return times * min(max(parameters // 16, 65_536), 500_000_000)
+
+    both = {"reduce_bucket_size": sixteenth(1), "allgather_bucket_size": sixteenth(1)}
+    if stage < 3:
+        return both
+    return three | {
+        "reduce_bucket_size": sixteenth(1),
+        "stage3_prefetch_bucket_size": sixteenth(1),
+        "stage3_max_live_parameters": sixteenth(2),
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 4_096,
+    }
+
+
+backend = DeepSpeed()

@@ -1,0 +1,93 @@
+"""Horovod: allreduce over a ring. A description; the engine is in engine.py, the build in install.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final
+
+from pydantic import Field
+from typing_extensions import override
+
+from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
+from unipar.config import Config, Section
+from unipar.place import Launcher, Place
+from unipar.precision import stated
+if TYPE_CHECKING:
+    from unipar.world import World
+
+
+class HorovodOptions(Section):
+    """options.horovod"""
+
+    fusion_mb: Annotated[int, Field(ge=0)] = 128
+    """Gradients are sent together until they fill this many MiB; 0: each on its own."""
+
+    compression: Literal["none", "fp16"] = "none"
+    """fp16: gradients travel in half precision, and lose what that loses."""
+
+
+@final
+class Horovod(Backend):
+    name = "horovod"
+    requires = ("horovod",)
+    hint = "unipar install horovod"
+    options: ClassVar[type[Section]] = HorovodOptions
+    capabilities = Capabilities(
+        shards=("nothing",),
+        gaps={
+            (None, "fp16"): "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed",
+            (None, "bf16-master"): "Horovod has no bf16 tensors; use bf16-mixed, native/parameters or deepspeed/*",
+        },
+        launchers=(
+            Launcher(
+                name="horovodrun",
+                order=10,
+                marks=("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+                rank="HOROVOD_RANK",
+                size="HOROVOD_SIZE",
+                local_rank="HOROVOD_LOCAL_RANK",
+                local_size="HOROVOD_LOCAL_SIZE",
+                job="HOROVOD_GLOO_RENDEZVOUS_PORT",
+                serves=("horovod",),
+                opens="its key-value store listens on every interface, without authentication",
+            ),
+        ),
+        waits=("torch/distributed/", "horovod/torch/"),
+    )
+
+    @override
+    def dtypes(self, config: Config) -> Dtypes:
+        half = options_of(config).compression == "fp16"
+        return stated(config.train.precision, reduction="fp16" if half else None)
+
+    @override
+    def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
+        options = options_of(config)
+        return {
+            "HOROVOD_FUSION_THRESHOLD": options.fusion_mb * 2**20,
+            "DistributedOptimizer": {"op": "Sum", "compression": options.compression},
+        }
+
+    @override
+    def install(self) -> str:
+        from unipar_horovod.install import install
+
+        return install()
+
+    @override
+    def join(self, config: Config, place: Place) -> World:
+        from unipar_horovod.engine import join
+
+        return join(config, place)
+
+    @override
+    def build(self, part: Part, config: Config, world: World) -> Engine:
+        from unipar_horovod.engine import Ring
+
+        return Ring(part, config, world)
+
+
+def options_of(config: Config) -> HorovodOptions:
+    return HorovodOptions.model_validate(config.options.get("horovod", {}))
+
+
+backend = Horovod()

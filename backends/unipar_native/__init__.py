@@ -1,0 +1,163 @@
+"""PyTorch itself: one process, DistributedDataParallel, FSDP2. A description; the engines are in engine.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+
+from typing_extensions import override
+
+from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
+from unipar.config import Config, Section
+from unipar.place import Launcher, Place
+from unipar.precision import stated
+if TYPE_CHECKING:
+    from unipar.world import World
+
+NO_FP16 = "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed"
+_NO_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
+_TORCH = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+
+LAUNCHERS = (
+    Launcher(
+        name="torchrun",
+        order=20,
+        marks=("TORCHELASTIC_RUN_ID",),
+        **_TORCH,
+        address=_MASTER,
+        opens="its agent listens on every interface (the master port, and two more with --standalone)",
+    ),
+    Launcher(
+        name="mpirun",
+        order=50,
+        marks=("OMPI_COMM_WORLD_RANK",),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        refusal="joining its worlds is not there yet; start the same script with python or torchrun",
+        opens="its daemons listen on every interface",
+    ),
+    Launcher(
+        name="srun",
+        order=60,
+        marks=("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_NUM_TASKS",
+        refusal="joining its worlds is not there yet; let srun start one task that runs python or torchrun",
+    ),
+    Launcher(
+        name="RANK and WORLD_SIZE",
+        order=70,
+        marks=("RANK", "WORLD_SIZE"),
+        **_TORCH,
+        address=_MASTER,
+        refusal="variables of a launcher that is not known here; use torchrun, or unset them to start a world of our own",
+    ),
+)
+
+
+class NativeOptions(Section):
+    """options.native"""
+
+    find_unused: bool | Literal["auto"] = "auto"
+    """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
+    true: search at every step, for a model that uses other parameters at other times; false: never."""
+
+    bucket_mb: int = 25
+    """DDP's bucket size in MiB: how much gradient is reduced at once."""
+
+
+@final
+class Single(Backend):
+    """One process without a wrapper: what all others must equal."""
+
+    name = "single"
+    capabilities = Capabilities(
+        shards=("nothing",),
+        alone=True,
+        gaps={
+            (None, "fp16"): NO_FP16,
+            (None, "bf16-master"): f"one process {_NO_MASTER}; compare with it in fp32",
+        },
+    )
+
+    @override
+    def dtypes(self, config: Config) -> Dtypes:
+        return stated(config.train.precision, reduction="-")
+
+    @override
+    def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
+        return {}
+
+    @override
+    def join(self, config: Config, place: Place) -> World:
+        return _meet(config, place)
+
+    @override
+    def build(self, part: Part, config: Config, world: World) -> Engine:
+        from unipar_native.engine import One
+
+        return One(part, config, world)
+
+
+@final
+class Native(Backend):
+    name = "native"
+    options: ClassVar[type[Section]] = NativeOptions
+    capabilities = Capabilities(
+        shards=("nothing", "parameters"),
+        gaps={
+            (None, "fp16"): NO_FP16,
+            ("nothing", "bf16-master"): f"DDP {_NO_MASTER}; use native/parameters or deepspeed/*",
+        },
+        launchers=LAUNCHERS,
+        waits=("torch/distributed/",),
+    )
+
+    @override
+    def dtypes(self, config: Config) -> Dtypes:
+        return stated(config.train.precision)
+
+    @override
+    def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
+        if config.parallel.shard == "nothing":
+            return {"DistributedDataParallel": ddp_settings(options_of(config))}
+        return {"fully_shard": fsdp_settings(config)}
+
+    @override
+    def join(self, config: Config, place: Place) -> World:
+        return _meet(config, place)
+
+    @override
+    def build(self, part: Part, config: Config, world: World) -> Engine:
+        from unipar_native.engine import DDP, FSDP2
+
+        return DDP(part, config, world) if config.parallel.shard == "nothing" else FSDP2(part, config, world)
+
+
+def options_of(config: Config) -> NativeOptions:
+    return NativeOptions.model_validate(config.options.get("native", {}))
+
+
+def ddp_settings(options: NativeOptions) -> dict[str, Any]:
+    """What DDP is told besides the search for unused parameters, which `auto` settles in the first step."""
+    settings = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True, "broadcast_buffers": False}
+    return settings | {"init_sync": False, "find_unused_parameters": options.find_unused}
+
+
+def fsdp_settings(config: Config) -> dict[str, Any]:
+    mixed = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if config.train.precision == "bf16-master" else None
+    return {"reshard_after_forward": True, "mp_policy": mixed, "blocks": config.model.blocks}
+
+
+def _meet(config: Config, place: Place) -> World:
+    from unipar.world import meet
+
+    return meet(config, place)
+
+
+single = Single()
+backend = Native()

@@ -1,0 +1,127 @@
+"""Birth: one rank makes the model, the others its shape; values travel one tensor at a time to where they belong."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unipar.config import Config
+from unipar.errors import TaskError
+from unipar.precision import born_as
+from unipar.seeds import sow
+from unipar.task import Task
+from unipar.world import World
+
+Place = Callable[[Tensor], Tensor]
+
+
+def born(task: Task, config: Config, world: World) -> nn.Module:
+    """The task's model: real on rank 0, on meta elsewhere; the same names, shapes and ties on all."""
+    sow(config.train.seed)
+    module = _made(task) if world.rank == 0 else _on_meta(task)
+    if dict in type(module).__mro__:
+        raise TaskError("model() returned several modules; training several parts together is not there yet")
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
+        raise TaskError(f"model() returned {module!r}; a torch.nn.Module is wanted")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise TaskError("model() has no parameter that requires a gradient: there is nothing to train")
+    module.to(born_as(config.train.precision))
+    _agree(module, world)
+    return module
+
+
+def _made(task: Task) -> nn.Module:
+    with torch.device("cpu"):
+        return task.model()
+
+
+def _on_meta(task: Task) -> nn.Module:
+    """Only the shape. A constructor that looks at values cannot run on meta: then it runs for real and is emptied."""
+    try:
+        with torch.device("meta"):
+            return task.model()
+    except (NotImplementedError, RuntimeError):
+        return _made(task).to("meta")
+
+
+def _agree(module: nn.Module, world: World) -> None:
+    """Another model on another rank would hang in the first broadcast."""
+    if world.size == 1 or world.store is None:
+        return
+    shape = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
+    shape += [(n, tuple(b.shape), str(b.dtype), False) for n, b in module.named_buffers()]
+    mine = hashlib.sha256(repr(shape).encode()).hexdigest()
+    if world.rank == 0:
+        world.store.set("model", mine)
+    elif world.store.get("model").decode() != mine:
+        raise TaskError(
+            f"model() made another model on rank {world.rank} than on rank 0: names, shapes and what is trained "
+            "must not depend on the rank"
+        )
+
+
+def travel(tensor: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's values of one tensor, on every rank."""
+    if dist.get_rank() == 0:
+        there = tensor.detach().to(device).contiguous()
+    else:
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if dist.get_world_size() > 1:
+        dist.broadcast(there, 0)
+    return there
+
+
+def settle(root: nn.Module, place: Place, device: torch.device) -> None:
+    """Give each parameter, buffer and plain tensor attribute its place; what was tied stays tied."""
+    done: dict[int, Tensor] = {}
+
+    def placed(p: nn.Parameter) -> nn.Parameter:
+        if id(p) not in done:
+            new = place(p)
+            done[id(p)] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, p.requires_grad)
+        return done[id(p)]  # type: ignore[return-value]
+
+    def sent(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in done:
+                done[id(value)] = travel(value, device)
+            return done[id(value)]
+        if type(value) in (list, tuple):
+            return type(value)(sent(v) for v in value)
+        if type(value) is dict:
+            return {k: sent(v) for k, v in value.items()}
+        return value
+
+    keep: list[Any] = []  # so that no id is used twice
+    for module in list(root.modules()):
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                keep.append(param)
+                module._parameters[name] = placed(param)
+        for name, value in list(module._buffers.items()):
+            if value is not None:
+                keep.append(value)
+                module._buffers[name] = sent(value)
+        for name, value in list(vars(module).items()):
+            if not name.startswith("_") and (isinstance(value, Tensor) or type(value) in (list, tuple, dict)):
+                keep.append(value)
+                vars(module)[name] = sent(value)
+
+
+def arrive(root: nn.Module, device: torch.device) -> None:
+    """A whole copy on each rank."""
+    settle(root, lambda p: travel(p, device), device)
+
+
+def refuse_scalars(module: nn.Module, cell: str) -> None:
+    """For libraries that cannot split a parameter without dimensions."""
+    bare = [name for name, p in module.named_parameters() if p.ndim == 0]
+    if bare:
+        raise TaskError(
+            f"{cell} cannot hold the parameter {bare[0]!r}, which has no dimensions: give it the shape (1,)"
+        )
