@@ -1,4 +1,5 @@
 """A character GPT on the sources of Python's own library: real text that every machine has."""
+# pyright: reportImplicitOverride=false
 
 from __future__ import annotations
 
@@ -10,25 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - everyone's name for it
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 import unipar
 
-Sample = tuple[Tensor, Tensor]
-
-
-class Windows(Dataset[Sample]):
-    """Each sample is `context` characters and, for each of them, the one that follows."""
-
-    def __init__(self, codes: Tensor, context: int) -> None:
-        self.codes, self.context = codes, context
-
-    def __len__(self) -> int:
-        return (len(self.codes) - 1) // self.context
-
-    def __getitem__(self, index: int) -> Sample:
-        window = self.codes[index * self.context :][: self.context + 1]
-        return window[:-1], window[1:]
+Codes = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
@@ -73,23 +60,26 @@ class CharGPT(unipar.Task):
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         return "".join(f.read_text("utf-8", "replace") for f in files)[:1_000_000]
 
-    def windows(self, part: slice) -> Windows:
+    def windows(self, part: slice) -> TensorDataset:
+        """Each sample is `context` characters and, for each of them, the one that follows."""
         code = {character: i for i, character in enumerate(sorted(set(self.text)))}
-        return Windows(torch.tensor([code[character] for character in self.text[part]]), self.context)
+        codes = torch.tensor([code[character] for character in self.text[part]])
+        windows = codes.unfold(0, self.context + 1, self.context)
+        return TensorDataset(windows[:, :-1], windows[:, 1:])
 
     def model(self) -> nn.Module:
         return GPT(len(set(self.text)), *self.sizes)
 
-    def data(self) -> Windows:
+    def data(self) -> TensorDataset:
         return self.windows(slice(0, 900_000))
 
-    def validation(self) -> Windows:
+    def validation(self) -> TensorDataset:
         return self.windows(slice(900_000, None))
 
-    def loss(self, model: nn.Module, batch: Sample) -> Tensor:
+    def loss(self, model: nn.Module, batch: Codes) -> Tensor:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
-    def metrics(self, model: nn.Module, batch: Sample) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Codes) -> dict[str, Tensor]:
         right = model(batch[0]).argmax(-1) == batch[1]
         return {"loss": self.loss(model, batch), "accuracy": right.float().mean()}
 

@@ -1,4 +1,5 @@
-"""An image classifier on scikit-learn's digits: 1,797 handwritten ones, 8 x 8 pixels each, shipped with it."""
+"""An image classifier on scikit-learn's digits: 1,797 written by hand, 8 x 8 pixels, shipped with it."""
+# pyright: reportImplicitOverride=false
 
 from __future__ import annotations
 

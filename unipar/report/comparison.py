@@ -1,0 +1,237 @@
+"""What `compare` found: a row a cell, the verdict on its losses, and the table that says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
+from statistics import median, quantiles
+from typing import Any, Literal, Self
+
+from typing_extensions import override
+
+from unipar.config import Precision
+from unipar.report.table import size, table
+
+Outcome = Literal["waits", "ran", "refused", "absent", "failed"]
+"""absent: its library is not installed here."""
+
+_HEADS = {"refused": "refused: ", "absent": "not installed: ", "failed": "failed: ", "waits": ""}
+
+PROMISED = 20
+"""Steps over which the tolerance is held: rounding that differs by a bit is amplified by training."""
+
+
+def tolerance(precision: Precision) -> float:
+    """How far a loss may be from that of one process, relative to it where it is above 1."""
+    return {"fp32": 2e-6, "fp64": 1e-13}.get(precision, 5e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One cell."""
+
+    cell: str
+    outcome: Outcome
+    note: str = ""
+    """Why it did not run, or what should be known of how it did."""
+
+    losses: list[float] = field(default_factory=list[float])
+    """Of the global batch, step by step, the warm-up too."""
+
+    seconds: list[list[float]] = field(default_factory=list[list[float]])
+    """By timed round, what each step took the slowest rank."""
+
+    peak_rss: list[int] = field(default_factory=list[int])
+    """By rank, in bytes."""
+
+    started: float = 0.0
+    """Seconds from its first process's start until all ranks were ready."""
+
+    @property
+    def timed(self) -> list[float]:
+        return list(chain.from_iterable(self.seconds))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near two series of losses are."""
+
+    digits: int | None
+    """Leading digits that are equal in every step; None: all bits are."""
+
+    step: int
+    """Among the promised steps, the one (from 1) that is furthest off in proportion to the tolerance."""
+
+    off: float
+    """How far."""
+
+    within: bool
+    """Whether that is inside the tolerance."""
+
+    @override
+    def __str__(self) -> str:
+        if self.digits is None:
+            return "bit for bit"
+        return "1 digit" if self.digits == 1 else f"{self.digits} digits"
+
+
+def agreement(losses: Sequence[float], reference: Sequence[float], allowed: float) -> Agreement:
+    """Hold `losses` against `reference`, step by step."""
+    assert len(losses) == len(reference) > 0, (len(losses), len(reference))
+    pairs = [(abs(a - b), abs(b)) for a, b in zip(losses, reference, strict=True)]
+    relative = (
+        max(off / size if size else math.inf for off, size in pairs if off)
+        if any(p[0] for p in pairs)
+        else None
+    )
+    shares = [off / max(1.0, size) for off, size in pairs[:PROMISED]]
+    worst = max(range(len(shares)), key=shares.__getitem__)
+    digits = None if relative is None else max(0, math.floor(-math.log10(relative)))
+    return Agreement(digits, worst + 1, pairs[worst][0], shares[worst] <= allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All cells of one comparison; `single`, the reference, is the first row."""
+
+    name: str
+    out: str
+    precision: Precision
+    samples: int
+    """In one optimizer step."""
+
+    warmup: int
+    """Steps before the timed ones."""
+
+    rows: list[Row]
+    note: str = ""
+    interrupted: bool = False
+
+    @property
+    def reference(self) -> Row | None:
+        row = self.rows[0]
+        return row if row.outcome == "ran" else None
+
+    @property
+    def baseline(self) -> Row | None:
+        """What step times are put in proportion to: the first cell besides `single` that ran."""
+        return next((row for row in self.rows[1:] if row.outcome == "ran"), None)
+
+    def agreement(self, row: Row) -> Agreement | None:
+        """With the one process; None where there is nothing to hold together."""
+        if self.reference is None or row is self.reference or row.outcome != "ran":
+            return None
+        return agreement(row.losses, self.reference.losses, tolerance(self.precision))
+
+    @property
+    def disagree(self) -> list[Row]:
+        held = [(row, self.agreement(row)) for row in self.rows]
+        return [row for row, found in held if found is not None and not found.within]
+
+    @property
+    def finished(self) -> bool:
+        """Whether running it again could tell nothing new."""
+        return not self.interrupted and all(row.outcome in ("ran", "refused") for row in self.rows)
+
+    @property
+    def code(self) -> int:
+        """What the command line exits with: refusals are an answer, failures and disagreement are not."""
+        if self.interrupted:
+            return 130
+        failed = any(row.outcome == "failed" for row in self.rows)
+        return 1 if failed or self.disagree or self.reference is None or self.baseline is None else 0
+
+    @override
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, width: int = 80) -> str:
+        return "\n".join([self.rows_table(width), "", *self.remarks()])
+
+    def rows_table(self, width: int = 80) -> str:
+        header = ("cell", "loss agrees", "step ms", "x", "samples/s", "peak RSS")
+        return table(header, [self._shown(row) for row in self.rows], right=(2, 3, 4, 5), width=width)
+
+    def _shown(self, row: Row) -> tuple[str, ...]:
+        if row.outcome != "ran":
+            return row.cell, _HEADS[row.outcome] + row.note
+        found = self.agreement(row)
+        agrees = "reference" if row is self.reference else "-" if found is None else str(found)
+        if found is not None and not found.within:
+            agrees += " !"
+        middle = median(row.timed)
+        factor = f"{middle / median(self.baseline.timed):.2f}" if self.baseline is not None else "-"
+        return (
+            row.cell,
+            agrees,
+            spread(row.timed),
+            factor,
+            f"{self.samples / middle:.{1 if self.samples / middle < 100 else 0}f}",
+            size(max(row.peak_rss)) if row.peak_rss else "-",
+        )
+
+    def remarks(self) -> list[str]:
+        """What the table means, and what is wrong."""
+        lines = [f"{row.cell}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
+        lines += self._verdict()
+        ran = next((row for row in self.rows if row.outcome == "ran"), None)
+        if ran is not None:
+            timed, rounds = len(ran.timed), len(ran.seconds)
+            lines.append(
+                f"step ms: median of {timed} steps of the slowest rank [middle half], in {rounds} "
+                f"round{'s' if rounds > 1 else ''} by turns, after {self.warmup} to warm up"
+            )
+        if self.baseline is not None:
+            lines.append(f"x: step time in proportion to {self.baseline.cell}")
+        if ran is not None:
+            lines.append("peak RSS: of the largest rank, not to rank by: the allocator keeps what was freed")
+        return [*lines, *([self.note] if self.note else [])]
+
+    def _verdict(self) -> list[str]:
+        if self.interrupted:
+            return ["interrupted: cells without figures did not come to their end"]
+        if self.reference is None:
+            return ["no verdict: the one process to which the others are held did not run"]
+        held = [(row, found) for row in self.rows if (found := self.agreement(row)) is not None]
+        if not held:
+            return ["no verdict: no cell besides the one process ran"]
+        steps, allowed = len(self.reference.losses), tolerance(self.precision)
+        wrong = [
+            f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}: {row.losses[found.step - 1]:.8g} "
+            f"for {self.reference.losses[found.step - 1]:.8g}; allowed in {self.precision}: {allowed:g}"
+            for row, found in held
+            if not found.within
+        ]
+        if wrong:
+            return wrong
+        least = min((found.digits for _, found in held if found.digits is not None), default=None)
+        how = "bit for bit" if least is None else f"to {least} digits or more"
+        cells = f"all {len(held)} cells agree" if len(held) > 1 else f"{held[0][0].cell} agrees"
+        return [f"{cells} with one process {how}, over {steps} steps"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure; the verdicts besides, for those who read only this."""
+        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
+        return {**made, "cells": [self._row_json(row) for row in self.rows]}
+
+    def _row_json(self, row: Row) -> dict[str, Any]:
+        found = self.agreement(row)
+        verdict = None if found is None else {"says": str(found), **asdict(found)}
+        return {**asdict(row), "agreement": verdict}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
+        names = [f.name for f in fields(Row)]
+        rows = [Row(**{name: row[name] for name in names}) for row in data["cells"]]
+        kept = {f.name: data[f.name] for f in fields(cls) if f.name != "rows"}
+        return cls(**{**kept, **changed}, rows=rows)
+
+
+def spread(seconds: list[float]) -> str:
+    """`212 [205..230]`: the median and the middle half, in milliseconds."""
+    low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    middle = median(seconds)
+    places = 0 if middle >= 0.1 else 1 if middle >= 0.01 else 2
+    return "{:.{p}f} [{:.{p}f}..{:.{p}f}]".format(middle * 1e3, low * 1e3, high * 1e3, p=places)

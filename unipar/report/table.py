@@ -1,0 +1,68 @@
+"""Tables in plain text: the same on a terminal, in a pipe and in a test."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Sequence
+
+GAP = "  "
+NARROWEST = 20
+"""What a cell that wraps is given at least, on however narrow a terminal."""
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = 80
+) -> str:
+    """`rows` below `header`, the columns in `right` with their ends in line.
+
+    A row may be shorter than the header: then its last cell is a sentence that takes the rest of
+    the line and wraps there. So does the last cell of a whole row that would not fit.
+    """
+    return "\n".join(text for block in blocks(header, rows, right=right, width=width) for text in block)
+
+
+def blocks(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = 80
+) -> list[list[str]]:
+    """The same, a list of lines for the header and for each row, for one who colours them."""
+    whole = [row for row in [header, *rows] if len(row) == len(header)]
+    wide = [max(len(row[i]) for row in whole) for i in range(len(header))]
+    for row in rows:
+        for i, text in enumerate(row[:-1]):
+            wide[i] = max(wide[i], len(text))
+    return [_lines(row, wide, right, width) for row in [header, *rows]]
+
+
+def _lines(row: Sequence[str], wide: Sequence[int], right: Collection[int], width: int) -> list[str]:
+    *first, last = row
+    head = "".join((t.rjust(wide[i]) if i in right else t.ljust(wide[i])) + GAP for i, t in enumerate(first))
+    at = len(row) - 1
+    if len(row) == len(wide) and at in right:
+        return [head + last.rjust(wide[at])]
+    folded = [
+        line
+        for paragraph in last.splitlines() or [""]
+        for line in textwrap.wrap(paragraph, max(width - len(head), NARROWEST), break_on_hyphens=False)
+        or [""]
+    ]
+    return [((head if i == 0 else " " * len(head)) + line).rstrip() for i, line in enumerate(folded)]
+
+
+def duration(seconds: float) -> str:
+    """380 us, 4.2 ms, 210 ms, 3.1 s, 2 min 05 s."""
+    if seconds >= 60:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02} s"
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 0.9995 or unit == "us":
+            return f"{seconds * factor:.{1 if seconds * factor < 9.95 else 0}f} {unit}"
+    raise AssertionError(seconds)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 900 B, 612 MiB, 3.2 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000 or unit == "GiB":
+            return f"{count:.{0 if unit == 'B' or count >= 9.95 else 1}f} {unit}"
+        count /= 1024
+    raise AssertionError(count)
