@@ -1,0 +1,226 @@
+"""Horovod's wheel, made here: its released source, compiled as the installed torch was, and proved before it counts.
+
+Its source asks for C++14 while torch's headers want more, so `pip install` has failed since torch 2.1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from unipar.errors import BackendNotInstalled
+from unipar_horovod.building import CommandFailed, Say, run, step
+from unipar_horovod.toolchain import Features, Torch, features, jobs, key, needs, only_asked, path_of_tools, torch_here
+
+VERSION = "0.28.1"
+SDIST = f"horovod-{VERSION}.tar.gz"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PATCHED = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
+ASKED = "set(CMAKE_CXX_STANDARD 14)"
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel in the cache, and how it came there."""
+
+    path: Path
+    names: tuple[str, ...]
+    how: str
+
+
+def install(*, force: bool = False) -> str:
+    """Builds what is not in the cache (with `force`, always), installs it and proves it; says what was done."""
+    torch = torch_here()
+    if (missing := needs(torch)) or isinstance(torch, str):
+        raise BackendNotInstalled(f"horovod {VERSION} cannot be built yet; missing: {'; '.join(missing)}")
+    log = _cache("logs") / f"horovod-{VERSION}-{os.getpid()}.log"
+    keep = False
+    try:
+        with tempfile.TemporaryDirectory(prefix="unipar-horovod-") as folder:
+            return _install(torch, Path(folder), log, force)
+    except BackendNotInstalled:
+        keep = True
+        raise
+    finally:
+        if not keep:
+            log.unlink(missing_ok=True)
+
+
+def _install(torch: Torch, folder: Path, log: Path, force: bool) -> str:
+    begun = time.monotonic()
+    wanted = features(torch, folder / "links")
+    if not force and _installed() and _works(wanted, log):
+        return f"horovod {VERSION} is installed already: two processes of it summed a tensor over loopback"
+    wheel = _wheel(torch, wanted, folder, log, force)
+    with step("installing horovod"):
+        command = [*PIP, "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel.path)]
+        _attempt(command, log, "pip did not install its wheel")
+    _prove(wheel, log)
+    return (
+        f"horovod {VERSION} for torch {torch.version} is installed, with {', '.join(wheel.names)} ({wheel.how}; "
+        f"{time.monotonic() - begun:.0f} s): two processes of it summed a tensor over loopback"
+    )
+
+
+def _wheel(torch: Torch, wanted: Features, folder: Path, log: Path, force: bool) -> Wheel:
+    plans = [wanted, only_asked(torch, folder / "links")] if wanted.found else [wanted]
+    for plan in plans:
+        kept = _cache("wheels") / key(VERSION, torch, plan.names)
+        if not force and (found := sorted(kept.glob("*.whl"))):
+            return Wheel(found[0], plan.names, "a wheel from the cache")
+        try:
+            how = "built here" if plan is wanted else f"built here, as the build with {', '.join(wanted.names)} failed"
+            return Wheel(_build(torch, plan, folder, kept, log), plan.names, how)
+        except BackendNotInstalled:
+            if plan is plans[-1]:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _build(torch: Torch, plan: Features, folder: Path, kept: Path, log: Path) -> Path:
+    """From the released source to a wheel in `kept`."""
+    source = _unpacked(_source(folder, log), folder / f"source-{len(plan.names)}")
+    patch(source, torch.standard)
+    made = folder / f"made-{len(plan.names)}"
+    with step(f"building horovod {VERSION} for torch {torch.version}") as say:
+        _attempt(
+            [*PIP, "-v", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", str(made), str(source)],
+            log,
+            f"it could not be built against torch {torch.version}",
+            env=environment(plan),
+            say=say,
+        )
+    (wheel,) = made.glob("*.whl")
+    kept.mkdir(parents=True, exist_ok=True)
+    partial = kept / f".{os.getpid()}.partial"
+    shutil.move(wheel, partial)
+    return partial.rename(kept / wheel.name)
+
+
+def environment(plan: Features) -> dict[str, str]:
+    """The build's: torch and Gloo always, `plan` besides."""
+    return os.environ | {
+        "PATH": path_of_tools(),
+        "MAKEFLAGS": f"-j{jobs()}",
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the age that the bundled Gloo says
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        **plan.variables,
+    }
+
+
+def _source(folder: Path, log: Path) -> Path:
+    """The released archive, its checksum checked: by pip before it runs any of it, and here."""
+    kept = _cache("sources") / SDIST
+    if not kept.exists():
+        wanted = folder / "requirements.txt"
+        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
+        command = [*PIP, "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
+        with step(f"fetching {SDIST}"):
+            _attempt(
+                [*command, "-d", str(folder), "-r", str(wanted)],
+                log,
+                f"its source could not be fetched (it may be put by hand at {kept}, sha256 {SHA256})",
+            )
+        partial = kept.with_name(f".{os.getpid()}.partial")
+        shutil.move(folder / SDIST, partial)
+        partial.rename(kept)
+    check_sum(kept)
+    return kept
+
+
+def check_sum(archive: Path) -> None:
+    """Nothing of another archive is unpacked."""
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise BackendNotInstalled(
+            f"{archive} is not horovod {VERSION} as released: its sha256 is {found}, not {SHA256}; remove it, try again"
+        )
+
+
+def _unpacked(archive: Path, folder: Path) -> Path:
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / f"horovod-{VERSION}"
+
+
+def patch(source: Path, standard: int) -> None:
+    """Both places that ask for C++14 ask for what torch was compiled with."""
+    for name in PATCHED:
+        file = source / name
+        text = file.read_text("utf-8")
+        if text.count(ASKED) != 1:
+            raise BackendNotInstalled(
+                f"{name} of horovod {VERSION} does not hold {ASKED!r} once; this is another source"
+            )
+        file.write_text(text.replace(ASKED, ASKED.replace("14", str(standard))), encoding="utf-8")
+
+
+def _installed() -> bool:
+    try:
+        return metadata.version("horovod") == VERSION
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _works(wanted: Features, log: Path) -> bool:
+    """Whether what is installed runs with this torch, and has what is wanted."""
+    try:
+        built = json.loads(_proved(log))
+    except CommandFailed:
+        return False
+    return all(built[name] for name in wanted.names)
+
+
+def _proved(log: Path) -> str:
+    with step("two processes sum a tensor"):
+        return run([sys.executable, "-P", "-m", "unipar_horovod.proof"], log=log, env=without_horovod(os.environ))
+
+
+def without_horovod(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` less what a launcher or a user says to Horovod: the proof is a world of its own."""
+    return {name: value for name, value in environ.items() if not name.startswith("HOROVOD_")}
+
+
+def _prove(wheel: Wheel, log: Path) -> None:
+    """What does not run is not left behind, neither installed nor in the cache."""
+    try:
+        _proved(log)
+    except CommandFailed as e:
+        wheel.path.unlink()
+        _attempt([*PIP, "uninstall", "-y", "horovod"], log, "its wheel does not run, and pip did not uninstall it")
+        raise BackendNotInstalled(
+            f"horovod {VERSION} was installed, did not run, and was uninstalled again: {e} (the whole log: {log})"
+        ) from None
+
+
+def _attempt(
+    command: Sequence[str], log: Path, trouble: str, env: Mapping[str, str] = os.environ, say: Say | None = None
+) -> None:
+    try:
+        run(command, log=log, env=env, say=say)
+    except CommandFailed as e:
+        raise BackendNotInstalled(
+            f"horovod {VERSION} was not installed, {trouble}: {e} (the whole log: {log})"
+        ) from None
+
+
+def _cache(part: str) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "unipar" / part
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

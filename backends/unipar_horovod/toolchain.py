@@ -1,0 +1,181 @@
+"""What this machine has for building Horovod: the torch to build against, compilers, MPI, NCCL; and what it lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+CMAKE = (3, 13)
+SETUPTOOLS = 81
+MODULES = ("wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml")
+"""What Horovod's build and its import need; yaml is called pyyaml where it is installed from."""
+
+_ASK = """
+import json, os, torch
+shown = torch.__config__.show()
+print(json.dumps([str(torch.__version__), shown, bool(torch.compiled_with_cxx11_abi()), torch.version.cuda or "",
+                  os.path.dirname(os.path.dirname(torch.__file__))]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    """The installed torch, as far as something compiled against it cares."""
+
+    version: str
+    standard: int
+    """Of C++, as in -std=c++20."""
+
+    abi: bool
+    cuda: str = ""
+    site: Path = Path()
+    """The folder that holds it, and the libraries that came with it."""
+
+
+def torch_here() -> Torch | str:
+    """The torch of this environment, asked in a process of its own; or a sentence that says why there is none."""
+    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        why = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        return f"torch, which cannot be imported: {why[-1]} (pip install torch)"
+    told, shown, abi, cuda, site = json.loads(asked.stdout.splitlines()[-1])
+    return Torch(version=told, standard=standard_of(shown), abi=abi, cuda=cuda, site=Path(site))
+
+
+def standard_of(shown: str) -> int:
+    """From `C++ Version: 202002`, as torch prints it, to 20."""
+    found = re.search(r"C\+\+ Version: 20(\d\d)\d\d", shown)
+    return int(found.group(1)) if found else 17
+
+
+def path_of_tools() -> str:
+    """This environment's scripts first, so that a cmake from PyPI is found without activating anything."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+
+
+def needs(torch: Torch | str, environ: Mapping[str, str] = os.environ, path: str | None = None) -> list[str]:
+    """Each thing that is missing, with its remedy: all at once, so that they are fetched at once."""
+    return list(_needs(torch, environ, path_of_tools() if path is None else path))
+
+
+def _needs(torch: Torch | str, environ: Mapping[str, str], path: str) -> Iterator[str]:
+    if isinstance(torch, str):
+        yield torch
+    if not shutil.which(compiler := environ.get("CXX", "g++"), path=path):
+        yield f"a C++ compiler, {compiler} (apt install g++)"
+    if not shutil.which("make", path=path):
+        yield "make (apt install make)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        yield "Python.h (apt install python3-dev)"
+    yield from _cmake(path)
+    if isinstance(torch, Torch) and torch.cuda and not shutil.which("nvcc", path=path):
+        yield f"nvcc, as this torch has CUDA {torch.cuda} (apt install nvidia-cuda-toolkit, or a torch for the CPU)"
+    if find_spec("pip") is None:
+        yield f"pip ({sys.executable} -m ensurepip)"
+    have = _version("setuptools")
+    if have is None or int(have.split(".")[0]) >= SETUPTOOLS:
+        yield f"setuptools below {SETUPTOOLS}, found {have or 'none'} (pip install 'setuptools<{SETUPTOOLS}')"
+    if gone := [{"yaml": "pyyaml"}.get(name, name) for name in MODULES if find_spec(name) is None]:
+        yield f"{', '.join(gone)} (pip install {' '.join(gone)})"
+
+
+def _cmake(path: str) -> Iterator[str]:
+    wanted = f"cmake {'.'.join(map(str, CMAKE))} or newer"
+    found = shutil.which("cmake", path=path)
+    if not found:
+        yield f"{wanted} (pip install cmake)"
+        return
+    shown = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    number = re.search(r"version (\d+)\.(\d+)", shown)
+    if number is None or tuple(map(int, number.groups())) < CMAKE:
+        yield f"{wanted}, found {found} that says {shown.splitlines()[:1]} (pip install cmake)"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Features:
+    """What Horovod is built with besides Gloo, and the variables that say so to its build."""
+
+    names: tuple[str, ...]
+    variables: Mapping[str, str]
+    found: bool = False
+    """Some were found on this machine, not asked for: the build may go on without them."""
+
+
+def features(torch: Torch, links: Path, environ: Mapping[str, str] = os.environ, path: str | None = None) -> Features:
+    """Horovod's own variables are obeyed; where they say nothing, what this machine has is used."""
+    path = path_of_tools() if path is None else path
+    said: dict[str, str] = {}
+    found = False
+    if environ.get("HOROVOD_WITHOUT_MPI") == "1":
+        mpi = False
+    elif environ.get("HOROVOD_WITH_MPI") == "1":
+        mpi = True
+    else:
+        mpi = found = shutil.which("mpicxx", path=path) is not None
+        said["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
+    gpu = environ.get("HOROVOD_GPU_OPERATIONS")
+    if gpu is None and torch.cuda and (nccl := _nccl(torch, links)) is not None:
+        gpu, found = "NCCL", True
+        said |= {"HOROVOD_GPU_OPERATIONS": gpu, **nccl}
+    return Features(tuple(x for x in ("gloo", "mpi" if mpi else "", (gpu or "").lower()) if x), said, found)
+
+
+def only_asked(torch: Torch, links: Path, environ: Mapping[str, str] = os.environ) -> Features:
+    """Features without those that were merely found."""
+    return features(replace(torch, cuda=""), links, environ, path="")
+
+
+def _nccl(torch: Torch, links: Path) -> dict[str, str] | None:
+    """The system's NCCL needs no word; the one that torch's packages bring has no name that a linker looks for."""
+    if any(Path(root, "include/nccl.h").exists() for root in ("/usr", "/usr/local", "/usr/local/cuda")):
+        return {}
+    brought = torch.site / "nvidia/nccl"
+    library = brought / "lib/libnccl.so.2"
+    if not library.exists() or not (brought / "include/nccl.h").exists():
+        return None
+    links.mkdir(parents=True, exist_ok=True)
+    (links / "libnccl.so").symlink_to(library)
+    return {
+        "HOROVOD_NCCL_INCLUDE": str(brought / "include"),
+        "HOROVOD_NCCL_LIB": str(links),
+        "HOROVOD_NCCL_LINK": "shared",
+    }
+
+
+def key(horovod: str, torch: Torch, built_with: tuple[str, ...]) -> str:
+    """What a wheel's use depends on, as a folder's name."""
+    parts = [
+        f"horovod-{horovod}",
+        f"torch-{torch.version}",
+        f"cxx{torch.standard}",
+        f"abi{int(torch.abi)}",
+        f"{sys.implementation.cache_tag}",
+        platform.machine(),
+        "-".join(built_with),
+    ]
+    return "_".join(parts)
+
+
+def jobs() -> int:
+    """Compilers side by side: one a core, as long as each finds 2 GiB."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
+    room = int(found.group(1)) // 2**21 if found else 1
+    return max(1, min(len(os.sched_getaffinity(0)), room))
