@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from unipar.config import Precision, Section, Shard
@@ -103,8 +104,13 @@ class Backend(ABC):
         """The parent's side: start what must listen, on loopback; yield variables for every worker."""
         return nullcontext({})
 
-    def install(self) -> str:
-        """Make and install what `pip install` alone cannot; say what was done."""
+    def version(self) -> str:
+        """Import the library and say which it is; asked in a process of its own, which a broken one may end."""
+        modules = [import_module(name) for name in self.requires or ("torch",)]
+        return ", ".join(f"{module.__name__} {getattr(module, '__version__', '')}".strip() for module in modules)
+
+    def install(self, *, force: bool = False) -> str:
+        """Make and install what `pip install` alone cannot, anew with `force`; say what was done."""
         raise Unsupported(self.name, [f"there is nothing to build: {self.hint or 'it comes with unipar'}"])
 
     @abstractmethod

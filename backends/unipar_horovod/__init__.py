@@ -68,10 +68,16 @@ class Horovod(Backend):
         }
 
     @override
-    def install(self) -> str:
+    def version(self) -> str:
+        import horovod.torch  # horovod alone imports nothing that was compiled
+
+        return f"horovod {horovod.__version__}"
+
+    @override
+    def install(self, *, force: bool = False) -> str:
         from unipar_horovod.install import install
 
-        return install()
+        return install(force=force)
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -154,7 +154,8 @@ def check_sum(archive: Path) -> None:
 
 def _unpacked(archive: Path, folder: Path) -> Path:
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Debian's Python 3.11.2 has none yet
+        tar.extractall(folder)
     return folder / f"horovod-{VERSION}"
 
 
