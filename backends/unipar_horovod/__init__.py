@@ -69,9 +69,10 @@ class Horovod(Backend):
 
     @override
     def version(self) -> str:
-        import horovod.torch  # horovod alone imports nothing that was compiled
+        from importlib import import_module
 
-        return f"horovod {horovod.__version__}"
+        import_module("horovod.torch")  # horovod alone imports nothing that was compiled
+        return super().version()
 
     @override
     def install(self, *, force: bool = False) -> str:
