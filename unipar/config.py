@@ -31,7 +31,9 @@ NOT_YET = {
 class Section(BaseModel):
     """A part of the config: frozen, and every key in it is known."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class Batch(Section):
         """The three numbers in a world of `ranks`; an error shows the arithmetic."""
         total, micro, accumulate = self.total, self.micro, self.accumulate
         if total is None:
-            assert micro is not None and accumulate is not None
+            assert micro is not None
+            assert accumulate is not None
             return Sizes(micro * accumulate * ranks, micro, accumulate, ranks)
         if micro is None:
             accumulate = accumulate or 1

@@ -1,0 +1,210 @@
+"""Safe YAML: text in, plain values and the line of every key out. Nothing here can build an object."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typing_extensions import override
+from yaml.composer import Composer
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.parser import Parser
+from yaml.reader import Reader, ReaderError
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
+
+from unipar.errors import ConfigError
+
+BYTES = 1 << 20
+VALUES = 10_000
+"""How many values a file may hold once its aliases are written out."""
+
+DEPTH = 32
+
+Keys = tuple[str, ...]
+_TAG = "tag:yaml.org,2002:"
+
+
+class YamlError(Exception):
+    """What is wrong with the text, and in which line."""
+
+    def __init__(self, line: int, sentence: str) -> None:
+        super().__init__(line, sentence)
+        self.line, self.sentence = line, sentence
+
+
+class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
+    """Composes a tree of nodes; there is no constructor, so a tag has nothing to call."""
+
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        BaseResolver.__init__(self)
+        self._values = self._depth = 0
+
+    @override
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        event: Any = self.peek_event()
+        line = event.start_mark.line + 1
+        if tag := getattr(event, "tag", None):
+            shown = tag.replace(_TAG, "!!")
+            raise YamlError(line, f"the tag {shown} is refused: a config holds plain values only")
+        self._values += 1
+        self._depth += 1
+        _within_limits(line, self._values, self._depth)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
+# YAML 1.2, less what it leaves to guess: `on` and `yes` are text, 010 is text, 3e-4 is a number
+for _kind, _pattern, _first in (
+    ("null", r"^(?:~|null|)$", ["~", "n", ""]),
+    ("bool", r"^(?:true|false)$", ["t", "f"]),
+    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
+    (
+        "float",
+        r"^[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan|Inf|NaN))$",
+        list("-+.0123456789"),
+    ),
+):
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(_pattern), _first)
+
+
+def text_of(file: Path) -> str:
+    """A file's text: of a sane size, in UTF-8."""
+    if not file.is_file():
+        raise ConfigError(_absent(file))
+    if file.suffix == ".py":
+        raise ConfigError(f"{file} is a Python file, not a config: start it with `python {file}`")
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(BYTES + 1)
+    except OSError as e:
+        raise ConfigError(f"{file} cannot be read: {e.strerror}") from None
+    if len(raw) > BYTES:
+        line = raw.count(b"\n") + 1
+        raise ConfigError(f"{file}, line {line}: the file is larger than 1 MiB, so it is not a config")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as e:
+        line = raw.count(b"\n", 0, e.start) + 1
+        raise ConfigError(
+            f"{file}, line {line}: byte 0x{raw[e.start]:02x} is not UTF-8; save the file as UTF-8"
+        ) from None
+
+
+def _absent(file: Path) -> str:
+    if file.is_dir():
+        return f"{file} is a folder; name a config file in it"
+    if file.exists():
+        return f"{file} is not a plain file"
+    if not file.parent.is_dir():
+        return f"there is no file {file}: there is no folder {file.parent}"
+    beside = sorted(p.name for p in file.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    close = difflib.get_close_matches(file.name, beside, 1)
+    return f"there is no file {file}" + (f"; did you mean {file.parent / close[0]}?" if close else "")
+
+
+def read(text: str) -> tuple[Any, dict[Keys, int]]:
+    """The one document in `text`, and the line of each of its keys; YamlError says what is wrong."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+    except ReaderError as e:
+        line = text.count("\n", 0, e.position) + 1
+        raise YamlError(line, f"the character U+{ord(text[e.position]):04X} may not stand in YAML") from None
+    except yaml.MarkedYAMLError as e:
+        raise YamlError(*_problem(e)) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+    if node is None:
+        return None, {}
+    tree = _Tree()
+    return tree.value(node, (), ()), tree.lines
+
+
+def _problem(e: yaml.MarkedYAMLError) -> tuple[int, str]:
+    mark = e.problem_mark or e.context_mark
+    problem = str(e.problem or e.context)
+    if "expected a single document" in str(e.context):
+        problem = "a second document begins here; a config is one"
+    elif "'\\t'" in problem:
+        problem = "a tab cannot indent; use spaces"
+    return (mark.line + 1 if mark else 1), problem
+
+
+def _within_limits(line: int, values: int, depth: int) -> None:
+    if values > VALUES:
+        raise YamlError(line, f"more than {VALUES:,} values, aliases written out; a config is smaller than that")
+    if depth > DEPTH:
+        raise YamlError(line, f"nested more than {DEPTH} deep")
+
+
+class _Tree:
+    """Nodes into values."""
+
+    def __init__(self) -> None:
+        self.lines: dict[Keys, int] = {}
+        self._values = 0
+
+    def value(self, node: Node, path: Keys, above: tuple[Node, ...]) -> Any:
+        self._values += 1
+        line = node.start_mark.line + 1
+        if any(node is x for x in above):
+            raise YamlError(line, "an alias that contains itself")
+        _within_limits(self.lines.get(path[:1], line), self._values, len(above) + 1)
+        if isinstance(node, MappingNode):
+            return {key: self.value(child, (*path, key), (*above, node)) for key, child in self._items(node, path)}
+        if isinstance(node, SequenceNode):
+            for i, child in enumerate(node.value):
+                self.lines[*path, str(i)] = child.start_mark.line + 1
+            return [self.value(child, (*path, str(i)), (*above, node)) for i, child in enumerate(node.value)]
+        assert isinstance(node, ScalarNode)
+        return _scalar(node, line)
+
+    def _items(self, node: MappingNode, path: Keys) -> Iterator[tuple[str, Node]]:
+        seen: dict[str, int] = {}
+        for name, child in node.value:
+            line = name.start_mark.line + 1
+            if not isinstance(name, ScalarNode) or name.tag != _TAG + "str":
+                shown = name.value if isinstance(name, ScalarNode) else "a list or a mapping"
+                raise YamlError(line, f"a key must be text, got {shown or 'nothing'}; put it in quotes if it is meant")
+            key = name.value
+            if key == "<<":
+                raise YamlError(line, "merge keys (<<) are not read; write the keys out")
+            if key in seen:
+                raise YamlError(line, f"the key {key!r} is there twice; it was first given in line {seen[key]}")
+            seen[key] = line
+            self.lines[*path, key] = line
+            yield key, child
+
+
+def _scalar(node: ScalarNode, line: int) -> Any:
+    text = node.value
+    match node.tag.removeprefix(_TAG):
+        case "null":
+            return None
+        case "bool":
+            return text == "true"
+        case "int":
+            if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
+                raise YamlError(line, f"the number {text[:24]}{'...' * (len(text) > 24)} does not fit into 64 bits")
+            return int(text)
+        case "float":
+            number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+            if not math.isfinite(number):
+                raise YamlError(line, f"the number {text} is not finite")
+            return number
+        case _:
+            return text

@@ -1,0 +1,273 @@
+"""A config as it was given: read from a file or a mapping, overridden in one order, with where each key came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from unipar import registry, safe_yaml
+from unipar.backend import Backend
+from unipar.complaint import complaint, options_complaint, shown
+from unipar.config import NOT_YET, Cell, Config
+from unipar.errors import BackendNotFound, ConfigError
+
+LENGTHS = ("steps", "epochs")
+_GIVEN = "given"
+"""Where a value came from that a script gave as a mapping or a Config."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A config, its name, and where each of its keys was given."""
+
+    config: Config
+    name: str
+    """The file's stem; `run` for a config that came from no file. The run folder is named after it."""
+
+    folder: Path
+    """What `task.use` is relative to."""
+
+    origins: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Dotted key -> "line 12", "--set" or "overrides"; a key that is not in it is a default."""
+
+    label: str = "the config"
+    """How errors call it."""
+
+    @property
+    def out(self) -> Path:
+        """The run folder."""
+        return Path(self.config.out or f"runs/{self.name}")
+
+    def at(self, cell: Cell, origin: str = "--backend") -> Source:
+        """The same run in another cell."""
+        origins = {**self.origins, "backend": origin, "parallel.shard": origin}
+        return replace(self, config=registry.at(self.config, cell), origins=origins)
+
+    def with_out(self, out: str, origin: str = "--out") -> Source:
+        config = self.config.model_copy(update={"out": out})
+        return replace(self, config=config, origins={**self.origins, "out": origin})
+
+
+def read(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Source:
+    """The config in a file, then each `--set key=value` in order, then the overrides of a script."""
+    label = str(file)
+    data, lines = _parsed(safe_yaml.text_of(file), label)
+    if not isinstance(data, dict):
+        what = "empty" if data is None else f"{'a list' if isinstance(data, list) else shown(data)}, not a mapping"
+        raise ConfigError(
+            f"{label}, line 1: a config is keys and values, such as `batch: {{total: 32}}`; this is {what}"
+        )
+    draft = _Draft(data, {".".join(path): f"line {n}" for path, n in lines.items()}, label)
+    draft.locate_task(file.resolve().parent)
+    for text in sets:
+        draft.put(*_set(text), "--set")
+    for key, value in (overrides or {}).items():
+        draft.put(key, value, "overrides")
+    return draft.checked(file.stem, file.resolve().parent)
+
+
+def given(
+    config: str | Path | Mapping[str, Any] | Config | Source, overrides: Mapping[str, Any] | None = None
+) -> Source:
+    """What `launch` was given, with its overrides."""
+    if isinstance(config, Source):
+        if not overrides:
+            return config
+        draft = _Draft(config.config.model_dump(), dict(config.origins), config.label)
+        name, folder = config.name, config.folder
+    elif isinstance(config, str | Path):
+        return read(Path(config), (), overrides)
+    else:
+        name, folder = "run", Path.cwd()
+        draft = _Draft({}, {}, "the config")
+        if isinstance(config, Config):
+            draft.data = config.model_dump()
+            draft.origins.update((key, _GIVEN) for key in _said(config))
+        else:
+            for key, value in config.items():
+                draft.put(key, value, _GIVEN)
+    draft.locate_task(folder)
+    for key, value in (overrides or {}).items():
+        draft.put(key, value, "overrides")
+    return draft.checked(name, folder)
+
+
+class _Draft:
+    """Values on their way to a Config."""
+
+    def __init__(self, data: dict[str, Any], origins: dict[str, str], label: str) -> None:
+        self.data, self.origins, self.label = data, origins, label
+
+    def put(self, dotted: str, value: Any, origin: str) -> None:
+        """One key: a section changes only the keys that it names; one with another `name` begins anew."""
+        value = _plain(value, dotted, origin)
+        steps = dotted.split(".")
+        into = self.data
+        for i, step in enumerate(steps[:-1]):
+            above = ".".join(steps[: i + 1])
+            if into.get(step) is None:
+                into[step] = {}
+                self.origins[above] = origin
+            into = into[step]
+            if not isinstance(into, dict):
+                place = self.origins.get(above, "a default")
+                raise ConfigError(
+                    f"{origin} {dotted}: {above} is {shown(into)} ({place}), not a section; "
+                    f"give {above} as a whole: {{{steps[i + 1]}: ..., ...}}"
+                )
+        if origin != _GIVEN:
+            self._make_room(steps, value, origin)
+        self._merge(into, steps[-1], value, tuple(steps), origin)
+
+    def _merge(self, into: dict[str, Any], key: str, value: Any, path: tuple[str, ...], origin: str) -> None:
+        old = into.get(key)
+        if isinstance(value, dict) and isinstance(old, dict) and not _renamed(old, value):
+            if not value and old:
+                raise ConfigError(
+                    f"{origin} {'.'.join(path)}: {{}} changes nothing; a section changes the keys it names"
+                )
+            for name, inner in value.items():
+                self._merge(old, name, inner, (*path, name), origin)
+            return
+        dotted = ".".join(path)
+        for known in [k for k in self.origins if k == dotted or k.startswith(f"{dotted}.")]:
+            del self.origins[known]
+        into[key] = value
+        self.origins.update((k, origin) for k in (dotted, *_keys(value, dotted)))
+
+    def _make_room(self, steps: Sequence[str], value: Any, origin: str) -> None:
+        """A length given here replaces the other one that only the config gave."""
+        said = value if steps == ["train"] and isinstance(value, dict) else {}
+        if len(steps) == 2 and steps[0] == "train":
+            said = {steps[1]: value}
+        now = [name for name in LENGTHS if said.get(name) is not None]
+        train = self.data.get("train")
+        if len(now) != 1 or not isinstance(train, dict):
+            return
+        other = LENGTHS[1 - LENGTHS.index(now[0])]
+        if self.origins.get(f"train.{other}", "") not in ("--set", "overrides") and train.get(other) is not None:
+            train[other] = None
+            self.origins[f"train.{other}"] = f"{origin} train.{now[0]}"
+
+    def locate_task(self, folder: Path) -> None:
+        """`file.py:Class` relative to what names it becomes absolute."""
+        task = self.data.get("task")
+        use = task.get("use") if isinstance(task, dict) else None
+        if isinstance(task, dict) and isinstance(use, str):
+            task["use"] = _absolute(use, folder)
+
+    def checked(self, name: str, folder: Path) -> Source:
+        self.locate_task(Path.cwd())  # one that was given on the command line or by a script
+        for key, sentence in NOT_YET.items():
+            if _holds(self.data, key.split(".")):
+                way = "" if ";" in sentence else "; leave the key out"
+                raise ConfigError(f"{self.label}: {key}{self._place(key)}: {sentence}{way}")
+        try:
+            config = Config.model_validate(self.data)
+        except ValidationError as e:
+            raise ConfigError(f"{self.label}: {complaint(e, self._places())}") from None
+        self._check_backends(config)
+        return Source(config, name, folder, self.origins, self.label)
+
+    def _check_backends(self, config: Config) -> None:
+        """All that is named by a backend's name: options wait for the day they are used, their typos do not."""
+        if "/" in config.backend:
+            cell = Cell.parse(config.backend)
+            raise ConfigError(
+                f"{self.label}: backend{self._place('backend')}: {config.backend!r} is a cell; "
+                f"write backend: {cell.backend} and parallel: {{shard: {cell.shard}}}"
+            )
+        self._named("backend", config.backend)
+        for name, options in config.options.items():
+            backend = self._named(f"options.{name}", name)
+            try:
+                backend.options.model_validate(options)
+            except ValidationError as e:
+                raise ConfigError(f"{self.label}: {options_complaint(e, backend, self._places())}") from None
+
+    def _named(self, key: str, name: str) -> Backend:
+        try:
+            return registry.find(name)
+        except BackendNotFound as e:
+            raise BackendNotFound(f"{self.label}: {key}{self._place(key)}: {e}") from None
+
+    def _places(self) -> dict[str, str]:
+        return {key: origin for key, origin in self.origins.items() if origin != _GIVEN}
+
+    def _place(self, key: str) -> str:
+        origin = self._places().get(key)
+        return f" ({origin})" if origin else ""
+
+
+def _parsed(text: str, label: str) -> tuple[Any, dict[safe_yaml.Keys, int]]:
+    try:
+        return safe_yaml.read(text)
+    except safe_yaml.YamlError as e:
+        raise ConfigError(f"{label}, line {e.line}: {e.sentence}") from None
+
+
+def _set(text: str) -> tuple[str, Any]:
+    """`key=value`, its value read as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {text}: write key=value, as in --set train.steps=100")
+    try:
+        return key, safe_yaml.read(value)[0]
+    except safe_yaml.YamlError as e:
+        raise ConfigError(f"--set {text}: {e.sentence}") from None
+
+
+def _absolute(use: str, folder: Path) -> str:
+    file, colon, name = use.rpartition(":")
+    return f"{(folder / file).resolve()}:{name}" if colon and (file.endswith(".py") or "/" in file) else use
+
+
+def _renamed(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Another optimizer or schedule does not inherit the keys of the one before it."""
+    return "name" in new and new["name"] != old.get("name")
+
+
+def _holds(data: Any, steps: Sequence[str]) -> bool:
+    for step in steps:
+        if not isinstance(data, dict) or step not in data:
+            return False
+        data = data[step]
+    return True
+
+
+def _keys(value: Any, prefix: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (dotted := f"{prefix}.{key}")
+            yield from _keys(inner, dotted)
+
+
+def _said(section: BaseModel, prefix: str = "") -> Iterator[str]:
+    """The keys that whoever made a Config named."""
+    for name in section.model_fields_set:
+        value = getattr(section, name)
+        yield (dotted := f"{prefix}{name}")
+        yield from _said(value, f"{dotted}.") if isinstance(value, BaseModel) else _keys(value, dotted)
+
+
+def _plain(value: Any, key: str, origin: str, depth: int = 1) -> Any:
+    """A copy made of what a file could hold as well, so that every process sees the same."""
+    if depth > safe_yaml.DEPTH:
+        raise ConfigError(f"{origin} {key}: nested more than {safe_yaml.DEPTH} deep")
+    if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {name: _plain(inner, f"{key}.{name}", origin, depth + 1) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, f"{key}.{i}", origin, depth + 1) for i, inner in enumerate(value)]
+    raise ConfigError(
+        f"{origin} {key}: {shown(value)} is not plain: a config holds text, finite numbers, true, false, null, "
+        "lists, and mappings whose keys are text"
+    )
