@@ -19,8 +19,9 @@ from importlib import metadata
 from pathlib import Path
 
 from unipar.errors import BackendNotInstalled
+from unipar.machine import path_of_tools
 from unipar_horovod.building import CommandFailed, Say, run, step
-from unipar_horovod.toolchain import Features, Torch, features, jobs, key, needs, only_asked, path_of_tools, torch_here
+from unipar_horovod.toolchain import Features, Torch, features, jobs, key, needs, only_asked, torch_here
 
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"

@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from unipar.machine import memory_available, path_of_tools
+
 CMAKE = (3, 13)
 SETUPTOOLS = 81
 MODULES = ("wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml")
@@ -57,11 +59,6 @@ def standard_of(shown: str) -> int:
     """From `C++ Version: 202002`, as torch prints it, to 20."""
     found = re.search(r"C\+\+ Version: 20(\d\d)\d\d", shown)
     return int(found.group(1)) if found else 17
-
-
-def path_of_tools() -> str:
-    """This environment's scripts first, so that a cmake from PyPI is found without activating anything."""
-    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
 def needs(torch: Torch | str, environ: Mapping[str, str] = os.environ, path: str | None = None) -> list[str]:
@@ -176,6 +173,4 @@ def key(horovod: str, torch: Torch, built_with: tuple[str, ...]) -> str:
 
 def jobs() -> int:
     """Compilers side by side: one a core, as long as each finds 2 GiB."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
-    room = int(found.group(1)) // 2**21 if found else 1
-    return max(1, min(len(os.sched_getaffinity(0)), room))
+    return max(1, min(len(os.sched_getaffinity(0)), memory_available() // 2**31))
