@@ -67,7 +67,7 @@ class Task(ABC):
         """Names of the repeated blocks; None: found by themselves."""
         return None
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - a neutral hook
         """Called once on each machine before anything else: downloads belong here."""
 
     def train(self, run: Run) -> None:

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -23,6 +24,8 @@ class World:
     def __init__(self, place: Place, device: torch.device, store: dist.Store | None) -> None:
         self.place, self.device, self.store = place, device, store
         self.rank, self.size = place.rank, place.size
+        self.closers: list[Callable[[], None]] = []
+        """What a library needs done before the process group goes; the latest first."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
@@ -44,6 +47,8 @@ class World:
         return self
 
     def close(self) -> None:
+        while self.closers:
+            self.closers.pop()()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -136,8 +141,8 @@ def _by_file(place: Place, patience: timedelta) -> dist.Store:
     until = time.monotonic() + patience.total_seconds()
     while not said.exists():
         if time.monotonic() > until:
-            raise WorldMismatch(f"rank {place.rank} waited {patience.total_seconds():g} s for rank 0 to say where to meet")
+            raise WorldMismatch(
+                f"rank {place.rank} waited {patience.total_seconds():g} s for rank 0 to say where to meet"
+            )
         time.sleep(0.02)
-    return dist.TCPStore(
-        "127.0.0.1", int(said.read_text("utf-8")), place.size, False, patience, wait_for_workers=False
-    )
+    return dist.TCPStore("127.0.0.1", int(said.read_text("utf-8")), place.size, False, patience, wait_for_workers=False)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
-from unipar.config import Config
+from unipar.config import Config, Section
 from unipar.place import Launcher, Place
 from unipar.precision import stated
+
 if TYPE_CHECKING:
     from unipar.world import World
 
 _TORCH = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
+
+
+class AccelerateOptions(Section):
+    """options.accelerate"""
+
+    find_unused: bool | Literal["auto"] = "auto"
+    """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
+    true: at every step, for a model that uses other parameters at other times; false: never."""
 
 
 @final
@@ -21,6 +30,7 @@ class Accelerate(Backend):
     name = "accelerate"
     requires = ("accelerate",)
     hint = "pip install 'unipar[accelerate]'"
+    options: ClassVar[type[Section]] = AccelerateOptions
     capabilities = Capabilities(
         shards=("nothing",),
         gaps={
@@ -61,8 +71,7 @@ class Accelerate(Backend):
             "Accelerator": {"mixed_precision": mixed, "gradient_accumulation_steps": 1},
             "DistributedDataParallelKwargs": {
                 "gradient_as_bucket_view": True,
-                "broadcast_buffers": False,
-                "find_unused_parameters": "as the first step shows",
+                "find_unused_parameters": options_of(config).find_unused,
             },
         }
 
@@ -77,6 +86,10 @@ class Accelerate(Backend):
         from unipar_accelerate.engine import Accelerated
 
         return Accelerated(part, config, world)
+
+
+def options_of(config: Config) -> AccelerateOptions:
+    return AccelerateOptions.model_validate(config.options.get("accelerate", {}))
 
 
 backend = Accelerate()

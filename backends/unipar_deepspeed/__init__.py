@@ -12,6 +12,7 @@ from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.place import Launcher, Place
 from unipar.precision import stated
+
 if TYPE_CHECKING:
     from unipar.world import World
 

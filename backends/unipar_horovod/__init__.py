@@ -11,6 +11,7 @@ from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
 from unipar.config import Config, Section
 from unipar.place import Launcher, Place
 from unipar.precision import stated
+
 if TYPE_CHECKING:
     from unipar.world import World
 

@@ -10,6 +10,7 @@ from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
 from unipar.config import Config, Section
 from unipar.place import Launcher, Place
 from unipar.precision import stated
+
 if TYPE_CHECKING:
     from unipar.world import World
 
@@ -64,7 +65,7 @@ class NativeOptions(Section):
 
     find_unused: bool | Literal["auto"] = "auto"
     """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
-    true: search at every step, for a model that uses other parameters at other times; false: never."""
+    true: at every step, for a model that uses other parameters at other times; false: never."""
 
     bucket_mb: int = 25
     """DDP's bucket size in MiB: how much gradient is reduced at once."""
@@ -144,7 +145,7 @@ def options_of(config: Config) -> NativeOptions:
 
 def ddp_settings(options: NativeOptions) -> dict[str, Any]:
     """What DDP is told besides the search for unused parameters, which `auto` settles in the first step."""
-    settings = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True, "broadcast_buffers": False}
+    settings = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True}
     return settings | {"init_sync": False, "find_unused_parameters": options.find_unused}
 
 

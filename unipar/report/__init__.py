@@ -70,17 +70,11 @@ class Report:
             parameters=int(start.get("parameters", 0)),
             steps=max([0, *steps, *stops, *ends]),
             losses=[(int(row["step"]), float(row["loss"])) for row in _of(rows, "step")],
-            norms=[
-                (int(row["step"]), float(row["norm"]))
-                for row in _of(rows, "step")
-                if row.get("norm") is not None
-            ],
+            norms=[(int(row["step"]), float(row["norm"])) for row in _of(rows, "step") if row.get("norm") is not None],
             evals=[(int(row["step"]), _named(row)) for row in _of(rows, "eval")],
             logs=[(int(row["step"]), _named(row)) for row in _of(rows, "log")],
             seconds=rows[-1]["time"] - rows[0]["time"] if rows else 0.0,
-            peak_rss=[
-                int(row["peak_rss"]) for events in ranks for row in _of(events, "end") if row.get("peak_rss")
-            ],
+            peak_rss=[int(row["peak_rss"]) for events in ranks for row in _of(events, "end") if row.get("peak_rss")],
             stopped=stops[-1] if stops else None,
         )
 
@@ -99,9 +93,7 @@ class Report:
             rows.append(("loss", f"{a:.4f} at step {first}, {b:.4f} at step {last}"))
         if self.evals:
             step, values = self.evals[-1]
-            rows.append(
-                ("evaluation", ", ".join(f"{k} {v:.4f}" for k, v in values.items()) + f" at step {step}")
-            )
+            rows.append(("evaluation", ", ".join(f"{k} {v:.4f}" for k, v in values.items()) + f" at step {step}"))
         if self.peak_rss:
             rows.append(("peak RSS", f"{size(max(self.peak_rss))} on the largest rank"))
         rows.append(("folder", str(self.out)))

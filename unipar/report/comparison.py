@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
@@ -12,7 +13,7 @@ from typing import Any, Literal, Self
 from typing_extensions import override
 
 from unipar.config import Precision
-from unipar.report.table import size, table
+from unipar.report.table import blocks, size
 
 Outcome = Literal["waits", "ran", "refused", "absent", "failed"]
 """absent: its library is not installed here."""
@@ -81,11 +82,7 @@ def agreement(losses: Sequence[float], reference: Sequence[float], allowed: floa
     """Hold `losses` against `reference`, step by step."""
     assert len(losses) == len(reference) > 0, (len(losses), len(reference))
     pairs = [(abs(a - b), abs(b)) for a, b in zip(losses, reference, strict=True)]
-    relative = (
-        max(off / size if size else math.inf for off, size in pairs if off)
-        if any(p[0] for p in pairs)
-        else None
-    )
+    relative = max(off / size if size else math.inf for off, size in pairs if off) if any(p[0] for p in pairs) else None
     shares = [off / max(1.0, size) for off, size in pairs[:PROMISED]]
     worst = max(range(len(shares)), key=shares.__getitem__)
     digits = None if relative is None else max(0, math.floor(-math.log10(relative)))
@@ -116,8 +113,8 @@ class Comparison:
 
     @property
     def baseline(self) -> Row | None:
-        """What step times are put in proportion to: the first cell besides `single` that ran."""
-        return next((row for row in self.rows[1:] if row.outcome == "ran"), None)
+        """What step times are put in proportion to: the first cell besides `single` that has any."""
+        return next((row for row in self.rows[1:] if row.timed and row.outcome in ("ran", "waits")), None)
 
     def agreement(self, row: Row) -> Agreement | None:
         """With the one process; None where there is nothing to hold together."""
@@ -140,25 +137,28 @@ class Comparison:
         """What the command line exits with: refusals are an answer, failures and disagreement are not."""
         if self.interrupted:
             return 130
-        failed = any(row.outcome == "failed" for row in self.rows)
-        return 1 if failed or self.disagree or self.reference is None or self.baseline is None else 0
+        outcomes = [row.outcome for row in self.rows]
+        return 1 if "failed" in outcomes or "ran" not in outcomes[1:] or self.disagree else 0
 
     @override
     def __str__(self) -> str:
         return self.table()
 
     def table(self, width: int = 80) -> str:
-        return "\n".join([self.rows_table(width), "", *self.remarks()])
+        rows = ["\n".join(lines) for lines in self.blocks(width)]
+        said = [line for text in self.remarks() for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        return "\n".join([*rows, "", *said])
 
-    def rows_table(self, width: int = 80) -> str:
+    def blocks(self, width: int) -> list[list[str]]:
+        """The lines of the header, then of each row."""
         header = ("cell", "loss agrees", "step ms", "x", "samples/s", "peak RSS")
-        return table(header, [self._shown(row) for row in self.rows], right=(2, 3, 4, 5), width=width)
+        return blocks(header, [self._shown(row) for row in self.rows], right=(2, 3, 4, 5), width=width)
 
     def _shown(self, row: Row) -> tuple[str, ...]:
-        if row.outcome != "ran":
+        if not row.timed or row.outcome not in ("ran", "waits"):
             return row.cell, _HEADS[row.outcome] + row.note
         found = self.agreement(row)
-        agrees = "reference" if row is self.reference else "-" if found is None else str(found)
+        agrees = "reference" if row is self.reference else str(found or "-")
         if found is not None and not found.within:
             agrees += " !"
         middle = median(row.timed)
@@ -199,8 +199,8 @@ class Comparison:
             return ["no verdict: no cell besides the one process ran"]
         steps, allowed = len(self.reference.losses), tolerance(self.precision)
         wrong = [
-            f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}: {row.losses[found.step - 1]:.8g} "
-            f"for {self.reference.losses[found.step - 1]:.8g}; allowed in {self.precision}: {allowed:g}"
+            f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}: {row.losses[found.step - 1]:.8g}"
+            f" for {self.reference.losses[found.step - 1]:.8g}; allowed in {self.precision}: {allowed:g}"
             for row, found in held
             if not found.within
         ]
@@ -209,7 +209,8 @@ class Comparison:
         least = min((found.digits for _, found in held if found.digits is not None), default=None)
         how = "bit for bit" if least is None else f"to {least} digits or more"
         cells = f"all {len(held)} cells agree" if len(held) > 1 else f"{held[0][0].cell} agrees"
-        return [f"{cells} with one process {how}, over {steps} steps"]
+        first, last = self.reference.losses[0], self.reference.losses[-1]
+        return [f"{cells} with one process {how}, over {steps} steps: loss {first:.4f} to {last:.4f}"]
 
     def to_json(self) -> dict[str, Any]:
         """Every figure; the verdicts besides, for those who read only this."""

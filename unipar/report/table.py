@@ -10,9 +10,7 @@ NARROWEST = 20
 """What a cell that wraps is given at least, on however narrow a terminal."""
 
 
-def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = 80
-) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = 80) -> str:
     """`rows` below `header`, the columns in `right` with their ends in line.
 
     A row may be shorter than the header: then its last cell is a sentence that takes the rest of
@@ -42,8 +40,7 @@ def _lines(row: Sequence[str], wide: Sequence[int], right: Collection[int], widt
     folded = [
         line
         for paragraph in last.splitlines() or [""]
-        for line in textwrap.wrap(paragraph, max(width - len(head), NARROWEST), break_on_hyphens=False)
-        or [""]
+        for line in textwrap.wrap(paragraph, max(width - len(head), NARROWEST), break_on_hyphens=False) or [""]
     ]
     return [((head if i == 0 else " " * len(head)) + line).rstrip() for i, line in enumerate(folded)]
 

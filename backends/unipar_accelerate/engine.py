@@ -1,0 +1,77 @@
+"""Accelerate over DDP: it wraps model and optimizer; when to reduce and what to divide by stays ours."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from typing_extensions import override
+from unipar_native.engine import FirstByHand
+
+from unipar.backend import Part
+from unipar.config import Config
+from unipar.place import Place
+from unipar.world import World, meet
+from unipar_accelerate import options_of
+
+
+@final
+class Accelerated(FirstByHand):
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        self.mixed = "bf16" if config.train.precision == "bf16-mixed" else "no"
+        self.accelerator: Any = None  # until the first step has shown whether parameters are left unused
+        wanted = options_of(config).find_unused
+        if wanted != "auto":
+            self.settle(find_unused=wanted)
+
+    @override
+    def wrap(self, *, find_unused: bool) -> nn.Module:
+        forget()
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused)
+        cpu = self.world.device.type == "cpu"
+        self.accelerator = Accelerator(cpu=cpu, mixed_precision=self.mixed, kwargs_handlers=[ddp])
+        self.world.agreed("Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes)
+        self.call.autocast = None  # from here on Accelerate's own
+        wrapped, self.optimizer = self.accelerator.prepare(self.call, self.base)
+        wrapped.broadcast_buffers = False  # running statistics are shared before they are used, as in every cell
+        return wrapped
+
+    @override
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self.accelerator.no_sync(self.wrapped)
+
+    @override
+    def backward(self, loss: Tensor) -> None:
+        if self.accelerator is None:
+            loss.backward()
+        else:
+            self.accelerator.backward(loss)
+
+    @override
+    def norm(self) -> Tensor:
+        if self.accelerator is None:
+            return super().norm()
+        return self.accelerator.clip_grad_norm_(self.trained, self.limit)
+
+
+def join(config: Config, place: Place) -> World:
+    """Our own process group first; Accelerate takes it over, and reads its place from the environment."""
+    world = meet(config, place)
+    told = {"RANK": place.rank, "WORLD_SIZE": place.size}
+    told |= {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}
+    os.environ.update({k: str(v) for k, v in told.items()})
+    forget()
+    state = PartialState(cpu=world.device.type == "cpu")
+    return world.agreed("Accelerate", rank=state.process_index, size=state.num_processes)
+
+
+def forget() -> None:
+    """Accelerate keeps one state for the whole process; a new engine starts with a new one."""
+    AcceleratorState._reset_state()
+    PartialState._reset_state()

@@ -1,0 +1,154 @@
+"""DeepSpeed, ZeRO 0 to 3: its engine reduces, clips and steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import Any, final
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from typing_extensions import override
+
+from unipar.backend import Backend, Engine, Fn, Mark, Micro, Part, Piece, Read, Step
+from unipar.birth import arrive, refuse_scalars, settle, travel
+from unipar.call import Call, Held, resting
+from unipar.config import SHARDS, Config
+from unipar.open import buffers, clip64, restore_buffers, scaled
+from unipar.optim import Rates
+from unipar.place import Place
+from unipar.precision import autocast_as, batch_as
+from unipar.world import World, meet
+from unipar_deepspeed.state import Holder, keep_masters
+
+
+@final
+class Zero(Engine):
+    def __init__(self, part: Part, config: Config, world: World, backend: Backend) -> None:
+        refuse_scalars(part.module, f"deepspeed/{config.parallel.shard}")
+        self.world, self.model = world, part.module
+        self.stage = SHARDS.index(config.parallel.shard)
+        clip = config.train.clipping
+        self.limit = inf if clip is None else float(clip.max)
+        self.fp64 = clip is not None and clip.norm == "fp64"
+        parameters = sum(p.numel() for p in part.module.parameters())
+        told = backend.native_config(config, parameters)
+        masters = keep_masters(part.module, config, world)  # before the library rounds them
+        if self.stage == 3:
+            _split(part.module, told, world)
+        else:
+            arrive(part.module, world.device)
+        optimizer = part.optimizer(part.module)
+        self.rates = Rates(optimizer)
+        self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
+        call = Call(part.module, world.device, autocast=autocast_as(config.train.precision))
+        call.cast = batch_as(config.train.precision)
+        if config.train.precision == "fp64":
+            _allow_fp64()
+        self.engine: Any = deepspeed.initialize(model=call, optimizer=optimizer, config=told, dist_init_required=False)[
+            0
+        ]
+        if config.train.precision == "fp64":
+            self.engine.communication_data_type = torch.float64
+        self.zero, self.base = self.engine.optimizer, self.engine.basic_optimizer
+        self.bare = self.zero is self.base  # stage 0 in full precision: gradients lie in the open
+        self.holder = Holder(self.model, self.engine, self.stage, world)
+        self.holder.forget_first_step()
+        if masters is not None:
+            self.holder.put("weight", masters)
+
+    @override
+    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        engine, share, count = self.engine, None, len(micros)
+        if self.stage == 3:
+            self.zero.grad_partitions_flat_buffer.zero_()  # an unused parameter's gradient of the last step
+        for i, micro in enumerate(micros, 1):
+            engine.set_gradient_accumulation_boundary(i == count)
+            mark("forward")
+            loss: Tensor = engine(fn, Held(micro.batch))
+            mark("backward")
+            mine, share = scaled(loss, micro.scale, self.world.size, share)
+            engine.backward(mine, scale_wrt_gas=False)
+        mark("update")
+        self.rates.set(self.base, factor)
+        norm = self._clip()
+        engine.step()
+        if norm is None:
+            norm = torch.as_tensor(engine.get_global_grad_norm(), device=self.world.device)
+        assert share is not None
+        return Step(share, norm, skipped=bool(getattr(self.zero, "overflow", False)))
+
+    def _clip(self) -> Tensor | None:
+        """The norm where the clip is ours; None where the library clips inside its step."""
+        if self.stage == 0:
+            for p in self.trained:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+            grads = [p.grad for p in self.trained if p.grad is not None]
+            if self.fp64:
+                return clip64((grads, False), self.limit, self.world)
+            return clip_grad_norm_(self.trained, self.limit) if self.bare else None
+        if not self.fp64:
+            return None
+        partition = [g for held in self.zero.averaged_gradients.values() for g in held or []]  # padding is zero
+        return clip64((partition, True), self.limit, self.world)
+
+    @override
+    def evaluate(self, fn: Fn, batch: Any) -> Any:
+        with resting(self.engine):
+            return self.engine(fn, Held(batch))
+
+    @override
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.holder.pieces()
+        yield from buffers(self.model, self.world)
+
+    @override
+    def restore(self, read: Read) -> None:
+        self.holder.restore(read)
+        restore_buffers(self.model, read)
+
+    @override
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def join(config: Config, place: Place) -> World:
+    """Our own process group first; DeepSpeed takes it over."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    os.environ["LOCAL_RANK"] = str(place.local_rank)  # it insists
+    world = meet(config, place)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, and leaves /dev/shm full
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return world.agreed("DeepSpeed", rank=deepspeed.comm.get_rank(), size=deepspeed.comm.get_world_size())
+
+
+def _split(module: nn.Module, told: dict[str, Any], world: World) -> None:
+    """Rank 0's parameters, one by one, into ZeRO-3's partitions."""
+    first: list[Any] = []
+
+    def place(p: Tensor) -> Tensor:
+        new: Any = nn.Parameter(travel(p, world.device), p.requires_grad)
+        if first:
+            first[0].convert_to_zero_parameters(param_list=[new])
+        else:
+            holder: Any = nn.Module()
+            holder.p = new
+            deepspeed.zero.Init(module=holder, config_dict_or_path=told)
+            first.append(new)
+        return new
+
+    settle(module, place, world.device)
+
+
+def _allow_fp64() -> None:
+    """The library's list for the CPU lacks it, though stage 0 needs nothing that fp64 has not."""
+    accelerator: Any = get_accelerator()
+    known = list(accelerator.supported_dtypes())
+    if torch.float64 not in known:
+        accelerator.supported_dtypes = lambda: [*known, torch.float64]

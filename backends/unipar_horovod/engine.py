@@ -1,0 +1,84 @@
+"""Horovod: it sums on request, so nothing is divided."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, final
+
+import horovod.torch as hvd
+from typing_extensions import override
+
+from unipar.backend import Part
+from unipar.birth import arrive
+from unipar.config import Config
+from unipar.open import Open
+from unipar.place import Place
+from unipar.world import World, meet
+from unipar_horovod import options_of
+from unipar_horovod.rendezvous import serving, variables
+
+
+@final
+class Ring(Open):
+    divisor = 1.0
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        arrive(part.module, world.device)
+        super().__init__(part, config, world)
+        half = options_of(config).compression == "fp16"
+        named = [(n, p) for n, p in part.module.named_parameters() if p.requires_grad]  # every collective has a name
+        self.optimizer = hvd.DistributedOptimizer(
+            self.base,
+            named_parameters=named,
+            op=hvd.Sum,
+            compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+        )
+        self.base = self.optimizer  # it is a copy of the base, with its state
+        self.passes = 1
+
+    @override
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        if micros != self.passes:
+            self.optimizer.set_backward_passes_per_step(micros)
+            self.passes = micros
+        return nullcontext()
+
+    @override
+    def reduced(self) -> None:
+        self.optimizer.synchronize()
+
+    @override
+    def update(self) -> None:
+        with self.optimizer.skip_synchronize():  # done before the clip
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def join(config: Config, place: Place) -> World:
+    """Our own process group first; then Horovod, over a rendezvous that rank 0 opens on loopback."""
+    world = meet(config, place)
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = str(options_of(config).fusion_mb * 2**20)
+    held = ExitStack()
+    if place.launcher != "horovodrun":
+        _rendezvous(world, held)
+    hvd.init()
+    world.agreed("Horovod", rank=hvd.rank(), size=hvd.size())
+
+    def leave() -> None:
+        hvd.shutdown()
+        world.barrier()  # all have left before the rendezvous goes
+        held.close()
+
+    world.closers.append(leave)
+    return world
+
+
+def _rendezvous(world: World, held: ExitStack) -> None:
+    """What `horovodrun` would set; its own server would listen on every interface, without a password."""
+    local = world.place.local_size
+    assert world.store is not None
+    if world.rank == 0:
+        world.store.set("horovod", str(held.enter_context(serving(world.size, local))))
+    port = int(world.store.get("horovod").decode())
+    os.environ.update(variables(rank=world.rank, size=world.size, local_size=local, port=port))

@@ -1,0 +1,220 @@
+"""Small lives for the workers of launcher tests: `tests.entries:NAME`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from unipar.beat import Heart, beat_of
+from unipar.errors import NonFinite, Stopped, UniparError
+from unipar.ledger import Ledger, ledger_of
+from unipar.place import Place
+
+Control = socket.socket | None
+FOREVER = 600.0
+
+
+def fine(place: Place, run: Path, control: Control) -> None:
+    """Says where it is, and ends."""
+    seen = {"OMP": os.environ["OMP_NUM_THREADS"], "TMPDIR": os.environ["TMPDIR"], "sid": os.getsid(0) == os.getpid()}
+    (run / f"seen-{place.rank}").write_text(f"{place.rank} of {place.size} {seen}", "utf-8")
+    Path(os.environ["TMPDIR"], "left").write_text("behind", "utf-8")
+
+
+def first_raises(place: Place, run: Path, control: Control) -> None:
+    """Rank 1 fails; the others would sleep on."""
+    if place.rank == 1:
+        raise ValueError("the batch is empty\nand more")
+    time.sleep(FOREVER)
+
+
+def refuses(place: Place, run: Path, control: Control) -> None:
+    raise NonFinite("the loss is not finite at step 3")
+
+
+def exits_seven(place: Place, run: Path, control: Control) -> None:
+    if place.rank == 1:
+        print("about to go", flush=True)
+        os._exit(7)
+    time.sleep(FOREVER)
+
+
+def killed(place: Place, run: Path, control: Control) -> None:
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(FOREVER)
+
+
+def mismatched(place: Place, run: Path, control: Control) -> None:
+    """Writes what gloo writes when ranks reduce different sizes, and aborts as it does."""
+    if place.rank == 0:
+        sys.stderr.write("op.preamble.length <= op.nbytes. 4 vs 16: Received data size doesn't match expected size\n")
+        sys.stderr.flush()
+        os.abort()
+    time.sleep(FOREVER)
+
+
+def echoes(place: Place, run: Path, control: Control) -> None:
+    """Rank 0 sees its peer go and says so first; the peer is slower to say why it goes."""
+    if place.rank == 0:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
+    time.sleep(0.01)
+    raise KeyError("labels")
+
+
+def ends_early(place: Place, run: Path, control: Control) -> None:
+    """Rank 1 ends well before rank 0 is through with it."""
+    if place.rank == 0:
+        time.sleep(0.2)
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
+
+
+def stubborn(place: Place, run: Path, control: Control) -> None:
+    """Rank 1 fails, rank 0 hears no SIGTERM."""
+    if place.rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (run / "deaf").touch()
+        time.sleep(FOREVER)
+    while not (run / "deaf").exists():
+        time.sleep(0.01)
+    raise ValueError("no")
+
+
+def with_helpers(place: Place, run: Path, control: Control) -> None:
+    """Each rank has a data worker; rank 1 fails when both are there."""
+    helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
+    helper.start()
+    (run / f"helper-{place.rank}").write_text(str(helper.pid), "utf-8")
+    while place.rank == 1 and not (run / "helper-0").exists():
+        time.sleep(0.01)
+    if place.rank == 1 and not (run / "stay").exists():
+        os._exit(3)
+    time.sleep(FOREVER)
+
+
+def steps(place: Place, run: Path, control: Control) -> None:
+    """Counts steps until it is asked to stop, at a boundary."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    heart = Heart(beat_of(run, place.rank))
+    with Ledger(ledger_of(run, place.rank)) as ledger:
+        for step in range(1, 10_000):
+            heart.step = step
+            heart.mark("forward")
+            time.sleep(0.01)
+            heart.mark("between")
+            if asked:
+                ledger.note("stopped", step=step)
+                raise Stopped(f"stopped after step {step}")
+
+
+def deaf_steps(place: Place, run: Path, control: Control) -> None:
+    """Never reaches a boundary."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heart = Heart(beat_of(run, place.rank))
+    heart.step = 5
+    heart.mark("forward")
+    time.sleep(FOREVER)
+
+
+def _beating(place: Place, run: Path, step: int, phase: str) -> None:
+    heart = Heart(beat_of(run, place.rank))
+    heart.step = step
+    heart.mark(phase)
+
+
+def sleeps_behind(place: Place, run: Path, control: Control) -> None:
+    """Both are silent; rank 1 is a step behind."""
+    _beating(place, run, 3 if place.rank == 1 else 4, "forward")
+    time.sleep(FOREVER)
+
+
+def sleeps_outside(place: Place, run: Path, control: Control) -> None:
+    """Both are silent in one phase; rank 0 waits in a collective (its file looks like one)."""
+    _beating(place, run, 3, "backward")
+    if place.rank == 0:
+        wait = compile("import time\ndef all_reduce():\n time.sleep(600)\n", "/x/torch/distributed/c10d.py", "exec")
+        names: dict[str, object] = {}
+        exec(wait, names)
+        names["all_reduce"]()  # type: ignore[operator]
+    time.sleep(FOREVER)
+
+
+def sleeps_alike(place: Place, run: Path, control: Control) -> None:
+    _beating(place, run, 3, "backward")
+    time.sleep(FOREVER)
+
+
+def stops_itself(place: Place, run: Path, control: Control) -> None:
+    _beating(place, run, 3, "backward")
+    if place.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(FOREVER)
+
+
+def patient(place: Place, run: Path, control: Control) -> None:
+    """Silent for longer than a heartbeat, where that is allowed: before step 1 is done, waiting, at the end."""
+    heart = Heart(beat_of(run, place.rank))
+    for step, phase in ((1, "forward"), (7, "waiting"), (7, "end")):
+        heart.step = step
+        heart.mark(phase)
+        time.sleep(0.5)
+
+
+def answers(place: Place, run: Path, control: Control) -> None:
+    """Says each word back, with its rank, until it is told to go."""
+    assert control is not None
+    while (said := control.recv(1024)) != b"go":
+        control.send(said + str(place.rank).encode())
+
+
+def mute(place: Place, run: Path, control: Control) -> None:
+    """Ends without a word."""
+
+
+def sleeps(place: Place, run: Path, control: Control) -> None:
+    (run / f"up-{place.rank}").write_text(str(os.getpid()), "utf-8")
+    time.sleep(FOREVER)
+
+
+def spawns(place: Place, run: Path, control: Control) -> None:
+    """Starts a process that outlives it, if nobody looks."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (run / f"helper-{place.rank}").write_text(str(child.pid), "utf-8")
+
+
+def reduces(place: Place, run: Path, control: Control) -> None:
+    """A real group: the sum over ranks."""
+    import torch
+    from unipar.config import Config
+    from unipar.world import meet
+
+    config = Config.model_validate({"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}})
+    world = meet(config, place, run)
+    total = world.sum(torch.tensor([float(place.rank + 1)]))
+    (run / f"sum-{place.rank}").write_text(str(total.item()), "utf-8")
+    world.close()
+
+
+def reduces_unequal(place: Place, run: Path, control: Control) -> None:
+    """A real group, and the mistake that makes gloo abort."""
+    import torch
+    from unipar.config import Config
+    from unipar.world import meet
+
+    config = Config.model_validate({"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}})
+    world = meet(config, place, run)
+    world.sum(torch.ones(100_000 if place.rank else 4))
+    world.close()
+
+
+def unknown(place: Place, run: Path, control: Control) -> None:
+    class Odd(UniparError): ...
+
+    raise Odd("nobody knows this one")

@@ -1,0 +1,148 @@
+"""Why a run ended badly: from exit codes, error files and logs to one sentence."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unipar.beat import beat_of, feel
+from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
+from unipar.ledger import Ledger, ledger_of
+from unipar.orders import LOST
+from unipar.worker import error_of, log_of
+
+SAYINGS = (
+    (
+        "Received data size doesn't match",
+        "some ranks compute what others do not; most often a parameter is unused on some ranks only: "
+        "compute it everywhere, times 0.0 where it does not count",
+    ),
+    (
+        "unable to mmap",
+        "shared memory ran out (df -h /dev/shm): fewer data.workers, or more of it (docker run --shm-size)",
+    ),
+)
+"""What libraries write before they abort, and what it means."""
+
+_ABRUPT = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+"""Signals that nobody gets because a peer failed."""
+
+_ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "has been shut down")
+"""What a rank says when another one is gone."""
+
+TAIL = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank wrote down as its error."""
+
+    time: float
+    kind: str
+    message: str
+    traceback: str
+
+    @property
+    def echo(self) -> bool:
+        return any(words in self.message for words in _ECHOES)
+
+    @property
+    def line(self) -> str:
+        first = self.message.strip().partition("\n")[0]
+        return f"{self.kind}: {first}" if first else self.kind
+
+
+def said_by(run: Path, rank: int) -> Said | None:
+    try:
+        return Said(**json.loads(error_of(run, rank).read_text("utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def stopped(run: Path, rank: int) -> bool:
+    """Whether this rank left because a signal had asked it to."""
+    said = said_by(run, rank)
+    return said is not None and said.kind == Stopped.__name__
+
+
+def verdict(run: Path, size: int, ended: Mapping[int, int], well: Sequence[int] = ()) -> UniparError:
+    """The error of the rank that failed first: `ended` were seen to fail in one look, `well` had finished before."""
+    said = {rank: what for rank in range(size) if (what := said_by(run, rank)) is not None and what.kind != "Stopped"}
+    spoken = sorted(said, key=lambda rank: (said[rank].echo, said[rank].time))
+    silent = sorted((rank for rank in ended if rank not in said), key=lambda rank: _signal(ended[rank]) not in _ABRUPT)
+    if silent and (
+        not spoken
+        or said[spoken[0]].echo
+        or _signal(ended[silent[0]]) in _ABRUPT
+        or not any(rank in ended for rank in spoken)
+    ):
+        return _failed(run, silent[0], ended[silent[0]])
+    first = spoken[0]
+    return _own(run, first, said[first], well if said[first].echo else ())
+
+
+def _own(run: Path, rank: int, said: Said, well: Sequence[int]) -> UniparError:
+    """The rank's own error: as the same type where it is one of ours."""
+    log = log_of(run, rank)
+    before = f"\n  rank {well[0]} had ended before it, with exit code 0" if well else ""
+    text = f"rank {rank} failed: {said.line}{_meaning(log)}{before}\n  its log: {log}"
+    failed = WorkerFailed(text, rank=rank, traceback=said.traceback, log=str(log))
+    own = rebuild(said.kind, said.message)
+    if own is not None:
+        own.__cause__ = failed
+    return own or failed
+
+
+def _failed(run: Path, rank: int, code: int) -> WorkerFailed:
+    """A rank that could not say why."""
+    log = log_of(run, rank)
+    by = _signal(code)
+    if by == "SIGKILL":
+        how = "was killed by SIGKILL: perhaps out of memory (dmesg tells)"
+    elif by:
+        how = f"was killed by {by}"
+    elif code == LOST:
+        how = "ended at once: its parent was gone"
+    else:
+        how = f"ended with exit code {code}, without an error of its own"
+    words = _meaning(log) or _last_words(log)
+    return WorkerFailed(f"rank {rank} {how}{words}\n  its log: {log}", rank=rank, traceback=tail(log), log=str(log))
+
+
+def _signal(code: int) -> str:
+    if code >= 0:
+        return ""
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def tail(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL))
+            return file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _meaning(log: Path) -> str:
+    text = tail(log)
+    return next((f"\n  {says}" for sign, says in SAYINGS if sign in text), "")
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.strip() for line in tail(log).splitlines() if line.strip()]
+    return f"\n  last in its log: {lines[-1][:200]}" if lines else ""
+
+
+def halted(run: Path, size: int, why: str) -> Stopped:
+    """The end that a signal asked for, with the step that was reached."""
+    steps = [row["step"] for row in Ledger.read(ledger_of(run, 0)) if row["event"] == "stopped"]
+    reached = steps[-1] if steps else max((b.step for r in range(size) if (b := feel(beat_of(run, r)))), default=0)
+    where = f"after step {reached}" if reached else "before the first step"
+    return Stopped(f"stopped by {why} {where}; what was logged is in {run}")

@@ -1,0 +1,318 @@
+"""N worker processes of ours on this machine: started together, watched, and ended together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from unipar import autopsy
+from unipar.errors import UniparError, WorkerFailed
+from unipar.orders import Orders
+from unipar.process import Fresh, Process, Starter, reap, send, send_all
+from unipar.signals import Signals
+from unipar.watch import Watch
+from unipar.worker import log_of, stack_of
+
+ENDING = 3.0
+"""Seconds that the others have when one rank has failed."""
+
+MESSAGE = 1 << 17
+"""The longest message to or from a rank, in bytes."""
+
+
+@dataclass(eq=False)
+class _Rank:
+    rank: int
+    folder: str
+    control: socket.socket | None = None
+    process: Process | None = None
+    code: int | None = None
+    words: deque[bytes] = field(default_factory=deque[bytes])
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.code is None
+
+
+class Crew:
+    """Enter it to start the workers; when it is left, nothing of them is left."""
+
+    def __init__(
+        self,
+        run: Path,
+        size: int,
+        entry: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        heartbeat: float | None = None,
+        grace: float = 30.0,
+        control: bool = False,
+        waits: Sequence[str] = (),
+        zygote: Starter | None = None,
+    ) -> None:
+        self.run, self.size = run.resolve(), size
+        self._entry, self._environment, self._grace, self._control = entry, environment or {}, grace, control
+        self._starter: Starter = zygote or Fresh()
+        name = f"unipar-{secrets.token_hex(4)}"
+        self._ranks = [_Rank(rank, f"{_short_folder()}/{name}-{rank}") for rank in range(size)]
+        self._watch = Watch(self.run, heartbeat, waits)
+        self._selector = selectors.DefaultSelector()
+        self._lifeline = -1
+        self._asked = ""
+        self._until = float("inf")
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def _start(self) -> None:
+        reader, self._lifeline = os.pipe2(os.O_CLOEXEC)
+        _lifelines[self._lifeline] = self
+        listener = _listening(self.size) if self.size > 1 else None
+        environment = worker_environment(self.size, self._environment)
+        mortal = int(threading.current_thread() is threading.main_thread())  # the signal follows the thread
+        try:
+            for rank in self._ranks:
+                theirs = self._pair(rank)
+                log = os.open(log_of(self.run, rank.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                orders = Orders(
+                    rank=rank.rank,
+                    size=self.size,
+                    parent=self._starter.pid,
+                    mortal=mortal,
+                    lifeline=reader,
+                    listener=listener.fileno() if listener and rank.rank == 0 else -1,
+                    port=listener.getsockname()[1] if listener else 0,
+                    control=theirs.fileno() if theirs else -1,
+                    run=str(self.run),
+                    entry=self._entry,
+                    folder=rank.folder,
+                )
+                try:
+                    rank.process = self._starter.start(orders, environment, log)
+                finally:
+                    os.close(log)
+                    if theirs:
+                        theirs.close()
+                self._selector.register(rank.process.pidfd, selectors.EVENT_READ, rank)
+        finally:
+            os.close(reader)
+            if listener:
+                listener.close()
+
+    def _pair(self, rank: _Rank) -> socket.socket | None:
+        if not self._control:
+            return None
+        rank.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._selector.register(rank.control, selectors.EVENT_READ, rank)
+        return theirs
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Of the ranks that still run."""
+        return {r.rank: r.process.pid for r in self._ranks if r.process is not None and r.alive}
+
+    def wait(self, tick: Callable[[], None] | None = None, every: float = 0.1) -> None:
+        """Until all have ended well. SIGINT and SIGTERM ask them to stop; a second one ends them at once."""
+        with Signals() as signals:
+            self._selector.register(signals, selectors.EVENT_READ)
+            try:
+                while not self.poll(every if tick else None):
+                    signals.drain()
+                    if len(signals.taken) > 1:
+                        self.kill()
+                        raise autopsy.halted(self.run, self.size, signals.taken[0].name)
+                    if signals.taken and not self._asked:
+                        self.stop(signals.taken[0].name)
+                    if tick:
+                        tick()
+            finally:
+                self._selector.unregister(signals)
+
+    def poll(self, timeout: float | None = None) -> bool:
+        """Watch until something happens, for at most `timeout` seconds; whether all have ended well."""
+        failed = self._look(self._patience(timeout))
+        if self._asked:
+            if failed and not all(autopsy.stopped(self.run, rank) for rank in failed):
+                self._until = min(self._until, time.monotonic() + ENDING)  # it will not reach a boundary any more
+            return self._stopping()
+        if failed:
+            raise self._fail(failed)
+        hung = self._watch.look(self.pids)
+        if hung is not None:
+            self.kill()
+            raise hung
+        return not self.pids
+
+    def stop(self, why: str) -> None:
+        """Ask all ranks to stop at the next step boundary; `poll` and `wait` raise Stopped when they have."""
+        self._asked = why
+        self._until = time.monotonic() + self._grace
+        for rank in self._ranks:
+            if rank.process is not None and rank.alive:
+                send(rank.process, signal.SIGTERM)
+
+    def tell(self, data: bytes) -> None:
+        """To every rank's control socket; a rank that is gone hears nothing."""
+        for rank in self._ranks:
+            assert rank.control is not None
+            try:
+                rank.control.send(data)
+            except (BrokenPipeError, ConnectionResetError):
+                continue
+
+    def hear(self, timeout: float | None = None) -> list[bytes]:
+        """The next message of each rank; TimeoutError when one has said nothing for so long."""
+        until = time.monotonic() + timeout if timeout is not None else float("inf")
+        while not all(rank.words for rank in self._ranks):
+            mute = [rank for rank in self._ranks if not rank.words and not rank.alive]
+            if mute:
+                log = str(log_of(self.run, mute[0].rank))
+                raise WorkerFailed(f"rank {mute[0].rank} ended without a word\n  its log: {log}", rank=mute[0].rank, log=log)
+            left = until - time.monotonic()
+            if left <= 0:
+                silent = ", ".join(str(rank.rank) for rank in self._ranks if not rank.words)
+                raise TimeoutError(f"no word from rank {silent} for {timeout:g} s")
+            self.poll(None if left == float("inf") else left)
+        return [rank.words.popleft() for rank in self._ranks]
+
+    def _patience(self, timeout: float | None) -> float | None:
+        waits = [w for w in (timeout, self._watch.every) if w is not None]
+        if self._asked:
+            waits.append(max(0.0, self._until - time.monotonic()))
+        return min(waits, default=None)
+
+    def _look(self, timeout: float | None) -> dict[int, int]:
+        """What happened: messages are kept, ranks that ended are reaped; those that ended badly, with their codes."""
+        if not self.pids:
+            return {}
+        failed: dict[int, int] = {}
+        events = self._selector.select(timeout)
+        for key, _ in events:
+            rank = key.data
+            if isinstance(rank, _Rank) and rank.control is not None and key.fileobj is rank.control:
+                self._receive(rank)
+        for key, _ in events:
+            rank = key.data
+            if isinstance(rank, _Rank) and rank.process is not None and key.fileobj == rank.process.pidfd:
+                if code := self._reap(rank):
+                    failed[rank.rank] = code
+        return failed
+
+    def _receive(self, rank: _Rank) -> None:
+        assert rank.control is not None
+        try:
+            said = rank.control.recv(MESSAGE, socket.MSG_DONTWAIT)
+        except ConnectionResetError:
+            said = b""
+        if said:
+            rank.words.append(said)
+        else:
+            self._selector.unregister(rank.control)
+
+    def _reap(self, rank: _Rank) -> int:
+        assert rank.process is not None
+        self._selector.unregister(rank.process.pidfd)
+        rank.code = reap(rank.process)
+        shutil.rmtree(rank.folder, ignore_errors=True)
+        return rank.code
+
+    def _fail(self, failed: Mapping[int, int]) -> UniparError:
+        """End the others and say who failed first."""
+        if all(autopsy.stopped(self.run, rank) for rank in failed):  # a signal came to the ranks, not to us
+            self._asked, self._until = "a signal to its ranks", time.monotonic() + self._grace
+            while not self.poll():
+                pass
+        well = [r.rank for r in self._ranks if r.code == 0]
+        error = autopsy.verdict(self.run, self.size, failed, well)
+        self._end()
+        return error
+
+    def _stopping(self) -> bool:
+        """After we asked: whether all ended well all the same; Stopped when they stopped or would not."""
+        if self.pids and time.monotonic() < self._until:
+            return False
+        self.kill()
+        if all(rank.code == 0 for rank in self._ranks):
+            return True
+        raise autopsy.halted(self.run, self.size, self._asked)
+
+    def _end(self) -> None:
+        """SIGTERM to all that is left, and SIGKILL to what does not follow it."""
+        for rank in self._ranks:
+            if rank.process is not None and rank.alive:
+                send_all(rank.process, signal.SIGTERM)
+        until = time.monotonic() + ENDING
+        while self.pids and (left := until - time.monotonic()) > 0:
+            self._look(left)
+        self.kill()
+
+    def kill(self) -> None:
+        """End everything now; leave nothing."""
+        for rank in self._ranks:
+            if rank.process is not None and rank.alive:
+                send_all(rank.process, signal.SIGKILL)
+        for rank in self._ranks:
+            if rank.alive:
+                self._reap(rank)
+            if rank.control is not None:
+                rank.control.close()
+            stack = stack_of(self.run, rank.rank)
+            if stack.exists() and not stack.stat().st_size:
+                stack.unlink()
+        if self._lifeline >= 0:
+            _lifelines.pop(self._lifeline, None)
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+def worker_environment(size: int, more: Mapping[str, str]) -> dict[str, str]:
+    """This process's own, with a fair share of the cores, and whatever the backend's host gives."""
+    cores = len(os.sched_getaffinity(0))
+    return {"OMP_NUM_THREADS": str(max(1, cores // size)), **os.environ, "PYTHONUNBUFFERED": "1", **more}
+
+
+def _listening(size: int) -> socket.socket:
+    """Made here, so that the port is known before any rank runs, and nobody can take it."""
+    made = socket.socket()
+    made.bind(("127.0.0.1", 0))
+    made.listen(max(128, size))
+    return made
+
+
+def _short_folder() -> str:
+    """Paths of sockets end at 108 bytes."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= 40 else "/tmp"
+
+
+_lifelines: weakref.WeakValueDictionary[int, Crew] = weakref.WeakValueDictionary()
+
+
+def _forked() -> None:
+    """A fork of this process must not keep the workers alive."""
+    for fd in _lifelines:
+        os.close(fd)
+
+
+os.register_at_fork(after_in_child=_forked)

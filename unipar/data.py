@@ -1,0 +1,223 @@
+"""Which samples a rank sees, and when: each exactly once an epoch, in any world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from typing_extensions import override
+
+from unipar.config import Config, Data, Sizes
+from unipar.errors import ConfigError, TaskError
+from unipar.seeds import mix, sow
+
+Collate = Callable[[list[Any]], Any]
+Key = tuple[int, int]
+"""(epoch, index) of one sample."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The global batches of a run: they depend on seed and total batch alone."""
+
+    samples: int
+    total: int
+    seed: int
+    shuffle: bool
+    ragged: str
+
+    def __post_init__(self) -> None:
+        left = self.samples % self.total
+        if self.samples == 0:
+            raise TaskError("data() has no samples")
+        if left and self.ragged == "error":
+            raise ConfigError(
+                f"data.ragged: {self.samples} samples are {self.samples // self.total} batches of {self.total} and "
+                f"{left} left over; choose weigh or drop, or another batch.total"
+            )
+        if self.per_epoch == 0:
+            raise ConfigError(
+                f"data.ragged: drop leaves nothing: {self.samples} samples do not fill one batch of {self.total}"
+            )
+
+    @property
+    def per_epoch(self) -> int:
+        return self.samples // self.total if self.ragged == "drop" else -(-self.samples // self.total)
+
+    def permutation(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.samples))
+        generator = torch.Generator().manual_seed(mix(self.seed, 1, epoch))
+        return torch.randperm(self.samples, generator=generator).tolist()
+
+    def batches(self, start: int) -> Iterator[tuple[int, list[int]]]:
+        """(epoch, indices) of each optimizer step from `start` on, without end."""
+        epoch, skip = divmod(start, self.per_epoch)
+        while True:
+            order = self.permutation(epoch)
+            for b in range(skip, self.per_epoch):
+                yield epoch, order[b * self.total : (b + 1) * self.total]
+            epoch, skip = epoch + 1, 0
+
+
+def cut(batch: Sequence[int], accumulate: int, ranks: int) -> list[list[Sequence[int]]]:
+    """A global batch as [microbatch][rank]; sizes differ by one at most, and may be zero."""
+    return [_parts(part, ranks) for part in _parts(batch, accumulate)]
+
+
+def _parts(batch: Sequence[int], count: int) -> list[Sequence[int]]:
+    size, more = divmod(len(batch), count)
+    ends = [size * i + min(i, more) for i in range(count + 1)]
+    return [batch[a:b] for a, b in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank reads for one microbatch: `keys` is never empty, `weight` may be 0."""
+
+    keys: list[Key]
+    weight: float
+    """Samples that count, over the samples of the global batch."""
+
+
+@final
+class Sown(Dataset[Any]):
+    """Samples read by key, each with random numbers that follow from seed, epoch and index."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    @override
+    def __getitem__(self, key: Key) -> Any:
+        sow(mix(self.seed, 2, *key), cuda=False)
+        return self.dataset[key[1]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where samples come from: what the task gave, and what was taken from its DataLoader."""
+
+    dataset: Any
+    collate: Collate
+    settings: Data
+    taken: dict[str, Any]
+    """Further DataLoader arguments of the user's own."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def source_of(given: Any, collate: Collate | None, default: Collate, config: Config, sizes: Sizes) -> Source:
+    """A dataset, or a DataLoader whose dataset, collate_fn and workers are taken."""
+    settings = config.data
+    if isinstance(given, DataLoader):
+        return _from_loader(given, collate, config, sizes)
+    if isinstance(given, IterableDataset):
+        raise TaskError("data() returned an IterableDataset, which is not there yet: return a map-style dataset")
+    if not callable(getattr(given, "__getitem__", None)) or not callable(getattr(given, "__len__", None)):
+        raise TaskError(
+            f"data() returned {type(given).__name__}; a dataset with __getitem__ and __len__, or a DataLoader, "
+            "is wanted"
+        )
+    return Source(given, collate or default, settings, {})
+
+
+def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Config, sizes: Sizes) -> Source:
+    if isinstance(loader.dataset, IterableDataset):
+        raise TaskError("the DataLoader reads an IterableDataset, which is not there yet: give a map-style dataset")
+    if loader.batch_size not in (1, sizes.total, sizes.micro):
+        raise TaskError(
+            f"the DataLoader's batch_size is {loader.batch_size}; it must be batch.total ({sizes.total}), "
+            f"batch.micro ({sizes.micro}) or unset"
+        )
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    if not shuffle and not isinstance(loader.sampler, SequentialSampler):
+        raise TaskError(
+            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); unipar decides which rank "
+            "reads which sample: leave it out, and set data.shuffle"
+        )
+    if loader.generator is not None:
+        raise TaskError("the DataLoader has a generator of its own; the order follows from train.seed: leave it out")
+    told = config.data.model_fields_set
+    said: dict[str, Any] = {"shuffle": shuffle, "workers": loader.num_workers}
+    if loader.drop_last:
+        said["ragged"] = "drop"
+    settings = config.data.model_copy(update={k: v for k, v in said.items() if k not in told})
+    names = ("worker_init_fn", "timeout", "multiprocessing_context") if settings.workers else ()
+    taken = {name: getattr(loader, name) for name in names}
+    if settings.workers and loader.prefetch_factor is not None:
+        taken["prefetch_factor"] = loader.prefetch_factor
+    return Source(loader.dataset, collate or loader.collate_fn, settings, taken)
+
+
+@final
+class Feed:
+    """This rank's microbatches, step after step."""
+
+    def __init__(self, source: Source, sizes: Sizes, rank: int, seed: int, *, pin: bool = False) -> None:
+        self.source, self.sizes, self.rank, self.seed, self.pin = source, sizes, rank, seed, pin
+        settings = source.settings
+        self.order = Order(len(source), sizes.total, seed, settings.shuffle, settings.ragged)
+        self._dataset = Sown(source.dataset, seed)
+
+    def plans(self, start: int) -> Iterator[list[Plan]]:
+        sizes = self.sizes
+        for epoch, batch in self.order.batches(start):
+            step: list[Plan] = []
+            for micro in cut(batch, sizes.accumulate, sizes.ranks):
+                mine = micro[self.rank]
+                keys = [(epoch, i) for i in mine] or [(epoch, batch[0])]  # a real sample that does not count
+                step.append(Plan(keys, len(mine) / len(batch)))
+            yield step
+
+    def batches(self, start: int) -> Iterator[list[tuple[Any, Plan]]]:
+        """From step `start` on, without end."""
+        settings = self.source.settings
+        if settings.workers == 0:
+            for plans in self.plans(start):
+                yield [(self.read(plan.keys), plan) for plan in plans]
+            return
+        loader: DataLoader[Any] = DataLoader(
+            self._dataset,
+            batch_sampler=_Keys(self, start),  # pyright: ignore[reportArgumentType] - keys, not ints
+            collate_fn=self.source.collate,
+            num_workers=settings.workers,
+            pin_memory=self.pin,
+            **self.source.taken,
+        )
+        ready = iter(loader)
+        for plans in self.plans(start):
+            yield [(next(ready), plan) for plan in plans]
+
+    def samples(self, step: int) -> int:
+        """In the global batch of the step after `step` ones."""
+        place = step % self.order.per_epoch
+        return min(self.sizes.total, self.order.samples - place * self.sizes.total)
+
+    def read(self, keys: list[Key]) -> Any:
+        return self.source.collate([self._dataset[key] for key in keys])
+
+    def spare(self, weigh: Callable[[Any], float]) -> Any:
+        """Any batch that weighs something, for a rank that has none."""
+        for i in range(len(self.source)):
+            batch = self.read([(0, i)])
+            if weigh(batch) > 0:
+                return batch
+        raise TaskError("weight(batch) is 0 for every single sample of the data: there is nothing to train on")
+
+
+@final
+class _Keys:
+    """A batch sampler over the plans; iterated in the main process, ahead of the workers."""
+
+    def __init__(self, feed: Feed, start: int) -> None:
+        self.feed, self.start = feed, start
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        for plans in self.feed.plans(self.start):
+            for plan in plans:
+                yield plan.keys

@@ -1,0 +1,91 @@
+"""Evaluation: a task's named means over its validation data, added up over batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from unipar.backend import Engine
+from unipar.call import moved
+from unipar.config import Config, Sizes
+from unipar.data import Key, Sown, source_of
+from unipar.errors import TaskError
+from unipar.open import share_buffers
+from unipar.seeds import mix, sow
+from unipar.task import Task
+from unipar.world import World
+
+
+@final
+class Evaluation:
+    """Reads the same samples in every world; every rank runs as many batches as the others."""
+
+    def __init__(
+        self, task: Task, module: nn.Module, engine: Engine, world: World, config: Config, sizes: Sizes
+    ) -> None:
+        self.task, self.module, self.engine, self.world, self.sizes = task, module, engine, world, sizes
+        self.seed, self.device = config.train.seed, world.device
+        given = task.validation()
+        if given is None:
+            raise TaskError("there is nothing to evaluate: give the task validation(), a dataset, or leave eval out")
+        collate = task.collate if task.gives("collate") else None
+        self.source = source_of(given, collate, task.collate, config, sizes)
+        most = len(self.source)
+        if config.eval.batches is not None:
+            most = min(most, config.eval.batches * sizes.total)
+        if most == 0:
+            raise TaskError("validation() has no samples")
+        keys = [(0, i) for i in range(most)]
+        self.chunks: list[list[Key]] = [keys[i : i + sizes.micro] for i in range(0, most, sizes.micro)]
+        self.sums: dict[str, list[float]] = {}
+
+    def __call__(self) -> dict[str, float]:
+        share_buffers(self.module)
+        size, rank = self.world.size, self.world.rank
+        rounds = -(-len(self.chunks) // size)
+        mine = [self.chunks[i] if i < len(self.chunks) else self.chunks[0] for i in range(rank, rounds * size, size)]
+        loader: DataLoader[Any] = DataLoader(
+            Sown(self.source.dataset, self.seed),
+            batch_sampler=mine,  # pyright: ignore[reportArgumentType] - keys, not ints
+            collate_fn=self.source.collate,
+            num_workers=self.source.settings.workers,
+        )
+        self.sums = {}
+        for i, batch in enumerate(loader):
+            counts = rank + i * size < len(self.chunks)  # the others wait for this one: it runs, and is not added
+            sow(mix(self.seed, 4, rank + i * size))
+            found = self.engine.evaluate(self._metrics, moved(batch, self.device))
+            self._add(found, self._weight(batch, len(mine[i])) if counts else None)
+        return self._means()
+
+    def _metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        return self.task.metrics(model, batch)
+
+    def _weight(self, batch: Any, samples: int) -> float:
+        weight = self.task.weight(batch)
+        return float(samples if weight is None else weight)
+
+    def _add(self, found: Any, weight: float | None) -> None:
+        if not isinstance(found, Mapping):
+            raise TaskError(f"metrics() returned {found!r}; a mapping of names to means, or (mean, weight), is wanted")
+        for name, value in found.items():
+            mean, own = value if isinstance(value, tuple) else (value, weight)
+            total = self.sums.setdefault(name, [0.0, 0.0])
+            if weight is None or not float(own):
+                continue
+            if isinstance(mean, Tensor) and mean.numel() != 1:
+                raise TaskError(f"metrics()[{name!r}] has the shape {tuple(mean.shape)}; one number is wanted")
+            total[0] += float(mean) * float(own)
+            total[1] += float(own)
+
+    def _means(self) -> dict[str, float]:
+        names = sorted(self.sums)
+        rows = torch.tensor([self.sums[n] for n in names], dtype=torch.float64, device=self.device)
+        if names:
+            self.world.sum(rows)
+        pairs = zip(names, rows.tolist(), strict=True)
+        return {name: total / weight if weight else float("nan") for name, (total, weight) in pairs}

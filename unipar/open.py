@@ -1,0 +1,184 @@
+"""Engines of libraries that leave gradients and optimizer in the open; what differs between them is abstract."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from math import inf, prod
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from unipar.backend import Engine, Fn, Mark, Micro, Part, Piece, Read, Step
+from unipar.call import Call, Held, resting
+from unipar.config import Config
+from unipar.optim import Rates
+from unipar.precision import autocast_as, batch_as
+from unipar.world import World
+
+
+class Open(Engine):
+    """Microbatches, clip and update as one process would; the library reduces gradients on the way."""
+
+    divisor: float
+    """What the library divides the sum over ranks by."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        """After the parameters are where they stay; before the library wraps model and optimizer."""
+        self.world, self.model = world, part.module
+        precision = config.train.precision
+        self.call = Call(part.module, world.device, autocast=autocast_as(precision), cast=batch_as(precision))
+        self.wrapped: nn.Module = self.call
+        self.optimizer: Any = part.optimizer(part.module)
+        self.base: Optimizer = self.optimizer
+        self.rates = Rates(self.base)
+        self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
+        clip = config.train.clipping
+        self.limit = inf if clip is None else float(clip.max)
+        self.fp64 = clip is not None and clip.norm == "fp64"
+
+    @abstractmethod
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        """Around one microbatch: gradients are reduced in the last one's backward."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def reduced(self) -> None:
+        """After the last backward: when this returns, gradients are what the optimizer shall see."""
+
+    def norm(self) -> Tensor:
+        """Clip; return the norm before it."""
+        return clip_grad_norm_(self.trained, self.limit)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @override
+    @final
+    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        share: Tensor | None = None
+        count = len(micros)
+        for i, micro in enumerate(micros, 1):
+            with self.sync(count, last=i == count):
+                mark("forward")
+                loss: Tensor = self.wrapped(fn, Held(micro.batch))
+                mark("backward")
+                mine, share = scaled(loss, micro.scale, self.divisor, share)
+                self.backward(mine)
+        mark("update")
+        self.reduced()
+        for p in self.trained:
+            if p.grad is None:  # unused: the same decay everywhere
+                p.grad = torch.zeros_like(p)
+        norm = clip64(self._local_grads(), self.limit, self.world) if self.fp64 else self.norm()
+        self.rates.set(self.optimizer, factor)
+        self.update()
+        assert share is not None
+        return Step(share, norm)
+
+    def _local_grads(self) -> tuple[list[Tensor], bool]:
+        """This rank's gradients, and whether the other ranks hold other parts."""
+        return [p.grad for p in self.trained if p.grad is not None], False
+
+    @override
+    @final
+    def evaluate(self, fn: Fn, batch: Any) -> Any:
+        with resting(self.wrapped):
+            return self.wrapped(fn, Held(batch))
+
+    @override
+    @final
+    def pieces(self) -> Iterator[Piece]:
+        state: Any = self.base.state
+        for name, p in self.model.named_parameters():
+            for kind, value in {"weight": p, **state.get(p, {})}.items():
+                if not isinstance(value, Tensor):
+                    continue
+                shape, where, local = span(value)
+                if isinstance(value, DTensor) or self.world.rank == 0:
+                    yield Piece(name, kind, shape, where, local)
+        yield from buffers(self.model, self.world)
+
+    @override
+    @final
+    @torch.no_grad()
+    def restore(self, read: Read) -> None:
+        state: Any = self.base.state
+        for name, p in self.model.named_parameters():
+            for kind in sorted(read.kinds(name)):
+                if kind == "weight":
+                    value: Tensor = p
+                else:
+                    value = torch.zeros((), dtype=torch.float32) if kind == "step" else torch.zeros_like(p)
+                    state[p][kind] = value = self._placed(kind, value)
+                _, where, local = span(value)
+                local.view(-1).copy_(read(name, kind, where))
+        restore_buffers(self.model, read)
+
+    def _placed(self, kind: str, value: Tensor) -> Tensor:
+        """A fused optimizer keeps its step counts beside the parameters."""
+        fused = any(g.get("fused") or g.get("capturable") for g in self.base.param_groups)
+        return value.to(self.world.device) if kind == "step" and fused else value
+
+
+def scaled(loss: Tensor, scale: float, divisor: float, share: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What goes backward, and the sum of this rank's share so far."""
+    if loss.dtype not in (torch.float32, torch.float64):
+        loss = loss.float()
+    part = loss.detach() * scale
+    factor = scale * divisor
+    return (loss if factor == 1.0 else loss * factor), (part if share is None else share.add_(part))
+
+
+def clip64(grads: tuple[list[Tensor], bool], limit: float, world: World) -> Tensor:
+    """Clip by the norm summed in fp64: its rounding does not depend on how gradients are split."""
+    mine, split = grads
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for g in mine:
+        total += g.double().square().sum()
+    if split:
+        world.sum(total)
+    norm = total.sqrt()
+    factor = min(limit / (norm.item() + 1e-6), 1.0)
+    if factor < 1.0 and mine:
+        torch._foreach_mul_(mine, factor)
+    return norm
+
+
+def span(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
+    """The global shape, which flat range this rank holds, and the storage of that."""
+    if not isinstance(t, DTensor):
+        return tuple(t.shape), (0, t.numel()), t
+    local, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    start = offset[0] * prod(t.shape[1:]) if prod(local) else 0
+    return tuple(t.shape), (start, start + prod(local)), t.to_local()
+
+
+def buffers(model: nn.Module, world: World) -> Iterator[Piece]:
+    """Buffers are whole on every rank; rank 0's are the model's."""
+    if world.rank == 0:
+        for name, b in model.named_buffers():
+            yield Piece(name, "buffer", tuple(b.shape), (0, b.numel()), b)
+
+
+@torch.no_grad()
+def restore_buffers(model: nn.Module, read: Read) -> None:
+    for name, b in model.named_buffers():
+        b.view(-1).copy_(read(name, "buffer", (0, b.numel())))
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Rank 0's buffers on every rank: running statistics part, and all shall evaluate one model."""
+    if dist.get_world_size() > 1:
+        for b in model.buffers():
+            dist.broadcast(b, 0)

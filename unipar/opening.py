@@ -1,0 +1,79 @@
+"""From a config to a run, on one rank: meet the others, make the model, let the backend split it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unipar import registry, stopping
+from unipar.backend import Part
+from unipar.beat import Heart, beat_of
+from unipar.birth import born
+from unipar.blocks import blocks_of
+from unipar.config import Config
+from unipar.ledger import Ledger, ledger_of
+from unipar.loop import Run
+from unipar.optim import grouped, optimizer_of
+from unipar.place import Place
+from unipar.task import Task
+from unipar.track import Trackers
+from unipar.world import World
+
+
+@contextmanager
+def opened(config: Config, task: Task, place: Place, run: Path) -> Iterator[Run]:
+    """A run that is ready to train; its world is left in order when the body ends well."""
+    heart = Heart(beat_of(run, place.rank))
+    stopping.install()
+    backend = registry.check(config)
+    world = backend.join(config, place)
+    with Ledger(ledger_of(run, place.rank)) as ledger:
+        trackers = Trackers(config.log.to, run, place.rank)
+        made = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers)
+        try:
+            yield made
+        except stopping.Stopped:
+            ledger.note("stopped", step=made.done)
+            raise
+        made.finish()
+        ledger.note("end", steps=made.done, peak_rss=peak_rss())
+    made.engine.close()
+    world.close()
+
+
+def assembled(config: Config, task: Task, world: World, *, ledger: Ledger, heart: Heart, trackers: Trackers) -> Run:
+    """The model, its engine and the loop's side, in a world that has met."""
+    backend = registry.find(config.backend)
+    sizes = config.batch.settle(world.size)
+    config = config.model_copy(update={"batch": config.batch.model_copy(update={"total": sizes.total})})
+    _prepare(task, world)
+    module = born(task, config, world)
+    parameters = sum(p.numel() for p in module.parameters())
+    groups = grouped(task, module, config)
+    part = Part("model", module, optimizer_of(groups, config, world.device), blocks_of(task, module, config))
+    engine = backend.build(part, config, world)
+    cell = str(registry.cell_of(config))
+    ledger.note("start", rank=world.rank, size=world.size, cell=cell, pid=os.getpid(), parameters=parameters)
+    return Run(task, module, engine, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
+
+
+def _prepare(task: Task, world: World) -> None:
+    """Once on each machine; the others wait as long as it takes: a download may be long."""
+    if not task.gives("prepare"):
+        return
+    key = f"prepared/{world.rank - world.place.local_rank}"
+    if world.place.local_rank == 0:
+        task.prepare()
+        if world.store is not None:
+            world.store.set(key, "yes")
+    while world.store is not None and not world.store.check([key]):
+        time.sleep(0.05)
+
+
+def peak_rss() -> int:
+    """The most memory this process ever held, in bytes. (getrusage counts what the parent held at the fork.)"""
+    status = Path("/proc/self/status").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))

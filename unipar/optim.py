@@ -1,0 +1,132 @@
+"""Groups of parameters by name, the optimizer over them, and the schedule's factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unipar.config import Config
+from unipar.errors import TaskError
+from unipar.task import Task
+from unipar.training import SGD, Adam, AdamW, Constant, Schedule
+
+_KINDS: Mapping[type, type[Optimizer]] = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Names and settings; names, because libraries replace the parameters themselves."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+def grouped(task: Task, module: nn.Module, config: Config) -> tuple[Group, ...]:
+    """The optimizer's groups, decided on the model as the user made it: split parameters lose their shape."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    given = task.groups(module)
+    if given is not None:
+        return _given(given, trained, module, config)
+    if config.train.optimizer.decay == "all":
+        return (Group(tuple(trained), {}),)
+    thick = tuple(n for n, p in trained.items() if p.ndim > 1)
+    thin = tuple(n for n, p in trained.items() if p.ndim <= 1)
+    groups = (Group(thick, {}), Group(thin, {"weight_decay": 0.0}))
+    return tuple(g for g in groups if g.names)
+
+
+def _given(
+    given: Iterable[Mapping[str, Any]], trained: Mapping[str, nn.Parameter], module: nn.Module, config: Config
+) -> tuple[Group, ...]:
+    names = {id(p): n for n, p in module.named_parameters()}
+    allowed = set(_settings(config)) - {"fused", "foreach"}
+    seen: set[str] = set()
+    made: list[Group] = []
+    for i, group in enumerate(given):
+        params: Any = group.get("params")
+        if params is None:
+            raise TaskError(f"groups(): group {i} has no 'params'")
+        members = [params] if isinstance(params, nn.Parameter) else list(params)
+        unknown = [k for k in group if k != "params" and k not in allowed]
+        if unknown:
+            raise TaskError(f"groups(): group {i} sets {unknown[0]!r}; this optimizer has {', '.join(sorted(allowed))}")
+        for p in members:
+            if id(p) not in names:
+                raise TaskError(f"groups(): group {i} holds a parameter that is not the model's")
+        mine = [names[id(p)] for p in members if p.requires_grad]
+        twice = [n for n in mine if n in seen]
+        if twice:
+            raise TaskError(f"groups(): {twice[0]!r} is in two groups")
+        seen.update(mine)
+        made.append(Group(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
+    left = [n for n in trained if n not in seen]
+    if left:
+        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+        raise TaskError(f"groups() leaves out {shown}: give every trained parameter a group, or freeze it")
+    return tuple(g for g in made if g.names)
+
+
+def optimizer_of(groups: tuple[Group, ...], config: Config, device: torch.device) -> Callable[[nn.Module], Optimizer]:
+    """Makes the optimizer once the parameters are where they stay."""
+    settings = _settings(config)
+    settings["fused"], settings["foreach"] = _kernels(config, device)
+    scale = config.train.lr_scale.factor(config.batch.total or 1)
+    kind = _KINDS[type(config.train.optimizer)]
+
+    def make(module: nn.Module) -> Optimizer:
+        now = dict(module.named_parameters())
+        made: list[dict[str, Any]] = []
+        for group in groups:
+            own = dict(group.settings)
+            own["lr"] = own.get("lr", settings["lr"]) * scale
+            made.append({"params": [now[n] for n in group.names], **own})
+        return kind(made, **settings)
+
+    return make
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    wanted = config.train.optimizer
+    made: dict[str, Any] = {"lr": float(wanted.lr), "weight_decay": float(wanted.weight_decay)}
+    if isinstance(wanted, SGD):
+        return made | {"momentum": float(wanted.momentum), "nesterov": wanted.nesterov}
+    return made | {"betas": tuple(float(b) for b in wanted.betas), "eps": float(wanted.eps)}
+
+
+def _kernels(config: Config, device: torch.device) -> tuple[bool | None, bool | None]:
+    """fused and foreach as PyTorch takes them: None leaves the choice to it."""
+    wanted = config.train.optimizer
+    automatic = wanted.foreach is not True and device.type in ("cpu", "cuda")
+    if automatic if wanted.fused == "auto" else wanted.fused:
+        return True, None
+    return (False if wanted.fused is False else None), (None if wanted.foreach == "auto" else wanted.foreach)
+
+
+class Rates:
+    """Each group's own base rate, times one factor."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.base: list[float] = [g["lr"] for g in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # some libraries take a step of their own while they wrap
+
+    def set(self, optimizer: Any, factor: float) -> None:
+        for group, base in zip(optimizer.param_groups, self.base, strict=True):
+            group["lr"] = base * factor
+
+
+def factor(schedule: Schedule, step: int, steps: int) -> float:
+    """What the rate is multiplied with at optimizer step `step` (from 0) of `steps`."""
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    if isinstance(schedule, Constant):
+        return 1.0
+    gone = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
+    left = 1.0 - gone if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
+    return schedule.end + (1.0 - schedule.end) * max(0.0, left)

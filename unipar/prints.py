@@ -1,0 +1,51 @@
+"""What rank 0 prints: to its log like everything else, and apart from it for whoever shows it."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from typing_extensions import override
+
+
+def prints_of(run: Path) -> Path:
+    return run / "rank-0.out"
+
+
+class Prints(io.TextIOBase):
+    """Stands in for `sys.stdout`; what `logging` writes stays in the log: it is mostly libraries'."""
+
+    def __init__(self, log: TextIO, run: Path) -> None:
+        self._log = log
+        self._out = prints_of(run).open("a", encoding="utf-8")
+
+    @override
+    def write(self, text: str, /) -> int:
+        if sys._getframe(1).f_globals.get("__name__") != "logging":
+            self._out.write(text)
+            if "\n" in text:
+                self._out.flush()
+        return self._log.write(text)
+
+    @override
+    def flush(self) -> None:
+        self._out.flush()
+        self._log.flush()
+
+    @override
+    def fileno(self) -> int:
+        return self._log.fileno()
+
+    @override
+    def isatty(self) -> bool:
+        return False
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._log.encoding

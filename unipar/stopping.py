@@ -1,0 +1,61 @@
+"""Stopping on a signal: every rank at the same step boundary."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from unipar.errors import Stopped
+
+if TYPE_CHECKING:
+    from unipar.world import World
+
+_asked: int | None = None
+
+
+def install() -> None:
+    """SIGTERM and SIGINT ask for a stop instead of ending this process at once."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _ask)
+        signal.signal(signal.SIGINT, _ask)
+
+
+def _ask(number: int, frame: FrameType | None) -> None:
+    global _asked
+    _asked = number
+
+
+def asked() -> bool:
+    return _asked is not None
+
+
+class Boundary:
+    """Called before each step. A rank that was asked says where it stands; all stop after the largest, and one more.
+
+    Nobody waits for anybody: a rank may be inside a collective that needs this one.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._said = False
+        self._last: int | None = None
+
+    def __call__(self, step: int) -> None:
+        """`step` steps are done."""
+        if _asked is not None:
+            self._agree(step)
+
+    def _agree(self, step: int) -> None:
+        world = self._world
+        if world.size == 1 or world.store is None:
+            raise Stopped(f"stopped by a signal after step {step}")
+        keys = [f"stop/{rank}" for rank in range(world.size)]
+        if not self._said:
+            self._said = True
+            world.store.set(keys[world.rank], str(step))
+        if self._last is None and world.store.check(keys):
+            self._last = max(int(world.store.get(key)) for key in keys) + 1
+        if self._last is not None and step >= self._last:
+            raise Stopped(f"stopped by a signal after step {step}")

@@ -1,0 +1,134 @@
+"""How a model is trained: optimizer, rate, schedule and clip, each with its own keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, and every key in it is known."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class _Optimizer(Section):
+    lr: PositiveFloat = 1e-3
+    """The base rate; groups of the task may have their own."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decay of the weights at each step."""
+
+    decay: Literal["all", "matrices"] = "all"
+    """matrices: no decay on biases, norms and other parameters of one dimension."""
+
+    fused: bool | Literal["auto"] = "auto"
+    """One kernel for all parameters. auto: wherever optimizer, dtype and device have it."""
+
+    foreach: bool | Literal["auto"] = "auto"
+    """One call for lists of parameters, where it is not fused. auto: as PyTorch decides."""
+
+
+class SGD(_Optimizer):
+    name: Literal["sgd"] = "sgd"
+    """Stochastic gradient descent."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the last step that is kept."""
+
+    nesterov: bool = False
+    """Look ahead by the momentum."""
+
+
+class _Moments(_Optimizer):
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    """How long the two moments remember."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+
+class Adam(_Moments):
+    name: Literal["adam"] = "adam"
+    """Adam; its decay is added to the gradient."""
+
+
+class AdamW(_Moments):
+    name: Literal["adamw"] = "adamw"
+    """Adam with decay apart from the gradient."""
+
+
+def _named(default: str) -> Discriminator:
+    def which(value: object) -> str:
+        name: object = value.get("name", default) if isinstance(value, dict) else getattr(value, "name", default)
+        return str(name)
+
+    return Discriminator(which)
+
+
+Optimizer = Annotated[
+    Annotated[SGD, Tag("sgd")] | Annotated[Adam, Tag("adam")] | Annotated[AdamW, Tag("adamw")], _named("adamw")
+]
+
+
+class LrScale(Section):
+    rule: Literal["none", "linear", "sqrt"] = "none"
+    """How the rate grows with `batch.total`: by its ratio to `at_batch`, or the root of that ratio."""
+
+    at_batch: PositiveInt | None = None
+    """The total batch for which `lr` was chosen."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.rule == "none") != (self.at_batch is None):
+            raise ValueError("rule and at_batch go together: {rule: linear, at_batch: 32}, or neither")
+        return self
+
+    def factor(self, total: int) -> float:
+        if self.at_batch is None:
+            return 1.0
+        ratio = total / self.at_batch
+        return ratio if self.rule == "linear" else ratio**0.5
+
+
+class _Schedule(Section):
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the rate climbs to its full value."""
+
+
+class Constant(_Schedule):
+    name: Literal["constant"] = "constant"
+    """The full rate after warm-up."""
+
+
+class Linear(_Schedule):
+    name: Literal["linear"] = "linear"
+    """A straight line down to `end` at the last step."""
+
+    end: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """What is left of the rate at the last step."""
+
+
+class Cosine(_Schedule):
+    name: Literal["cosine"] = "cosine"
+    """Half a cosine down to `end` at the last step."""
+
+    end: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """What is left of the rate at the last step."""
+
+
+Schedule = Annotated[
+    Annotated[Constant, Tag("constant")] | Annotated[Linear, Tag("linear")] | Annotated[Cosine, Tag("cosine")],
+    _named("constant"),
+]
+
+
+class Clip(Section):
+    max: PositiveFloat
+    """The largest norm that the gradient of all parameters together may have."""
+
+    norm: Literal["fp32", "fp64"] = "fp32"
+    """What the norm is summed in; fp64 makes backends agree to the bit, and costs time."""

@@ -1,0 +1,218 @@
+"""`unipar compare`: the same training in every cell, the cells taking turns, and what came of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from unipar import registry
+from unipar.config import Cell, Config, Eval
+from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError, UniparError, Unsupported
+from unipar.report.board import Board
+from unipar.report.comparison import Comparison, Row, spread
+from unipar.report.table import duration
+from unipar.source import Source, given
+from unipar.task import Reached, Task, TaskRef, importing
+from unipar.verbs import kept
+from unipar.verbs.contestant import Contestant
+
+ONE = Cell("single")
+"""One process without a wrapper: what all others are held to."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How a comparison's steps are cut: some to warm up, the rest in timed rounds."""
+
+    warmup: int
+    rounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        steps, repeat = config.train.steps, config.compare.repeat
+        if steps is None:
+            raise ConfigError(
+                f"train.epochs: {config.train.epochs} cannot be cut into turns, which are counted in steps; "
+                "give train.steps instead (--set train.steps=50)"
+            )
+        if steps < repeat + 1:
+            raise ConfigError(
+                f"train.steps: {steps} is too few to compare: 1 to warm up and {repeat} timed rounds "
+                f"(compare.repeat) of at least 1 make {repeat + 1}"
+            )
+        warmup = min(2, steps - repeat)
+        each, more = divmod(steps - warmup, repeat)
+        return cls(warmup, tuple(each + (i < more) for i in range(repeat)))
+
+
+def compare(
+    config: str | Path | Mapping[str, Any] | Config | Source,
+    *,
+    task: type[Task] | None = None,
+    cells: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Comparison:
+    """Train what `config` says in every cell, by turns; `cells` are instead of its `compare.cells`.
+
+    Progress goes to stderr; the Comparison prints as a table.
+    """
+    if importing():
+        raise Reached
+    source = given(config, overrides)
+    settled = _settled(source.config)
+    turns = Turns.of(settled)
+    ref = TaskRef.of(task, settled.task, {})
+    ref.look()
+    entrants = entered(settled, tuple(cells) or settled.compare.cells)
+    folder = source.out / "compare"
+    of = kept.identity(settled, list(entrants), ref)
+    if (earlier := kept.earlier(folder, of, overwrite=overwrite)) is not None:
+        return earlier
+    now = Comparison(
+        name=source.name,
+        out=str(folder),
+        precision=settled.train.precision,
+        samples=settled.batch.settle(_ranks(settled)).total,
+        warmup=turns.warmup,
+        rows=[row for row, _ in entrants.values()],
+    )
+    runs = {
+        name: Contestant(Cell.parse(name), at, ref, folder / Cell.parse(name).slug)
+        for name, (row, at) in entrants.items()
+        if row.outcome == "waits"
+    }
+    kept.write(folder, of, now)
+    with Board() as board:
+        now = _Contest(now, board, runs).play(turns)
+    kept.write(folder, of, now)
+    return now
+
+
+def entered(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Config]]:
+    """Each cell by name, with its config; those that cannot run have their sentence already. `single` is first."""
+    found: dict[str, tuple[Row, Config]] = {}
+    alone = registry.at(config, ONE)
+    note = ""
+    if alone.train.precision == "bf16-master":
+        alone = alone.model_copy(update={"train": alone.train.model_copy(update={"precision": "fp32"})})
+        note = "in fp32: one process keeps no second copy"
+    registry.check(alone)
+    found[str(ONE)] = Row(cell=str(ONE), outcome="waits", note=note), _bare(alone)
+    for pattern in patterns:
+        try:
+            cells = registry.expand((pattern,))
+        except Unsupported as e:
+            found[pattern] = Row(cell=pattern, outcome="refused", note="; ".join(e.reasons)), config
+            continue
+        for cell in cells:
+            if str(cell) not in found:
+                found[str(cell)] = _checked(config, cell)
+    return found
+
+
+def _checked(config: Config, cell: Cell) -> tuple[Row, Config]:
+    name = str(cell)
+    try:
+        at = registry.at(config, cell)
+        registry.check(at)
+    except Unsupported as e:
+        return Row(cell=name, outcome="refused", note="; ".join(e.reasons)), config
+    except ConfigError as e:  # an option contradicts this cell
+        return Row(cell=name, outcome="refused", note=str(e)), config
+    except BackendNotInstalled as e:
+        return Row(cell=name, outcome="absent", note=str(e)), config
+    return Row(cell=name, outcome="waits"), _bare(at)
+
+
+def _bare(config: Config) -> Config:
+    """Nothing but steps: what else a run does between them would be timed with them."""
+    return config.model_copy(update={"eval": Eval(), "log": config.log.model_copy(update={"to": ()})})
+
+
+def _ranks(config: Config) -> int:
+    assert isinstance(config.parallel.data, int)
+    return config.parallel.data
+
+
+class _Contest:
+    """The comparison as it stands, and the cells that are still in it."""
+
+    def __init__(self, now: Comparison, board: Board, runs: Mapping[str, Contestant]) -> None:
+        self.now, self._board, self._in = now, board, dict(runs)
+        self._notes = {row.cell: row.note for row in now.rows}
+        widest = max(run.size for run in runs.values())
+        self._threads = max(1, len(os.sched_getaffinity(0)) // widest)
+
+    def play(self, turns: Turns) -> Comparison:
+        with ExitStack() as stack:
+            for run in self._in.values():
+                stack.callback(run.close)
+            try:
+                self._start()
+                self._take_turns(turns)
+                self._finish()
+            except (KeyboardInterrupt, Stopped):
+                self.now = replace(self.now, interrupted=True)
+        return self.now
+
+    def _start(self) -> None:
+        """One after another: together they would only be slower, and more of them would wait for memory."""
+        for name in list(self._in):
+            self._say(name, "starts", note="starts")
+            with self._failing(name) as run:
+                seconds = run.start(self._threads)
+                self._say(name, f"is ready after {duration(seconds)}", note="is ready", started=seconds)
+
+    def _take_turns(self, turns: Turns) -> None:
+        for name in list(self._in):
+            with self._failing(name) as run:
+                run.go(turns.warmup)
+                self._say(name, "is warm", note="is warm")
+        for i, steps in enumerate(turns.rounds):
+            for name in rotated(list(self._in), i):
+                with self._failing(name) as run:
+                    took = run.go(steps)
+                    row = self._row(name)
+                    where = f"round {i + 1} of {len(turns.rounds)}"
+                    self._say(name, f"{where}: {spread(took)} ms a step", seconds=[*row.seconds, took])
+
+    def _finish(self) -> None:
+        for name in list(self._in):
+            with self._failing(name) as run:
+                losses, peak_rss = run.finish()
+                note = self._notes[name]
+                self._say(name, "has ended", outcome="ran", note=note, losses=losses, peak_rss=peak_rss)
+
+    @contextmanager
+    def _failing(self, name: str) -> Iterator[Contestant]:
+        """A cell at work: what it raises ends it, and it alone. What is wrong in `single` is wrong in all."""
+        run = self._in[name]
+        try:
+            yield run
+        except Stopped:
+            raise
+        except (UniparError, OSError) as e:
+            if name == str(ONE) and isinstance(e, TaskError | ConfigError):
+                raise
+            del self._in[name]
+            self._say(name, "has failed", outcome="failed", note=str(e))
+            run.close()
+
+    def _row(self, name: str) -> Row:
+        return next(row for row in self.now.rows if row.cell == name)
+
+    def _say(self, name: str, line: str, **changed: Any) -> None:
+        rows = [replace(row, **changed) if row.cell == name else row for row in self.now.rows]
+        self.now = replace(self.now, rows=rows)
+        self._board.show(self.now, f"{name} {line}")
+
+
+def rotated(things: Sequence[Any], by: int) -> list[Any]:
+    """Each round begins with another cell, so that none always follows the same one."""
+    by %= len(things)
+    return [*things[by:], *things[:by]]

@@ -1,0 +1,91 @@
+"""One cell's processes in a comparison: alive from start to end, at work only when it is their turn."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from unipar import registry
+from unipar.config import Cell, Config
+from unipar.crew import Crew
+from unipar.errors import NonFinite
+from unipar.task import TaskRef
+
+ENTRY: Final = "unipar.verbs.turns:turns"
+
+
+def results_of(run: Path, rank: int) -> Path:
+    return run / f"rank-{rank}.turns.json"
+
+
+class Contestant:
+    """Start it, let it go some steps at a time, then finish; close it whatever happened."""
+
+    def __init__(self, cell: Cell, config: Config, ref: TaskRef, run: Path) -> None:
+        self.cell, self.config, self.ref, self.run = cell, config, ref, run
+        assert isinstance(config.parallel.data, int)
+        self.size = config.parallel.data
+        self._open = ExitStack()
+        self._crew: Crew | None = None
+
+    def start(self, threads: int) -> float:
+        """Returns when all ranks have built their engines: seconds that took."""
+        began = time.monotonic()
+        backend = registry.find(self.cell.backend)
+        self.run.mkdir(parents=True)
+        (self.run / "config.json").write_text(self.config.model_dump_json(indent=2), encoding="utf-8")
+        (self.run / "launch.json").write_text(json.dumps({"task": self.ref.to_json()}, indent=2), encoding="utf-8")
+        hosted = self._open.enter_context(backend.host(self.config, self.size))
+        self._crew = self._open.enter_context(
+            Crew(
+                self.run,
+                self.size,
+                ENTRY,
+                environment={"OMP_NUM_THREADS": str(threads), **hosted},
+                heartbeat=self.config.launch.heartbeat,
+                grace=self.config.launch.grace,
+                control=True,
+            )
+        )
+        self._answers()
+        return time.monotonic() - began
+
+    def go(self, steps: int) -> list[float]:
+        """Train `steps` steps; what each took the slowest rank, in seconds."""
+        self._tell({"go": steps})
+        by_rank = [answer["seconds"] for answer in self._answers()]
+        return [max(step) for step in zip(*by_rank, strict=True)]
+
+    def finish(self) -> tuple[list[float], list[int]]:
+        """The losses of all steps, and each rank's peak of resident memory."""
+        assert self._crew is not None
+        self._tell({"end": True})
+        self._crew.wait()
+        self.close()
+        told: list[dict[str, Any]] = [json.loads(results_of(self.run, r).read_text("utf-8")) for r in range(self.size)]
+        losses = [math.fsum(shares) for shares in zip(*(t["loss"] for t in told), strict=True)]
+        for step, loss in enumerate(losses, 1):
+            if not math.isfinite(loss):
+                raise NonFinite(f"the loss of step {step} is {loss}")
+        return losses, [int(t["peak_rss"]) for t in told]
+
+    def look(self) -> None:
+        """Raise if it ended while others had their turn."""
+        assert self._crew is not None
+        self._crew.poll(0)
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        assert self._crew is not None
+        self._crew.tell(json.dumps(message).encode() + b"\n")
+
+    def _answers(self) -> list[dict[str, Any]]:
+        """One from each rank; raises when one ends or falls silent instead."""
+        assert self._crew is not None
+        return [json.loads(line) for line in self._crew.hear()]

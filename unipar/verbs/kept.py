@@ -1,0 +1,96 @@
+"""compare.json: what a comparison leaves in its folder, and whether what lies there still answers the question."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from unipar import registry
+from unipar.config import Cell, Config
+from unipar.errors import OutExists
+from unipar.report.comparison import Comparison
+from unipar.task import TaskRef
+
+NAME = "compare.json"
+_LIBRARIES = ("unipar", "torch", "numpy")
+
+
+def identity(config: Config, cells: Sequence[str], ref: TaskRef) -> dict[str, Any]:
+    """What must be the same for an earlier answer to hold."""
+    text = config.model_dump_json(exclude={"out"})
+    return {
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "cells": list(cells),
+        "task": _task(ref),
+        "versions": _versions(cells),
+    }
+
+
+def _task(ref: TaskRef) -> str:
+    """The task's own file and arguments; what it imports is not followed."""
+    told = json.dumps(ref.to_json() | {"path": None}, sort_keys=True, default=str).encode()
+    places = [ref.task, *ref.functions.values()]
+    files = sorted({place.file for place in places if place is not None and place.file is not None})
+    return hashlib.sha256(told + b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+
+
+def _versions(cells: Sequence[str]) -> dict[str, str]:
+    backends = {Cell.parse(cell).backend for cell in cells}
+    needed = {module for name in backends for module in registry.find(name).requires}
+    made = {"python": platform.python_version()}
+    for name in (*_LIBRARIES, *sorted(needed)):
+        try:
+            made[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return made
+
+
+def machine() -> dict[str, Any]:
+    """Where it ran: figures from another machine say nothing of this one."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"system": platform.platform(), "cpu": model, "cores": len(os.sched_getaffinity(0)), "memory": memory}
+
+
+def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison | None:
+    """The finished comparison of the same thing, or None and an empty folder; an error where another one lies."""
+    file = folder / NAME
+    if not file.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise OutExists(f"{folder} is there and holds no {NAME}: move it away, or give another out")
+        return None
+    data: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    if not overwrite:
+        old = data["of"]
+        differ = [key for key in ("config", "cells", "task") if old[key] != of[key]]
+        if not differ and data["finished"]:
+            differ = ["versions"] if old["versions"] != of["versions"] else []
+            if not differ:
+                return Comparison.from_json(data, note=f"from {file}; --overwrite runs it again")
+        if differ:
+            raise OutExists(
+                f"{folder} holds another comparison (other {', '.join(differ)}): "
+                "give --overwrite to replace it, or another out"
+            )
+    for cell in data["of"]["cells"]:
+        shutil.rmtree(folder / Cell.parse(cell).slug, ignore_errors=True)
+    file.unlink()
+    return None
+
+
+def write(folder: Path, of: dict[str, Any], now: Comparison) -> None:
+    """All of it or none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {"of": of, "finished": now.finished, "machine": machine(), **now.to_json()}
+    partial = folder / f".{NAME}.{os.getpid()}"
+    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    partial.rename(folder / NAME)

@@ -1,0 +1,156 @@
+"""Deadlines: which rank fell silent while the others wait for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unipar.beat import PHASES, Beat, beat_of, feel
+from unipar.errors import Hung
+from unipar.worker import log_of, stack_of
+
+PATIENT = ("start", "waiting", "end")
+"""Phases that may take as long as they like."""
+
+WAITING = ("torch/distributed/", "torch/autograd/graph.py")
+"""Files that a rank's stack ends in while it waits for its peers."""
+
+DUMP = 1.0
+"""Seconds that a rank has to write down its stack."""
+
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)')
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class Watch:
+    """Looks at the beats of a run's ranks now and then."""
+
+    def __init__(self, run: Path, patience: float | None, waits: Sequence[str] = ()) -> None:
+        self._run, self._patience, self._waits = run, patience, (*WAITING, *waits)
+        self.every = min(1.0, patience / 4) if patience else None
+        """Seconds between looks; None: never."""
+
+        self._since: dict[int, tuple[Beat, float]] = {}
+        self._looked = time.monotonic()
+
+    def look(self, pids: Mapping[int, int]) -> Hung | None:
+        """The error, if one of these ranks has been silent for too long. `pids` are those that still run."""
+        now = time.monotonic()
+        if self._patience is None or self.every is None:
+            return None
+        pause = now - self._looked
+        if pause > 2 * self.every + 1.0:  # this process slept, so perhaps all did: count from here
+            self._since.clear()
+        self._looked = now
+        silent = [rank for rank in pids if self._silence(rank, now) > self._patience]
+        if not silent:
+            return None
+        beats = {rank: beat for rank in pids if (beat := feel(beat_of(self._run, rank))) is not None}
+        return self._name(pids, beats, max(now - beats[rank].when for rank in silent))
+
+    def _silence(self, rank: int, now: float) -> float:
+        """Seconds for which this rank's beat was seen to stand still, where it should not."""
+        beat = feel(beat_of(self._run, rank))
+        if beat is None or beat.step < 1 or beat.phase in PATIENT:
+            self._since.pop(rank, None)
+            return 0.0
+        known = self._since.get(rank)
+        if known is None or known[0] != beat:
+            self._since[rank] = (beat, now if known is None and now - beat.when > 1.0 else beat.when)
+        return now - self._since[rank][1]
+
+    def _name(self, pids: Mapping[int, int], beats: Mapping[int, Beat], seconds: float) -> Hung:
+        """All go silent together: find the one that the others wait for."""
+        halted = [rank for rank in beats if process_state(pids[rank]) in ("T", "t")]
+        if halted:
+            return self._hung(halted[0], beats, seconds, "it is stopped (by SIGSTOP or a debugger)", None)
+        stacks = dump_stacks(self._run, {rank: pids[rank] for rank in beats})
+        least = min(beat.step for beat in beats.values())
+        suspects = [rank for rank, beat in beats.items() if beat.step == least]
+        outside = [rank for rank in suspects if rank not in stacks or not self._waiting(stacks[rank])]
+        if len(outside) != 1:  # accumulation goes through the phases more than once: stacks tell better
+            among = outside or suspects
+            first = min(PHASES.index(beats[rank].phase) for rank in among)
+            outside = [rank for rank in among if PHASES.index(beats[rank].phase) == first]
+        if len(outside) != 1:
+            return self._untold(beats, stacks, seconds)
+        rank = outside[0]
+        at = stacks.get(rank)
+        where = f"it is at {at}" if at else "it does not answer: it hangs in the kernel"
+        return self._hung(rank, beats, seconds, where, stack_of(self._run, rank) if at else None)
+
+    def _waiting(self, at: Frame) -> bool:
+        return any(part in at.file for part in self._waits)
+
+    def _hung(self, rank: int, beats: Mapping[int, Beat], seconds: float, where: str, stack: Path | None) -> Hung:
+        beat, log = beats[rank], log_of(self._run, rank)
+        text = f"rank {rank} hung in {_at(beat)}: no sign of life for {seconds:.0f} s; {where}"
+        kept = stack.read_text("utf-8") if stack else ""
+        return Hung(text + f"\n  its log: {log}", rank=rank, traceback=kept, log=str(log))
+
+    def _untold(self, beats: Mapping[int, Beat], stacks: Mapping[int, Frame], seconds: float) -> Hung:
+        every = "".join(
+            f"\n  rank {rank}: {_at(beat)}, at {stacks.get(rank, 'an unknown place')}" for rank, beat in beats.items()
+        )
+        return Hung(f"no sign of life for {seconds:.0f} s, and which rank the others wait for cannot be told{every}")
+
+
+def _at(beat: Beat) -> str:
+    return f"step {beat.step} ({beat.phase})"
+
+
+def process_state(pid: int) -> str:
+    """R, S, D, T (stopped), Z: the third word of /proc/PID/stat; empty when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
+def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, Frame]:
+    """Ask each rank for its stack; where its main thread is, for those that answered."""
+    sizes = {rank: _size(stack_of(run, rank)) for rank in pids}
+    for pid in pids.values():
+        try:
+            os.kill(pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            continue
+    until = time.monotonic() + DUMP
+    found: dict[int, Frame] = {}
+    last: dict[int, int] = {}
+    while len(found) < len(pids) and time.monotonic() < until:
+        time.sleep(0.02)
+        for rank in pids.keys() - found.keys():
+            size = _size(stack_of(run, rank))
+            if size > sizes[rank] and size == last.get(rank):  # grown, and not growing any more
+                frame = innermost(stack_of(run, rank).read_bytes()[sizes[rank] :].decode("utf-8", "replace"))
+                if frame is not None:
+                    found[rank] = frame
+            last[rank] = size
+    return found
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def innermost(dump: str) -> Frame | None:
+    """Where the thread is that took the signal: the main one, unless it blocks signals."""
+    _, _, current = dump.rpartition("Current thread")
+    match = _FRAME.search(current)
+    return Frame(match["file"], match["line"], match["function"]) if match else None
