@@ -1,0 +1,78 @@
+# unipar's commands. `make demo` and `make test` set up all they need in .venv, once.
+
+ifndef PYTHON
+PYTHON := $(shell for p in python3.11 python3; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+endif
+
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.done
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
+IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+# Libraries compile into a folder of this run's own, which goes with it.
+PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exit 130' INT TERM && \
+    $(IN_VENV) TORCH_EXTENSIONS_DIR="$$compiled" $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint bench chaos setup horovod clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+demo: setup ## the same training under every backend: one table, two minutes
+	$(BIN)/unipar compare configs/quickstart.yaml --overwrite
+
+test: lint ## lint, then every test that needs no GPU
+	@$(PYTEST) -m "not gpu and not chaos" $(ARGS)
+
+lint: setup $(DONE)/tests ## ruff and pyright
+	$(IN_VENV) $(BIN)/ruff check .
+	$(IN_VENV) $(BIN)/ruff format --check .
+	$(IN_VENV) $(BIN)/pyright
+
+bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabric and loops written by hand
+	$(IN_VENV) $(BIN)/python benchmarks/overhead.py $(ARGS)
+
+chaos: setup $(DONE)/tests ## kill random ranks and parents, many times
+	@$(PYTEST) -m chaos $(ARGS)
+
+setup: $(DONE)/horovod ## .venv with all that demo needs
+
+horovod: $(DONE)/packages ## try Horovod's wheel again, where set-up went on without it
+	$(BIN)/unipar install horovod
+	@touch $(DONE)/horovod
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(DONE)/torch: constraints.txt .ci/needs
+	@.ci/needs "$(PYTHON)"
+	@echo "set-up: torch, into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) pip
+	@$(PIP) torch setuptools wheel
+	@mkdir -p $(DONE) && touch $@
+
+$(DONE)/packages: pyproject.toml $(DONE)/torch
+	@echo "set-up: unipar and what it uses"
+	@$(PIP) --group build
+	@$(PIP) --no-build-isolation -e '.[all]'
+	@touch $@
+
+$(DONE)/horovod: $(DONE)/packages
+	@echo "set-up: Horovod, compiled for this torch (some minutes, once)"
+	@$(BIN)/unipar install horovod || echo "set-up goes on without Horovod; 'make horovod' tries again"
+	@touch $@
+
+$(DONE)/tests: $(DONE)/packages
+	@echo "set-up: tools for tests and lint"
+	@$(PIP) --group test --group lint
+	@touch $@
+
+$(DONE)/bench: $(DONE)/packages
+	@echo "set-up: what benchmarks compare with"
+	@$(PIP) --group bench
+	@touch $@
