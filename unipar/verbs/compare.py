@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from unipar import registry
+from unipar import devices, registry
 from unipar.config import Cell, Config, Eval
-from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError, UniparError, Unsupported
+from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError, UniparError, Unsupported, WorldMismatch
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row, spread
 from unipar.report.table import duration
@@ -87,10 +89,23 @@ def compare(
         if row.outcome == "waits"
     }
     kept.write(folder, of, now)
-    with Board() as board:
+    with terminable(), Board() as board:
         now = _Contest(now, board, runs).play(turns)
     kept.write(folder, of, now)
     return now
+
+
+def _settled(config: Config) -> Config:
+    """With the number of ranks that its cells will have."""
+    if (place := devices.found()) is not None:
+        raise WorldMismatch(
+            f"compare starts a world for each cell, and this is rank {place.rank} of one that {place.launcher} "
+            "started: run it without that launcher"
+        )
+    said = config.parallel.data
+    number = said if isinstance(said, int) else devices.ranks(config).number
+    devices.check_enough(config, number)
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": number})})
 
 
 def entered(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Config]]:
@@ -146,7 +161,7 @@ class _Contest:
         self.now, self._board, self._in = now, board, dict(runs)
         self._notes = {row.cell: row.note for row in now.rows}
         widest = max(run.size for run in runs.values())
-        self._threads = max(1, len(os.sched_getaffinity(0)) // widest)
+        self._threads = max(1, len(os.sched_getaffinity(0)) // widest)  # in `single` too: the same arithmetic
 
     def play(self, turns: Turns) -> Comparison:
         with ExitStack() as stack:
@@ -189,7 +204,7 @@ class _Contest:
                 self._say(name, "has ended", outcome="ran", note=note, losses=losses, peak_rss=peak_rss)
 
     @contextmanager
-    def _failing(self, name: str) -> Iterator[Contestant]:
+    def _failing(self, name: str) -> Generator[Contestant]:
         """A cell at work: what it raises ends it, and it alone. What is wrong in `single` is wrong in all."""
         run = self._in[name]
         try:
@@ -210,6 +225,19 @@ class _Contest:
         rows = [replace(row, **changed) if row.cell == name else row for row in self.now.rows]
         self.now = replace(self.now, rows=rows)
         self._board.show(self.now, f"{name} {line}")
+
+
+@contextmanager
+def terminable() -> Generator[None]:
+    """SIGTERM ends the body as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def rotated(things: Sequence[Any], by: int) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any, Final
 
 from unipar import registry
 from unipar.config import Cell, Config
-from unipar.crew import Crew
+from unipar.crew import MESSAGE, Crew
 from unipar.errors import NonFinite
+from unipar.report import Report
 from unipar.task import TaskRef
+
+__all__ = ["MESSAGE", "Contestant", "results_of"]
 
 ENTRY: Final = "unipar.verbs.turns:turns"
 
@@ -45,10 +49,11 @@ class Contestant:
                 self.run,
                 self.size,
                 ENTRY,
-                environment={"OMP_NUM_THREADS": str(threads), **hosted},
+                environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **hosted},
                 heartbeat=self.config.launch.heartbeat,
                 grace=self.config.launch.grace,
                 control=True,
+                waits=backend.capabilities.waits,
             )
         )
         self._answers()
@@ -62,30 +67,29 @@ class Contestant:
 
     def finish(self) -> tuple[list[float], list[int]]:
         """The losses of all steps, and each rank's peak of resident memory."""
-        assert self._crew is not None
         self._tell({"end": True})
-        self._crew.wait()
+        while not self._going.poll():
+            pass
         self.close()
         told: list[dict[str, Any]] = [json.loads(results_of(self.run, r).read_text("utf-8")) for r in range(self.size)]
-        losses = [math.fsum(shares) for shares in zip(*(t["loss"] for t in told), strict=True)]
+        losses: list[float] = [sum(shares) for shares in zip(*(t["loss"] for t in told), strict=True)]
         for step, loss in enumerate(losses, 1):
             if not math.isfinite(loss):
                 raise NonFinite(f"the loss of step {step} is {loss}")
-        return losses, [int(t["peak_rss"]) for t in told]
-
-    def look(self) -> None:
-        """Raise if it ended while others had their turn."""
-        assert self._crew is not None
-        self._crew.poll(0)
+        return losses, Report.read(self.run).peak_rss
 
     def close(self) -> None:
+        """Ends what still runs, at once."""
         self._open.close()
 
+    @property
+    def _going(self) -> Crew:
+        assert self._crew is not None, "it was not started"
+        return self._crew
+
     def _tell(self, message: dict[str, Any]) -> None:
-        assert self._crew is not None
-        self._crew.tell(json.dumps(message).encode() + b"\n")
+        self._going.tell(json.dumps(message).encode())
 
     def _answers(self) -> list[dict[str, Any]]:
         """One from each rank; raises when one ends or falls silent instead."""
-        assert self._crew is not None
-        return [json.loads(line) for line in self._crew.hear()]
+        return [json.loads(message) for message in self._going.hear()]

@@ -56,7 +56,9 @@ def _versions(cells: Sequence[str]) -> dict[str, str]:
 def machine() -> dict[str, Any]:
     """Where it ran: figures from another machine say nothing of this one."""
     lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"system": platform.platform(), "cpu": model, "cores": len(os.sched_getaffinity(0)), "memory": memory}
 

@@ -16,7 +16,8 @@ from unipar.loop import Run
 from unipar.opening import opened
 from unipar.place import Place
 from unipar.task import TaskRef
-from unipar.verbs.contestant import results_of
+from unipar.verbs.contestant import MESSAGE, results_of
+from unipar.worker import fail
 
 
 def turns(place: Place, run: Path, control: socket.socket | None) -> None:
@@ -25,12 +26,19 @@ def turns(place: Place, run: Path, control: socket.socket | None) -> None:
     config = Config.model_validate_json((run / "config.json").read_text("utf-8"))
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
     with opened(config, task, place, run) as live:
-        live.record(live.steps)
-        live.gate(_Turn(live, control))
-        task.train(live)
-        if live.done < live.steps:
-            raise TaskError(f"train(run) ended after {live.done} of {live.steps} steps")
-        results_of(run, place.rank).write_text(json.dumps(live.recorded()), encoding="utf-8")
+        try:
+            live.record(live.steps)
+            live.gate(_Turn(live, control))
+            task.train(live)
+            _whole(live)
+            results_of(run, place.rank).write_text(json.dumps(live.recorded()), encoding="utf-8")
+        except Exception as e:
+            fail(run, place.rank, e)
+
+
+def _whole(run: Run) -> None:
+    if run.done < run.steps:
+        raise TaskError(f"train(run) ended after {run.done} of {run.steps} steps")
 
 
 class _Turn:
@@ -38,7 +46,6 @@ class _Turn:
 
     def __init__(self, run: Run, control: socket.socket) -> None:
         self._run, self._control = run, control
-        self._heard = control.makefile("rb")
         self._left = 0
         self._seconds: list[float] = []
         self._began: float | None = None
@@ -53,15 +60,16 @@ class _Turn:
         self._began = time.perf_counter()
 
     def _settle(self) -> None:
+        """A step is over when the device has done it."""
         if self._run.device.type == "cuda":
             torch.cuda.synchronize(self._run.device)
 
     def _wait(self) -> None:
         self._run.wait()
-        self._control.sendall(json.dumps({"seconds": self._seconds}).encode() + b"\n")
+        self._control.sendall(json.dumps({"seconds": self._seconds}).encode())
         self._seconds = []
-        line = self._heard.readline()
-        if not line:
+        message = self._control.recv(MESSAGE)
+        if not message:
             raise Stopped("the comparison has ended")
-        told: dict[str, Any] = json.loads(line)
+        told: dict[str, Any] = json.loads(message)
         self._left = told.get("go", 0)
