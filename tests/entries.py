@@ -192,6 +192,7 @@ def spawns(place: Place, run: Path, control: Control) -> None:
 def reduces(place: Place, run: Path, control: Control) -> None:
     """A real group: the sum over ranks."""
     import torch
+
     from unipar.config import Config
     from unipar.world import meet
 
@@ -205,6 +206,7 @@ def reduces(place: Place, run: Path, control: Control) -> None:
 def reduces_unequal(place: Place, run: Path, control: Control) -> None:
     """A real group, and the mistake that makes gloo abort."""
     import torch
+
     from unipar.config import Config
     from unipar.world import meet
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,12 @@ def stopped(run: Path, rank: int) -> bool:
     """Whether this rank left because a signal had asked it to."""
     said = said_by(run, rank)
     return said is not None and said.kind == Stopped.__name__
+
+
+def is_echo(run: Path, ended: Iterable[int]) -> bool:
+    """Whether these ranks only say that they lost a peer."""
+    said = [said_by(run, rank) for rank in ended]
+    return all(what is not None and what.echo for what in said)
 
 
 def verdict(run: Path, size: int, ended: Mapping[int, int], well: Sequence[int] = ()) -> UniparError:

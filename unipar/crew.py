@@ -29,6 +29,9 @@ from unipar.worker import log_of, stack_of
 ENDING = 3.0
 """Seconds that the others have when one rank has failed."""
 
+ECHO = 1.0
+"""Seconds to wait for the rank whose loss another one reports."""
+
 MESSAGE = 1 << 17
 """The longest message to or from a rank, in bytes."""
 
@@ -187,8 +190,8 @@ class Crew:
         while not all(rank.words for rank in self._ranks):
             mute = [rank for rank in self._ranks if not rank.words and not rank.alive]
             if mute:
-                log = str(log_of(self.run, mute[0].rank))
-                raise WorkerFailed(f"rank {mute[0].rank} ended without a word\n  its log: {log}", rank=mute[0].rank, log=log)
+                gone, log = mute[0].rank, str(log_of(self.run, mute[0].rank))
+                raise WorkerFailed(f"rank {gone} ended without a word\n  its log: {log}", rank=gone, log=log)
             left = until - time.monotonic()
             if left <= 0:
                 silent = ", ".join(str(rank.rank) for rank in self._ranks if not rank.words)
@@ -214,9 +217,9 @@ class Crew:
                 self._receive(rank)
         for key, _ in events:
             rank = key.data
-            if isinstance(rank, _Rank) and rank.process is not None and key.fileobj == rank.process.pidfd:
-                if code := self._reap(rank):
-                    failed[rank.rank] = code
+            ended = isinstance(rank, _Rank) and rank.process is not None and key.fileobj == rank.process.pidfd
+            if ended and (code := self._reap(rank)):
+                failed[rank.rank] = code
         return failed
 
     def _receive(self, rank: _Rank) -> None:
@@ -243,10 +246,24 @@ class Crew:
             self._asked, self._until = "a signal to its ranks", time.monotonic() + self._grace
             while not self.poll():
                 pass
+        if autopsy.is_echo(self.run, failed):  # another one failed, and has not said so yet
+            failed = {**failed, **self._gather(ECHO)}
         well = [r.rank for r in self._ranks if r.code == 0]
         error = autopsy.verdict(self.run, self.size, failed, well)
-        self._end()
+        for rank in self._ranks:
+            if rank.process is not None and rank.alive:
+                send_all(rank.process, signal.SIGTERM)
+        self._gather(ENDING)
+        self.kill()
         return error
+
+    def _gather(self, seconds: float) -> dict[int, int]:
+        """Wait for the ends of those that still run; the bad ones."""
+        until = time.monotonic() + seconds
+        failed: dict[int, int] = {}
+        while self.pids and (left := until - time.monotonic()) > 0:
+            failed |= self._look(left)
+        return failed
 
     def _stopping(self) -> bool:
         """After we asked: whether all ended well all the same; Stopped when they stopped or would not."""
@@ -256,16 +273,6 @@ class Crew:
         if all(rank.code == 0 for rank in self._ranks):
             return True
         raise autopsy.halted(self.run, self.size, self._asked)
-
-    def _end(self) -> None:
-        """SIGTERM to all that is left, and SIGKILL to what does not follow it."""
-        for rank in self._ranks:
-            if rank.process is not None and rank.alive:
-                send_all(rank.process, signal.SIGTERM)
-        until = time.monotonic() + ENDING
-        while self.pids and (left := until - time.monotonic()) > 0:
-            self._look(left)
-        self.kill()
 
     def kill(self) -> None:
         """End everything now; leave nothing."""

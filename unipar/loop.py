@@ -216,6 +216,7 @@ class Run:
         while self.done < self.steps:
             before = self.done
             self._pass(before)
+            self._heart.step = before + 1
             self._mark("data")
             yield self._share(next(ready), feed)
             if self.done != before + 1:

@@ -23,7 +23,8 @@ class Prints(io.TextIOBase):
 
     @override
     def write(self, text: str, /) -> int:
-        if sys._getframe(1).f_globals.get("__name__") != "logging":
+        caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] - inspect would take milliseconds to import
+        if caller.f_globals.get("__name__") != "logging":
             self._out.write(text)
             if "\n" in text:
                 self._out.flush()
@@ -47,5 +48,6 @@ class Prints(io.TextIOBase):
         return True
 
     @property
+    @override
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._log.encoding

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, final
 
 from unipar.orders import Orders
@@ -78,10 +80,8 @@ class Fresh:
 
 def send(process: Process, number: signal.Signals) -> None:
     """To the process alone."""
-    try:
+    with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process.pidfd, number)
-    except ProcessLookupError:
-        pass
 
 
 def send_all(process: Process, number: signal.Signals) -> None:
@@ -98,10 +98,24 @@ def reap(process: Process) -> int:
     code = process.reap()
     os.close(process.pidfd)
     until = time.monotonic() + VANISH
-    while time.monotonic() < until:
-        try:
-            os.killpg(process.pid, 0)
-        except (ProcessLookupError, PermissionError):
-            break
+    while _lives(process.pid) and time.monotonic() < until:
         time.sleep(0.002)
     return code
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of this group still runs; one that is dead and waits for init does not."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return any(words[2] == str(group) and words[0] not in "ZX" for words in _stats())
+
+
+def _stats() -> Iterator[list[str]]:
+    """State, parent and group of every process."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            yield path.read_text("utf-8", errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue

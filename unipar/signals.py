@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -24,10 +25,8 @@ class Signals:
         return self._reader
 
     def drain(self) -> None:
-        try:
+        with suppress(BlockingIOError):
             os.read(self._reader, 64)
-        except BlockingIOError:
-            pass
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.taken.append(signal.Signals(number))

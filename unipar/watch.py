@@ -10,12 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import override
+
 from unipar.beat import PHASES, Beat, beat_of, feel
 from unipar.errors import Hung
 from unipar.worker import log_of, stack_of
 
 PATIENT = ("start", "waiting", "end")
 """Phases that may take as long as they like."""
+
+FIRST = (1, PHASES.index("update"))
+"""The first step may take as long as it likes: libraries compile and allocate in it."""
 
 WAITING = ("torch/distributed/", "torch/autograd/graph.py")
 """Files that a rank's stack ends in while it waits for its peers."""
@@ -32,6 +37,7 @@ class Frame:
     line: str
     function: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
 
@@ -65,7 +71,7 @@ class Watch:
     def _silence(self, rank: int, now: float) -> float:
         """Seconds for which this rank's beat was seen to stand still, where it should not."""
         beat = feel(beat_of(self._run, rank))
-        if beat is None or beat.step < 1 or beat.phase in PATIENT:
+        if beat is None or _order(beat) <= FIRST or beat.phase in PATIENT:
             self._since.pop(rank, None)
             return 0.0
         known = self._since.get(rank)
@@ -84,8 +90,8 @@ class Watch:
         outside = [rank for rank in suspects if rank not in stacks or not self._waiting(stacks[rank])]
         if len(outside) != 1:  # accumulation goes through the phases more than once: stacks tell better
             among = outside or suspects
-            first = min(PHASES.index(beats[rank].phase) for rank in among)
-            outside = [rank for rank in among if PHASES.index(beats[rank].phase) == first]
+            first = min(_order(beats[rank]) for rank in among)
+            outside = [rank for rank in among if _order(beats[rank]) == first]
         if len(outside) != 1:
             return self._untold(beats, stacks, seconds)
         rank = outside[0]
@@ -107,6 +113,10 @@ class Watch:
             f"\n  rank {rank}: {_at(beat)}, at {stacks.get(rank, 'an unknown place')}" for rank, beat in beats.items()
         )
         return Hung(f"no sign of life for {seconds:.0f} s, and which rank the others wait for cannot be told{every}")
+
+
+def _order(beat: Beat) -> tuple[int, int]:
+    return beat.step, PHASES.index(beat.phase)
 
 
 def _at(beat: Beat) -> str:

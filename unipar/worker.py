@@ -10,8 +10,10 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,10 +74,8 @@ def fail(run: Path, rank: int, error: BaseException) -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """Without the interpreter's end: threads of libraries that still wait would abort it, one time in six."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(code)
 
 
@@ -89,8 +89,7 @@ def _code(end: SystemExit) -> int:
 
 def _own_folder(folder: str) -> None:
     os.environ["TMPDIR"] = folder
-    if "tempfile" in sys.modules:
-        sys.modules["tempfile"].tempdir = None  # a forked worker may have its parent's
+    tempfile.tempdir = None  # a forked worker may have its parent's
 
 
 def _entry(name: str) -> Any:
