@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,7 +79,7 @@ def given(
     if isinstance(config, Source):
         if not overrides:
             return config
-        draft = _Draft(config.config.model_dump(), dict(config.origins), config.label)
+        draft = _Draft(_said(config.config), dict(config.origins), config.label)
         name, folder = config.name, config.folder
     elif isinstance(config, str | Path):
         return read(Path(config), (), overrides)
@@ -86,8 +87,8 @@ def given(
         name, folder = "run", Path.cwd()
         draft = _Draft({}, {}, "the config")
         if isinstance(config, Config):
-            draft.data = config.model_dump()
-            draft.origins.update((key, _GIVEN) for key in _said(config))
+            draft.data = _said(config)
+            draft.origins.update((key, _GIVEN) for key in _keys(draft.data))
         else:
             for key, value in config.items():
                 draft.put(key, value, _GIVEN)
@@ -138,7 +139,7 @@ class _Draft:
         for known in [k for k in self.origins if k == dotted or k.startswith(f"{dotted}.")]:
             del self.origins[known]
         into[key] = value
-        self.origins.update((k, origin) for k in (dotted, *_keys(value, dotted)))
+        self.origins.update((k, origin) for k in (dotted, *_keys(value, f"{dotted}.")))
 
     def _make_room(self, steps: Sequence[str], value: Any, origin: str) -> None:
         """A length given here replaces the other one that only the config gave."""
@@ -240,19 +241,20 @@ def _holds(data: Any, steps: Sequence[str]) -> bool:
     return True
 
 
-def _keys(value: Any, prefix: str) -> Iterator[str]:
+def _keys(value: Any, prefix: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield (dotted := f"{prefix}.{key}")
-            yield from _keys(inner, dotted)
+            yield (dotted := f"{prefix}{key}")
+            yield from _keys(inner, f"{dotted}.")
 
 
-def _said(section: BaseModel, prefix: str = "") -> Iterator[str]:
-    """The keys that whoever made a Config named."""
-    for name in section.model_fields_set:
-        value = getattr(section, name)
-        yield (dotted := f"{prefix}{name}")
-        yield from _said(value, f"{dotted}.") if isinstance(value, BaseModel) else _keys(value, dotted)
+def _said(section: BaseModel) -> dict[str, Any]:
+    """The keys that whoever made a Config named; a section's `name` always, as it says which section it is."""
+    named = section.model_fields_set | ({"name"} & type(section).model_fields.keys())
+    said = {name: getattr(section, name) for name in named}
+    return {
+        name: _said(value) if isinstance(value, BaseModel) else copy.deepcopy(value) for name, value in said.items()
+    }
 
 
 def _plain(value: Any, key: str, origin: str, depth: int = 1) -> Any:
