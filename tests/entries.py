@@ -197,7 +197,7 @@ def reduces(place: Place, run: Path, control: Control) -> None:
     from unipar.world import meet
 
     config = Config.model_validate({"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}})
-    world = meet(config, place, run)
+    world = meet(config, place)
     total = world.sum(torch.tensor([float(place.rank + 1)]))
     (run / f"sum-{place.rank}").write_text(str(total.item()), "utf-8")
     world.close()
@@ -211,7 +211,7 @@ def reduces_unequal(place: Place, run: Path, control: Control) -> None:
     from unipar.world import meet
 
     config = Config.model_validate({"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}})
-    world = meet(config, place, run)
+    world = meet(config, place)
     world.sum(torch.ones(100_000 if place.rank else 4))
     world.close()
 
