@@ -1,0 +1,84 @@
+"""One PyTorch training loop under many backends. The public names, each imported when it is first used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unipar.config import Cell, Config
+    from unipar.errors import (
+        BackendNotFound,
+        BackendNotInstalled,
+        ConfigError,
+        Hung,
+        NonFinite,
+        OutExists,
+        Stopped,
+        TaskError,
+        UniparError,
+        Unsupported,
+        WorkerFailed,
+        WorldMismatch,
+    )
+    from unipar.launcher import join, launch
+    from unipar.loop import Run
+    from unipar.report import Report
+    from unipar.task import Task
+    from unipar.verbs.compare import compare
+
+    __version__: str
+
+__all__ = [
+    "BackendNotFound",
+    "BackendNotInstalled",
+    "Cell",
+    "Config",
+    "ConfigError",
+    "Hung",
+    "NonFinite",
+    "OutExists",
+    "Report",
+    "Run",
+    "Stopped",
+    "Task",
+    "TaskError",
+    "UniparError",
+    "Unsupported",
+    "WorkerFailed",
+    "WorldMismatch",
+    "__version__",
+    "compare",
+    "join",
+    "launch",
+]
+
+_HOMES = {
+    "Cell": "config",
+    "Config": "config",
+    "Report": "report",
+    "Run": "loop",
+    "Task": "task",
+    "compare": "verbs.compare",
+    "join": "launcher",
+    "launch": "launcher",
+}
+"""The module of each name that is not an error."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'unipar' has no attribute {name!r}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        found: Any = version("unipar")
+    else:
+        from importlib import import_module
+
+        found = getattr(import_module(f"unipar.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
