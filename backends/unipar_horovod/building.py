@@ -113,10 +113,11 @@ def run(
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """First as Ctrl-C would, so that pip and make put away what they had begun; then for certain."""
-    for sign in (signal.SIGINT, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(5)
-            return
+    """First as Ctrl-C would, so that pip and make put away what they had begun; then whoever is left, for certain."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
