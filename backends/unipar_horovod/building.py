@@ -92,8 +92,8 @@ def run(
             errors="replace",
             start_new_session=True,
         )
+        assert child.stdout is not None
         try:
-            assert child.stdout is not None
             for line in child.stdout:
                 out.write(line)
                 last = line.strip() or last
@@ -105,6 +105,7 @@ def run(
                     say(int(done.group(1)))
             code = child.wait()
         finally:
+            child.stdout.close()
             if child.poll() is None:
                 _end(child)
     if code:
