@@ -1,0 +1,266 @@
+"""The command line: parse, call one function, print."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unipar.errors import UniparError, WorkerFailed
+from unipar.place import without_launcher_arguments
+
+if TYPE_CHECKING:
+    from unipar.source import Source
+
+EXITS = """Exit codes: 0 all is well; 1 a run failed, or something unforeseen; 2 the config, the task or the command is
+wrong; 3 the backend or this machine cannot do it; 130 stopped by a signal at a step boundary, or Ctrl-C."""
+
+app = typer.Typer(
+    help="""One PyTorch training loop under many backends, from one config.
+
+    \b
+    unipar compare configs/quickstart.yaml     the same training in every cell, as a table
+    unipar check configs/char_gpt.yaml         would it start? answered without torch
+    unipar explain configs/char_gpt.yaml       every value, and where it came from
+    unipar run configs/char_gpt.yaml           train
+    """,
+    epilog=EXITS,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The config.", show_default=False)]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: train.steps=100. Repeat it for more."),
+]
+InCell = Annotated[
+    str | None, typer.Option("--backend", metavar="CELL", help="Another cell: native/parameters, horovod.")
+]
+Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Another run folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the run folder holds.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+def main() -> None:
+    """The program. Its errors are one short paragraph; `--debug`, anywhere, shows where they came from."""
+    words = without_launcher_arguments(sys.argv[1:])
+    debug = "--debug" in words
+    try:
+        app([word for word in words if word != "--debug"], prog_name="unipar")
+    except UniparError as e:
+        _leave(e, str(e), e.code, debug=debug)
+    except KeyboardInterrupt as e:
+        _leave(e, "interrupted", 130, debug=debug)
+    except Exception as e:  # the last stop: what nobody foresaw
+        hint = "" if debug else " (unforeseen; --debug shows where)"
+        _leave(e, f"{type(e).__name__}: {e}{hint}", 1, debug=debug)
+
+
+def _leave(error: BaseException, message: str, code: int, *, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+        if isinstance(error, WorkerFailed) and error.traceback:
+            typer.echo(error.traceback, err=True)
+    typer.echo(f"unipar: {message}", err=True)
+    sys.exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"unipar {version('unipar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None: ...
+
+
+def _read(file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None) -> Source:
+    from unipar.config import Cell
+    from unipar.source import read
+
+    source = read(file, sets or ())
+    if cell is not None:
+        source = source.at(Cell.parse(cell))
+    return source if out is None else source.with_out(out)
+
+
+@app.command(epilog=EXITS)
+def run(file: File, cell: InCell = None, sets: Sets = None, out: Out = None, *, overwrite: Overwrite = False) -> None:
+    """Train what FILE says.
+
+    \b
+    unipar run configs/char_gpt.yaml
+    unipar run configs/char_gpt.yaml --backend deepspeed/gradients --set train.steps=100
+    torchrun --nproc-per-node 2 -m unipar run configs/char_gpt.yaml
+    """
+    source = _read(file, sets, cell, out)
+    from unipar.launcher import launch
+
+    typer.echo(str(launch(source, overwrite=overwrite)))
+
+
+@app.command(epilog=EXITS)
+def compare(
+    file: File,
+    cells: Annotated[
+        list[str] | None, typer.Option("--cell", metavar="CELL", help="Instead of compare.cells. Repeat it for more.")
+    ] = None,
+    sets: Sets = None,
+    out: Out = None,
+    *,
+    overwrite: Overwrite = False,
+) -> None:
+    """The same training in many cells.
+
+    They take turns: do their losses agree, and what does each cost?
+
+    \b
+    unipar compare configs/quickstart.yaml
+    unipar compare configs/quickstart.yaml --cell native/nothing --cell 'deepspeed/*' --overwrite
+    """
+    source = _read(file, sets, out=out)
+    from unipar.verbs.compare import compare as compared
+
+    found = compared(source, cells=cells or (), overwrite=overwrite)
+    typer.echo(str(found))
+    raise typer.Exit(found.code)
+
+
+@app.command(epilog=EXITS)
+def check(
+    file: File,
+    cell: InCell = None,
+    sets: Sets = None,
+    out: Out = None,
+    *,
+    overwrite: Overwrite = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Import the task's file as well.")] = False,
+) -> None:
+    """Say whether FILE would train here.
+
+    Answered from what is written, without torch.
+
+    \b
+    unipar check configs/char_gpt.yaml
+    unipar check configs/char_gpt.yaml --backend native/parameters --set batch.micro=3
+    """
+    source = _read(file, sets, cell, out)
+    from unipar.verbs.check import check as checked
+
+    typer.echo(checked(source, deep=deep, overwrite=overwrite))
+
+
+@app.command(epilog=EXITS)
+def explain(
+    file: File,
+    cells: Annotated[
+        list[str] | None,
+        typer.Option("--cell", metavar="CELL", help="What its library is told; deepspeed/* for all of one."),
+    ] = None,
+    sets: Sets = None,
+    *,
+    compare: Annotated[bool, typer.Option("--compare", help="All cells of compare.cells.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Import the task and count what it is made of.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Every value, and where it came from.
+
+    Then, for each cell, what its library will be told, and the dtype of each thing.
+
+    \b
+    unipar explain configs/char_gpt.yaml
+    unipar explain configs/char_gpt.yaml --cell 'deepspeed/*' --deep
+    unipar explain configs/char_gpt.yaml --set train.optimizer.lr=1e-3 --json
+    """
+    source = _read(file, sets)
+    from unipar.verbs.explain import explain as explained
+
+    found = explained(source, cells or (), compare=compare, deep=deep)
+    if as_json:
+        typer.echo(found.to_json())
+    elif sys.stdout.isatty():
+        found.draw()
+    else:
+        typer.echo(found.plain())
+
+
+@app.command(epilog=EXITS)
+def schema(
+    write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="Into a file instead.")] = None,
+) -> None:
+    """The config as JSON Schema, for editors.
+
+    \b
+    unipar schema
+    unipar schema --write docs/config.schema.json
+    """
+    from unipar.verbs.schema import schema as made
+    from unipar.verbs.schema import write_schema
+
+    if write is None:
+        typer.echo(made(), nl=False)
+    else:
+        write_schema(write)
+
+
+@app.command(epilog=EXITS)
+def backends(*, as_json: AsJson = False) -> None:
+    """Who can train here, and in which cells.
+
+    Of those that cannot, how to get them.
+
+    \b
+    unipar backends
+    unipar backends --json
+    """
+    from unipar.verbs.backends import backends as listed
+
+    listed(as_json=as_json)
+
+
+@app.command(epilog=EXITS)
+def doctor(*, as_json: AsJson = False) -> None:
+    """What helps or hinders on this machine.
+
+    A status and a remedy each; exit 1 where something fails.
+
+    \b
+    unipar doctor
+    unipar doctor --json
+    """
+    from unipar.verbs.doctor import doctor as examined
+
+    if not examined(as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command(epilog=EXITS)
+def install(
+    name: Annotated[str, typer.Argument(metavar="BACKEND", help="As `unipar backends` calls it.", show_default=False)],
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Build it anew, though it is there.")] = False,
+) -> None:
+    """Build what pip alone cannot install.
+
+    \b
+    unipar install horovod
+    unipar install horovod --force
+    """
+    from unipar.verbs.install import install as installed
+
+    typer.echo(installed(name, force=force))

@@ -1,0 +1,90 @@
+"""What only the task's own code can tell: its parameters, blocks and samples. Imports the user's file."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unipar.config import Config, Data, Sizes
+from unipar.errors import TaskError, UniparError
+from unipar.task import Task, TaskRef
+
+
+@dataclass(frozen=True)
+class Depth:
+    parameters: int
+    trained: int
+    """Those of them that require a gradient."""
+
+    blocks: tuple[str, ...]
+    samples: int
+    per_epoch: int
+    """Batches of `batch.total` in an epoch."""
+
+    data: Mapping[str, Any]
+    """Keys of `data` that the task's DataLoader says; they hold where the config does not."""
+
+
+def loaded(config: Config) -> Task:
+    """The task, made; what its code prints goes to stderr, what it raises becomes a TaskError."""
+    ref = TaskRef.of(None, config.task, {})
+    ref.look()
+    with _user_code("the task's file"):
+        return ref.load()
+
+
+def look_into(config: Config, sizes: Sizes) -> Depth:
+    """Make the task's model, on meta where it can, and its data."""
+    from unipar.blocks import blocks_of
+    from unipar.data import Order, source_of
+
+    task = loaded(config)
+    with _user_code("model()"):
+        module = _shape(task)
+    with _user_code("data()"):
+        given = task.data()
+        collate = task.collate if task.gives("collate") else None
+        source = source_of(given, collate, task.collate, config, sizes)
+        alone = config.model_copy(update={"data": Data()})
+        theirs = source_of(given, collate, task.collate, alone, sizes).settings
+        settings = source.settings
+        order = Order(len(source), sizes.total, config.train.seed, settings.shuffle, settings.ragged)
+    counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
+    return Depth(
+        parameters=sum(n for n, _ in counts),
+        trained=sum(n for n, trained in counts if trained),
+        blocks=blocks_of(task, module, config),
+        samples=len(source),
+        per_epoch=order.per_epoch,
+        data={name: getattr(theirs, name) for name in sorted(theirs.model_fields_set)},
+    )
+
+
+def _shape(task: Task) -> Any:
+    import torch
+
+    try:
+        with torch.device("meta"):
+            module: Any = task.model()
+    except (NotImplementedError, RuntimeError):  # a constructor that looks at values
+        module = task.model()
+    if not isinstance(module, torch.nn.Module):
+        raise TaskError(f"model() returned {module!r}; a torch.nn.Module is wanted")
+    return module
+
+
+@contextlib.contextmanager
+def _user_code(what: str) -> Generator[None]:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except UniparError:
+        raise
+    except Exception as e:
+        frames = traceback.extract_tb(e.__traceback__)
+        last = next((f for f in reversed(frames) if "site-packages" not in f.filename), frames[-1])
+        raise TaskError(f"{what} raised {type(e).__name__}: {e} ({last.filename}, line {last.lineno})") from e
