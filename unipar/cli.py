@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unipar.errors import UniparError, WorkerFailed
+from unipar.errors import UniparError
 from unipar.place import without_launcher_arguments
 
 if TYPE_CHECKING:
@@ -65,8 +66,6 @@ def main() -> None:
 def _leave(error: BaseException, message: str, code: int, *, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
-        if isinstance(error, WorkerFailed) and error.traceback:
-            typer.echo(error.traceback, err=True)
     typer.echo(f"unipar: {message}", err=True)
     sys.exit(code)
 
@@ -137,7 +136,7 @@ def compare(
     from unipar.verbs.compare import compare as compared
 
     found = compared(source, cells=cells or (), overwrite=overwrite)
-    typer.echo(str(found))
+    typer.echo(found.table(shutil.get_terminal_size().columns))
     raise typer.Exit(found.code)
 
 

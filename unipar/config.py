@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -279,3 +280,8 @@ class Config(Section):
 
     out: str | None = None
     """The run folder, relative to the working directory; runs/NAME without it, NAME the config's."""
+
+    def written(self) -> str:
+        """As JSON for the ranks of a run, less keys of `data` that nobody said: a DataLoader may say them."""
+        whole = self.model_dump(mode="json")
+        return json.dumps(whole | {"data": self.data.model_dump(mode="json", exclude_unset=True)}, indent=2)

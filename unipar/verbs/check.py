@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from unipar import devices
-from unipar.ready import check_cells, ready, refuse_existing
+from unipar import devices, registry
+from unipar.config import Cell
+from unipar.errors import BackendNotFound, ConfigError, Unsupported
+from unipar.plan import Plan
 from unipar.report.table import table
 from unipar.source import Source
 from unipar.task import TaskRef
@@ -13,21 +15,31 @@ def check(source: Source, *, deep: bool = False, overwrite: bool = False) -> str
     """What the run will be, in a few lines; an error says why it cannot be."""
     config = source.config
     ref = TaskRef.of(None, config.task, {}) if config.task is not None else None
-    found = ready(source, ref, devices.found())
-    compared = check_cells(source)
-    if not overwrite:
-        refuse_existing(source.out)
-    sizes = found.sizes
+    plan = Plan.of(source, ref, overwrite=overwrite)
+    compared = _cells(source)
+    sizes = config.batch.settle(plan.size)
     device, why = devices.device(config)
-    ranks = "one process" if found.ranks.number == 1 else f"{found.ranks.number} ranks"
+    ranks = "one process" if plan.size == 1 else f"{plan.size} ranks"
+    why = devices.ranks(config, plan.place).why or why
+    because = f" ({why})" if why else ""
     rows = [
-        ("cell", f"{found.cell}, {ranks} on {device}{_because(found.ranks.why or why)}"),
+        ("cell", f"{registry.cell_of(config)}, {ranks} on {device}{because}"),
         ("batch", f"total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} x data {sizes.ranks}"),
         ("task", _task(source, deep=deep)),
-        ("compare", f"{len(compared)} cells: {', '.join(config.compare.cells)}"),
-        ("out", str(source.out)),
+        ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),
+        ("out", str(plan.out)),
     ]
-    return f"{source.label}: good\n" + "\n".join(table(("  ", ""), [(f"  {k}", v) for k, v in rows]).splitlines()[1:])
+    lines = table(("  ", ""), [(f"  {what}", said) for what, said in rows]).splitlines()[1:]
+    return "\n".join([f"{source.label}: good", *lines])
+
+
+def _cells(source: Source) -> list[Cell]:
+    """What `compare` would run, each known by name."""
+    try:
+        return registry.expand(source.config.compare.cells)
+    except (BackendNotFound, Unsupported, ConfigError) as e:
+        place = source.origins.get("compare.cells")
+        raise ConfigError(f"{source.label}: compare.cells{f' ({place})' if place else ''}: {e}") from None
 
 
 def _task(source: Source, *, deep: bool) -> str:
@@ -40,7 +52,3 @@ def _task(source: Source, *, deep: bool) -> str:
 
     loaded(source.config)
     return f"{task.use}, imported and made"
-
-
-def _because(why: str) -> str:
-    return f" ({why})" if why else ""

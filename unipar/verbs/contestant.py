@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from unipar import registry
+from unipar import folder, registry
 from unipar.config import Cell, Config
 from unipar.crew import MESSAGE, Crew
 from unipar.errors import NonFinite
@@ -40,9 +40,8 @@ class Contestant:
         """Returns when all ranks have built their engines: seconds that took."""
         began = time.monotonic()
         backend = registry.find(self.cell.backend)
-        self.run.mkdir(parents=True)
-        (self.run / "config.json").write_text(self.config.model_dump_json(indent=2), encoding="utf-8")
-        (self.run / "launch.json").write_text(json.dumps({"task": self.ref.to_json()}, indent=2), encoding="utf-8")
+        texts = self.config.written(), json.dumps({"task": self.ref.to_json()}, indent=2)
+        self._open.enter_context(folder.made(self.run, *texts, overwrite=True))
         hosted = self._open.enter_context(backend.host(self.config, self.size))
         self._crew = self._open.enter_context(
             Crew(
