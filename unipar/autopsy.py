@@ -96,6 +96,7 @@ def _own(run: Path, rank: int, said: Said, well: Sequence[int]) -> UniparError:
     before = f"\n  rank {well[0]} had ended before it, with exit code 0" if well else ""
     text = f"rank {rank} failed: {said.line}{_meaning(log)}{before}\n  its log: {log}"
     failed = WorkerFailed(text, rank=rank, traceback=said.traceback, log=str(log))
+    failed.add_note(f"Rank {rank}'s own traceback:\n\n{said.traceback}")  # shown where nobody catches it
     own = rebuild(said.kind, said.message)
     if own is not None:
         own.__cause__ = failed

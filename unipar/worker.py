@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unipar.errors import Stopped, UniparError
+from unipar.errors import Stopped, TaskError, UniparError
 from unipar.orders import Orders, die_with_parent, watch_lifeline
 from unipar.place import Place
 from unipar.prints import Prints
@@ -69,6 +70,17 @@ def fail(run: Path, rank: int, error: BaseException) -> NoReturn:
     record(run, rank, error)
     traceback.print_exception(error)
     _leave(error.code if isinstance(error, UniparError) else 1)
+
+
+@contextmanager
+def last_words(run: Path, rank: int) -> Generator[None]:
+    """Around a loop: its error ends this worker before what is around it is closed."""
+    try:
+        yield
+    except (Stopped, SystemExit):
+        raise  # in order: all ranks stop together, and close what they have open
+    except BaseException as e:
+        fail(run, rank, e)
 
 
 def _leave(code: int) -> NoReturn:
@@ -151,13 +163,8 @@ def train(place: Place, run: Path, control: socket.socket | None) -> None:
         sys.stdout = Prints(sys.stdout, run)
     config = Config.model_validate_json((run / "config.json").read_text("utf-8"))
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
-    with opened(config, task, place, run) as training:
-        try:
-            task.train(training)
-        except Stopped:
-            raise  # all ranks stop together, and close what they have open
-        except BaseException as e:
-            fail(run, place.rank, e)
+    with opened(config, task, place, run) as training, last_words(run, place.rank):
+        task.train(training)
 
 
 def script(place: Place, run: Path, control: socket.socket | None) -> None:
@@ -176,6 +183,8 @@ def script(place: Place, run: Path, control: socket.socket | None) -> None:
         sys.path.insert(0, str(Path(what).resolve().parent))
         sys.argv = [what, *rest]
         runpy.run_path(what, run_name="__main__")
+    if not context.joined:
+        raise TaskError(f"{what} ended in this worker without a join()")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""What was typed after `python`, so that workers can run the same script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from unipar.errors import TaskError
+
+_WITH_VALUE = "WX"
+
+
+def typed(words: Sequence[str] | None = None) -> list[str]:
+    """["script", path, argument...] or ["module", name, argument...]."""
+    rest = list(sys.orig_argv if words is None else words)[1:]
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        flag = rest.pop(0)
+        if flag.startswith("--"):
+            if flag == "--check-hash-based-pycs":
+                rest.pop(0)
+            continue
+        for i, letter in enumerate(flag[1:], 1):
+            value = flag[i + 1 :]
+            if letter == "m":
+                return ["module", value or rest.pop(0), *rest]
+            if letter == "c":
+                raise _no_script("a -c command")
+            if letter in _WITH_VALUE:
+                if not value:
+                    rest.pop(0)
+                break
+    if not rest or rest[0] == "-" or hasattr(sys, "ps1"):
+        raise _no_script("a prompt or a notebook")
+    if not Path(rest[0]).is_file():
+        raise _no_script(f"{rest[0]}, which is no file")
+    return ["script", str(Path(rest[0]).resolve()), *rest[1:]]
+
+
+def _no_script(where: str) -> TaskError:
+    return TaskError(
+        f"join runs the script that calls it once more in each rank, and this is {where}: put the loop into a file, "
+        "or use launch() with a task that is in a file"
+    )

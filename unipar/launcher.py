@@ -1,0 +1,184 @@
+"""From a config to a finished run: check, start the ranks, watch them, read what came of it; or join a world."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unipar import again, worker
+from unipar.config import Config
+from unipar.crew import Crew
+from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
+from unipar.plan import Plan, task_here
+from unipar.progress import Progress
+from unipar.report import Report
+from unipar.source import Source, given
+from unipar.task import Task, TaskRef, importing, pass_launch
+
+if TYPE_CHECKING:
+    from unipar.loop import Run
+
+Given = str | Path | Mapping[str, Any] | Config | Source
+"""What a config may be given as."""
+
+Function = Callable[..., Any]
+
+_earlier: list[str] = []
+"""What came of each launch of this process: its run folder, or `!Kind: sentence`."""
+
+
+def launch(
+    config: Given,
+    *,
+    task: type[Task] | None = None,
+    model: Function | None = None,
+    loss: Function | None = None,
+    data: Function | None = None,
+    weight: Function | None = None,
+    collate: Function | None = None,
+    validation: Function | None = None,
+    metrics: Function | None = None,
+    groups: Function | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Report:
+    """Train what `config` says and read what came of it; under a foreign launcher, as one of its ranks."""
+    if importing():
+        return _came_of(pass_launch())
+    if worker.context is not None:
+        return _before_join()
+    functions = _given(locals())
+    try:
+        source = given(config, overrides)
+        _forget(source.out)
+        ref = TaskRef.of(task, source.config.task, functions, _earlier)
+        plan = Plan.of(source, ref, overwrite=overwrite)
+        if plan.place is not None:
+            _train_here(plan, task_here(task, functions, plan.config, ref), quiet)
+        else:
+            _start(plan, "unipar.worker:train", quiet)
+        report = Report.read(plan.out)
+    except UniparError as e:
+        _earlier.append(f"!{type(e).__name__}: {e}")
+        raise
+    _earlier.append(str(plan.out.resolve()))
+    return report
+
+
+@contextmanager
+def join(
+    config: Given,
+    *,
+    task: type[Task] | None = None,
+    model: Function | None = None,
+    loss: Function | None = None,
+    data: Function | None = None,
+    weight: Function | None = None,
+    collate: Function | None = None,
+    validation: Function | None = None,
+    metrics: Function | None = None,
+    groups: Function | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Generator[Run]:
+    """A run whose loop is the body of the `with`: this process is one of its ranks, or starts them and ends."""
+    from unipar.here import trained
+
+    functions = _given(locals())
+    if importing():
+        pass_launch()
+        raise TaskError("a file that workers import calls join(); put it under if __name__ == '__main__'")
+    if task is None and not {"model", "loss"} <= functions.keys():
+        raise TaskError("join needs model= and loss=, or a task=")
+    if worker.context is not None:
+        with _joined(worker.context, task, functions) as run:
+            yield run
+        return
+    plan = Plan.of(given(config, overrides), None, overwrite=overwrite)
+    if plan.place is None and plan.size > 1:
+        _start_again(plan, quiet)
+    with trained(plan, task_here(task, functions, plan.config, None), quiet=quiet) as run:
+        yield run
+
+
+def _given(named: Mapping[str, Any]) -> dict[str, Function]:
+    from unipar.task import FUNCTIONS
+
+    return {name: named[name] for name in FUNCTIONS if named[name] is not None}
+
+
+def _start(plan: Plan, entry: str, quiet: bool, script: Sequence[str] = ()) -> None:
+    """Ranks of our own, until all have ended."""
+    config, run = plan.config, plan.out.resolve()
+    with (
+        plan.made(script),
+        plan.backend.host(config, plan.size) as environment,
+        Progress(run, config.train.steps, quiet=quiet) as shown,
+        Crew(
+            run,
+            plan.size,
+            entry,
+            environment=environment,
+            heartbeat=config.launch.heartbeat,
+            grace=config.launch.grace,
+            waits=plan.backend.capabilities.waits,
+        ) as crew,
+    ):
+        crew.wait(shown.tick, shown.every)
+
+
+def _train_here(plan: Plan, task: Task, quiet: bool) -> None:
+    from unipar.here import trained
+
+    with trained(plan, task, quiet=quiet) as run:
+        task.train(run)
+
+
+def _start_again(plan: Plan, quiet: bool) -> None:
+    """The same script in each rank; what comes after `join` is theirs alone, so this process ends here."""
+    script = again.typed()
+    try:
+        _start(plan, "unipar.worker:script", quiet, script)
+    except UniparError as e:
+        if isinstance(e, WorkerFailed) and e.traceback:
+            sys.stderr.write(e.traceback)
+        sys.stderr.write(f"unipar: {e}\n")
+        raise SystemExit(e.code) from None
+    raise SystemExit(0)
+
+
+@contextmanager
+def _joined(context: worker.Context, task: type[Task] | None, functions: Mapping[str, Function]) -> Generator[Run]:
+    """In a worker that runs the user's script."""
+    from unipar.opening import opened
+
+    if context.joined:
+        raise TaskError("join() was called a second time in one script; a script joins one run")
+    context.joined = True
+    config = Config.model_validate_json((context.run / "config.json").read_text("utf-8"))
+    made = task_here(task, functions, config, None)
+    with opened(config, made, context.place, context.run) as run, worker.last_words(context.run, context.place.rank):
+        yield run
+
+
+def _before_join() -> Report:
+    raise TaskError("launch() and join() are both called in one script; a script that joins does nothing else")
+
+
+def _forget(out: Path) -> None:
+    """Workers import the script and come past its earlier launches; this one is about to write over their folder."""
+    gone = f"!TaskError: the run in {out} was overwritten by a later one; put launches under if __name__ == '__main__'"
+    _earlier[:] = [gone if entry == str(out.resolve()) else entry for entry in _earlier]
+
+
+def _came_of(entry: str) -> Report:
+    """An earlier launch of the same script, as its caller saw it."""
+    if not entry.startswith("!"):
+        return Report.read(Path(entry))
+    kind, _, sentence = entry[1:].partition(": ")
+    raise rebuild(kind, sentence) or WorkerFailed(sentence)

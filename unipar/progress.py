@@ -1,0 +1,217 @@
+"""What is seen of a run while it goes: drawn by whoever has the terminal, from what rank 0 writes down."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from unipar.beat import beat_of, feel
+from unipar.ledger import ledger_of
+from unipar.prints import prints_of
+
+TWENTIETH = 20
+"""Plain lines in a short run; a long one has one every `LINE` seconds."""
+
+LINE = 30.0
+
+
+class Tail:
+    """The lines that were added to a file since it was last asked."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._rest = path, None, b""
+
+    def lines(self) -> Iterator[str]:
+        if self._file is None:
+            if not self._path.exists():
+                return
+            self._file = self._path.open("rb")
+        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8", "replace")
+
+    def rest(self) -> str:
+        """What was begun and has no end yet."""
+        begun, self._rest = self._rest.decode("utf-8", "replace"), b""
+        return begun
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Progress:
+    """A bar on a terminal, now and then a line elsewhere. Enter it, tick it `every` seconds, leave it."""
+
+    def __init__(
+        self,
+        run: Path,
+        steps: int | None,
+        *,
+        quiet: bool = False,
+        prints: bool = True,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+    ) -> None:
+        self._run, self._steps, self._quiet = run, steps, quiet
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._ledger = Tail(ledger_of(run, 0))
+        self._prints = Tail(prints_of(run)) if prints else None
+        """None in the process that prints itself."""
+
+        self._bar: Any = None  # rich's, which is imported when there is a terminal
+        self._task: Any = None
+        self._rows: list[Mapping[str, Any]] = []
+        self._shown = (0, 0.0)
+
+    @property
+    def every(self) -> float:
+        return 0.1 if self._bar is not None else 0.5
+
+    def __enter__(self) -> Self:
+        if not self._quiet and _draws(self._err):
+            self._bar = _bar(self._err, together=_draws(self._out))
+            self._task = self._bar.add_task("starting", total=None, says="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.tick()
+        if self._prints is not None and (begun := self._prints.rest()):
+            self._print(begun)
+        if self._bar is not None:
+            self._bar.stop()
+        if kind is None and not self._quiet and self._rows:
+            self._say(self._summary())
+        for tail in (self._ledger, self._prints):
+            if tail is not None:
+                tail.close()
+
+    def tick(self) -> None:
+        """Show what is new."""
+        for line in self._prints.lines() if self._prints is not None else ():
+            self._print(line)
+        for line in self._ledger.lines():
+            self._event(json.loads(line))
+        if self._bar is not None:
+            self._move()
+
+    @contextmanager
+    def ticking(self) -> Generator[None]:
+        """Ticks by itself while the body trains in this very process."""
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(self.every):
+                self.tick()
+
+        thread = threading.Thread(target=tick, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _event(self, row: Mapping[str, Any]) -> None:
+        if row["event"] == "start":
+            ranks = f"{row['size']} rank{'s' * (row['size'] > 1)}"
+            self._say(f"{row['cell']}, {ranks}, {row['parameters']:,} parameters")
+        elif row["event"] == "step":
+            self._rows = [*self._rows[:1], row]
+            self._steps = row.get("of", self._steps)
+            if self._bar is None and self._due(row["step"]):
+                rate = _rate(row["samples"] / row["seconds"]) if row["seconds"] else ""
+                self._say(f"step {self._of(row['step'])}  loss {row['loss']:.4f}  {rate}")
+        elif row["event"] == "eval":
+            named = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k not in ("event", "time", "step"))
+            self._say(f"step {self._of(row['step'])}  evaluated: {named}")
+
+    def _due(self, step: int) -> bool:
+        last, when = self._shown
+        now = time.monotonic()
+        often = (self._steps or 0) / TWENTIETH
+        if last and step != self._steps and now - when < LINE and not (often and step - last >= often):
+            return False
+        self._shown = (step, now)
+        return True
+
+    def _move(self) -> None:
+        beat = feel(beat_of(self._run, 0))
+        if beat is None or beat.step < 1:
+            return
+        row = self._rows[-1] if self._rows else None
+        done = max(beat.step - 1, row["step"] if row else 0)
+        says = "" if row is None else f"loss {row['loss']:.4f}"
+        if row is not None and row["seconds"]:
+            says += f"  {_rate(row['samples'] / row['seconds'])}"
+            if self._steps:
+                says += f"  {_clock((self._steps - done) * row['seconds'])}"
+        self._bar.update(self._task, description=f"step {self._of(done)}", completed=done, total=self._steps, says=says)
+
+    def _of(self, step: int) -> str:
+        return f"{step}/{self._steps}" if self._steps else f"{step}"
+
+    def _say(self, text: str) -> None:
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._err.write(f"{text}\n")
+            self._err.flush()
+
+    def _print(self, line: str) -> None:
+        """What rank 0 printed goes where a print would: above the bar if that is the same terminal."""
+        if self._bar is not None and _draws(self._out):
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._out.write(f"{line}\n")
+            self._out.flush()
+
+    def _summary(self) -> str:
+        first, last = self._rows[0], self._rows[-1]
+        took = _clock(last["time"] - first["time"])
+        return f"{last['step']} steps in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {self._run}"
+
+
+def _draws(stream: TextIO) -> bool:
+    import os
+
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _bar(err: TextIO, *, together: bool) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[says]}"),
+        console=Console(file=err),
+        redirect_stdout=together,
+        redirect_stderr=False,
+        transient=True,
+        expand=True,
+    )
+
+
+def _rate(samples: float) -> str:
+    return f"{samples:,.0f} samples/s" if samples >= 10 else f"{samples:.2g} samples/s"
+
+
+def _clock(seconds: float) -> str:
+    """90.4 -> 1:30"""
+    if seconds < 60:
+        return f"{max(0.0, seconds):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
