@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -109,9 +109,8 @@ def at(config: Config, cell: Cell) -> Config:
     options = dict(config.options)
     if cell.variant:
         options[backend.name] = _with_variant(options.get(backend.name, {}), can.variants[cell.variant], cell)
-    elif (now := cell_of(config)).variant and now.backend == cell.backend:
-        unset = can.variants[str(now.variant)].options
-        options[backend.name] = {k: v for k, v in options[backend.name].items() if k not in unset}
+    elif backend.name in options:
+        options[backend.name] = _without_variants(options[backend.name], can.variants.values())
     batch = config.batch
     if can.alone and batch.total is None and isinstance(config.parallel.data, int):
         sizes = batch.settle(config.parallel.data)  # the same global batch and the same microbatches, one after another
@@ -130,6 +129,12 @@ def _with_variant(given: Mapping[str, Any], variant: Variant, cell: Cell) -> dic
                 f"options.{cell.backend}.{key}: {given[key]!r} contradicts the cell {cell}, which sets it to {value!r}"
             )
     return {**given, **variant.options}
+
+
+def _without_variants(given: Mapping[str, Any], variants: Iterable[Variant]) -> dict[str, Any]:
+    """The options of a plain cell, where the config's own would make another of it."""
+    made = [v.options for v in variants if v.options.items() <= given.items()]
+    return {key: value for key, value in given.items() if not any(key in options for options in made)}
 
 
 def check(config: Config) -> Backend:
