@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from unipar.backend import Backend, Variant
-from unipar.config import SHARDS, Cell, Config, Parallel, Shard
+from unipar.config import SHARDS, Cell, Config, Parallel, Precision, Shard
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
 from unipar.place import Launcher
 
@@ -167,7 +167,8 @@ def _refusals(backend: Backend, config: Config) -> Iterator[str]:
     shard, precision = config.parallel.shard, config.train.precision
     if shard not in can.shards:
         yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(can.shards)}"
-    for key in ((None, precision), (shard, precision)):
+    keys: tuple[tuple[Shard | None, Precision], ...] = ((None, precision), (shard, precision))
+    for key in keys:
         if key in can.gaps:
             yield f"train.precision: {precision} cannot be had: {can.gaps[key]}"
     kind = config.device.partition(":")[0]
