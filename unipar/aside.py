@@ -44,7 +44,7 @@ def seen(names: Iterable[str], patience: float = PATIENCE) -> dict[str, Seen]:
     finally:
         for child in running.values():
             child.kill()
-            child.wait()
+            child.communicate()
     return {name: found[name] for name in names}
 
 

@@ -12,6 +12,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -132,11 +133,11 @@ def held(folder: Path) -> set[str]:
     """What is below `folder` and in some process's hands, as far as this user may see."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            found |= {os.readlink(fd) for fd in (process / "fd").iterdir()}
+        with suppress(OSError):  # it ended meanwhile, or is another user's
             found |= {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text("utf-8").splitlines()}
-        except OSError:  # it ended meanwhile, or is another user's
-            continue
+            for file in (process / "fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    found.add(os.readlink(file))
     return {path for path in found if path.startswith(f"{folder}/")}
 
 

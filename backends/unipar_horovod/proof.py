@@ -61,7 +61,7 @@ def _prove() -> str:
         finally:
             for rank in ranks:
                 rank.kill()
-                rank.wait()
+                rank.communicate()
     for number, (rank, (_, err)) in enumerate(zip(ranks, told, strict=True)):
         if rank.returncode:
             why = err.strip().splitlines() or [f"exit code {rank.returncode}"]
