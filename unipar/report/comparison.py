@@ -18,7 +18,7 @@ from unipar.report.table import blocks, size
 Outcome = Literal["waits", "ran", "refused", "absent", "failed"]
 """absent: its library is not installed here."""
 
-_HEADS = {"refused": "refused: ", "absent": "not installed: ", "failed": "failed: ", "waits": ""}
+_HEADS = {"refused": "refused: ", "absent": "", "failed": "failed: ", "waits": ""}
 
 PROMISED = 20
 """Steps over which the tolerance is held: rounding that differs by a bit is amplified by training."""
@@ -74,7 +74,7 @@ class Agreement:
     @override
     def __str__(self) -> str:
         if self.digits is None:
-            return "bit for bit"
+            return "same bits"
         return "1 digit" if self.digits == 1 else f"{self.digits} digits"
 
 
@@ -145,14 +145,20 @@ class Comparison:
         return self.table()
 
     def table(self, width: int = 80) -> str:
-        rows = ["\n".join(lines) for lines in self.blocks(width)]
-        said = [line for text in self.remarks() for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        made = self.blocks(width)
+        rows = ["\n".join(lines) for lines in made]
+        remarks = [text for text in self.remarks() if not text.startswith("x:") or " x " in made[0][0]]
+        said = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
         return "\n".join([*rows, "", *said])
 
     def blocks(self, width: int) -> list[list[str]]:
-        """The lines of the header, then of each row."""
-        header = ("cell", "loss agrees", "step ms", "x", "samples/s", "peak RSS")
-        return blocks(header, [self._shown(row) for row in self.rows], right=(2, 3, 4, 5), width=width)
+        """The lines of the header, then of each row; where they would be too wide, without x."""
+        rows = [("cell", "loss", "step ms", "x", "samples/s", "RSS"), *map(self._shown, self.rows)]
+        made = blocks(rows[0], rows[1:], right=(2, 3, 4, 5), width=width)
+        if max(len(line) for block in made for line in block) <= width:
+            return made
+        narrow = [row[:3] + row[4:] for row in rows]
+        return blocks(narrow[0], narrow[1:], right=(2, 3, 4), width=width)
 
     def _shown(self, row: Row) -> tuple[str, ...]:
         if not row.timed or row.outcome not in ("ran", "waits"):
@@ -160,7 +166,7 @@ class Comparison:
         found = self.agreement(row)
         agrees = "reference" if row is self.reference else str(found or "-")
         if found is not None and not found.within:
-            agrees += " !"
+            agrees += "!"
         middle = median(row.timed)
         factor = f"{middle / median(self.baseline.timed):.2f}" if self.baseline is not None else "-"
         return (
@@ -178,15 +184,12 @@ class Comparison:
         lines += self._verdict()
         ran = next((row for row in self.rows if row.outcome == "ran"), None)
         if ran is not None:
-            timed, rounds = len(ran.timed), len(ran.seconds)
-            lines.append(
-                f"step ms: median of {timed} steps of the slowest rank [middle half], in {rounds} "
-                f"round{'s' if rounds > 1 else ''} by turns, after {self.warmup} to warm up"
-            )
+            turns = f"{len(ran.timed)} steps in {len(ran.seconds)} turns"
+            lines.append(f"step ms: median [middle half] of {turns}, of the slowest rank")
         if self.baseline is not None:
             lines.append(f"x: step time in proportion to {self.baseline.cell}")
         if ran is not None:
-            lines.append("peak RSS: of the largest rank, not to rank by: the allocator keeps what was freed")
+            lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         return [*lines, *([self.note] if self.note else [])]
 
     def _verdict(self) -> list[str]:
@@ -210,7 +213,10 @@ class Comparison:
         how = "bit for bit" if least is None else f"to {least} digits or more"
         cells = f"all {len(held)} cells agree" if len(held) > 1 else f"{held[0][0].cell} agrees"
         first, last = self.reference.losses[0], self.reference.losses[-1]
-        return [f"{cells} with one process {how}, over {steps} steps: loss {first:.4f} to {last:.4f}"]
+        return [
+            f"{cells} with one process {how}, over {steps} steps",
+            f"loss of one process: {first:.4f} at step 1, {last:.4f} at step {steps}",
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Every figure; the verdicts besides, for those who read only this."""
@@ -234,5 +240,5 @@ def spread(seconds: list[float]) -> str:
     """`212 [205..230]`: the median and the middle half, in milliseconds."""
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     middle = median(seconds)
-    places = 0 if middle >= 0.1 else 1 if middle >= 0.01 else 2
+    places = 0 if middle >= 0.01 else 1 if middle >= 0.001 else 2
     return "{:.{p}f} [{:.{p}f}..{:.{p}f}]".format(middle * 1e3, low * 1e3, high * 1e3, p=places)

@@ -14,6 +14,7 @@ from typing import Any, Self
 from unipar import devices, registry
 from unipar.config import Cell, Config, Eval
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError, UniparError, Unsupported, WorldMismatch
+from unipar.folder import owned
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row, spread
 from unipar.report.table import duration
@@ -73,9 +74,7 @@ def compare(
     entrants = entered(settled, tuple(cells) or settled.compare.cells)
     folder = source.out / "compare"
     of = kept.identity(settled, list(entrants), ref)
-    if (earlier := kept.earlier(folder, of, overwrite=overwrite)) is not None:
-        return earlier
-    now = Comparison(
+    first = Comparison(
         name=source.name,
         out=str(folder),
         precision=settled.train.precision,
@@ -83,15 +82,19 @@ def compare(
         warmup=turns.warmup,
         rows=[row for row, _ in entrants.values()],
     )
-    runs = {
-        name: Contestant(Cell.parse(name), at, ref, folder / Cell.parse(name).slug)
-        for name, (row, at) in entrants.items()
-        if row.outcome == "waits"
-    }
-    kept.write(folder, of, now)
-    with terminable(), Board() as board:
-        now = _Contest(now, board, runs).play(turns)
-    kept.write(folder, of, now)
+    folder.mkdir(parents=True, exist_ok=True)
+    with owned(folder):
+        if (earlier := kept.earlier(folder, of, overwrite=overwrite)) is not None:
+            return earlier
+        runs = {
+            name: Contestant(Cell.parse(name), at, ref, folder / Cell.parse(name).slug)
+            for name, (row, at) in entrants.items()
+            if row.outcome == "waits"
+        }
+        kept.write(folder, of, first)
+        with terminable(), Board() as board:
+            now = _Contest(first, board, runs).play(turns)
+        kept.write(folder, of, now)
     return now
 
 
@@ -176,7 +179,7 @@ class _Contest:
         return self.now
 
     def _start(self) -> None:
-        """One after another: together they would only be slower, and more of them would wait for memory."""
+        """One after another: side by side they take as long."""
         for name in list(self._in):
             self._say(name, "starts", note="starts")
             with self._failing(name) as run:
@@ -215,7 +218,7 @@ class _Contest:
             if name == str(ONE) and isinstance(e, TaskError | ConfigError):
                 raise
             del self._in[name]
-            self._say(name, "has failed", outcome="failed", note=str(e))
+            self._say(name, f"has failed: {str(e).splitlines()[0]}", outcome="failed", note=str(e))
             run.close()
 
     def _row(self, name: str) -> Row:
@@ -242,5 +245,5 @@ def terminable() -> Generator[None]:
 
 def rotated(things: Sequence[Any], by: int) -> list[Any]:
     """Each round begins with another cell, so that none always follows the same one."""
-    by %= len(things)
-    return [*things[by:], *things[:by]]
+    at = by % len(things) if things else 0
+    return [*things[at:], *things[:at]]

@@ -17,7 +17,7 @@ from unipar.opening import opened
 from unipar.place import Place
 from unipar.task import TaskRef
 from unipar.verbs.contestant import MESSAGE, results_of
-from unipar.worker import fail
+from unipar.worker import last_words
 
 
 def turns(place: Place, run: Path, control: socket.socket | None) -> None:
@@ -25,20 +25,13 @@ def turns(place: Place, run: Path, control: socket.socket | None) -> None:
     assert control is not None
     config = Config.model_validate_json((run / "config.json").read_text("utf-8"))
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
-    with opened(config, task, place, run) as live:
-        try:
-            live.record(live.steps)
-            live.gate(_Turn(live, control))
-            task.train(live)
-            _whole(live)
-            results_of(run, place.rank).write_text(json.dumps(live.recorded()), encoding="utf-8")
-        except Exception as e:
-            fail(run, place.rank, e)
-
-
-def _whole(run: Run) -> None:
-    if run.done < run.steps:
-        raise TaskError(f"train(run) ended after {run.done} of {run.steps} steps")
+    with opened(config, task, place, run) as live, last_words(run, place.rank):
+        live.record(live.steps)
+        live.gate(_Turn(live, control))
+        task.train(live)
+        if live.done < live.steps:
+            raise TaskError(f"train(run) ended after {live.done} of {live.steps} steps")
+        results_of(run, place.rank).write_text(json.dumps(live.recorded()), encoding="utf-8")
 
 
 class _Turn:
