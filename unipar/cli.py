@@ -108,9 +108,13 @@ def run(file: File, cell: InCell = None, sets: Sets = None, out: Out = None, *, 
     torchrun --nproc-per-node 2 -m unipar run configs/char_gpt.yaml
     """
     source = _read(file, sets, cell, out)
+    from unipar.devices import found
     from unipar.launcher import launch
 
-    typer.echo(str(launch(source, overwrite=overwrite)))
+    report = launch(source, overwrite=overwrite)
+    place = found()
+    if place is None or place.rank == 0:  # the other ranks of a foreign world share this terminal
+        typer.echo(str(report))
 
 
 @app.command(epilog=EXITS)
