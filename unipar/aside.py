@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from unipar.registry import find, missing
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 _ASK = "import sys; from unipar.registry import find; print('\\n' + find(sys.argv[1]).version())"
 
 

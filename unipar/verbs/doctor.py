@@ -16,7 +16,7 @@ from unipar.machine import Check, checks, path_of_tools
 from unipar.registry import find, launchers, names
 from unipar.report.table import table
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 _ASK = """
 import json, torch
 devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
