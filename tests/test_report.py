@@ -12,7 +12,15 @@ from unipar.report import Report
 from unipar.report.table import duration, size, table
 
 EVENTS: list[dict[str, Any]] = [
-    {"event": "start", "time": 100.0, "rank": 0, "size": 2, "cell": "native/nothing", "pid": 7, "parameters": 8_926_848},
+    {
+        "event": "start",
+        "time": 100.0,
+        "rank": 0,
+        "size": 2,
+        "cell": "native/nothing",
+        "pid": 7,
+        "parameters": 8_926_848,
+    },
     {"event": "step", "time": 101.0, "step": 1, "loss": 4.5, "norm": 2.0, "lr": 1e-3, "samples": 8, "seconds": 0.5},
     {"event": "log", "time": 101.5, "step": 1, "tokens": 512},
     {"event": "step", "time": 103.0, "step": 10, "loss": 3.25, "norm": None, "lr": 1e-3, "samples": 80, "seconds": 0.2},
