@@ -1,0 +1,171 @@
+"""Counting GPUs without torch, and how many ranks `auto` means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unipar import devices
+from unipar.config import Config
+from unipar.devices import Ranks
+from unipar.errors import Unsupported, WorldMismatch
+from unipar.place import Place
+from unipar.source import given
+
+IDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4"]
+
+
+def config(**changes: Any) -> Config:
+    return given({"batch": {"total": 32}, "train": {"steps": 1}}, changes).config
+
+
+def place(size: int, local: int | None = None) -> Place:
+    return Place(rank=0, size=size, local_rank=0, local_size=local or size, launcher="torchrun")
+
+
+@pytest.mark.parametrize(
+    ("choice", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("2,0", 2),
+        (" 1 , 3 ", 2),
+        ("0,9,1", 1),
+        ("0,-1,1", 1),
+        ("1,1", 0),
+        ("GPU-cccc", 1),
+        ("GPU-cccc-3,GPU-dddd", 2),
+        ("GPU-aa", 0),
+        ("GPU-eeee", 0),
+        ("MIG-1,MIG-2", 2),
+        ("none", 0),
+    ],
+)
+def test_what_cuda_visible_devices_leaves(choice: str | None, count: int) -> None:
+    """CUDA's own rules: the list ends at the first entry that is no GPU; one named twice shows nothing."""
+    assert devices.chosen(IDS, choice) == count
+
+
+def test_a_torch_without_cuda_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver alone trains nothing."""
+    monkeypatch.setattr(devices, "gpu_ids", lambda: IDS)
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: False)
+    assert devices.visible_gpus({}) == 0
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+    assert devices.visible_gpus({}) == 4
+    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+
+
+def test_what_torch_was_built_with() -> None:
+    """The version file and torch itself say the same."""
+    import torch
+
+    assert devices.torch_has_cuda() == (torch.version.cuda is not None)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda: number)
+
+
+@pytest.mark.parametrize(
+    ("changes", "visible", "ranks"),
+    [
+        ({"parallel": {"data": 3}}, 4, Ranks(3)),
+        ({}, 4, Ranks(4, "auto: no launcher, 4 GPUs visible here")),
+        ({}, 1, Ranks(1, "auto: no launcher, one GPU visible here")),
+        ({}, 0, Ranks(1, "auto: no launcher, no GPU visible here")),
+        ({"device": "cpu"}, 4, Ranks(1, "auto: no launcher, and device is cpu")),
+        ({"device": "cuda:1"}, 4, Ranks(1, "auto: no launcher, and device is cuda:1 alone")),
+        ({"backend": "single"}, 4, Ranks(1, "single is one process")),
+    ],
+)
+def test_ranks_of_our_own(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], visible: int, ranks: Ranks) -> None:
+    """A number is taken; auto is the visible GPUs, or one."""
+    gpus(monkeypatch, visible)
+    assert devices.ranks(config(**changes)) == ranks
+
+
+def test_ranks_of_a_launcher() -> None:
+    """auto takes the world that is there; the same number is no contradiction."""
+    assert devices.ranks(config(), place(3)) == Ranks(3, "started by torchrun")
+    assert devices.ranks(config(parallel={"data": 3}), place(3)) == Ranks(3, "started by torchrun")
+
+
+def test_a_launchers_other_world() -> None:
+    """A world of another size than the config's is refused."""
+    with pytest.raises(WorldMismatch) as e:
+        devices.ranks(config(parallel={"data": 4}), place(2))
+    assert str(e.value) == "parallel.data: 4, but torchrun started 2 processes; give it 4, or say auto"
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "visible", "sentence"),
+    [
+        (
+            {"device": "cuda"},
+            2,
+            0,
+            "native/nothing: parallel.data: 2 ranks on cuda; no GPU visible here; say device: cpu",
+        ),
+        (
+            {},
+            4,
+            2,
+            "native/nothing: parallel.data: 4 ranks on cuda; 2 GPUs visible here; lower it, say device: cpu, "
+            "or share one GPU by device: cuda:0",
+        ),
+        (
+            {"device": "cuda:1"},
+            1,
+            1,
+            "native/nothing: device: cuda:1 is not there; one GPU visible here; say device: cpu",
+        ),
+    ],
+)
+def test_too_few_devices(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], ranks: int, visible: int, sentence: str
+) -> None:
+    """Refused with the numbers, before any process starts."""
+    gpus(monkeypatch, visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(Unsupported) as e:
+        devices.check_enough(config(**changes), ranks)
+    assert str(e.value) == sentence
+
+
+def test_too_few_devices_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hid the GPUs is reminded."""
+    gpus(monkeypatch, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(Unsupported, match=r"one GPU visible here \(CUDA_VISIBLE_DEVICES=3\); lower it"):
+        devices.check_enough(config(device="cuda"), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "local", "visible"),
+    [
+        ({"device": "cpu"}, 64, None, 0),
+        ({}, 64, None, 0),
+        ({}, 2, None, 2),
+        ({"device": "cuda:0"}, 4, None, 1),
+        ({"device": "cuda"}, 16, 8, 8),
+    ],
+)
+def test_enough_devices(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], ranks: int, local: int | None, visible: int
+) -> None:
+    """On the CPU always; one GPU a rank of this machine; one GPU shared, where the config says which."""
+    gpus(monkeypatch, visible)
+    devices.check_enough(config(**changes), ranks, local)
+
+
+def test_what_auto_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA where there is any; what the config says needs no reason."""
+    gpus(monkeypatch, 2)
+    assert devices.device(config()) == ("cuda", "auto: 2 GPUs visible here")
+    assert devices.device(config(device="cpu")) == ("cpu", "")
+    gpus(monkeypatch, 0)
+    assert devices.device(config()) == ("cpu", "auto: no GPU visible here")
