@@ -6,7 +6,6 @@ from unipar import devices, registry
 from unipar.config import Cell
 from unipar.errors import BackendNotFound, ConfigError, Unsupported
 from unipar.plan import Plan
-from unipar.report.table import table
 from unipar.source import Source
 from unipar.task import TaskRef
 
@@ -29,8 +28,7 @@ def check(source: Source, *, deep: bool = False, overwrite: bool = False) -> str
         ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),
         ("out", str(plan.out)),
     ]
-    lines = table(("  ", ""), [(f"  {what}", said) for what, said in rows]).splitlines()[1:]
-    return "\n".join([f"{source.label}: good", *lines])
+    return "\n".join([f"{source.label}: good", *(f"  {what:<7}  {said}" for what, said in rows)])
 
 
 def _cells(source: Source) -> list[Cell]:
