@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from unipar.config import Config
 from unipar.errors import TaskError
@@ -55,10 +56,10 @@ def _agree(module: nn.Module, world: World) -> None:
         return
     shape = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
     shape += [(n, tuple(b.shape), str(b.dtype), False) for n, b in module.named_buffers()]
-    mine = hashlib.sha256(repr(shape).encode()).hexdigest()
+    mine, key = hashlib.sha256(repr(shape).encode()).hexdigest(), world.key("model")
     if world.rank == 0:
-        world.store.set("model", mine)
-    elif world.store.get("model").decode() != mine:
+        world.store.set(key, mine)
+    elif world.store.get(key).decode() != mine:
         raise TaskError(
             f"model() made another model on rank {world.rank} than on rank 0: names, shapes and what is trained "
             "must not depend on the rank"
@@ -111,6 +112,19 @@ def settle(root: nn.Module, place: Place, device: torch.device) -> None:
             if not name.startswith("_") and (isinstance(value, Tensor) or type(value) in (list, tuple, dict)):
                 keep.append(value)
                 vars(module)[name] = sent(value)
+
+
+def lower(root: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers and plain tensors in the dtype that parameters compute in, as their sum would be fp32 otherwise.
+
+    Running statistics stay as they are: they add up small numbers.
+    """
+    for module in root.modules():
+        stores = [vars(module)] if isinstance(module, _NormBase) else [vars(module), module._buffers]
+        for store in stores:
+            for name, value in list(store.items()):
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    store[name] = value.to(dtype)
 
 
 def arrive(root: nn.Module, device: torch.device) -> None:

@@ -40,6 +40,7 @@ def opened(config: Config, task: Task, place: Place, run: Path) -> Iterator[Run]
             raise
         made.finish()
         ledger.note("end", steps=made.done, peak_rss=peak_rss())
+        world.barrier()  # every rank's ledger is whole before any rank reads it
     made.engine.close()
     world.close()
 
@@ -64,7 +65,7 @@ def _prepare(task: Task, world: World) -> None:
     """Once on each machine; the others wait as long as it takes: a download may be long."""
     if not task.gives("prepare"):
         return
-    key = f"prepared/{world.rank - world.place.local_rank}"
+    key = world.key(f"prepared/{world.rank - world.place.local_rank}")
     if world.place.local_rank == 0:
         task.prepare()
         if world.store is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unipar.config import Config
@@ -86,6 +87,9 @@ def optimizer_of(groups: tuple[Group, ...], config: Config, device: torch.device
             own = dict(group.settings)
             own["lr"] = own.get("lr", settings["lr"]) * scale
             made.append({"params": [now[n] for n in group.names], **own})
+        split = any(isinstance(p, DTensor) for group in made for p in group["params"])
+        if split and kind is torch.optim.SGD and config.train.optimizer.fused == "auto":
+            return kind(made, **(settings | {"fused": None}))  # PyTorch has no fused SGD for split parameters
         return kind(made, **settings)
 
     return make

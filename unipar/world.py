@@ -26,12 +26,18 @@ class World:
         self.rank, self.size = place.rank, place.size
         self.closers: list[Callable[[], None]] = []
         """What a library needs done before the process group goes; the latest first."""
+        self._keys = 0
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def key(self, name: str) -> str:
+        """A key of the store that was not used before; the same on all ranks that ask equally often."""
+        self._keys += 1
+        return f"{name}/{self._keys}"
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -67,6 +73,13 @@ def transport(config: Config, device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and ":" not in config.device else "gloo"
 
 
+_stores: dict[tuple[str, int] | None, dist.Store] = {}
+"""Where this process has met others: rank 0 listens there as long as it lives."""
+
+_met: list[Place] = []
+"""Every world that this process was in."""
+
+
 def meet(config: Config, place: Place) -> World:
     """Join the other processes of this run; afterwards torch.distributed works on every rank."""
     device = device_of(config, place)
@@ -75,11 +88,16 @@ def meet(config: Config, place: Place) -> World:
     patience = timedelta(seconds=config.launch.timeout)
     if place.size == 1 and place.address is None:
         store: dist.Store = dist.HashStore()
+    elif place.address in _stores:
+        store = _stores[place.address]
     else:
         store = _store(place, patience)
+        if place.address is not None:
+            _stores[place.address] = store
     if place.ours or _on_loopback(place):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.PrefixStore("unipar", store)
+    _met.append(place)
+    store = dist.PrefixStore(f"unipar/{len(_met)}", store)  # a script may launch twice in one foreign world
     dist.init_process_group(
         transport(config, device), store=store, rank=place.rank, world_size=place.size, timeout=patience
     )

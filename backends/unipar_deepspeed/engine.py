@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from unipar.backend import Backend, Engine, Fn, Mark, Micro, Part, Piece, Read, Step
-from unipar.birth import arrive, refuse_scalars, settle, travel
+from unipar.birth import arrive, lower, refuse_scalars, settle, travel
 from unipar.call import Call, Held, resting
 from unipar.config import SHARDS, Config
 from unipar.open import buffers, clip64, restore_buffers, scaled
@@ -40,9 +40,12 @@ class Zero(Engine):
         told = backend.native_config(config, parameters)
         masters = keep_masters(part.module, config, world)  # before the library rounds them
         if self.stage == 3:
-            _split(part.module, told, world)
+            low = torch.bfloat16 if config.train.precision == "bf16-master" else None
+            _split(part.module, told, world, low)
         else:
             arrive(part.module, world.device)
+        if config.train.precision == "bf16-master":
+            lower(part.module, torch.bfloat16)
         optimizer = part.optimizer(part.module)
         self.rates = Rates(optimizer)
         self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
@@ -128,12 +131,12 @@ def join(config: Config, place: Place) -> World:
     return world.agreed("DeepSpeed", rank=deepspeed.comm.get_rank(), size=deepspeed.comm.get_world_size())
 
 
-def _split(module: nn.Module, told: dict[str, Any], world: World) -> None:
+def _split(module: nn.Module, told: dict[str, Any], world: World, low: torch.dtype | None) -> None:
     """Rank 0's parameters, one by one, into ZeRO-3's partitions."""
     first: list[Any] = []
 
     def place(p: Tensor) -> Tensor:
-        new: Any = nn.Parameter(travel(p, world.device), p.requires_grad)
+        new: Any = nn.Parameter(travel(p, world.device).to(low or p.dtype), p.requires_grad)
         if first:
             first[0].convert_to_zero_parameters(param_list=[new])
         else:

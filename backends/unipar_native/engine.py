@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from unipar.backend import Part
-from unipar.birth import arrive, refuse_scalars, settle, travel
+from unipar.birth import arrive, lower, refuse_scalars, settle, travel
 from unipar.call import Call
 from unipar.config import Config
 from unipar.errors import TaskError
@@ -136,6 +136,8 @@ class FSDP2(Open):
         mixed = config.train.precision == "bf16-master"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
         shell = _split(part, world, policy)
+        if mixed:
+            lower(part.module, torch.bfloat16)
         super().__init__(part, config, world)
         # the root that was split is the module that is called
         shell.autocast, shell.cast = self.call.autocast, self.call.cast

@@ -1,0 +1,129 @@
+"""The cases that every cell must pass, or be marked for: a task, a config, and what it is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import unipar
+from tests.conformance import tasks
+from unipar import registry
+from unipar.config import Cell, Config, Precision
+from unipar.data import Order
+
+TOTAL, STEPS = 16, 6
+SIZES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Of the loss (absolute), the norm (relative) and parameters (absolute; None: not promised)."""
+
+    loss: float
+    norm: float
+    params: float | None
+
+
+FP32, FP64, BF16 = Tolerance(2e-6, 1e-6, 2e-5), Tolerance(1e-13, 1e-13, 1e-12), Tolerance(5e-3, 2e-2, None)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    task: Callable[[], unipar.Task]
+    accumulate: int = 2
+    precision: Precision = "fp32"
+    train: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    more: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further sections of the config."""
+
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    micro: bool = False
+    """Held against one process that works through the same microbatches, with the same random numbers."""
+
+    sizes: tuple[int, ...] = SIZES
+    tolerance: Tolerance = FP32
+    hop: int | None = None
+    """After this step the state moves into a new engine."""
+
+    apart: bool = False
+    """Runs in a world of its own, which may die."""
+
+    error: str = ""
+    """The NonFinite message that every rank must raise."""
+
+    def config(self, cell: Cell, size: int) -> Config:
+        accumulate = 1 if self.accumulate == 1 else self.accumulate
+        batch = {"total": TOTAL, "micro": TOTAL // (accumulate * size)}
+        # eps: single elements whose gradient is near zero are else moved by rounding noise, a lr at a time
+        optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
+        train: dict[str, Any] = {"optimizer": optimizer, "clip": 0.3, "precision": self.precision} | dict(self.train)
+        if "epochs" not in train:
+            train["steps"] = STEPS
+        options = {k: dict(v) for k, v in self.options.items() if k == cell.backend}
+        made = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}, "options": options}
+        made |= {"parallel": {"data": size}, "launch": {"heartbeat": 15.0, "timeout": 20.0}} | dict(self.more)
+        return registry.at(Config.model_validate(made), cell)
+
+
+def _poison() -> int:
+    """A sample of the fourth step's global batch: its last, so that the last rank has it."""
+    order = Order(64, TOTAL, 0, shuffle=True, ragged="weigh")
+    batches = order.batches(3)
+    return next(batches)[1][-1]
+
+
+_COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
+_EXACT = {
+    "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
+    "clip": {"max": 0.3, "norm": "fp64"},
+}
+_ALL_FIND = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("one microbatch", tasks.Plain, accumulate=1),
+        Case("four microbatches", tasks.Plain, accumulate=4),
+        Case("schedule", tasks.Plain, train=_COSINE),
+        Case("no clip, sgd", tasks.Plain, train={"clip": None, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}),
+        Case("adam, no decay on thin ones", tasks.Plain,
+             train={"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "decay": "matrices"}}),
+        Case("two groups", tasks.Grouped, train=_COSINE),
+        Case("frozen teacher", tasks.Distilled),
+        Case("tied weights", lambda: tasks.Plain(tied=True)),
+        Case("ragged last batch", lambda: tasks.Plain(count=33), train={"epochs": 2}),
+        Case("ragged dropped", lambda: tasks.Plain(count=37), train={"epochs": 3}, more={"data": {"ragged": "drop"}}),
+        Case("token weights", tasks.Tokens, accumulate=4),
+        Case("token weights, ragged", lambda: tasks.Tokens(count=35), train={"epochs": 2}),
+        Case("method in the loss", tasks.Reaching),
+        Case("block read in the loss", tasks.BlockReading),
+        Case("three forwards", tasks.Thrice),
+        Case("unused", tasks.Unused),
+        Case("unused at times", tasks.AtTimes, accumulate=1, options=_ALL_FIND),
+        Case("unused on one rank", tasks.OneRank, accumulate=1, options=_ALL_FIND, micro=True, sizes=(2,), apart=True),
+        Case("scalar parameter", tasks.Scalar),
+        Case("batch norm", tasks.Normed, micro=True),
+        Case("dropout", lambda: tasks.Plain(dropout=0.3), micro=True),
+        Case("random transforms", tasks.Transformed),
+        Case("data workers", tasks.Loaded, sizes=(2,)),
+        Case("evaluation in the middle", tasks.Plain, more={"eval": {"every": 2, "batches": 2}}),
+        Case("convolution", tasks.Regression, train={"optimizer": {"name": "adamw", "lr": 3e-3}}),
+        Case("state out and in", tasks.Grouped, train=_COSINE, hop=3),
+        Case("state out and in, bf16-master", tasks.Grouped, precision="bf16-master", hop=3, tolerance=BF16, sizes=(2,)),
+        Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
+        Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),
+        Case("bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16),
+        Case("bf16-master, float inputs", tasks.Regression, precision="bf16-master", tolerance=BF16, sizes=(2,)),
+        Case("not a number", lambda: tasks.Poisoned(_poison()), error="the loss is not finite at step 4, first on rank "),
+        Case("bits, one microbatch", tasks.Grouped, accumulate=1, train=_EXACT, sizes=(2,)),
+        Case("bits, four microbatches", tasks.Grouped, accumulate=4, train=_EXACT, sizes=(2,)),
+    )
+}  # fmt: skip
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    return torch.float64 if case.precision == "fp64" else torch.float32

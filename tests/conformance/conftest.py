@@ -1,0 +1,121 @@
+"""Worlds for the suite: one zygote, one world for each cell and size, in which all its cases are played."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance.cases import CASES
+from tests.conformance.inside import put_together
+from tests.conformance.plain import Result, plain
+from unipar import errors, registry
+from unipar.config import Cell
+from unipar.crew import Crew
+from unipar.errors import UniparError
+from unipar.zygote import Zygote
+
+ROOT = Path(__file__).parents[2]
+OURS = ("unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
+
+
+@dataclass
+class Played:
+    """What a case gave in a cell, the ranks put together."""
+
+    losses: list[float]
+    norms: list[list[float]]
+    params: dict[str, torch.Tensor]
+    evals: list[list[dict[str, float]]]
+
+
+class Hall:
+    """Plays all cases of a cell at a size once, when the first of them is asked for."""
+
+    def __init__(self, folder: Path, zygote: Zygote) -> None:
+        self._folder, self._zygote = folder, zygote
+        self._done: dict[tuple[Cell, int, str], list[dict[str, Any]] | UniparError] = {}
+        self._plain: dict[tuple[str, int], Result] = {}
+        self.wanted: dict[tuple[Cell, int], list[str]] = {}
+
+    def played(self, cell: Cell, size: int, name: str) -> Played:
+        """The result, or the error that the cell answered with."""
+        if (cell, size, name) not in self._done:
+            case = CASES[name]
+            shared = [n for n in self.wanted[cell, size] if not CASES[n].apart]
+            self._play(cell, size, [name] if case.apart else shared)
+        ranks = self._done[cell, size, name]
+        if isinstance(ranks, UniparError):
+            raise ranks
+        for rank in ranks:
+            if "error" in rank:
+                kind: Any = getattr(errors, rank["error"], None)
+                if kind is errors.Unsupported:
+                    raise errors.Unsupported(str(cell), [rank["message"]])
+                raise kind(rank["message"]) if kind else AssertionError(f"{rank['error']}: {rank['message']}")
+        whole = put_together([p for rank in ranks for p in rank["pieces"]])
+        return Played(
+            [sum(shares) for shares in zip(*(rank["loss"] for rank in ranks), strict=True)],
+            [rank["norm"] for rank in ranks],
+            {n: t for (n, kind), t in whole.items() if kind == "weight"},
+            [rank["evals"] for rank in ranks],
+        )
+
+    def _play(self, cell: Cell, size: int, names: list[str]) -> None:
+        run = self._folder / f"{cell.slug}-{size}"
+        run.mkdir(parents=True)
+        told = {"cell": str(cell), "size": size, "cases": names}
+        (run / "cases.json").write_text(json.dumps(told), "utf-8")
+        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        entry = "tests.conformance.inside:run"
+        fault: UniparError | None = None
+        try:
+            with Crew(run, size, entry, environment=environment, zygote=self._zygote, heartbeat=100.0) as crew:
+                crew.wait()
+        except UniparError as e:
+            fault = e
+        for i, name in enumerate(names):
+            files = [run / f"{i}-{rank}.pt" for rank in range(size)]
+            if all(f.exists() for f in files):
+                self._done[cell, size, name] = [torch.load(f, weights_only=True) for f in files]
+            else:  # this one ended the world; those after it have their own
+                assert fault is not None
+                self._done[cell, size, name] = fault
+                shutil.rmtree(run)
+                if rest := names[i + 1 :]:
+                    self._play(cell, size, rest)
+                return
+        shutil.rmtree(run)
+
+    def plain(self, name: str, size: int) -> Result:
+        """One process, computed once for all cells."""
+        key = (name, size if CASES[name].micro else 1)
+        if key not in self._plain:
+            self._plain[key] = plain(CASES[name], size)
+        return self._plain[key]
+
+
+@pytest.fixture(scope="session")
+def hall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hall]:
+    engines = [
+        f"{name}.engine" for name in OURS if registry.missing(registry.find(name.removeprefix("unipar_"))) is None
+    ]
+    modules = ["torch", "torch._dynamo", "torch.distributed.fsdp", "tests.conformance.inside", *engines]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with Zygote(modules, {"PYTHONPATH": path}) as zygote:
+        made = Hall(tmp_path_factory.mktemp("conformance"), zygote)
+        for item in request.session.items:
+            callspec = getattr(item, "callspec", None)
+            if callspec is not None and {"cell", "size", "case"} <= callspec.params.keys():
+                key = (callspec.params["cell"], callspec.params["size"])
+                names = made.wanted.setdefault(key, [])
+                if callspec.params["case"] not in names:
+                    names.append(callspec.params["case"])
+        yield made

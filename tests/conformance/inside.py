@@ -1,0 +1,132 @@
+"""Inside a world: many cases, one after another, each with a new engine; results go to the run folder."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.conformance.cases import CASES, Case
+from unipar import registry
+from unipar.backend import Piece
+from unipar.beat import Heart, beat_of
+from unipar.config import Cell
+from unipar.errors import UniparError
+from unipar.ledger import Ledger, ledger_of
+from unipar.opening import assembled
+from unipar.place import Place
+from unipar.track import Trackers
+from unipar.world import World
+
+
+def run(place: Place, folder: Path, control: socket.socket | None) -> None:
+    """Plays the cases named in RUN/cases.json in the cell named there."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    told = json.loads((folder / "cases.json").read_text("utf-8"))
+    cell, names = Cell.parse(told["cell"]), told["cases"]
+    first = CASES["one microbatch"].config(cell, told["size"])
+    world = registry.load(cell.backend).join(first, place)
+    heart = Heart(beat_of(folder, place.rank))
+    for name in names:
+        began = time.perf_counter()
+        result = _attempt(CASES[name], cell, world, folder, heart)
+        result["seconds"] = time.perf_counter() - began
+        torch.save(result, folder / f"{names.index(name)}-{place.rank}.pt")
+        world.barrier()
+    world.close()
+
+
+def _attempt(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+    try:
+        return _play(case, cell, world, folder, heart)
+    except UniparError as e:
+        return {"error": type(e).__name__, "message": str(e)}
+    except Exception as e:
+        if case.apart:
+            raise
+        return {"error": type(e).__name__, "message": "".join(traceback.format_exception(e))}
+
+
+def _play(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+    config = case.config(cell, world.size)
+    registry.check(config)
+    with Ledger(ledger_of(folder, world.rank)) as ledger:
+        trackers = Trackers((), folder, world.rank)
+        made = assembled(config, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
+        made.record(made.steps)
+        shares = made.batches()
+        kept: dict[str, list[float]] = {"loss": [], "norm": []}
+        for share in shares:
+            made.step(share)
+            if made.done == case.hop:
+                state = Memory(_collected(made.engine.pieces()))
+                kept = made.recorded()
+                made.engine.close()
+                new = assembled(config, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
+                new.engine.restore(state)
+                made.engine = new.engine
+        made.finish()
+        now = made.recorded()
+        pieces = [(p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().clone()) for p in made.engine.pieces()]
+        made.engine.close()
+    evals = [{k: v for k, v in row.items() if k not in ("event", "time", "step")} for row in _evals(folder, world.rank)]
+    assert kept["loss"] == now["loss"][: len(kept["loss"])]
+    ledger_of(folder, world.rank).unlink()
+    return {"loss": now["loss"], "norm": now["norm"], "pieces": pieces, "evals": evals}
+
+
+def _evals(folder: Path, rank: int) -> list[dict[str, Any]]:
+    return [row for row in Ledger.read(ledger_of(folder, rank)) if row["event"] == "eval"]
+
+
+Whole = dict[tuple[str, str], Tensor]
+
+
+def _collected(pieces: Any) -> Whole:
+    """All pieces of all ranks on every rank."""
+    mine = [(p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().clone()) for p in _listed(pieces)]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return put_together([p for rank in ranks for p in rank])
+
+
+def _listed(pieces: Any) -> list[Piece]:
+    return list(pieces)
+
+
+def put_together(pieces: list[Any]) -> Whole:
+    """Every element of every tensor exactly once: no gap, no overlap."""
+    whole: Whole = {}
+    count: dict[tuple[str, str], int] = {}
+    for name, kind, shape, (start, stop), tensor in pieces:
+        size = int(torch.Size(shape).numel())
+        if (name, kind) not in whole:
+            whole[name, kind] = torch.zeros(size, dtype=tensor.dtype)
+            count[name, kind] = 0
+        whole[name, kind][start:stop] = tensor
+        count[name, kind] += stop - start
+    uneven = {key: (count[key], t.numel()) for key, t in whole.items() if count[key] != t.numel()}
+    assert not uneven, f"pieces overlap or leave gaps: {uneven}"
+    return whole
+
+
+class Memory:
+    """A `Read` over pieces put together."""
+
+    def __init__(self, whole: Whole) -> None:
+        self.whole = whole
+
+    def __call__(self, name: str, kind: str, where: tuple[int, int]) -> Tensor:
+        return self.whole[name, kind][slice(*where)]
+
+    def kinds(self, name: str) -> set[str]:
+        return {k for n, k in self.whole if n == name and k != "buffer"}

@@ -1,0 +1,55 @@
+"""What a cell does not do, and why: data, so that a stranger's backend brings its own.
+
+notimpl: unipar could, and does not yet. notyet: the library must first. never: contrary to what the cell is.
+Every mark is strict: a cell that does what its mark denies fails the suite.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from unipar.config import Cell
+
+
+@dataclass(frozen=True)
+class Mark:
+    kind: Literal["notimpl", "notyet", "never"]
+    cells: Sequence[str]
+    """Cells or patterns: `deepspeed/*`."""
+
+    cases: Sequence[str]
+    raises: str
+    """The error's name."""
+
+    reason: str
+    sizes: Sequence[int] = field(default=(1, 2, 4))
+
+    def fits(self, cell: Cell, case: str, size: int) -> bool:
+        named = any(fnmatchcase(str(cell), pattern) for pattern in self.cells)
+        return named and case in self.cases and size in self.sizes
+
+
+ZERO = ("deepspeed/optimizer*", "deepspeed/gradients*", "deepspeed/parameters*")
+
+MARKS = (
+    Mark("never", ("native/parameters",), ("block read in the loss",), "TaskError",
+         "FSDP2 gathers a block's parameters for that block's forward alone"),
+    Mark("notyet", ("native/parameters", "deepspeed/*"), ("scalar parameter",), "TaskError",
+         "FSDP2 and DeepSpeed do not take parameters without dimensions"),
+    Mark("never", ZERO, ("fp64",), "Unsupported", "ZeRO's masters are fp32"),
+    Mark("never", ("single", "native/nothing", "horovod/*", "accelerate/*"),
+         ("bf16-master", "bf16-master, float inputs", "state out and in, bf16-master"), "Unsupported",
+         "one copy of the parameters: no fp32 master beside bf16 ones"),
+    Mark("never", ("native/parameters", *ZERO), ("unused on one rank",), "WorkerFailed",
+         "ranks that reduce different gradients cannot meet; compute it everywhere times 0.0", sizes=(2,)),
+)  # fmt: skip
+
+
+def more(file: Path) -> list[Mark]:
+    """A stranger's marks: [[mark]] tables with the same keys."""
+    return [Mark(**row) for row in tomllib.loads(file.read_text("utf-8"))["mark"]]

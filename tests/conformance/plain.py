@@ -1,0 +1,114 @@
+"""One process, written out by hand: the loop that every cell must equal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.conformance.cases import Case, dtype_of
+from unipar.config import Cell, Config
+from unipar.data import Order, Sown, cut
+from unipar.seeds import mix, sow
+
+
+@dataclass
+class Result:
+    losses: list[float] = field(default_factory=list[float])
+    norms: list[float] = field(default_factory=list[float])
+    params: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    evals: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+
+
+def plain(case: Case, size: int) -> Result:
+    """The whole global batch in one forward; or, where a case asks, microbatch by microbatch."""
+    torch.set_num_threads(1)
+    config = case.config(Cell("native"), size)
+    task: Any = case.task()
+    sow(config.train.seed)
+    model = task.model().to(dtype_of(case))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = _optimizer(config, task, model, trained)
+    base = [g["lr"] for g in optimizer.param_groups]
+    data = task.data()
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    collate = task.collate
+    seen = Sown(dataset, config.train.seed)
+    order = Order(len(dataset), config.batch.total or 0, config.train.seed, shuffle=True, ragged=config.data.ragged)
+    steps = config.train.steps or (config.train.epochs or 0) * order.per_epoch
+    sizes = config.batch.settle(size)
+    result = Result()
+    for step, (epoch, indices) in zip(range(steps), order.batches(0), strict=False):
+        parts = [indices]
+        if case.micro:
+            parts = [mine or indices[:1] for micro in cut(indices, sizes.accumulate, size) for mine in micro]
+        batches = [collate([seen[epoch, i] for i in part]) for part in parts]
+        weights = [
+            float(len(part) if (w := task.weight(b)) is None else w) for part, b in zip(parts, batches, strict=True)
+        ]
+        total = 0.0
+        for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            sow(mix(config.train.seed, 3, step, i))
+            loss = task.loss(model, _cast(batch, dtype_of(case))) * (weight / sum(weights))
+            loss.backward()
+            total += loss.item()
+        for p in trained:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        clip = config.train.clipping
+        norm = torch.nn.utils.clip_grad_norm_(trained, clip.max if clip else math.inf)
+        assert clip is None or norm > clip.max, "the clip does not bite"
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * _factor(config, step, steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        result.losses.append(total)
+        result.norms.append(float(norm))
+        if config.eval.every and (step + 1) % config.eval.every == 0:
+            result.evals.append(_evaluated(task, model))
+    result.params = {n: p.detach().flatten() for n, p in model.named_parameters()}
+    return result
+
+
+def _optimizer(config: Config, task: Any, model: Any, trained: list[Any]) -> torch.optim.Optimizer:
+    wanted: Any = config.train.optimizer
+    groups = task.groups(model)
+    if groups is None and wanted.decay == "matrices":
+        thick, thin = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
+        groups = [{"params": thick}, {"params": thin, "weight_decay": 0.0}]
+    groups = groups or trained
+    if wanted.name == "sgd":
+        return torch.optim.SGD(groups, lr=wanted.lr, momentum=wanted.momentum, weight_decay=wanted.weight_decay)
+    kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps)
+
+
+def _factor(config: Config, step: int, steps: int) -> float:
+    schedule: Any = config.train.schedule
+    if schedule.name == "constant":
+        return 1.0
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    gone = (step - schedule.warmup) / (steps - 1 - schedule.warmup)
+    return schedule.end + (1 - schedule.end) * (1 + math.cos(math.pi * gone)) / 2
+
+
+def _evaluated(task: Any, model: Any) -> dict[str, float]:
+    """All of the validation data at once: `right` is a mean over samples, `loss` over tokens."""
+    held = task.validation()
+    batch = task.collate([held[i] for i in range(len(held))])
+    model.eval()
+    with torch.no_grad():
+        found = task.metrics(model, batch)
+    model.train()
+    return {name: float(value[0] if isinstance(value, tuple) else value) for name, value in found.items()}
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    if isinstance(batch, list):
+        return [b.to(dtype) for b in batch]
+    return batch

@@ -1,0 +1,61 @@
+"""Every cell trains to the numbers of one process, or is marked with who, what it raises, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conformance.cases import CASES, SIZES
+from tests.conformance.conftest import Hall
+from unipar.config import Cell
+from unipar.errors import NonFinite
+
+BITS = {
+    "bits, one microbatch": [
+        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "native/parameters",
+         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters"],
+    ],
+    "bits, four microbatches": [
+        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "deepspeed/optimizer"],
+        ["native/parameters", "deepspeed/gradients", "deepspeed/parameters"],
+    ],
+}  # fmt: skip
+"""Cells that add the same numbers in the same order: their results are equal to the last bit."""
+
+
+def test_agrees(hall: Hall, cell: Cell, size: int, case: str) -> None:
+    """Losses, norms, parameters and evaluations are those of one process, within the stated tolerance."""
+    wanted = CASES[case]
+    if wanted.error:
+        with pytest.raises(NonFinite) as caught:
+            hall.played(cell, size, case)
+        assert str(caught.value).startswith(f"{wanted.error}{size - 1}: ")
+        return
+    got, one = hall.played(cell, size, case), hall.plain(case, size)
+    near = wanted.tolerance
+    assert got.losses == pytest.approx(one.losses, abs=near.loss, rel=0)
+    for rank in got.norms:
+        assert rank == pytest.approx(one.norms, rel=near.norm)
+    assert set(got.params) == set(one.params)
+    if near.params is not None:
+        apart = {n: float((t.double() - one.params[n].double()).abs().max()) for n, t in got.params.items()}
+        assert max(apart.values()) <= near.params, apart
+    if wanted.more.get("eval"):
+        assert len(got.evals[0]) == len(one.evals) == 3
+        for rank in got.evals:
+            for mine, theirs in zip(rank, one.evals, strict=True):
+                assert mine == pytest.approx(theirs, abs=5e-6)
+
+
+@pytest.mark.parametrize(("name", "cells"), [(n, cells) for n, classes in BITS.items() for cells in classes])
+def test_bits(hall: Hall, name: str, cells: list[str]) -> None:
+    """At world 2 in fp32, with the norm in fp64 and neither fused nor foreach, a class of cells has one result."""
+    first, *others = [hall.played(Cell.parse(c), 2, name) for c in cells if (Cell.parse(c), 2) in hall.wanted]
+    for other in others:
+        assert other.losses == first.losses
+        assert all(torch.equal(t, first.params[n]) for n, t in other.params.items())
+
+
+def test_sizes_are_played() -> None:
+    """The suite's worlds: one process, two, and four."""
+    assert SIZES == (1, 2, 4)

@@ -1,0 +1,51 @@
+"""Marks that say what a cell does not do, and why; and which cells the conformance suite plays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KINDS = ("notimpl", "notyet", "never")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cells", action="append", default=[], help="conformance: play these cells only (backend/*)")
+    parser.addoption("--marks", type=Path, help="conformance: a TOML file with a stranger's marks")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if {"cell", "size", "case"} <= set(metafunc.fixturenames):
+        metafunc.parametrize(("cell", "size", "case"), _played(metafunc.config))
+
+
+def _played(config: pytest.Config) -> list[Any]:
+    from tests.conformance.cases import CASES, SIZES
+    from tests.conformance.marks import MARKS, more
+    from unipar import errors, registry
+
+    cells = registry.expand(tuple(config.getoption("--cells")) or ("*",))
+    file: Path | None = config.getoption("--marks")
+    known = list(MARKS) + (more(file) if file else [])
+    for mark in known:
+        unknown = [c for c in mark.cells if c.partition("/")[0] not in registry.names()]
+        if unknown or mark.kind not in KINDS:
+            raise pytest.UsageError(f"a {mark.kind} mark names {unknown or mark.kind}")
+    made: list[Any] = []
+    for cell in cells:
+        alone = registry.find(cell.backend).capabilities.alone
+        for size in (1,) if alone else SIZES:
+            for name, case in CASES.items():
+                if size in case.sizes or (alone and case.sizes == SIZES):
+                    marks = [m for m in known if m.fits(cell, name, size)]
+                    strict = [
+                        mark
+                        for m in marks
+                        for mark in (
+                            getattr(pytest.mark, m.kind)(str(cell), raises=m.raises, reason=m.reason),
+                            pytest.mark.xfail(raises=getattr(errors, m.raises), reason=m.reason, strict=True),
+                        )
+                    ]
+                    made.append(pytest.param(cell, size, name, id=f"{cell}-{size}-{name}", marks=strict))
+    return made
