@@ -34,7 +34,7 @@ def typed(words: Sequence[str] | None = None) -> list[str]:
         raise _no_script("a prompt or a notebook")
     if not Path(rest[0]).is_file():
         raise _no_script(f"{rest[0]}, which is no file")
-    return ["script", str(Path(rest[0]).resolve()), *rest[1:]]
+    return ["script", rest[0], *rest[1:]]
 
 
 def _no_script(where: str) -> TaskError:

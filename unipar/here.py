@@ -49,7 +49,8 @@ def trained(plan: Plan, task: Task, *, quiet: bool = False) -> Generator[Run]:
             _wait(run, place, plan.config.launch.timeout)
         try:
             with opened(plan.config, task, place, run) as training:
-                (run / _mark(place)).unlink(missing_ok=True)  # all have met, so all have seen it
+                for seen in (_mark(place), f".meet-{place.launcher}-{place.job}"):  # all have met by now
+                    (run / seen).unlink(missing_ok=True)
                 yield training
         except Stopped:
             raise

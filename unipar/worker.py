@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -14,9 +15,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from unipar.errors import Stopped, TaskError, UniparError
@@ -33,6 +34,8 @@ class Context:
     run: Path
     joined: bool = False
 
+
+_AROUND = (__file__, contextlib.__file__)
 
 context: Context | None = None
 """None in every process that is not such a worker."""
@@ -72,7 +75,7 @@ def fail(run: Path, rank: int, error: BaseException) -> NoReturn:
     _leave(error.code if isinstance(error, UniparError) else 1)
 
 
-@contextmanager
+@contextlib.contextmanager
 def last_words(run: Path, rank: int) -> Generator[None]:
     """Around a loop: its error ends this worker before what is around it is closed."""
     try:
@@ -86,7 +89,7 @@ def last_words(run: Path, rank: int) -> Generator[None]:
 def _leave(code: int) -> NoReturn:
     """Without the interpreter's end: threads of libraries that still wait would abort it, one time in six."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
@@ -146,11 +149,18 @@ def record(run: Path, rank: int, error: BaseException) -> None:
         "time": time.time(),
         "kind": type(error).__name__,
         "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": "".join(traceback.format_exception(type(error), error, _theirs(error.__traceback__))),
     }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(said), encoding="utf-8")
     partial.rename(path)
+
+
+def _theirs(frames: TracebackType | None) -> TracebackType | None:
+    """Less the frames of this file and what it is called through."""
+    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename in _AROUND:
+        frames = frames.tb_next
+    return frames
 
 
 def train(place: Place, run: Path, control: socket.socket | None) -> None:
@@ -159,10 +169,10 @@ def train(place: Place, run: Path, control: socket.socket | None) -> None:
     from unipar.opening import opened
     from unipar.task import TaskRef
 
-    if place.rank == 0:
-        sys.stdout = Prints(sys.stdout, run)
     config = Config.model_validate_json((run / "config.json").read_text("utf-8"))
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
+    if place.rank == 0:
+        sys.stdout = Prints(sys.stdout, run)  # not before: what the user's file prints, the script has printed already
     with opened(config, task, place, run) as training, last_words(run, place.rank):
         task.train(training)
 
