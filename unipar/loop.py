@@ -292,7 +292,7 @@ class Run:
         seconds, self._since = (now - self._since) / count, now
         lr = rate * self.config.train.optimizer.lr * self.config.train.lr_scale.factor(self.sizes.total)
         row = {"loss": loss, "norm": float(norm), "lr": lr, "samples": samples, "seconds": seconds}
-        self._ledger.note("step", step=number, **row)
+        self._ledger.note("step", step=number, of=self.steps, **row)
         self._trackers.write(number, row)
         return loss
 

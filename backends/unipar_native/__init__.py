@@ -55,7 +55,7 @@ LAUNCHERS = (
         marks=("RANK", "WORLD_SIZE"),
         **_TORCH,
         address=_MASTER,
-        refusal="variables of a launcher that is not known here; use torchrun, or unset them to start a world of our own",
+        refusal="variables of a launcher that is not known here; use torchrun, or unset them",
     ),
 )
 

@@ -76,6 +76,8 @@ def _poison() -> int:
     return next(batches)[1][-1]
 
 
+_SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+_NOT_FINITE = "the loss is not finite at step 4, first on rank "
 _COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
 _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
@@ -89,7 +91,7 @@ CASES = {
         Case("one microbatch", tasks.Plain, accumulate=1),
         Case("four microbatches", tasks.Plain, accumulate=4),
         Case("schedule", tasks.Plain, train=_COSINE),
-        Case("no clip, sgd", tasks.Plain, train={"clip": None, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}),
+        Case("no clip, sgd", tasks.Plain, train={"clip": None, "optimizer": _SGD}),
         Case("adam, no decay on thin ones", tasks.Plain,
              train={"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "decay": "matrices"}}),
         Case("two groups", tasks.Grouped, train=_COSINE),
@@ -113,12 +115,13 @@ CASES = {
         Case("evaluation in the middle", tasks.Plain, more={"eval": {"every": 2, "batches": 2}}),
         Case("convolution", tasks.Regression, train={"optimizer": {"name": "adamw", "lr": 3e-3}}),
         Case("state out and in", tasks.Grouped, train=_COSINE, hop=3),
-        Case("state out and in, bf16-master", tasks.Grouped, precision="bf16-master", hop=3, tolerance=BF16, sizes=(2,)),
+        Case("state out and in, bf16-master", tasks.Grouped, precision="bf16-master", hop=3, tolerance=BF16,
+             sizes=(2,)),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),
         Case("bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16),
         Case("bf16-master, float inputs", tasks.Regression, precision="bf16-master", tolerance=BF16, sizes=(2,)),
-        Case("not a number", lambda: tasks.Poisoned(_poison()), error="the loss is not finite at step 4, first on rank "),
+        Case("not a number", lambda: tasks.Poisoned(_poison()), error=_NOT_FINITE),
         Case("bits, one microbatch", tasks.Grouped, accumulate=1, train=_EXACT, sizes=(2,)),
         Case("bits, four microbatches", tasks.Grouped, accumulate=4, train=_EXACT, sizes=(2,)),
     )
