@@ -50,7 +50,10 @@ def test_agrees(hall: Hall, cell: Cell, size: int, case: str) -> None:
 @pytest.mark.parametrize(("name", "cells"), [(n, cells) for n, classes in BITS.items() for cells in classes])
 def test_bits(hall: Hall, name: str, cells: list[str]) -> None:
     """At world 2 in fp32, with the norm in fp64 and neither fused nor foreach, a class of cells has one result."""
-    first, *others = [hall.played(Cell.parse(c), 2, name) for c in cells if (Cell.parse(c), 2) in hall.wanted]
+    there = [hall.played(Cell.parse(c), 2, name) for c in cells if (Cell.parse(c), 2) in hall.wanted]
+    if len(there) < 2:
+        pytest.skip("fewer than two cells of this class are played")
+    first, *others = there
     for other in others:
         assert other.losses == first.losses
         assert all(torch.equal(t, first.params[n]) for n, t in other.params.items())

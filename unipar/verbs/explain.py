@@ -13,13 +13,13 @@ from unipar import devices, registry
 from unipar.complaint import shown
 from unipar.config import Cell, Config, Sizes
 from unipar.errors import UniparError
-from unipar.report.table import table
 from unipar.source import Source
 
 if TYPE_CHECKING:
     from unipar.verbs.depth import Depth
 
 Rows = list[tuple[str, ...]]
+WIDEST = 44
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Explanation:
                 rows.insert(0, ("cannot run", t.note))
             yield t.cell, ("its library is told", "value"), rows or [("nothing", "PyTorch as it is")]
 
-    def plain(self, width: int = 120) -> str:
-        """For a pipe or a file."""
-        return "\n\n".join(f"{title}\n{table(header, rows, width=width)}" for title, header, rows in self.tables())
+    def plain(self) -> str:
+        """For a pipe or a file: a line for each row, however long."""
+        return "\n\n".join(f"{title}\n{_aligned([header, *rows])}" for title, header, rows in self.tables())
 
     def draw(self) -> None:
         """To a terminal."""
@@ -225,6 +225,12 @@ def _told(config: Config, cell: Cell, own: Cell, parameters: int | None) -> Told
     except UniparError as e:
         return Told(str(cell), str(e), {}, {})
     return Told(str(cell), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters))
+
+
+def _aligned(rows: Rows) -> str:
+    """Columns in line; a text that is longer than all others pushes on its own line alone."""
+    wide = [min(max(len(row[i]) for row in rows), WIDEST) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(text.ljust(wide[i]) for i, text in enumerate(row)).rstrip() for row in rows)
 
 
 def _text(value: Any) -> str:
