@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from unipar.complaint import known_keys
+from unipar.config import Config
 from unipar.errors import ConfigError
 from unipar.verbs.schema import schema, write_schema
 
@@ -95,3 +97,11 @@ def test_write_where_nothing_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
         write_schema(tmp_path / "nowhere" / "x.json")
     assert str(e.value) == f"--write {tmp_path}/nowhere/x.json: No such file or directory"
+
+
+def test_the_page_on_configs_holds_every_key() -> None:
+    """docs/config.md is complete: a key that is not in it is not documented."""
+    page = (ROOT / "docs/config.md").read_text("utf-8")
+    leaves = set(known_keys(Config))
+    leaves -= {above for key in leaves if (above := key.rpartition(".")[0])} - {"train.clip"}
+    assert sorted(key for key in leaves - {"options"} if f"`{key}`" not in page) == []

@@ -82,7 +82,9 @@ class Explanation:
         from rich.text import Text
 
         for title, header, rows in self.tables():
-            drawn = Table(*header, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+            drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+            for i, name in enumerate(header):
+                drawn.add_column(name, overflow="fold", no_wrap=i == 0)
             for row in rows:
                 drawn.add_row(*(Text(text, style="" if text != "default" else "dim") for text in row))
             Console().print(drawn)
