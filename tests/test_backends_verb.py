@@ -93,7 +93,7 @@ def test_a_library_that_hangs(plugin: Path) -> None:
 
 def test_a_library_that_talks(plugin: Path) -> None:
     """What it prints while it is imported is not its version."""
-    (plugin / "toy_library.py").write_text("print('hello'); __version__ = '2.5'", encoding="utf-8")
+    (plugin / "toy_library.py").write_text("print('hello', end=''); __version__ = '2.5'", encoding="utf-8")
     assert aside.seen(["toy"])["toy"] == Seen(version="toy_library 2.5")
 
 

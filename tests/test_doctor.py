@@ -192,9 +192,10 @@ def test_a_lock_of_a_killed_compilation(tmp_path: Path) -> None:
 
 
 def test_launchers_say_what_they_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each that is installed, once."""
-    monkeypatch.setattr("shutil.which", lambda name, path: name if name == "torchrun" else None)  # pyright: ignore[reportUnknownLambdaType]
-    (check,) = doctor._launchers()  # pyright: ignore[reportPrivateUsage]
-    assert check.name == "launcher torchrun"
-    assert check.found.startswith("found: its agent listens on every interface")
-    assert check.found.endswith("; use it on a private network only")
+    """Each that is installed, once, though a program may start worlds in several ways."""
+    here = ("torchrun", "accelerate")
+    monkeypatch.setattr("shutil.which", lambda name, path: name if name in here else None)  # pyright: ignore[reportUnknownLambdaType]
+    accelerate, torchrun = doctor._launchers()  # pyright: ignore[reportPrivateUsage]
+    assert (accelerate.name, torchrun.name) == ("launcher accelerate", "launcher torchrun")
+    assert torchrun.found.startswith("found: its agent listens on every interface")
+    assert torchrun.found.endswith("; use it on a private network only")

@@ -184,6 +184,7 @@ def test_nccl_comes_with_torch(tmp_path: Path) -> None:
     assert made.variables["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert made.variables["HOROVOD_NCCL_LIB"] == str(tmp_path / "links")
     assert (tmp_path / "links/libnccl.so").resolve() == nccl / "lib/libnccl.so.2"
+    assert toolchain.only_asked(torch, tmp_path, {"HOROVOD_WITHOUT_MPI": "1"}).names == ("gloo",)
 
 
 def test_the_first_error_is_the_one_that_is_told(tmp_path: Path) -> None:
