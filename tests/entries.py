@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -235,3 +236,31 @@ def unknown(place: Place, run: Path, control: Control) -> None:
     class Odd(UniparError): ...
 
     raise Odd("nobody knows this one")
+
+
+def exits_well(place: Place, run: Path, control: Control) -> None:
+    sys.exit()
+
+
+def exits_with_code(place: Place, run: Path, control: Control) -> None:
+    sys.exit(4)
+
+
+def exits_with_words(place: Place, run: Path, control: Control) -> None:
+    sys.exit("no")
+
+
+def speaks(place: Place, run: Path, control: Control) -> None:
+    print("out")
+    sys.stderr.write("err\n")
+    os.write(1, b"below\n")
+
+
+_seen: list[str] = []
+
+
+def remembers(place: Place, run: Path, control: Control) -> None:
+    """Whether this process was used before, where it is and what is its own."""
+    _seen.append(os.environ["NAMED"])
+    own = os.environ["TMPDIR"] == tempfile.gettempdir()
+    (run / "remembered").write_text(f"{_seen} {os.getcwd()} {own}", "utf-8")

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -86,7 +87,10 @@ class Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        try:
+            self.kill()
+        finally:
+            self._selector.close()
 
     def _start(self) -> None:
         reader, self._lifeline = os.pipe2(os.O_CLOEXEC)
@@ -236,8 +240,11 @@ class Crew:
     def _reap(self, rank: _Rank) -> int:
         assert rank.process is not None
         self._selector.unregister(rank.process.pidfd)
-        rank.code = reap(rank.process)
-        shutil.rmtree(rank.folder, ignore_errors=True)
+        rank.code = -signal.SIGKILL  # where nobody can tell
+        try:
+            rank.code = reap(rank.process)
+        finally:
+            shutil.rmtree(rank.folder, ignore_errors=True)
         return rank.code
 
     def _fail(self, failed: Mapping[int, int]) -> UniparError:
@@ -279,14 +286,19 @@ class Crew:
         for rank in self._ranks:
             if rank.process is not None and rank.alive:
                 send_all(rank.process, signal.SIGKILL)
+        with ExitStack() as stack:  # all of it, whatever fails on the way
+            stack.callback(self._close)
+            for rank in self._ranks:
+                if rank.alive:
+                    stack.callback(self._reap, rank)
+
+    def _close(self) -> None:
         for rank in self._ranks:
-            if rank.alive:
-                self._reap(rank)
             if rank.control is not None:
                 rank.control.close()
-            stack = stack_of(self.run, rank.rank)
-            if stack.exists() and not stack.stat().st_size:
-                stack.unlink()
+            dump = stack_of(self.run, rank.rank)
+            if dump.exists() and not dump.stat().st_size:
+                dump.unlink()
         if self._lifeline >= 0:
             _lifelines.pop(self._lifeline, None)
             os.close(self._lifeline)

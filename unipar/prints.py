@@ -36,6 +36,10 @@ class Prints(io.TextIOBase):
         self._log.flush()
 
     @override
+    def close(self) -> None:
+        self._out.close()
+
+    @override
     def fileno(self) -> int:
         return self._log.fileno()
 
