@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F - everyone's name for it
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unipar

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn import functional as F - everyone's name for it
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unipar
