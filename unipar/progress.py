@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -101,6 +102,7 @@ class Progress:
             self._event(json.loads(line))
         if self._bar is not None:
             self._move()
+            self._bar.refresh()
 
     @contextmanager
     def ticking(self) -> Generator[None]:
@@ -182,8 +184,6 @@ class Progress:
 
 
 def _draws(stream: TextIO) -> bool:
-    import os
-
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -200,6 +200,7 @@ def _bar(err: TextIO, *, together: bool) -> Any:
         redirect_stdout=together,
         redirect_stderr=False,
         transient=True,
+        auto_refresh=False,  # `tick` draws: no thread of its own
         expand=True,
     )
 
