@@ -25,7 +25,8 @@ def _played(config: pytest.Config) -> list[Any]:
     from tests.conformance.marks import MARKS, more
     from unipar import errors, registry
 
-    cells = registry.expand(tuple(config.getoption("--cells")) or ("*",))
+    asked: list[str] = config.getoption("--cells") or ["*"]
+    cells = registry.expand(tuple(asked))
     file: Path | None = config.getoption("--marks")
     known = list(MARKS) + (more(file) if file else [])
     for mark in known:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from unipar.config import Config
 from unipar.errors import TaskError
@@ -66,6 +66,16 @@ def _agree(module: nn.Module, world: World) -> None:
         )
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own, under every name they have: tied ones too."""
+    return dict(module._parameters)  # pyright: ignore[reportPrivateUsage]
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own, saved or not."""
+    return dict(module._buffers)  # pyright: ignore[reportPrivateUsage]
+
+
 def travel(tensor: Tensor, device: torch.device) -> Tensor:
     """Rank 0's values of one tensor, on every rank."""
     if dist.get_rank() == 0:
@@ -100,14 +110,14 @@ def settle(root: nn.Module, place: Place, device: torch.device) -> None:
 
     keep: list[Any] = []  # so that no id is used twice
     for module in list(root.modules()):
-        for name, param in list(module._parameters.items()):
+        for name, param in parameters_of(module).items():
             if param is not None:
                 keep.append(param)
-                module._parameters[name] = placed(param)
-        for name, value in list(module._buffers.items()):
+                setattr(module, name, placed(param))
+        for name, value in buffers_of(module).items():
             if value is not None:
                 keep.append(value)
-                module._buffers[name] = sent(value)
+                setattr(module, name, sent(value))
         for name, value in list(vars(module).items()):
             if not name.startswith("_") and (isinstance(value, Tensor) or type(value) in (list, tuple, dict)):
                 keep.append(value)
@@ -120,11 +130,10 @@ def lower(root: nn.Module, dtype: torch.dtype) -> None:
     Running statistics stay as they are: they add up small numbers.
     """
     for module in root.modules():
-        stores = [vars(module)] if isinstance(module, _NormBase) else [vars(module), module._buffers]
-        for store in stores:
-            for name, value in list(store.items()):
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    store[name] = value.to(dtype)
+        kept = dict(vars(module)) if isinstance(module, _NormBase) else vars(module) | buffers_of(module)
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(module, name, value.to(dtype))
 
 
 def arrive(root: nn.Module, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -79,7 +79,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def resting(model: nn.Module) -> Iterator[None]:
+def resting(model: nn.Module) -> Generator[None]:
     """Evaluation mode, then each module's own mode again: a frozen teacher stays in eval."""
     was = [(m, m.training) for m in model.modules()]
     model.eval()

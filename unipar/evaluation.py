@@ -73,8 +73,9 @@ class Evaluation:
         if not isinstance(found, Mapping):
             raise TaskError(f"metrics() returned {found!r}; a mapping of names to means, or (mean, weight), is wanted")
         for name, value in found.items():
-            mean, own = value if isinstance(value, tuple) else (value, weight)
-            total = self.sums.setdefault(name, [0.0, 0.0])
+            pair: tuple[Any, Any] = value if isinstance(value, tuple) else (value, weight)
+            mean, own = pair
+            total = self.sums.setdefault(str(name), [0.0, 0.0])
             if weight is None or not float(own):
                 continue
             if isinstance(mean, Tensor) and mean.numel() != 1:

@@ -253,8 +253,8 @@ class Run:
         """The loss, under random numbers of this step's microbatch, whichever rank computes it."""
         sow(mix(self._seed, 3, self.done, self._next_seed))
         self._next_seed += self.size
-        loss = self._loss(model, batch)
-        if not isinstance(loss, Tensor) or loss.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
+        loss: Any = self._loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.ndim:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise TaskError(f"loss() returned {shown}; the mean over the batch, a scalar tensor, is wanted")
         return loss

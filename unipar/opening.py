@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from unipar.world import World
 
 
 @contextmanager
-def opened(config: Config, task: Task, place: Place, run: Path) -> Iterator[Run]:
+def opened(config: Config, task: Task, place: Place, run: Path) -> Generator[Run]:
     """A run that is ready to train; its world is left in order when the body ends well."""
     heart = Heart(beat_of(run, place.rank))
     stopping.install()

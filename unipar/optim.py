@@ -17,7 +17,7 @@ from unipar.errors import TaskError
 from unipar.task import Task
 from unipar.training import SGD, Adam, AdamW, Constant, Schedule
 
-_KINDS: Mapping[type, type[Optimizer]] = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
+_KINDS: Mapping[type, Any] = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,15 @@ def optimizer_of(groups: tuple[Group, ...], config: Config, device: torch.device
 
     def make(module: nn.Module) -> Optimizer:
         now = dict(module.named_parameters())
+        own: dict[str, Any] = dict(settings)
         made: list[dict[str, Any]] = []
         for group in groups:
-            own = dict(group.settings)
-            own["lr"] = own.get("lr", settings["lr"]) * scale
-            made.append({"params": [now[n] for n in group.names], **own})
+            lr = group.settings.get("lr", settings["lr"]) * scale
+            made.append({"params": [now[n] for n in group.names], **group.settings, "lr": lr})
         split = any(isinstance(p, DTensor) for group in made for p in group["params"])
         if split and kind is torch.optim.SGD and config.train.optimizer.fused == "auto":
-            return kind(made, **(settings | {"fused": None}))  # PyTorch has no fused SGD for split parameters
-        return kind(made, **settings)
+            own["fused"] = None  # PyTorch has no fused SGD for split parameters
+        return kind(made, **own)
 
     return make
 

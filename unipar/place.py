@@ -6,8 +6,27 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from unipar.errors import WorldMismatch
+
+
+class Variables(TypedDict):
+    """Where a launcher says who a process is."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+TORCH_VARIABLES: Variables = {
+    "rank": "RANK",
+    "size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_size": "LOCAL_WORLD_SIZE",
+}
+"""The names that PyTorch's launcher uses, and others after it."""
 
 SWALLOWED = ("--local_rank", "--local-rank")
 """Arguments that launchers add to a worker's own; ours to take away."""

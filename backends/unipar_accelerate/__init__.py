@@ -8,13 +8,11 @@ from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
 from unipar.config import Config, Section
-from unipar.place import Launcher, Place
+from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
     from unipar.world import World
-
-_TORCH = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
 
 
 class AccelerateOptions(Section):
@@ -43,7 +41,7 @@ class Accelerate(Backend):
                 name="accelerate launch",
                 order=15,
                 marks=("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"),
-                **_TORCH,
+                **TORCH_VARIABLES,
                 address=("MASTER_ADDR", "MASTER_PORT"),
                 serves=("accelerate",),
                 opens="its agent listens on every interface at the master port",
@@ -52,7 +50,7 @@ class Accelerate(Backend):
                 name="accelerate launch without a world",
                 order=80,
                 marks=("ACCELERATE_MIXED_PRECISION",),
-                **_TORCH,
+                **TORCH_VARIABLES,
                 refusal="it started one process only, as it does with --cpu; add --multi_gpu, which also starts "
                 "processes on a machine without a GPU, or run the script with python",
             ),

@@ -73,5 +73,5 @@ def join(config: Config, place: Place) -> World:
 
 def forget() -> None:
     """Accelerate keeps one state for the whole process; a new engine starts with a new one."""
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()  # pyright: ignore[reportPrivateUsage]

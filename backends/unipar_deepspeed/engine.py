@@ -152,6 +152,6 @@ def _split(module: nn.Module, told: dict[str, Any], world: World, low: torch.dty
 def _allow_fp64() -> None:
     """The library's list for the CPU lacks it, though stage 0 needs nothing that fp64 has not."""
     accelerator: Any = get_accelerator()
-    known = list(accelerator.supported_dtypes())
+    known: list[torch.dtype] = list(accelerator.supported_dtypes())
     if torch.float64 not in known:
         accelerator.supported_dtypes = lambda: [*known, torch.float64]

@@ -46,7 +46,7 @@ class Holder:
         """The flat range of `p` that this rank keeps in full precision, and its storage."""
         key = None if kind == "weight" else kind
         if self.whole(p):
-            kept = self.master.get(id(p), p)
+            kept: Any = self.master.get(id(p), p)
             return (0, p.numel()), (kept.data if key is None else self.base.state[kept][key])
         if self.stage < 3:
             part = p._hp_mapping

@@ -27,12 +27,13 @@ class Ring(Open):
         arrive(part.module, world.device)
         super().__init__(part, config, world)
         half = options_of(config).compression == "fp16"
+        compression: Any = hvd.Compression.fp16 if half else hvd.Compression.none
         named = [(n, p) for n, p in part.module.named_parameters() if p.requires_grad]  # every collective has a name
         self.optimizer = hvd.DistributedOptimizer(
             self.base,
             named_parameters=named,
             op=hvd.Sum,
-            compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+            compression=compression,
         )
         self.base = self.optimizer  # it is a copy of the base, with its state
         self.passes = 1

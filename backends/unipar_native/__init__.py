@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
 from unipar.config import Config, Section
-from unipar.place import Launcher, Place
+from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 NO_FP16 = "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed"
 _NO_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
-_TORCH = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 LAUNCHERS = (
@@ -24,7 +23,7 @@ LAUNCHERS = (
         name="torchrun",
         order=20,
         marks=("TORCHELASTIC_RUN_ID",),
-        **_TORCH,
+        **TORCH_VARIABLES,
         address=_MASTER,
         opens="its agent listens on every interface (the master port, and two more with --standalone)",
     ),
@@ -53,7 +52,7 @@ LAUNCHERS = (
         name="RANK and WORLD_SIZE",
         order=70,
         marks=("RANK", "WORLD_SIZE"),
-        **_TORCH,
+        **TORCH_VARIABLES,
         address=_MASTER,
         refusal="variables of a launcher that is not known here; use torchrun, or unset them",
     ),

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from unipar.backend import Part
-from unipar.birth import arrive, lower, refuse_scalars, settle, travel
+from unipar.birth import arrive, lower, parameters_of, refuse_scalars, settle, travel
 from unipar.call import Call
 from unipar.config import Config
 from unipar.errors import TaskError
@@ -119,7 +119,7 @@ class DDP(FirstByHand):
 
     @override
     def wrap(self, *, find_unused: bool) -> nn.Module:
-        settings = self.settings | {"find_unused_parameters": find_unused}
+        settings: dict[str, Any] = self.settings | {"find_unused_parameters": find_unused}
         self.ddp = DistributedDataParallel(self.call, **settings)
         self.ddp.broadcast_buffers = False  # running statistics are shared before they are used, as in every cell
         return self.ddp
@@ -192,8 +192,8 @@ def _to_meta(root: nn.Module) -> None:
     """`module.to("meta")`, but tied parameters stay tied and buffers stay where they are."""
     done: dict[int, nn.Parameter] = {}
     for module in root.modules():
-        for name, p in list(module._parameters.items()):
+        for name, p in parameters_of(module).items():
             if p is not None:
                 if id(p) not in done:
                     done[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
-                module._parameters[name] = done[id(p)]
+                setattr(module, name, done[id(p)])

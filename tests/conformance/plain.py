@@ -35,7 +35,7 @@ def plain(case: Case, size: int) -> Result:
     optimizer = _optimizer(config, task, model, trained)
     base = [g["lr"] for g in optimizer.param_groups]
     data = task.data()
-    dataset = data.dataset if isinstance(data, DataLoader) else data
+    dataset: Any = data.dataset if isinstance(data, DataLoader) else data
     collate = task.collate
     seen = Sown(dataset, config.train.seed)
     order = Order(len(dataset), config.batch.total or 0, config.train.seed, shuffle=True, ragged=config.data.ragged)

@@ -167,8 +167,8 @@ class Grouped(Plain):
     @override
     def groups(self, model: nn.Module) -> Iterable[Mapping[str, Any]]:
         named = list(model.named_parameters())
-        thin = [p for n, p in named if p.ndim < 2]
-        wide = [p for n, p in named if p.ndim > 1]
+        thin = [p for _, p in named if p.ndim < 2]
+        wide = [p for _, p in named if p.ndim > 1]
         return [{"params": wide}, {"params": thin, "lr": 3e-3, "weight_decay": 0.0}]
 
 
