@@ -194,6 +194,20 @@ def test_run_hands_over_what_was_typed(unipar: Any, monkeypatch: pytest.MonkeyPa
     assert given["origins"]["out"] == "--out"
 
 
+@pytest.mark.parametrize(("rank", "out"), [("0", "the report\n"), ("1", "")])
+def test_one_rank_prints_the_report(unipar: Any, monkeypatch: pytest.MonkeyPatch, rank: str, out: str) -> None:
+    """Under a foreign launcher every rank is a command line of its own."""
+    world = {"TORCHELASTIC_RUN_ID": "1", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+
+    def launch(*_: Any, **__: Any) -> str:
+        return "the report"
+
+    monkeypatch.setattr("unipar.launcher.launch", launch)
+    assert unipar("run", "x.yaml").out == out
+
+
 @pytest.mark.parametrize("words", [["--local_rank=1"], ["--local-rank", "1"]])
 def test_what_launchers_add_is_swallowed(unipar: Any, words: list[str]) -> None:
     """Before the command or after it."""

@@ -56,8 +56,6 @@ def main() -> None:
         app([word for word in words if word != "--debug"], prog_name="unipar")
     except UniparError as e:
         _leave(e, str(e), e.code, debug=debug)
-    except KeyboardInterrupt as e:
-        _leave(e, "interrupted", 130, debug=debug)
     except Exception as e:  # the last stop: what nobody foresaw
         hint = "" if debug else " (unforeseen; --debug shows where)"
         _leave(e, f"{type(e).__name__}: {e}{hint}", 1, debug=debug)
