@@ -1,0 +1,50 @@
+"""The least task that trains, with some ways to go wrong."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+import unipar
+
+CONFIG: dict[str, Any] = {
+    "device": "cpu",
+    "parallel": {"data": 2},
+    "batch": {"total": 8},
+    "train": {"steps": 12, "optimizer": {"name": "sgd", "lr": 0.01}},
+    "log": {"every": 5},
+}
+
+
+class Tiny(unipar.Task):
+    """A line through 64 points."""
+
+    def __init__(self, pause: float = 0.0, fails_on: int | None = None) -> None:
+        self._pause, self._fails_on = pause, fails_on
+
+    @override
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 1)
+
+    @override
+    def data(self) -> list[tuple[Tensor, Tensor]]:
+        points = torch.linspace(-1, 1, 256).reshape(64, 4)
+        return [(x, x.sum().reshape(1)) for x in points]
+
+    @override
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        time.sleep(self._pause)
+        x, y = batch
+        return ((model(x) - y) ** 2).mean()
+
+    @override
+    def train(self, run: unipar.Run) -> None:
+        for share in run.batches():
+            if run.rank == self._fails_on:
+                raise ValueError("this rank was told to fail")
+            run.step(share)
+        print("trained", run.done)
