@@ -198,6 +198,18 @@ def test_the_first_error_is_the_one_that_is_told(tmp_path: Path) -> None:
     assert told == [10]
 
 
+def test_a_failed_build_is_one_sentence(tmp_path: Path) -> None:
+    """What failed, the first error, and where all of it can be read."""
+    with pytest.raises(errors.BackendNotInstalled) as told:
+        install._attempt(  # pyright: ignore[reportPrivateUsage]
+            ["sh", "-c", "echo a.cc:7: error: no such thing; exit 2"], tmp_path / "log", "it could not be built"
+        )
+    assert str(told.value) == (
+        "horovod 0.28.1 was not installed: it could not be built: a.cc:7: error: no such thing "
+        f"(the whole log: {tmp_path / 'log'})"
+    )
+
+
 def test_a_cmake_error_is_told_with_its_next_line(tmp_path: Path) -> None:
     """Its first line only says where."""
     words = "CMake Error at CMakeLists.txt:1 (cmake_minimum_required):\n  Compatibility with CMake < 3.5 is gone.\n"

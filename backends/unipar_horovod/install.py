@@ -217,7 +217,7 @@ def _attempt(
         run(command, log=log, env=env, say=say)
     except CommandFailed as e:
         raise BackendNotInstalled(
-            f"horovod {VERSION} was not installed, {trouble}: {e} (the whole log: {log})"
+            f"horovod {VERSION} was not installed: {trouble}: {e} (the whole log: {log})"
         ) from None
 
 
