@@ -33,7 +33,7 @@ lint: setup $(DONE)/tests ## ruff and pyright
 	$(IN_VENV) $(BIN)/pyright
 
 bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabric and loops written by hand
-	$(IN_VENV) $(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(IN_VENV) $(BIN)/python -m benchmarks.overhead $(ARGS)
 
 chaos: setup $(DONE)/tests ## kill random ranks and parents, many times
 	@$(PYTEST) -m chaos $(ARGS)

@@ -1,0 +1,104 @@
+"""unipar beside a loop written by hand, on the character GPT of the quickstart."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.loops import CLIP, DECAY, LR, by_hand
+from benchmarks.timing import Loop, calls, interleaved, interval, ratio
+from unipar import registry
+from unipar.config import Cell, Config
+from unipar.opening import opened
+from unipar.place import Place
+from unipar.source import read
+from unipar.task import Task, TaskRef
+
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+STEPS, WARM = 1_000_000, 3
+
+
+def config_of(cell: str, ranks: int) -> Config:
+    """Four samples on each rank, no accumulation, and nothing logged."""
+    change: dict[str, Any] = {
+        "parallel.data": ranks,
+        "batch": {"micro": 4, "accumulate": 1, "total": None},
+        "train": {
+            "steps": STEPS,
+            "clip": CLIP,
+            "optimizer": {"name": "adamw", "lr": LR, "weight_decay": DECAY, "decay": "all"},
+            "schedule": {"name": "constant"},
+        },
+        "log.every": STEPS,
+    }
+    return registry.at(read(QUICKSTART, (), change).config, Cell.parse(cell))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both loops in one process, over the same batch."""
+
+    ours: Loop
+    hand: Callable[[], Loop]
+    """Makes another loop written by hand, with a model of its own."""
+
+
+@contextmanager
+def both(cell: str, place: Place, run: Path) -> Generator[Pair]:
+    config = config_of(cell, place.size)
+    task: Task = TaskRef.of(None, config.task, {}).load()
+    with opened(config, task, place, run) as live:
+        share = next(live.batches())
+
+        def ours() -> None:
+            before = live.done
+            live.step(share)
+            live.seek(before)
+
+        def hand() -> Loop:
+            torch.manual_seed(0)
+            model: nn.Module = task.model()
+            return by_hand(cell, model, task.loss, share[0], config)
+
+        live.step(share)
+        yield Pair(ours, hand)
+
+
+def alone(place: Place, run: Path, control: socket.socket | None) -> None:
+    """A worker's entry, one process: CPU time and calls."""
+    cell = (run / "cell").read_text("utf-8")
+    with both(cell, place, run) as pair:
+        hand = pair.hand()
+        for _ in range(WARM):
+            pair.ours()
+            hand()
+        found = {"ratio": asdict(ratio(pair.ours, hand)), "calls": [calls(pair.ours, 3), calls(hand, 3)]}
+    (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def ranks(place: Place, run: Path, control: socket.socket | None) -> None:
+    """A worker's entry, two processes under DDP: wall clock, and how far two equal loops are apart."""
+    with both("native/nothing", place, run) as pair:
+        loops = {"unipar": pair.ours, "hand": pair.hand(), "hand again": pair.hand()}
+        for loop in loops.values():
+            for _ in range(WARM):
+                loop()
+        dist.barrier()
+        times = interleaved(loops, 24, 2, time.perf_counter)
+    if place.rank == 0:
+        base = times["hand"]
+        found = {
+            name: asdict(interval([a / b for a, b in zip(times[name], base, strict=True)]))
+            for name in ("unipar", "hand again")
+        }
+        (run / "found.json").write_text(json.dumps(found), encoding="utf-8")

@@ -1,0 +1,124 @@
+"""The same training loop as each library's own guide would have it, written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.timing import Loop
+from unipar import registry
+from unipar.config import Cell, Config
+
+Loss = Callable[[nn.Module, Any], Tensor]
+CLIP, LR, DECAY = 1.0, 3e-4, 0.1
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY, fused=True)
+
+
+def flat(optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda _: 1.0)
+
+
+def plain(model: nn.Module, loss: Loss, batch: Any) -> Loop:
+    """One process, DDP and FSDP2: they differ in what was done to the model before."""
+    optimizer = adamw(model)
+    schedule, parameters = flat(optimizer), tuple(model.parameters())
+
+    def step() -> None:
+        loss(model, batch).backward()
+        clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ddp(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return plain(DistributedDataParallel(model, gradient_as_bucket_view=True), loss, batch)
+
+
+def fsdp2(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    layers: Any = model.get_submodule("layers")
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return plain(model, loss, batch)
+
+
+def deepspeed(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    import deepspeed
+
+    parameters = sum(p.numel() for p in model.parameters())
+    told = registry.find("deepspeed").native_config(config, parameters) | {"gradient_clipping": CLIP}
+    engine: Any = deepspeed.initialize(model=model, optimizer=adamw(model), config=told, dist_init_required=False)[0]
+    schedule = flat(engine.basic_optimizer)
+
+    def step() -> None:
+        engine.backward(loss(engine, batch))
+        engine.step()
+        schedule.step()
+
+    return step
+
+
+def horovod(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    import horovod.torch as hvd
+
+    optimizer: Any = hvd.DistributedOptimizer(adamw(model), named_parameters=list(model.named_parameters()))
+    schedule, parameters = flat(optimizer), tuple(model.parameters())
+
+    def step() -> None:
+        loss(model, batch).backward()
+        optimizer.synchronize()
+        clip_grad_norm_(parameters, CLIP)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def accelerate(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    base = adamw(model)
+    wrapped, optimizer, schedule = accelerator.prepare(model, base, flat(base))
+    parameters = tuple(wrapped.parameters())
+
+    def step() -> None:
+        accelerator.backward(loss(wrapped, batch))
+        accelerator.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_hand(cell: str, model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    """The loop that somebody would write for this cell."""
+    at = Cell.parse(cell)
+    if at.backend == "single":
+        return plain(model, loss, batch)
+    if at.backend == "native":
+        return (ddp if at.shard == "nothing" else fsdp2)(model, loss, batch, config)
+    return {"deepspeed": deepspeed, "horovod": horovod, "accelerate": accelerate}[at.backend](
+        model, loss, batch, config
+    )

@@ -1,0 +1,145 @@
+"""What each library adds to one step of a model so small that nothing else counts."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+import unipar
+from benchmarks.timing import Loop, calls, interleaved
+from unipar.config import Config
+from unipar.opening import opened
+from unipar.place import Place
+
+ROUNDS, STEPS, WARM = 15, 200, 50
+BATCH, WIDTH, STEPS_OF_ALL = 4, 16, 1_000_000
+
+
+class MLP(unipar.Task):
+    """Three linear layers of width 16."""
+
+    @override
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    @override
+    def data(self) -> TensorDataset:
+        return TensorDataset(torch.randn(4096, WIDTH), torch.randn(4096, WIDTH))
+
+    @override
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+CONFIG = Config.model_validate(
+    {
+        "backend": "single",
+        "device": "cpu",
+        "batch": {"total": BATCH},
+        "train": {
+            "steps": STEPS_OF_ALL,
+            "clip": 1.0,
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+            "schedule": {"name": "linear"},
+        },
+        "log": {"every": STEPS_OF_ALL},
+    }
+)
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
+    """What every loop but ours is written around: the same kernels and the same schedule."""
+    model = MLP().model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.0, fused=True)
+    return model, optimizer, LambdaLR(optimizer, lambda step: 1.0 - step / STEPS_OF_ALL)
+
+
+def by_hand(next_batch: Callable[[], Any]) -> Loop:
+    model, optimizer, schedule = made()
+    task, parameters = MLP(), tuple(model.parameters())
+
+    def step() -> None:
+        task.loss(model, next_batch()).backward()
+        clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_accelerate(batch: Any) -> Loop:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 1
+    model, optimizer, schedule = accelerator.prepare(*made())
+    task, parameters = MLP(), tuple(model.parameters())
+
+    def step() -> None:
+        accelerator.backward(task.loss(model, batch))
+        accelerator.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_fabric(batch: Any) -> Loop:
+    fabric: Any = Fabric(accelerator="cpu", devices=1)
+    plain, base, schedule = made()
+    model, optimizer = fabric.setup(plain, base)
+    task = MLP()
+
+    def step() -> None:
+        fabric.backward(task.loss(model, batch))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(place: Place, run: Path, control: socket.socket | None) -> None:
+    """A worker's entry."""
+    dataset = MLP().data()
+    batch = next(iter(DataLoader(dataset, BATCH)))
+    with opened(CONFIG, MLP(), place, run) as live:
+        data = live.batches()
+        share = next(data)
+        live.step(share)
+
+        def again() -> None:  # the same share each time, as the others have the same batch
+            before = live.done
+            live.step(share)
+            live.seek(before)
+
+        plain = chain.from_iterable(DataLoader(dataset, BATCH, shuffle=True) for _ in repeat(None))
+        loops: dict[str, Loop] = {
+            "hand": by_hand(lambda: batch),
+            "hand again": by_hand(lambda: batch),
+            "unipar": again,
+            "fabric": by_fabric(batch),
+            "accelerate": by_accelerate(batch),
+            "hand + DataLoader": by_hand(lambda: next(plain)),
+            "unipar + its data": lambda: live.step(next(data)),
+        }
+        for loop in loops.values():
+            for _ in range(WARM):
+                loop()
+        times = interleaved(loops, ROUNDS, STEPS)
+        found = {name: {"seconds": times[name], "calls": calls(loop)} for name, loop in loops.items()}
+    (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
