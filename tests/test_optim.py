@@ -1,0 +1,114 @@
+"""Groups by name, rates that keep their ratio, and a schedule counted in optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unipar
+from unipar.config import Config
+from unipar.errors import TaskError
+from unipar.optim import Group, Rates, factor, grouped, optimizer_of
+from unipar.training import Constant, Cosine, Linear
+
+CPU = torch.device("cpu")
+Groups = Callable[[nn.Module], Any]
+
+
+class _Task(unipar.Task):
+    def __init__(self, groups: Groups | None = None) -> None:
+        self._groups = groups
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+
+    def data(self) -> Any:
+        return None
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        return model(batch).mean()
+
+    def groups(self, model: nn.Module) -> Any:
+        return self._groups(model) if self._groups else None
+
+
+def _config(**train: Any) -> Config:
+    return Config.model_validate({"batch": {"total": 8}, "train": {"steps": 10} | train})
+
+
+def _groups(made: Groups, **train: Any) -> tuple[Group, ...]:
+    task = _Task(made)
+    return grouped(task, task.model(), _config(**train))
+
+
+def test_matrices_alone_decay() -> None:
+    """`decay: matrices` leaves biases and norms out."""
+    task = _Task()
+    wide, thin = grouped(task, task.model(), _config(optimizer={"decay": "matrices"}))
+    assert wide.names == ("0.weight", "2.weight")
+    assert thin.names == ("0.bias", "1.weight", "1.bias", "2.bias")
+    assert dict(thin.settings) == {"weight_decay": 0.0}
+
+
+def test_groups_keep_their_ratio() -> None:
+    """A group's own rate, the lr_scale and the schedule's factor multiply."""
+    task = _Task(lambda m: [{"params": [m[0].weight, m[0].bias]}, {"params": [*m[1].parameters(), *m[2].parameters()], "lr": 0.5}])
+    config = _config(optimizer={"name": "sgd", "lr": 0.1}, lr_scale={"rule": "linear", "at_batch": 4})
+    module = task.model()
+    optimizer = optimizer_of(grouped(task, module, config), config, CPU)(module)
+    rates = Rates(optimizer)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.0, 0.0]
+    rates.set(optimizer, 0.5)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda m: [{"params": [m[0].weight]}],
+         "groups() leaves out 0.bias, 1.weight, 1.bias, 2.weight and 1 more: give every trained parameter a group, "
+         "or freeze it"),
+        (lambda m: [{"params": m.parameters()}, {"params": [m[0].bias]}], "groups(): '0.bias' is in two groups"),
+        (lambda m: [{"params": [nn.Parameter(torch.ones(1))]}],
+         "groups(): group 0 holds a parameter that is not the model's"),
+        (lambda m: [{"parameters": m.parameters()}], "groups(): group 0 has no 'params'"),
+        (lambda m: [{"params": m.parameters(), "learning_rate": 1.0}],
+         "groups(): group 0 sets 'learning_rate'; this optimizer has betas, eps, lr, weight_decay"),
+    ],
+)  # fmt: skip
+def test_groups_that_are_wrong(made: Groups, message: str) -> None:
+    """PyTorch would take most of them without a word."""
+    with pytest.raises(TaskError) as e:
+        _groups(made)
+    assert str(e.value) == message
+
+
+@pytest.mark.parametrize(
+    ("fused", "foreach", "wanted"),
+    [("auto", "auto", (True, None)), (False, False, (False, False)), (False, "auto", (False, None)), ("auto", True, (None, True))],
+)
+def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
+    """fused: auto takes it where it is; a foreach that is asked for keeps it out."""
+    task = _Task()
+    config = _config(optimizer={"fused": fused, "foreach": foreach})
+    module = task.model()
+    defaults = optimizer_of(grouped(task, module, config), config, CPU)(module).defaults
+    assert (defaults["fused"], defaults["foreach"]) == wanted
+
+
+def test_schedules() -> None:
+    """Warm-up climbs to the full rate; linear and cosine reach `end` at the last of ten steps."""
+    cosine, linear = Cosine(warmup=2, end=0.1), Linear(warmup=2)
+    assert [factor(cosine, s, 10) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert factor(cosine, 9, 10) == pytest.approx(0.1, abs=1e-15)
+    assert [round(factor(linear, s, 10), 6) for s in (2, 3, 9)] == [1.0, 0.857143, 0.0]
+    assert [factor(Constant(warmup=4), s, 10) for s in (0, 3, 9)] == [0.25, 1.0, 1.0]
+
+
+def test_a_schedule_whose_warm_up_is_the_whole_run() -> None:
+    """Nothing divides by zero."""
+    assert [factor(Cosine(warmup=3), s, 3) for s in range(3)] == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
