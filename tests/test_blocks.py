@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from typing_extensions import override
 
 import unipar
 from unipar.blocks import blocks_of, found
@@ -25,15 +26,19 @@ class _Task(unipar.Task):
     def __init__(self, names: list[str] | None = None) -> None:
         self.names = names
 
+    @override
     def model(self) -> nn.Module:
         return _Stack()
 
+    @override
     def data(self) -> Any:
         return None
 
+    @override
     def loss(self, model: Any, batch: Any) -> Any:
         return None
 
+    @override
     def blocks(self, model: nn.Module) -> list[str] | None:
         return self.names
 

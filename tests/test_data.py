@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
+from typing_extensions import override
 
 from unipar.config import Config, Sizes
 from unipar.data import Feed, Order, Plan, Source, cut, source_of
@@ -133,6 +134,7 @@ def _collate(samples: list[Any]) -> Any:
 
 
 class _Stream(IterableDataset[int]):
+    @override
     def __iter__(self) -> Any:
         return iter(range(3))
 

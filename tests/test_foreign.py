@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -56,12 +57,15 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def command(launcher: str, *words: str) -> list[str]:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     made = [word.format(port=port) for word in COMMANDS[launcher]]
     return [*made, "unipar", "run", *words]
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    made = environment(folder)
+    return subprocess.run(words, cwd=folder, env=made, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,7 @@ def test_a_world_of_another_size(tmp_path: Path) -> None:
     """Both numbers and the way out."""
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
     words = command("torchrun", "x.yaml", "--set", "parallel.data=4")
-    done = subprocess.run(words, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
+    done = run(words, tmp_path)
     assert done.returncode != 0
     assert "unipar: parallel.data: 4, but torchrun started 2 processes; give it 4, or say auto" in done.stderr
     assert not (tmp_path / "runs").exists()

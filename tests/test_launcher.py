@@ -114,8 +114,8 @@ def test_stopped_by_a_signal(tmp_path: Path) -> None:
 import unipar
 from tests.tiny import CONFIG, Tiny
 if __name__ == "__main__":
-    more = {{"out": "out", "train.steps": 100000, "task": {{"use": "{ROOT}/tests/tiny.py:Tiny", "args": {{"pause": 0.01}}}}}}
-    unipar.launch(CONFIG, overrides=more)
+    task = {{"use": "{ROOT}/tests/tiny.py:Tiny", "args": {{"pause": 0.01}}}}
+    unipar.launch(CONFIG, overrides={{"out": "out", "train.steps": 100000, "task": task}})
 """
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     environment = {**os.environ, **FOUND, "OMP_NUM_THREADS": "1"}
@@ -144,7 +144,8 @@ from tests.tiny import CONFIG, Tiny
 
 print("before")
 task = Tiny()
-with unipar.join(CONFIG, model=task.model, loss=task.loss, overrides={"parallel.data": int(sys.argv[1]), "out": "out"}) as run:
+more = {"parallel.data": int(sys.argv[1]), "out": "out"}
+with unipar.join(CONFIG, model=task.model, loss=task.loss, overrides=more) as run:
     for share in run.over(task.data()):
         step = run.step(share)
         if sys.argv[2:] == ["fail"] and run.rank == 1:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 import unipar
 from unipar.config import Config
@@ -16,22 +17,26 @@ from unipar.optim import Group, Rates, factor, grouped, optimizer_of
 from unipar.training import Constant, Cosine, Linear
 
 CPU = torch.device("cpu")
-Groups = Callable[[nn.Module], Any]
+Groups = Callable[[Any], Any]
 
 
 class _Task(unipar.Task):
     def __init__(self, groups: Groups | None = None) -> None:
         self._groups = groups
 
+    @override
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
 
+    @override
     def data(self) -> Any:
         return None
 
+    @override
     def loss(self, model: Any, batch: Any) -> torch.Tensor:
         return model(batch).mean()
 
+    @override
     def groups(self, model: nn.Module) -> Any:
         return self._groups(model) if self._groups else None
 
@@ -56,7 +61,11 @@ def test_matrices_alone_decay() -> None:
 
 def test_groups_keep_their_ratio() -> None:
     """A group's own rate, the lr_scale and the schedule's factor multiply."""
-    task = _Task(lambda m: [{"params": [m[0].weight, m[0].bias]}, {"params": [*m[1].parameters(), *m[2].parameters()], "lr": 0.5}])
+
+    def groups(m: Any) -> Any:
+        return [{"params": m[0].parameters()}, {"params": [*m[1].parameters(), *m[2].parameters()], "lr": 0.5}]
+
+    task = _Task(groups)
     config = _config(optimizer={"name": "sgd", "lr": 0.1}, lr_scale={"rule": "linear", "at_batch": 4})
     module = task.model()
     optimizer = optimizer_of(grouped(task, module, config), config, CPU)(module)
@@ -66,20 +75,20 @@ def test_groups_keep_their_ratio() -> None:
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (lambda m: [{"params": [m[0].weight]}],
-         "groups() leaves out 0.bias, 1.weight, 1.bias, 2.weight and 1 more: give every trained parameter a group, "
-         "or freeze it"),
-        (lambda m: [{"params": m.parameters()}, {"params": [m[0].bias]}], "groups(): '0.bias' is in two groups"),
-        (lambda m: [{"params": [nn.Parameter(torch.ones(1))]}],
-         "groups(): group 0 holds a parameter that is not the model's"),
-        (lambda m: [{"parameters": m.parameters()}], "groups(): group 0 has no 'params'"),
-        (lambda m: [{"params": m.parameters(), "learning_rate": 1.0}],
-         "groups(): group 0 sets 'learning_rate'; this optimizer has betas, eps, lr, weight_decay"),
-    ],
-)  # fmt: skip
+WRONG: list[tuple[Groups, str]] = [
+    (lambda m: [{"params": [m[0].weight]}],
+     "groups() leaves out 0.bias, 1.weight, 1.bias, 2.weight and 1 more: give every trained parameter a group, "
+     "or freeze it"),
+    (lambda m: [{"params": m.parameters()}, {"params": [m[0].bias]}], "groups(): '0.bias' is in two groups"),
+    (lambda m: [{"params": [nn.Parameter(torch.ones(1))]}],
+     "groups(): group 0 holds a parameter that is not the model's"),
+    (lambda m: [{"parameters": m.parameters()}], "groups(): group 0 has no 'params'"),
+    (lambda m: [{"params": m.parameters(), "learning_rate": 1.0}],
+     "groups(): group 0 sets 'learning_rate'; this optimizer has betas, eps, lr, weight_decay"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "message"), WRONG)
 def test_groups_that_are_wrong(made: Groups, message: str) -> None:
     """PyTorch would take most of them without a word."""
     with pytest.raises(TaskError) as e:
@@ -89,7 +98,12 @@ def test_groups_that_are_wrong(made: Groups, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("fused", "foreach", "wanted"),
-    [("auto", "auto", (True, None)), (False, False, (False, False)), (False, "auto", (False, None)), ("auto", True, (None, True))],
+    [
+        ("auto", "auto", (True, None)),
+        (False, False, (False, False)),
+        (False, "auto", (False, None)),
+        ("auto", True, (None, True)),
+    ],
 )
 def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
     """fused: auto takes it where it is; a foreach that is asked for keeps it out."""

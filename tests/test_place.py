@@ -51,7 +51,11 @@ def test_a_launcher_without_an_address(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}],
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+    ],
 )
 def test_nobody(environ: dict[str, str]) -> None:
     """A batch script's variables, or an address alone, make no world."""

@@ -13,7 +13,9 @@ TOY = ROOT / "tests" / "toy"
 
 def _run(*words: str, path: Path = TOY) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(path), "COLUMNS": "120"}
-    return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_found() -> None:

@@ -93,8 +93,8 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
     ("backend", "sections", "message"),
     [
         ("native", {"train": {"steps": 1, "precision": "bf16-master"}},
-         "native/nothing: train.precision: bf16-master cannot be had: DDP keeps one copy of the parameters, so there is "
-         "no fp32 master beside bf16 ones; use native/parameters or deepspeed/*"),
+         "native/nothing: train.precision: bf16-master cannot be had: DDP keeps one copy of the parameters, so there "
+         "is no fp32 master beside bf16 ones; use native/parameters or deepspeed/*"),
         ("deepspeed", {"train": {"steps": 1, "precision": "fp64"}, "parallel": {"shard": "gradients"}},
          "deepspeed/gradients: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
          "deepspeed/nothing, native/* or fp32"),
