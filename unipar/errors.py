@@ -89,7 +89,18 @@ class Stopped(UniparError):
 
 def rebuild(kind: str, message: str) -> UniparError | None:
     """The error that a worker raised on purpose, as the same type, here; None for any other."""
-    made = {c.__name__: c for c in (ConfigError, TaskError, BackendNotInstalled, WorldMismatch, NonFinite, Stopped)}
+    plain = (
+        ConfigError,
+        TaskError,
+        OutExists,
+        BackendNotFound,
+        BackendNotInstalled,
+        WorldMismatch,
+        Hung,
+        NonFinite,
+        Stopped,
+    )
+    made = {c.__name__: c for c in plain}
     if kind in made:
         return made[kind](message)
     if kind == Unsupported.__name__:

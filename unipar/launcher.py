@@ -54,9 +54,10 @@ def launch(
     functions = _given(locals())
     try:
         source = given(config, overrides)
-        _forget(source.out)
-        ref = TaskRef.of(task, source.config.task, functions, _earlier)
+        earlier = _but(source.out)
+        ref = TaskRef.of(task, source.config.task, functions, earlier)
         plan = Plan.of(source, ref, overwrite=overwrite)
+        _earlier[:] = earlier
         if plan.place is not None:
             _train_here(plan, task_here(task, functions, plan.config, ref), quiet)
         else:
@@ -170,10 +171,10 @@ def _before_join() -> Report:
     raise TaskError("launch() and join() are both called in one script; a script that joins does nothing else")
 
 
-def _forget(out: Path) -> None:
-    """Workers import the script and come past its earlier launches; this one is about to write over their folder."""
+def _but(out: Path) -> list[str]:
+    """What workers find of earlier launches when this one has written over `out`."""
     gone = f"!TaskError: the run in {out} was overwritten by a later one; put launches under if __name__ == '__main__'"
-    _earlier[:] = [gone if entry == str(out.resolve()) else entry for entry in _earlier]
+    return [gone if entry == str(out.resolve()) else entry for entry in _earlier]
 
 
 def _came_of(entry: str) -> Report:
