@@ -208,7 +208,8 @@ class Run:
         """A step boundary: where the turn of others is waited for, and a signal is heeded."""
         if self._gate is not None:
             self._gate(done)
-        self._boundary(done)
+        if done < self.steps:
+            self._boundary(done)
 
     def _shares(self, feed: Feed) -> Iterator[Share]:
         every = self.config.eval.every
@@ -232,7 +233,7 @@ class Run:
         samples = feed.samples(self.done)
         if not self._weighs:
             return Share([Micro(moved(batch, self.device), plan.weight) for batch, plan in read], samples)
-        weights = [self._weight(batch) if plan.weight else 0.0 for batch, plan in read]
+        weights = [self._weight(batch, len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
         total = torch.tensor(sum(weights), dtype=torch.float64, device=self.device)
         whole = self.world.sum(total).item()
         if not whole > 0:
@@ -243,11 +244,9 @@ class Run:
         micros = [(b if w > 0 else self._spare, w / whole) for (b, _), w in zip(read, weights, strict=True)]
         return Share([Micro(moved(batch, self.device), scale) for batch, scale in micros], samples)
 
-    def _weight(self, batch: Any) -> float:
+    def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self.task.weight(batch)
-        if weight is None:
-            raise TaskError("weight(batch) returned None; return a number, or leave weight out")
-        return float(weight)
+        return float(samples if weight is None else weight)
 
     def _fn(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, under random numbers of this step's microbatch, whichever rank computes it."""

@@ -8,16 +8,18 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from unipar import registry, stopping
-from unipar.backend import Part
+from unipar import registry
+from unipar.backend import Backend, Part
 from unipar.beat import Heart, beat_of
 from unipar.birth import born
 from unipar.blocks import blocks_of
 from unipar.config import Config
+from unipar.errors import BackendNotInstalled, Stopped
 from unipar.ledger import Ledger, ledger_of
 from unipar.loop import Run
 from unipar.optim import grouped, optimizer_of
 from unipar.place import Place
+from unipar.stopping import listening
 from unipar.task import Task
 from unipar.track import Trackers
 from unipar.world import World
@@ -27,22 +29,32 @@ from unipar.world import World
 def opened(config: Config, task: Task, place: Place, run: Path) -> Generator[Run]:
     """A run that is ready to train; its world is left in order when the body ends well."""
     heart = Heart(beat_of(run, place.rank))
-    stopping.install()
     backend = registry.check(config)
-    world = backend.join(config, place)
-    with Ledger(ledger_of(run, place.rank)) as ledger:
+    with listening(), Ledger(ledger_of(run, place.rank)) as ledger:
+        with _library(backend):
+            world = backend.join(config, place)
         trackers = Trackers(config.log.to, run, place.rank)
         made = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers)
         try:
             yield made
-        except stopping.Stopped:
+        except Stopped:
             ledger.note("stopped", step=made.done)
             raise
         made.finish()
         ledger.note("end", steps=made.done, peak_rss=peak_rss())
         world.barrier()  # every rank's ledger is whole before any rank reads it
-    made.engine.close()
-    world.close()
+        made.engine.close()
+        world.close()
+
+
+@contextmanager
+def _library(backend: Backend) -> Generator[None]:
+    """What is installed and does not import is refused in its own words."""
+    try:
+        yield
+    except ImportError as e:
+        hint = f": {backend.hint}" if backend.hint else ""
+        raise BackendNotInstalled(f"backend {backend.name!r} is installed and does not import ({e}){hint}") from e
 
 
 def assembled(config: Config, task: Task, world: World, *, ledger: Ledger, heart: Heart, trackers: Trackers) -> Run:
@@ -55,7 +67,8 @@ def assembled(config: Config, task: Task, world: World, *, ledger: Ledger, heart
     parameters = sum(p.numel() for p in module.parameters())
     groups = grouped(task, module, config)
     part = Part("model", module, optimizer_of(groups, config, world.device), blocks_of(task, module, config))
-    engine = backend.build(part, config, world)
+    with _library(backend):
+        engine = backend.build(part, config, world)
     cell = str(registry.cell_of(config))
     ledger.note("start", rank=world.rank, size=world.size, cell=cell, pid=os.getpid(), parameters=parameters)
     return Run(task, module, engine, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -15,20 +17,25 @@ if TYPE_CHECKING:
 _asked: int | None = None
 
 
-def install() -> None:
-    """SIGTERM and SIGINT ask for a stop instead of ending this process at once."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _ask)
-        signal.signal(signal.SIGINT, _ask)
+@contextmanager
+def listening() -> Generator[None]:
+    """SIGTERM and SIGINT ask this run for a stop instead of ending the process at once."""
+    global _asked
+    _asked = None
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may take signals
+        return
+    before = {number: signal.signal(number, _ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _ask(number: int, frame: FrameType | None) -> None:
     global _asked
     _asked = number
-
-
-def asked() -> bool:
-    return _asked is not None
 
 
 class Boundary:
