@@ -36,7 +36,7 @@ def _played(config: pytest.Config) -> list[Any]:
     made: list[Any] = []
     for cell in cells:
         alone = registry.find(cell.backend).capabilities.alone
-        for size in (1,) if alone else SIZES:
+        for size in (1,) if alone else (2,) if cell.variant else SIZES:
             for name, case in CASES.items():
                 if size in case.sizes or (alone and case.sizes == SIZES):
                     marks = [m for m in known if m.fits(cell, name, size)]

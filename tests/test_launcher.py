@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,6 +134,44 @@ if __name__ == "__main__":
     assert f"Stopped: stopped by SIGTERM after step {report.stopped}; what was logged is in {tmp_path}/out\n" in said
     steps = [[line for line in x.read_text("utf-8").splitlines() if '"stopped"' in line] for x in ledgers]
     assert [f'"step": {report.stopped}' in rank[0] for rank in steps] == [True, True]
+
+
+def test_a_rank_that_hangs_in_training(tmp_path: Path) -> None:
+    """Its peer waits inside DDP's backward, and is not blamed."""
+    script = f"""
+import unipar
+from tests.tiny import CONFIG
+task = {{"use": "{ROOT}/tests/tiny.py:Tiny", "args": {{"hangs_on": 1}}}}
+if __name__ == "__main__":
+    try:
+        unipar.launch(CONFIG, overrides={{"out": "out", "launch": {{"heartbeat": 1.0}}, "task": task}}, quiet=True)
+    except unipar.Hung as e:
+        print(e)
+"""
+    done = python(script, tmp_path)
+    assert done.stdout.startswith("rank 1 hung in step 4 (forward): no sign of life for 1 s; it is at "), done.stderr
+    assert re.search(r"tests/tiny.py:\d+ in loss\n", done.stdout)
+
+
+def test_a_backend_whose_library_is_broken(tmp_path: Path) -> None:
+    """Its own words, as the error that it is: the exit code says so too."""
+    broken = tmp_path / "broken" / "deepspeed"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open')", encoding="utf-8")
+    script = f"""
+import sys, unipar
+from tests.tiny import CONFIG, Tiny
+if __name__ == "__main__":
+    sys.path.insert(0, "{broken.parent}")
+    try:
+        unipar.launch({{**CONFIG, "backend": "deepspeed"}}, task=Tiny, overrides={{"out": "out"}}, quiet=True)
+    except unipar.BackendNotInstalled as e:
+        print(e.code, e)
+"""
+    done = python(script, tmp_path)
+    assert "3 backend 'deepspeed' is installed and does not import (libcuda.so.1: cannot open)" in done.stdout, (
+        done.stderr
+    )
 
 
 # join

@@ -215,7 +215,7 @@ class Broken(Line):
 
     @override
     def weight(self, batch: Any) -> Any:
-        return self.what["weight"] if "weight" in self.what else None
+        return self.what.get("weight")
 
     @override
     def validation(self) -> Any:

@@ -23,8 +23,9 @@ CONFIG: dict[str, Any] = {
 class Tiny(unipar.Task):
     """A line through 64 points."""
 
-    def __init__(self, pause: float = 0.0, fails_on: int | None = None) -> None:
-        self._pause, self._fails_on = pause, fails_on
+    def __init__(self, pause: float = 0.0, fails_on: int | None = None, hangs_on: int | None = None) -> None:
+        self._pause, self._fails_on, self._hangs_on = pause, fails_on, hangs_on
+        self._calls = 0
 
     @override
     def model(self) -> nn.Module:
@@ -38,6 +39,9 @@ class Tiny(unipar.Task):
     @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         time.sleep(self._pause)
+        self._calls += 1
+        if self._calls == 4 and torch.distributed.get_rank() == self._hangs_on:
+            time.sleep(600)
         x, y = batch
         return ((model(x) - y) ** 2).mean()
 
