@@ -18,7 +18,6 @@ from unipar.orders import die_with_parent
 from unipar.place import Place, without_launcher_arguments
 from unipar.plan import Plan
 from unipar.progress import Progress
-from unipar.signals import ASKING
 from unipar.worker import record
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ def trained(plan: Plan, task: Task, *, quiet: bool = False) -> Generator[Run]:
         sys.argv[:] = without_launcher_arguments(sys.argv)
         _die_with_launcher()
     with ExitStack() as stack:
-        stack.enter_context(_handlers_kept())
         if place.rank == 0:
             stack.enter_context(plan.made())
             _announce(run, place)
@@ -63,19 +61,6 @@ def _die_with_launcher() -> None:
     """What foreign launchers leave behind when they are killed themselves is theirs no more."""
     if threading.current_thread() is threading.main_thread():
         die_with_parent(os.getppid(), signal.SIGKILL)
-
-
-@contextmanager
-def _handlers_kept() -> Generator[None]:
-    """A run asks for SIGINT and SIGTERM; this process had its own before."""
-    before = {number: signal.getsignal(number) for number in ASKING}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                if handler is not None:
-                    signal.signal(number, handler)
 
 
 def _mark(place: Place) -> str:
