@@ -98,8 +98,14 @@ def meet(config: Config, place: Place) -> World:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _met.append(place)
     store = dist.PrefixStore(f"unipar/{len(_met)}", store)  # a script may launch twice in one foreign world
+    kind = transport(config, device)
     dist.init_process_group(
-        transport(config, device), store=store, rank=place.rank, world_size=place.size, timeout=patience
+        kind,
+        store=store,
+        rank=place.rank,
+        world_size=place.size,
+        timeout=patience,
+        device_id=device if kind == "nccl" else None,
     )
     if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
         raise WorldMismatch(f"torch sees rank {dist.get_rank()} of {dist.get_world_size()}, not {place}")
