@@ -106,6 +106,7 @@ CASES = {
         Case("three forwards", tasks.Thrice),
         Case("unused", tasks.Unused),
         Case("unused at times", tasks.AtTimes, accumulate=1, options=_ALL_FIND),
+        Case("unused at times, unsaid", tasks.AtTimes, accumulate=1),
         Case("unused on one rank", tasks.OneRank, accumulate=1, options=_ALL_FIND, micro=True, sizes=(2,), apart=True),
         Case("scalar parameter", tasks.Scalar),
         Case("batch norm", tasks.Normed, micro=True),

@@ -41,6 +41,8 @@ MARKS = (
          "FSDP2 gathers a block's parameters for that block's forward alone"),
     Mark("notyet", ("native/parameters", "deepspeed/*"), ("scalar parameter",), "TaskError",
          "FSDP2 and DeepSpeed do not take parameters without dimensions"),
+    Mark("never", ("native/nothing", "accelerate/nothing"), ("unused at times, unsaid",), "TaskError",
+         "DDP must be told to search for unused parameters: options.NAME.find_unused"),
     Mark("never", ZERO, ("fp64",), "Unsupported", "ZeRO's masters are fp32"),
     Mark("never", ("single", "native/nothing", "horovod/*", "accelerate/*"),
          ("bf16-master", "bf16-master, float inputs", "state out and in, bf16-master"), "Unsupported",
