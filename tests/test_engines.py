@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 import unipar
 from tests.conformance import tasks
@@ -104,6 +105,7 @@ def test_the_model_is_built_for_real_where_meta_will_not_do(tmp_path: Path) -> N
     from unipar.birth import _on_meta  # pyright: ignore[reportPrivateUsage]
 
     class Looking(tasks.Plain):
+        @override
         def model(self) -> nn.Module:
             depth = int(torch.linspace(1, 2, 2)[-1].item())
             return nn.Sequential(*[nn.Linear(2, 2) for _ in range(depth)])
