@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ import pytest
 from tests.world import FOUND, ROOT, eventually, read_pid, runs, short_folder
 from unipar.crew import Crew, worker_environment
 from unipar.errors import NonFinite, Stopped, WorkerFailed
+from unipar.orders import Orders
+from unipar.process import Process
 from unipar.zygote import Zygote
 
 Make = Callable[..., Crew]
@@ -259,6 +261,31 @@ def test_workers_outlive_the_thread_that_started_them(crew: Make, tmp_path: Path
         assert all(runs(pid) for pid in started.pids.values())
     finally:
         started.kill()
+
+
+@pytest.mark.parametrize(("in_main", "mortal"), [(True, 1), (False, 0)])
+def test_the_kernel_is_asked_in_the_main_thread_only(tmp_path: Path, *, in_main: bool, mortal: int) -> None:
+    """Until the lifeline is watched, a worker dies with the thread that started it; other threads may be short."""
+    seen: list[int] = []
+
+    class Noted:
+        pid = 1
+
+        def start(self, orders: Orders, environment: Mapping[str, str], log: int) -> Process:
+            seen.append(orders.mortal)
+            raise OSError
+
+    def enter() -> None:
+        with pytest.raises(OSError, match=r"^$"):
+            Crew(tmp_path, 1, "x:y", zygote=Noted()).__enter__()
+
+    if in_main:
+        enter()
+    else:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+    assert seen == [mortal]
 
 
 def test_a_crew_in_a_thread(crew: Make, tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ class Other(Tiny):
 
 second = unipar.launch(CONFIG, task=Other, overrides={"out": "b"})
 print("second", second.steps, first.parameters, second.parameters)
+try:
+    unipar.launch(CONFIG, task=Other, overrides={"out": "a"}, overwrite=True, quiet=True)
+except unipar.TaskError as e:
+    print(e)
 """
 
 
@@ -68,6 +72,7 @@ def test_two_launches_and_no_guard(tmp_path: Path) -> None:
         "model of Other",
         "trained 12",
         "second 12 5 4",
+        "the run in a was overwritten by a later one; put launches under if __name__ == '__main__'",
     ]
     assert "Traceback" not in done.stderr
     assert "12 steps in " in done.stderr

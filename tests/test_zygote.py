@@ -38,16 +38,17 @@ def test_threads_are_refused() -> None:
         pass
 
 
-def test_forks_are_fresh(tmp_path: Path) -> None:
+def test_forks_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has its parent's modules and nothing of the worlds before it; environment and folder are the asker's."""
     with Zygote(["tests.entries"], FOUND) as zygote:
+        monkeypatch.chdir(tmp_path)  # after it has started
         for name in ("first", "second"):
             (tmp_path / name).mkdir()
             more = {**FOUND, "NAMED": name}
             crew = Crew(tmp_path / name, 1, "tests.entries:remembers", environment=more, zygote=zygote)
             with crew:
                 crew.wait()
-            assert (tmp_path / name / "remembered").read_text("utf-8") == f"['{name}'] {os.getcwd()} True"
+            assert (tmp_path / name / "remembered").read_text("utf-8") == f"['{name}'] {tmp_path} True"
 
 
 PARENT = """
