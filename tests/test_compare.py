@@ -282,6 +282,12 @@ def test_single_is_always_first_and_runs_once() -> None:
     assert list(entered(both, ("native/nothing", "single"))) == ["single", "native/nothing"]
 
 
+def test_cells_keep_the_order_in_which_they_are_named() -> None:
+    """A cell that a pattern names again is not there twice."""
+    found = entered(config(parallel={"data": 2}), ("native/parameters", "native/*"))
+    assert list(found) == ["single", "native/parameters", "native/nothing"]
+
+
 def test_a_cell_that_is_not_there_is_a_row() -> None:
     """The others run all the same."""
     row, _ = entered(config(parallel={"data": 2}), ("native/nothing", "horovod/parameters"))["horovod/parameters"]
@@ -387,6 +393,20 @@ def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any]
 
 def _children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()]
+
+
+def test_compare_is_not_for_a_foreign_launcher(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would start its worlds once on each rank."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name, value in zip(names, ("1", "1", "2", "2", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(errors.WorldMismatch) as e:
+        compare(given)
+    assert str(e.value) == (
+        "compare starts a world for each cell, and this is rank 1 of one that torchrun started: "
+        "run it without that launcher"
+    )
 
 
 def test_epochs_in_a_file_are_refused_before_anything_starts(given: dict[str, Any], tmp_path: Path) -> None:

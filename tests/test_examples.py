@@ -31,8 +31,9 @@ def test_every_config_reads_and_points_editors_to_the_schema(file: Path) -> None
     assert Path(task.use.partition(":")[0]).is_file()
 
 
-def test_the_character_model_learns(tmp_path: Path) -> None:
+def test_the_character_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the entropy of a uniform guess over its characters to well below it, in 40 steps of one process."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # on cores that others use too, more threads wait for one another
     report = unipar.launch(
         ROOT / "configs" / "char_gpt.yaml",
         overrides={

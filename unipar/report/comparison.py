@@ -162,7 +162,7 @@ class Comparison:
 
     def _shown(self, row: Row) -> tuple[str, ...]:
         if not row.timed or row.outcome not in ("ran", "waits"):
-            return row.cell, _HEADS[row.outcome] + row.note
+            return row.cell, _HEADS[row.outcome] + (row.note or "waits")
         found = self.agreement(row)
         agrees = "reference" if row is self.reference else str(found or "-")
         if found is not None and not found.within:
