@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class Hall:
         self._folder, self._zygote = folder, zygote
         self._done: dict[tuple[Cell, int, str], list[dict[str, Any]] | UniparError] = {}
         self._plain: dict[tuple[str, int], Result] = {}
+        self.listens: dict[tuple[Cell, int], list[str]] = {}
+        self.left: dict[tuple[Cell, int], set[str]] = {}
         self.wanted: dict[tuple[Cell, int], list[str]] = {}
 
     def played(self, cell: Cell, size: int, name: str) -> Played:
@@ -76,11 +79,16 @@ class Hall:
         environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         entry = "tests.conformance.inside:run"
         fault: UniparError | None = None
+        before = set(os.listdir("/dev/shm"))
         try:
             with Crew(run, size, entry, environment=environment, zygote=self._zygote, heartbeat=100.0) as crew:
                 crew.wait()
         except UniparError as e:
             fault = e
+        self.left[cell, size] = _left(before)
+        if fault is None:
+            said = [json.loads((run / f"listens-{rank}.json").read_text("utf-8")) for rank in range(size)]
+            self.listens[cell, size] = [address for rank in said for address in rank]
         for i, name in enumerate(names):
             files = [run / f"{i}-{rank}.pt" for rank in range(size)]
             if all(f.exists() for f in files):
@@ -100,6 +108,14 @@ class Hall:
         if key not in self._plain:
             self._plain[key] = plain(CASES[name], size)
         return self._plain[key]
+
+
+def _left(before: set[str]) -> set[str]:
+    """What is in shared memory that was not, and stays: other programs come and go there."""
+    until = time.monotonic() + 2.0
+    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import traceback
@@ -42,7 +43,25 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
         result["seconds"] = time.perf_counter() - began
         torch.save(result, folder / f"{names.index(name)}-{place.rank}.pt")
         world.barrier()
+    (folder / f"listens-{place.rank}.json").write_text(json.dumps(_listens()), "utf-8")
+    world.barrier()
     world.close()
+
+
+def _listens() -> list[str]:
+    """The addresses at which this process listens, as the kernel writes them."""
+    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+    found: list[str] = []
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/self/net/{table}").read_text("utf-8").splitlines()[1:]:
+            words = row.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+                found.append(words[1].partition(":")[0])
+    return found
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
 
 
 def _attempt(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> dict[str, Any]:

@@ -47,6 +47,17 @@ def test_agrees(hall: Hall, cell: Cell, size: int, case: str) -> None:
                 assert mine == pytest.approx(theirs, abs=5e-6)
 
 
+def test_closed_by_default(hall: Hall) -> None:
+    """Whatever a library opens in our worlds listens on loopback alone, and nothing is left in /dev/shm."""
+    for (cell, size), names in hall.wanted.items():
+        if (cell, size) not in hall.listens:
+            hall.played(cell, size, names[0])
+        elsewhere = [a for a in hall.listens[cell, size] if a != "0100007F"]  # 127.0.0.1
+        assert (str(cell), size, elsewhere) == (str(cell), size, [])
+        assert hall.listens[cell, size] or size == 1
+        assert (str(cell), size, hall.left[cell, size]) == (str(cell), size, set())
+
+
 @pytest.mark.parametrize(("name", "cells"), [(n, cells) for n, classes in BITS.items() for cells in classes])
 def test_bits(hall: Hall, name: str, cells: list[str]) -> None:
     """At world 2 in fp32, with the norm in fp64 and neither fused nor foreach, a class of cells has one result."""
