@@ -8,11 +8,12 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-from tests.world import FOUND
+from tests.world import FOUND, short_folder
 from unipar.crew import Crew
 from unipar.errors import TaskError, WorkerFailed
 from unipar.orders import LOST, Orders
@@ -22,6 +23,13 @@ from unipar.worker import error_of, record
 ORDERS = Orders(
     rank=1, size=2, parent=3, mortal=0, lifeline=4, control=5, run="/a b/c=d", entry="x:y", folder="/tmp/unipar-1"
 )
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None]:
+    """After tmp_path: pytest's own folders are not ours."""
+    with short_folder(monkeypatch):
+        yield
 
 
 def test_orders_travel_as_words() -> None:

@@ -6,13 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-from tests.world import FOUND, ROOT, eventually, read_pid, runs
+from tests.world import FOUND, ROOT, eventually, read_pid, runs, short_folder
 from unipar.crew import Crew
 from unipar.zygote import Zygote, ZygoteFailed
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None]:
+    """After tmp_path: pytest's own folders are not ours."""
+    with short_folder(monkeypatch):
+        yield
 
 
 def test_it_ends_with_its_context() -> None:
