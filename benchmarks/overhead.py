@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.timing import interval
 from unipar.crew import Crew
 from unipar.errors import UniparError
 from unipar.report.table import table
@@ -50,11 +51,11 @@ def tiny() -> tuple[dict[str, Any], bool]:
     over: dict[str, float] = {}
     for name, told in found.items():
         base = found["hand + DataLoader" if "data" in name.lower() else "hand"]["seconds"]
-        gaps = sorted((mine - hand) * 1e6 for mine, hand in zip(told["seconds"], base, strict=True))
-        over[name] = statistics.median(gaps)
+        gap = interval([(mine - hand) * 1e6 for mine, hand in zip(told["seconds"], base, strict=True)])
+        over[name] = gap.middle
         took = statistics.median(told["seconds"]) * 1e6
-        gap = "" if base is told["seconds"] else f"{over[name]:+.0f} [{gaps[1]:+.0f}..{gaps[-2]:+.0f}]"
-        rows.append((name, f"{took:.0f}", gap, f"{told['calls']:.0f}"))
+        shown = "" if base is told["seconds"] else f"{gap.middle:+.0f} [{gap.low:+.0f}..{gap.high:+.0f}]"
+        rows.append((name, f"{took:.0f}", shown, f"{told['calls']:.0f}"))
     print(table(("one process, tiny MLP", "us a step", "over the hand loop", "calls a step"), rows, right=(1, 2, 3)))
     good = over["unipar"] <= GOAL
     print(f"unipar: {over['unipar']:+.0f} us a step, goal {GOAL:.0f}: {'met' if good else 'MISSED'}\n")

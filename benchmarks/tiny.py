@@ -24,7 +24,7 @@ from unipar.config import Config
 from unipar.opening import opened
 from unipar.place import Place
 
-ROUNDS, STEPS, WARM = 15, 200, 50
+ROUNDS, STEPS, WARM = 240, 12, 50
 BATCH, WIDTH, STEPS_OF_ALL = 4, 16, 1_000_000
 
 
