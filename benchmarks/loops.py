@@ -96,8 +96,10 @@ def horovod(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
 
 def accelerate(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
     from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
 
-    accelerator = Accelerator(cpu=True)
+    # as unipar sets it: without it the loop takes 4 to 6 % more CPU time, and that is not what is asked here
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     base = adamw(model)
     wrapped, optimizer, schedule = accelerator.prepare(model, base, flat(base))
     parameters = tuple(wrapped.parameters())
