@@ -1,0 +1,188 @@
+"""What is said of cells that were compared, and what is kept of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unipar import errors
+from unipar.report.comparison import Comparison, Row, agreement, spread
+from unipar.verbs import kept
+
+
+def ran(cell: str, losses: list[float], ms: float = 10.0) -> Row:
+    seconds = [[ms / 1e3, ms / 1e3], [ms / 1e3, 2 * ms / 1e3]]
+    return Row(cell=cell, outcome="ran", losses=losses, seconds=seconds, peak_rss=[500 * 2**20, 600 * 2**20])
+
+
+def compared(*rows: Row, **changed: Any) -> Comparison:
+    told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "samples": 8, "warmup": 2} | changed
+    return Comparison(rows=list(rows), **told)
+
+
+ONE = ran("single", [4.0, 3.5, 3.0], 20.0)
+SAME = ran("native/nothing", [4.0, 3.5, 3.0])
+NEAR = ran("native/parameters", [4.0, 3.5000007, 3.0], 15.0)
+FAR = ran("deepspeed/gradients", [4.0, 3.5, 3.1])
+
+
+@pytest.mark.parametrize(
+    ("losses", "text", "within"),
+    [
+        ([4.0, 3.0], "same bits", True),
+        ([4.0, 3.0000006], "6 digits", True),
+        ([4.0, 3.00002], "5 digits", False),
+        ([4.0, 3.2], "1 digit", False),
+        ([4.0, 9.0], "0 digits", False),
+    ],
+)
+def test_digits_come_from_the_largest_relative_difference(losses: list[float], text: str, within: bool) -> None:
+    """Relative 2e-7 is six digits, 1e-5 is five."""
+    found = agreement(losses, [4.0, 3.0], 2e-6)
+    assert (str(found), found.within) == (text, within)
+
+
+def test_the_tolerance_is_held_over_the_first_twenty_steps() -> None:
+    """Later on training itself makes small differences large; the digits still tell."""
+    reference = [1.0] * 40
+    found = agreement([1.0] * 20 + [1.1] * 20, reference, 2e-6)
+    assert (found.digits, found.within, found.step) == (0, True, 1)
+    assert agreement([1.0] * 19 + [1.1] * 21, reference, 2e-6).within is False
+
+
+def test_a_small_loss_is_held_to_the_tolerance_itself() -> None:
+    """Below 1 the tolerance is absolute: the last digits of a loss near zero mean nothing."""
+    assert agreement([1.5e-6], [1e-6], 2e-6).within
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ([0.2, 0.21, 0.22], "210 [205..215]"),
+        ([0.0112, 0.0114], "11 [11..11]"),
+        ([0.0042, 0.0052], "4.7 [4.5..4.9]"),
+        ([0.0004], "0.40 [0.40..0.40]"),
+    ],
+)
+def test_a_step_time_is_shown_with_its_middle_half(seconds: list[float], text: str) -> None:
+    """In milliseconds, with two figures or more."""
+    assert spread(seconds) == text
+
+
+# The table
+
+
+def test_the_table_fits_eighty_columns() -> None:
+    """Figures in their columns, a refusal as a sentence in its row, then what it all means."""
+    refused = Row(cell="accelerate/parameters", outcome="refused", note="its FSDP2 is not there yet; " * 3)
+    gone = Row(
+        cell="horovod/nothing",
+        outcome="absent",
+        note="backend 'horovod' needs horovod, not installed here: unipar install horovod",
+    )
+    long = replace(NEAR, cell="deepspeed/gradients+library")
+    text = str(compared(ONE, SAME, long, refused, gone))
+    assert text.splitlines() == [
+        "cell                         loss           step ms     x  samples/s      RSS",
+        "single                       reference  20 [20..25]  2.00        400  600 MiB",
+        "native/nothing               same bits  10 [10..12]  1.00        800  600 MiB",
+        "deepspeed/gradients+library  6 digits   15 [15..19]  1.50        533  600 MiB",
+        "accelerate/parameters        refused: its FSDP2 is not there yet; its FSDP2 is",
+        "                             not there yet; its FSDP2 is not there yet;",
+        "horovod/nothing              backend 'horovod' needs horovod, not installed",
+        "                             here: unipar install horovod",
+        "",
+        "all 2 cells agree with one process to 6 digits or more, over 3 steps",
+        "loss of one process: 4.0000 at step 1, 3.0000 at step 3",
+        "step ms: median [middle half] of 4 steps in 2 turns, of the slowest rank",
+        "x: step time in proportion to native/nothing",
+        "RSS: peak of the largest rank; no ranking: the allocator keeps what is freed",
+    ]
+
+
+def test_a_table_that_would_be_too_wide_leaves_x_out() -> None:
+    """Steps of seconds have longer figures."""
+    slow = replace(SAME, cell="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
+    lines = str(compared(replace(ONE, seconds=[[1.1]]), slow)).splitlines()
+    assert lines[0].split() == ["cell", "loss", "step", "ms", "samples/s", "RSS"]
+    assert not any(line.startswith("x:") for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_disagreement_is_said_and_is_a_failure() -> None:
+    """Which cell, which step, both losses and what was allowed."""
+    found = compared(ONE, SAME, FAR)
+    assert found.code == 1
+    assert "DISAGREES: deepspeed/gradients by 1.0e-01 at step 3: 3.1 for 3; allowed in fp32: 2e-06" in found.remarks()
+    assert str(found).splitlines()[3].split()[:3] == ["deepspeed/gradients", "1", "digit!"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ([ONE, SAME], 0),
+        ([ONE, SAME, Row(cell="b", outcome="refused"), Row(cell="c", outcome="absent")], 0),
+        ([ONE, SAME, Row(cell="b", outcome="failed")], 1),
+        ([ONE, Row(cell="b", outcome="refused")], 1),
+        ([Row(cell="single", outcome="failed"), SAME], 1),
+    ],
+)
+def test_refusals_are_an_answer_and_failures_are_not(rows: list[Row], code: int) -> None:
+    """At least one cell has to have been held to the one process."""
+    assert compared(*rows).code == code
+
+
+def test_an_interrupted_comparison_shows_what_it_has() -> None:
+    """Times of the turns that were taken, and the code of a signal."""
+    half = replace(SAME, outcome="waits", losses=[], seconds=[[0.01]], peak_rss=[])
+    found = compared(replace(ONE, outcome="waits", losses=[], peak_rss=[]), half, interrupted=True)
+    assert found.code == 130
+    assert str(found).splitlines()[2].split() == ["native/nothing", "-", "10", "[10..10]", "1.00", "800", "-"]
+    assert "interrupted: cells without figures did not come to their end" in str(found)
+
+
+# What is kept
+
+OF = {"config": "a", "cells": ["single", "native/nothing"], "task": "b", "versions": {"torch": "2"}}
+
+
+def test_a_finished_comparison_is_shown_again(tmp_path: Path) -> None:
+    """Every figure survives, and a note says where it is from."""
+    found = compared(ONE, SAME)
+    kept.write(tmp_path, OF, found)
+    again = kept.earlier(tmp_path, OF, overwrite=False)
+    assert again == replace(found, note=f"from {tmp_path}/compare.json; --overwrite runs it again")
+
+
+def test_an_unfinished_comparison_runs_anew(tmp_path: Path) -> None:
+    """A failed cell may run today, also with other versions of its library."""
+    kept.write(tmp_path, OF, compared(ONE, Row(cell="native/nothing", outcome="failed")))
+    (tmp_path / "native-nothing").mkdir()
+    assert kept.earlier(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["config", "cells", "task", "versions"])
+def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str) -> None:
+    """The message says in what it differs; --overwrite clears it away."""
+    kept.write(tmp_path, OF, compared(ONE, SAME))
+    with pytest.raises(errors.OutExists) as e:
+        kept.earlier(tmp_path, OF | {key: "other"}, overwrite=False)
+    assert str(e.value) == (
+        f"{tmp_path} holds another comparison (other {key}): give --overwrite to replace it, or another out"
+    )
+    assert kept.earlier(tmp_path, OF | {key: "other"}, overwrite=True) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_somebody_else_is_never_cleared(tmp_path: Path) -> None:
+    """Not even with --overwrite."""
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(
+        errors.OutExists, match=r"is there and holds no compare\.json: move it away, or give another out"
+    ):
+        kept.earlier(tmp_path, OF, overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()
