@@ -17,7 +17,7 @@ import pytest
 import unipar
 from tests.tiny import CONFIG, Tiny
 from tests.world import FOUND, ROOT, eventually
-from unipar import again, folder
+from unipar import again
 from unipar.errors import OutExists, Stopped, TaskError, Unsupported, WorkerFailed
 from unipar.place import Launcher
 from unipar.plan import check_serves
@@ -302,24 +302,13 @@ def test_out_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_run_that_still_goes_on(tmp_path: Path) -> None:
     """Its folder is not overwritten."""
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text('{"batch": {}, "train": {}}', "utf-8")
+    (tmp_path / "launch.json").write_text('{"task": {}}', "utf-8")
     owner = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(owner, fcntl.LOCK_EX)
     with pytest.raises(OutExists, match="belongs to a run that still goes on; wait for its end"):
         unipar.launch(CONFIG, task=Tiny, overrides={"out": str(tmp_path)}, overwrite=True)
     os.close(owner)
-
-
-def test_overwriting_keeps_a_comparison(tmp_path: Path) -> None:
-    """compare writes below the same folder: neither is in the other's way."""
-    (tmp_path / "compare").mkdir()
-    folder.look(tmp_path, overwrite=False)
-    with folder.made(tmp_path, "{}", "{}", overwrite=False):
-        (tmp_path / "tensorboard").mkdir()
-    with folder.made(tmp_path, "{1}", "{}", overwrite=True):
-        pass
-    assert sorted(os.listdir(tmp_path)) == ["compare", "config.json", "launch.json"]
-    assert (tmp_path / "config.json").read_text("utf-8") == "{1}"
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from unipar.errors import OutExists
+from unipar.errors import ConfigError, OutExists
 
-MARK = "config.json"
-"""What a folder of ours holds."""
+MARKS = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
+"""What a run's folder holds: files, and the keys that they have, one set of them at least."""
 
 BESIDE = ("compare",)
 """What may lie in it before a run, and stays when the run is overwritten."""
@@ -20,10 +22,13 @@ BESIDE = ("compare",)
 
 def look(out: Path, *, overwrite: bool) -> None:
     """Raise unless a run may be written to `out`."""
-    if not out.exists():
+    if not os.path.lexists(out):
+        _look_above(out)
         return
     if not out.is_dir():
-        raise OutExists(f"out: {out} is a file; name another folder (out: ..., or --out DIR)")
+        raise OutExists(f"out: {out} is {_kind(out)}; name another folder (out: ..., or --out DIR)")
+    if not os.access(out, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"out: {out} may not be written to; {_ANOTHER}")
     taken = _taken(out)
     if not taken:
         return
@@ -32,27 +37,68 @@ def look(out: Path, *, overwrite: bool) -> None:
             f"out: {out} is there already; keep it and write elsewhere (out: another/folder, or --out DIR), "
             "or write over it (--overwrite, or launch(..., overwrite=True))"
         )
-    if out / MARK not in taken:
+    if strange := _strange(out):
         raise OutExists(
-            f"out: {out} holds no run of ours (no {MARK} in it), so it is not overwritten; "
+            f"out: {out} holds no run of ours ({strange}), so it is not overwritten; "
             "name another folder, or remove it yourself"
         )
+
+
+_ANOTHER = "name a folder in which you may write (out: ..., or --out DIR)"
+
+
+def _look_above(out: Path) -> None:
+    """Whether the nearest folder that is there would take it."""
+    above = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise ConfigError(f"out: {out} cannot be made: {above} is {_kind(above)}; {_ANOTHER}")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"out: {out} cannot be made: {above} may not be written to; {_ANOTHER}")
+
+
+def _kind(path: Path) -> str:
+    return "a link that leads nowhere" if path.is_symlink() and not path.exists() else "a file"
+
+
+def _strange(out: Path) -> str:
+    """Why this folder is not one of a run; empty: it is one."""
+    for name, choices in MARKS.items():
+        if not (out / name).is_file():
+            return f"no {name} in it"
+        try:
+            held: Any = json.loads((out / name).read_bytes())
+        except ValueError:
+            held = None
+        if not isinstance(held, dict) or not any(keys <= held.keys() for keys in choices):
+            return f"its {name} is not a run's"
+    return ""
 
 
 @contextmanager
 def made(out: Path, config: str, launch: str, *, overwrite: bool) -> Generator[None]:
     """A folder with nothing in it but what this run is; until the body ends it is this run's alone."""
-    out.mkdir(parents=True, exist_ok=True)
     with owned(out):
         look(out, overwrite=overwrite)
-        for path in _taken(out):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        (out / MARK).write_text(config, encoding="utf-8")
-        (out / "launch.json").write_text(launch, encoding="utf-8")
+        with _writing(out):
+            for path in sorted(_taken(out), key=lambda path: path.name in MARKS):  # what tells that it is ours, last
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            for name, text in zip(MARKS, (config, launch), strict=True):
+                (out / name).write_text(text, encoding="utf-8")
         yield
+
+
+@contextmanager
+def _writing(out: Path) -> Generator[None]:
+    """What the system refuses, in a sentence."""
+    try:
+        yield
+    except OSError as e:
+        where = e.filename if e.filename and str(e.filename) != str(out) else None
+        at = f" at {where}" if where else ""
+        raise ConfigError(f"out: {out} cannot be written{at} ({e.strerror}); {_ANOTHER}") from None
 
 
 def _taken(out: Path) -> list[Path]:
@@ -61,8 +107,10 @@ def _taken(out: Path) -> list[Path]:
 
 @contextmanager
 def owned(out: Path) -> Generator[None]:
-    """The folder is this process's alone until the body ends."""
-    folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """The folder, made if need be, is this process's alone until the body ends."""
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -82,7 +82,6 @@ def compare(
         warmup=turns.warmup,
         rows=[row for row, _ in entrants.values()],
     )
-    folder.mkdir(parents=True, exist_ok=True)
     with owned(folder):
         if (earlier := kept.earlier(folder, of, overwrite=overwrite)) is not None:
             return earlier
