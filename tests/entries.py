@@ -140,16 +140,59 @@ def sleeps_outside(place: Place, run: Path, control: Control) -> None:
     """Both are silent in one phase; rank 0 waits in a collective (its file looks like one)."""
     _beating(place, run, 3, "backward")
     if place.rank == 0:
-        wait = compile("import time\ndef all_reduce():\n time.sleep(600)\n", "/x/torch/distributed/c10d.py", "exec")
-        names: dict[str, object] = {}
-        exec(wait, names)
-        names["all_reduce"]()  # type: ignore[operator]
+        _waits_for_ever()
     time.sleep(FOREVER)
 
 
 def sleeps_alike(place: Place, run: Path, control: Control) -> None:
     _beating(place, run, 3, "backward")
     time.sleep(FOREVER)
+
+
+def _waits_for_ever() -> None:
+    """In a collective, by the file's name."""
+    wait = compile("import time\ndef all_reduce():\n time.sleep(600)\n", "/x/torch/distributed/c10d.py", "exec")
+    names: dict[str, object] = {}
+    exec(wait, names)
+    names["all_reduce"]()  # type: ignore[operator]
+
+
+def _all_begun(place: Place, run: Path) -> None:
+    (run / f"up-{place.rank}").touch()
+    while not all((run / f"up-{rank}").exists() for rank in range(place.size)):
+        time.sleep(0.01)
+
+
+def waits_in_vain(place: Place, run: Path, control: Control) -> None:
+    """Rank 0 has waited as long as it may, in gloo's words; rank 2 still waits; rank 1 keeps them waiting."""
+    if place.rank != 1:
+        _beating(place, run, 1, "backward")
+    _all_begun(place, run)
+    if place.rank == 0:
+        raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete")
+    if place.rank == 2:
+        _waits_for_ever()
+    time.sleep(FOREVER)
+
+
+def watchdog(place: Place, run: Path, control: Control) -> None:
+    """Rank 0 is ended by NCCL's watchdog; rank 1 hangs in its first step."""
+    _beating(place, run, 1, "forward")
+    _all_begun(place, run)
+    if place.rank == 0:
+        sys.stderr.write("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)\n")
+        sys.stderr.flush()
+        os.abort()
+    time.sleep(FOREVER)
+
+
+def both_wait(place: Place, run: Path, control: Control) -> None:
+    """Rank 0 gives up in a collective, and rank 1 is in one too."""
+    _beating(place, run, 1, "backward")
+    _all_begun(place, run)
+    if place.rank == 0:
+        raise RuntimeError("wait timeout after 1000ms, keys: /unipar/1/samples")
+    _waits_for_ever()
 
 
 def stops_itself(place: Place, run: Path, control: Control) -> None:
@@ -230,6 +273,22 @@ def reduces_unequal(place: Place, run: Path, control: Control) -> None:
     world = meet(config, place)
     world.sum(torch.ones(100_000 if place.rank else 4))
     world.close()
+
+
+def never_reduces(place: Place, run: Path, control: Control) -> None:
+    """A real group whose rank 1 does not come to its first collective."""
+    import torch
+
+    from unipar.config import Config
+    from unipar.world import meet
+
+    launch = {"heartbeat": 0.5, "timeout": 1.0}
+    base = {"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}}
+    world = meet(Config.model_validate({**base, "launch": launch}), place)
+    Heart(beat_of(run, place.rank))
+    if place.rank == 1:
+        time.sleep(FOREVER)
+    world.sum(torch.ones(4))
 
 
 def unknown(place: Place, run: Path, control: Control) -> None:

@@ -351,8 +351,8 @@ def test_a_rank_that_ends_says_nothing_more(crew: Make) -> None:
 # With torch
 
 
-def test_gloo_on_loopback_and_gloos_abort(tmp_path: Path) -> None:
-    """Two real groups: one that sums and listens on loopback only, and one whose ranks reduce different sizes."""
+def test_gloo_on_loopback_its_timeout_and_its_abort(tmp_path: Path) -> None:
+    """Real groups: one sums and listens on loopback only; in one a rank hangs; in one they reduce different sizes."""
     with Zygote(["torch", "unipar.world"], FOUND) as ready:
         with Crew(tmp_path, 2, "tests.entries:reduces", environment=FOUND, zygote=ready) as started:
             started.wait()
@@ -361,5 +361,8 @@ def test_gloo_on_loopback_and_gloos_abort(tmp_path: Path) -> None:
             listens = (tmp_path / f"listens-{rank}").read_text("utf-8").split()
             assert listens
             assert set(listens) == {"127.0.0.1"}
+        (tmp_path / "hangs").mkdir()
+        hung = failure(Crew(tmp_path / "hangs", 2, "tests.entries:never_reduces", environment=FOUND, zygote=ready))
         error = failure(Crew(tmp_path, 2, "tests.entries:reduces_unequal", environment=FOUND, zygote=ready))
+    assert str(hung).startswith("rank 1 hung before the first step: rank 0 waited for the others until launch.timeout ")
     assert "compute it everywhere, times 0.0" in str(error)

@@ -11,7 +11,7 @@ import pytest
 from tests.world import FOUND, short_folder
 from unipar.beat import Heart, beat_of
 from unipar.crew import Crew
-from unipar.errors import Hung
+from unipar.errors import Hung, WorkerFailed
 from unipar.watch import Watch, innermost
 from unipar.zygote import Zygote
 
@@ -24,8 +24,9 @@ def zygote() -> Generator[Zygote]:
 
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zygote: Zygote) -> Generator[Callable[..., Hung]]:
-    def watched(entry: str, waits: tuple[str, ...] = ()) -> Hung:
-        crew = Crew(tmp_path, 2, f"tests.entries:{entry}", environment=FOUND, heartbeat=0.6, waits=waits, zygote=zygote)
+    def watched(entry: str, waits: tuple[str, ...] = (), size: int = 2) -> Hung:
+        named = f"tests.entries:{entry}"
+        crew = Crew(tmp_path, size, named, environment=FOUND, heartbeat=0.6, waits=waits, zygote=zygote)
         began = time.monotonic()
         with pytest.raises(Hung) as raised, crew:
             crew.wait()
@@ -76,6 +77,34 @@ def test_nobody_can_be_named(hung: Callable[..., Hung]) -> None:
         "  rank 0: step 3 (backward),",
         "  rank 1: step 3 (backward),",
     ]
+
+
+def test_who_kept_another_waiting(hung: Callable[..., Hung], tmp_path: Path) -> None:
+    """Before the first step only the peers' patience ends: who gave up is not to blame, nor who still waits."""
+    error = hung("waits_in_vain", size=3)
+    assert error.rank == 1
+    assert str(error).startswith(
+        "rank 1 hung before the first step: rank 0 waited for the others until launch.timeout (make it larger if this "
+        "may take so long); it is at "
+    )
+    assert str(error).endswith(f"in waits_in_vain\n  its log: {tmp_path}/rank-1.log")
+
+
+def test_who_kept_a_device_waiting(hung: Callable[..., Hung]) -> None:
+    """NCCL's watchdog ends a process without an error: its log tells."""
+    assert str(hung("watchdog")).startswith("rank 1 hung in step 1 (forward): rank 0 waited for the others until ")
+
+
+def test_both_wait(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In collectives that do not fit each other: the timeout is shown as it is."""
+    crew = Crew(tmp_path, 2, "tests.entries:both_wait", environment=FOUND, zygote=zygote)
+    with short_folder(monkeypatch), pytest.raises(WorkerFailed) as raised, crew:
+        crew.wait()
+    assert str(raised.value) == (
+        "rank 0 failed: RuntimeError: wait timeout after 1000ms, keys: /unipar/1/samples\n"
+        "  it waited for the others until launch.timeout, and which of them kept it waiting cannot be told\n"
+        f"  its log: {tmp_path}/rank-0.log"
+    )
 
 
 def test_silence_that_is_meant(tmp_path: Path, zygote: Zygote) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,16 @@ _ABRUPT = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 _ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "has been shut down")
 """What a rank says when another one is gone."""
 
+_LATE = (
+    re.compile(r"Timed out waiting \d+ms for "),  # gloo
+    re.compile(r"Application timeout caused pair closure|: timed out connecting: "),  # gloo
+    re.compile(r"(?i)wait timeout after \d+ms|client socket has timed out|timed out after \d+ seconds waiting for"),
+    re.compile(r"Watchdog caught collective operation timeout"),  # NCCL
+)
+"""What a rank says when it has waited for others until `launch.timeout`."""
+
+_IN_VAIN = "it waited for the others until launch.timeout, and which of them kept it waiting cannot be told"
+
 TAIL = 64 * 1024
 
 
@@ -47,7 +58,11 @@ class Said:
 
     @property
     def echo(self) -> bool:
-        return any(words in self.message for words in _ECHOES)
+        return self.late or any(words in self.message for words in _ECHOES)
+
+    @property
+    def late(self) -> bool:
+        return _is_late(self.message)
 
     @property
     def line(self) -> str:
@@ -69,9 +84,23 @@ def stopped(run: Path, rank: int) -> bool:
 
 
 def is_echo(run: Path, ended: Iterable[int]) -> bool:
-    """Whether these ranks only say that they lost a peer."""
-    said = [said_by(run, rank) for rank in ended]
-    return all(what is not None and what.echo for what in said)
+    """Whether these ranks only say that they lost a peer, or waited for one in vain."""
+    for rank in ended:
+        said = said_by(run, rank)
+        if not (said.echo if said else _is_late(tail(log_of(run, rank)))):
+            return False
+    return True
+
+
+def late(run: Path, ended: Iterable[int]) -> int | None:
+    """The rank that waited for others until `launch.timeout`, where that is all that these say."""
+    if not is_echo(run, ended):
+        return None
+    return next((rank for rank in ended if (said := said_by(run, rank)) is None or said.late), None)
+
+
+def _is_late(text: str) -> bool:
+    return any(pattern.search(text) for pattern in _LATE)
 
 
 def verdict(run: Path, size: int, ended: Mapping[int, int], well: Sequence[int] = ()) -> UniparError:
@@ -94,7 +123,8 @@ def _own(run: Path, rank: int, said: Said, well: Sequence[int]) -> UniparError:
     """The rank's own error: as the same type where it is one of ours."""
     log = log_of(run, rank)
     before = f"\n  rank {well[0]} had ended before it, with exit code 0" if well else ""
-    text = f"rank {rank} failed: {said.line}{_meaning(log)}{before}\n  its log: {log}"
+    late = f"\n  {_IN_VAIN}" if said.late else ""
+    text = f"rank {rank} failed: {said.line}{_meaning(log)}{late}{before}\n  its log: {log}"
     failed = WorkerFailed(text, rank=rank, traceback=said.traceback, log=str(log))
     failed.add_note(f"Rank {rank}'s own traceback:\n\n{said.traceback}")  # shown where nobody catches it
     own = rebuild(said.kind, said.message)

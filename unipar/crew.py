@@ -255,6 +255,10 @@ class Crew:
                 pass
         if autopsy.is_echo(self.run, failed):  # another one failed, and has not said so yet
             failed = {**failed, **self._gather(ECHO)}
+            late = autopsy.late(self.run, failed)
+            if late is not None and (hung := self._watch.blame(self.pids, late)) is not None:
+                self.kill()
+                return hung
         well = [r.rank for r in self._ranks if r.code == 0]
         error = autopsy.verdict(self.run, self.size, failed, well)
         for rank in self._ranks:

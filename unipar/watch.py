@@ -22,8 +22,11 @@ PATIENT = ("start", "waiting", "end")
 FIRST = (1, PHASES.index("update"))
 """The first step may take as long as it likes: libraries compile and allocate in it."""
 
-WAITING = ("torch/distributed/", "torch/autograd/graph.py")
-"""Files that a rank's stack ends in while it waits for its peers."""
+WAITING = ("torch/distributed/", "torch/autograd/graph.py", f"{Path(__file__).parent}/")
+"""Files that a rank's stack ends in while it waits for its peers: from ours, in a store or for a device."""
+
+UNBORN = Beat(-1, "start", 0.0)
+"""Of a rank that has not begun: it imports the user's code."""
 
 DUMP = 1.0
 """Seconds that a rank has to write down its stack."""
@@ -66,7 +69,14 @@ class Watch:
         if not silent:
             return None
         beats = {rank: beat for rank in pids if (beat := feel(beat_of(self._run, rank))) is not None}
-        return self._name(pids, beats, max(now - beats[rank].when for rank in silent))
+        return self._name(pids, beats, _silent(max(now - beats[rank].when for rank in silent)))
+
+    def blame(self, pids: Mapping[int, int], late: int) -> Hung | None:
+        """Rank `late` waited in vain until `launch.timeout`: which of these, that still run, it waited for; if told."""
+        beats = {rank: feel(beat_of(self._run, rank)) or UNBORN for rank in pids}
+        why = f"rank {late} waited for the others until launch.timeout (make it larger if this may take so long)"
+        hung = self._name(pids, beats, why, waiting_too=False) if pids else None
+        return hung if hung is not None and hung.rank is not None else None
 
     def _silence(self, rank: int, now: float) -> float:
         """Seconds for which this rank's beat was seen to stand still, where it should not."""
@@ -79,48 +89,52 @@ class Watch:
             self._since[rank] = (beat, now if known is None and now - beat.when > 1.0 else beat.when)
         return now - self._since[rank][1]
 
-    def _name(self, pids: Mapping[int, int], beats: Mapping[int, Beat], seconds: float) -> Hung:
-        """All go silent together: find the one that the others wait for."""
+    def _name(self, pids: Mapping[int, int], beats: Mapping[int, Beat], why: str, *, waiting_too: bool = True) -> Hung:
+        """All go silent together: find the one that the others wait for, though it may wait as well."""
         halted = [rank for rank in beats if process_state(pids[rank]) in ("T", "t")]
         if halted:
-            return self._hung(halted[0], beats, seconds, "it is stopped (by SIGSTOP or a debugger)", None)
+            return self._hung(halted[0], beats, why, "it is stopped (by SIGSTOP or a debugger)", None)
         stacks = dump_stacks(self._run, {rank: pids[rank] for rank in beats})
         least = min(beat.step for beat in beats.values())
         suspects = [rank for rank, beat in beats.items() if beat.step == least]
         outside = [rank for rank in suspects if rank not in stacks or not self._waiting(stacks[rank])]
         if len(outside) != 1:  # accumulation goes through the phases more than once: stacks tell better
-            among = outside or suspects
-            first = min(_order(beats[rank]) for rank in among)
+            among = outside or (suspects if waiting_too else [])
+            first = min((_order(beats[rank]) for rank in among), default=None)
             outside = [rank for rank in among if _order(beats[rank]) == first]
         if len(outside) != 1:
-            return self._untold(beats, stacks, seconds)
+            return self._untold(beats, stacks, why)
         rank = outside[0]
         at = stacks.get(rank)
         where = f"it is at {at}" if at else "it does not answer: it hangs in the kernel"
-        return self._hung(rank, beats, seconds, where, stack_of(self._run, rank) if at else None)
+        return self._hung(rank, beats, why, where, stack_of(self._run, rank) if at else None)
 
     def _waiting(self, at: Frame) -> bool:
         return any(part in at.file for part in self._waits)
 
-    def _hung(self, rank: int, beats: Mapping[int, Beat], seconds: float, where: str, stack: Path | None) -> Hung:
+    def _hung(self, rank: int, beats: Mapping[int, Beat], why: str, where: str, stack: Path | None) -> Hung:
         beat, log = beats[rank], log_of(self._run, rank)
-        text = f"rank {rank} hung in {_at(beat)}: no sign of life for {seconds:.0f} s; {where}"
+        text = f"rank {rank} hung {_at(beat, 'in ')}: {why}; {where}"
         kept = stack.read_text("utf-8") if stack else ""
         return Hung(text + f"\n  its log: {log}", rank=rank, traceback=kept, log=str(log))
 
-    def _untold(self, beats: Mapping[int, Beat], stacks: Mapping[int, Frame], seconds: float) -> Hung:
+    def _untold(self, beats: Mapping[int, Beat], stacks: Mapping[int, Frame], why: str) -> Hung:
         every = "".join(
             f"\n  rank {rank}: {_at(beat)}, at {stacks.get(rank, 'an unknown place')}" for rank, beat in beats.items()
         )
-        return Hung(f"no sign of life for {seconds:.0f} s, and which rank the others wait for cannot be told{every}")
+        return Hung(f"{why}, and which rank the others wait for cannot be told{every}")
 
 
 def _order(beat: Beat) -> tuple[int, int]:
     return beat.step, PHASES.index(beat.phase)
 
 
-def _at(beat: Beat) -> str:
-    return f"step {beat.step} ({beat.phase})"
+def _at(beat: Beat, inside: str = "") -> str:
+    return f"{inside}step {beat.step} ({beat.phase})" if beat.step > 0 else "before the first step"
+
+
+def _silent(seconds: float) -> str:
+    return f"no sign of life for {seconds:.0f} s"
 
 
 def process_state(pid: int) -> str:
