@@ -110,6 +110,32 @@ raise SystemExit("a worker came past its own launch")
     assert not importing()
 
 
+def test_load_of_a_module_stops_at_its_launch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m pkg.train` without a guard: what stands before the launch is there, and part of its package."""
+    text = GOOD + "from unipar.task import pass_launch\npass_launch()\nraise SystemExit('past its own launch')\n"
+    (tmp_path / "apkg").mkdir()
+    (tmp_path / "apkg/__init__.py").touch()
+    (tmp_path / "apkg/train.py").write_text(text, "utf-8")
+    for name in ("apkg", "apkg.train"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    ref = TaskRef(Where("Mine", module="apkg.train"), {}, {"width": 3}, (str(tmp_path),))
+    assert type(ref.load()).__module__ == "apkg.train"
+    assert sys.modules["apkg"].train is sys.modules["apkg.train"]
+    assert not importing()
+    for name in ("apkg", "apkg.train"):
+        del sys.modules[name]
+
+
+def test_load_of_a_module_that_fails(tmp_path: Path) -> None:
+    """Its own error, and no half of it stays; one that is not there is a sentence."""
+    (tmp_path / "abad.py").write_text("1 / 0\n", "utf-8")
+    with pytest.raises(ZeroDivisionError):
+        TaskRef(Where("Mine", module="abad"), path=(str(tmp_path),)).load()
+    assert "abad" not in sys.modules
+    with pytest.raises(TaskError, match=r"^there is no module 'nowhere_at_all' on the path$"):
+        TaskRef(Where("Mine", module="nowhere_at_all")).load()
+
+
 def test_load_refuses(tmp_path: Path) -> None:
     """A thing that is no task, a task that is not whole, arguments that do not fit."""
     with pytest.raises(TaskError, match=r"mine.py:helper is 7; a class that derives from unipar.Task is wanted$"):

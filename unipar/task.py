@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -273,7 +274,7 @@ class TaskRef:
 
 
 def _fetch(where: Where, earlier: Sequence[str]) -> Any:
-    module = importlib.import_module(where.module) if where.module else _import_file(str(where.file), earlier)
+    module = _import_module(where.module, earlier) if where.module else _import_file(str(where.file), earlier)
     found: Any = module
     for name in where.name.split("."):
         found = getattr(found, name, None)
@@ -285,9 +286,42 @@ def _fetch(where: Where, earlier: Sequence[str]) -> Any:
 _files: dict[str, ModuleType] = {}
 
 
+def _import_module(name: str, earlier: Sequence[str]) -> ModuleType:
+    """A module of the path, up to its own `launch` if it has one: `python -m package.train` without a guard."""
+    if name in sys.modules:
+        return sys.modules[name]
+    above, _, last = name.rpartition(".")
+    package = importlib.import_module(above) if above else None
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"there is no module {name!r} on the path")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        with _upto_launch(earlier):  # an import statement would take back what stands before the launch
+            spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    if package is not None:
+        setattr(package, last, module)
+    return module
+
+
+@contextmanager
+def _upto_launch(earlier: Sequence[str]) -> Generator[None]:
+    """The body imports the user's code; what it defined before a launch of its own remains."""
+    global _import
+    _import = _Import(list(earlier))
+    try:
+        yield
+    except Reached:
+        pass
+    finally:
+        _import = None
+
+
 def _import_file(file: str, earlier: Sequence[str]) -> ModuleType:
     """The user's file under another name, up to its own `launch`."""
-    global _import
     if file in _files:
         return _files[file]
     name = "unipar_task" if "unipar_task" not in sys.modules else f"unipar_task_{len(_files)}"
@@ -299,12 +333,7 @@ def _import_file(file: str, earlier: Sequence[str]) -> ModuleType:
     folder = str(Path(file).parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    _import = _Import(list(earlier))
-    try:
+    with _upto_launch(earlier):
         spec.loader.exec_module(module)
-    except Reached:
-        pass
-    finally:
-        _import = None
     _files[file] = module
     return module
