@@ -70,6 +70,45 @@ def test_look_refuses(tmp_path: Path, name: str, args: dict[str, Any], message: 
     assert str(e.value) == message.format(file=tmp_path / "mine.py")
 
 
+VALID = """
+import unipar
+from train import Sum as B
+
+def make(self): ...
+
+class A(B):
+    def data(self): ...
+class B(A):
+    def loss(self, model, batch): ...
+
+class Whole(unipar.Task):
+    model = data = make
+    loss: object = make
+
+Alias = Whole
+Other: type = Whole
+"""
+
+
+@pytest.mark.parametrize("name", ["A", "B", "Whole", "Alias", "Other"])
+def test_look_takes_what_only_python_can_tell(tmp_path: Path, name: str) -> None:
+    """A base that is bound anew below, methods and classes that are assigned."""
+    _ref(tmp_path, VALID, name).look()
+
+
+def test_look_reads_the_encoding_that_a_file_names(tmp_path: Path) -> None:
+    """As Python does; bytes that are no text are a sentence."""
+    file = tmp_path / "mine.py"
+    ref = _ref(tmp_path, "", "Mine", width=3)
+    file.write_bytes("# -*- coding: latin-1 -*-\n# Grün\n".encode("latin-1") + GOOD.encode())
+    ref.look()
+    for held in (b"x = '\xfc'\n", b"x = 1\0\n"):
+        file.write_bytes(held)
+        with pytest.raises(TaskError) as e:
+            ref.look()
+        assert str(e.value).startswith(str(file))
+
+
 def test_look_at_what_is_not_there(tmp_path: Path) -> None:
     """A file, a module, a place that is none."""
     with pytest.raises(TaskError, match=r"^task.use: the file .*absent.py is not there$"):

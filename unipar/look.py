@@ -24,9 +24,12 @@ def look(where: Where, args: Mapping[str, Any], path: Sequence[str]) -> None:
     if not file.is_file():
         raise TaskError(f"task.use: the file {file} is not there")
     try:
-        tree = ast.parse(file.read_text("utf-8"), str(file))
+        tree = ast.parse(file.read_bytes(), str(file))  # bytes: the file may name an encoding of its own
     except SyntaxError as e:
-        raise TaskError(f"{file}, line {e.lineno}: {e.msg}") from None
+        at = f", line {e.lineno}" if e.lineno else ""
+        raise TaskError(f"{file}{at}: {e.msg}") from None
+    except ValueError as e:  # null bytes, where Python does not call that a syntax error
+        raise TaskError(f"{file}: {e}") from None
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     if where.name not in classes:
         _absent(where.name, file, tree, list(classes))
@@ -46,11 +49,20 @@ def _file_of(module: str, path: Sequence[str]) -> Path | None:
 
 def _absent(name: str, file: Path, tree: ast.Module, classes: list[str]) -> None:
     bound = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-    if name in bound or any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(tree)):
-        return  # imported there from elsewhere: the worker will see
+    if name in bound | _assigned(tree) or any(
+        isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(tree)
+    ):
+        return  # imported there from elsewhere, or another name of something: the worker will see
     near = difflib.get_close_matches(name, classes, 1)
     hint = f"; did you mean {near[0]}?" if near else f"; its classes: {', '.join(classes) or 'none'}"
     raise TaskError(f"task.use: {file} has no class {name}{hint}")
+
+
+def _assigned(node: ast.Module | ast.ClassDef) -> set[str]:
+    """Names that are bound by `=` in the body itself, not in what is below it."""
+    targets = [t for n in node.body if isinstance(n, ast.Assign) for t in n.targets]
+    targets += [n.target for n in node.body if isinstance(n, ast.AnnAssign) and n.value is not None]
+    return {inner.id for t in targets for inner in ast.walk(t) if isinstance(inner, ast.Name)}
 
 
 def _whole(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file: Path) -> None:
@@ -59,11 +71,12 @@ def _whole(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file: Path) 
     todo = [node]
     while todo:
         now = todo.pop()
-        have |= {n.name for n in now.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+        have |= {n.name for n in now.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)} | _assigned(now)
         for base in now.bases:
             name = ast.unparse(base).rpartition(".")[2]
-            if name in classes and name != now.name:
-                todo.append(classes[name])
+            known = classes.get(name)
+            if known is not None and known.lineno < now.lineno:  # one that stands below is not this base
+                todo.append(known)
             elif name not in ("Task", "ABC", "object"):
                 return
     lacking = [f"{m}()" for m in _NEEDED if m not in have]
