@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 from typing_extensions import override
 
 from unipar.config import Config, Sizes
@@ -144,6 +153,14 @@ class _Stream(IterableDataset[int]):
     [
         (DataLoader(DATA, batch_size=3),
          "the DataLoader's batch_size is 3; it must be batch.total (4), batch.micro (2) or unset"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)),
+         "the DataLoader has a sampler of its own (RandomSampler); unipar decides which rank reads which "
+         "sample: leave it out, and set data.shuffle"),
+        (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, drop_last=False)),
+         "the DataLoader has a batch_sampler of its own; unipar decides which samples are a batch: give batch_size "
+         "instead"),
+        (DataLoader(DATA, batch_size=None),
+         "the DataLoader has batch_size=None; unipar decides which samples are a batch: give batch_size instead"),
         (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)),
          "the DataLoader has a sampler of its own (WeightedRandomSampler); unipar decides which rank reads which "
          "sample: leave it out, and set data.shuffle"),

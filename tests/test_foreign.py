@@ -108,24 +108,29 @@ def test_a_world_of_another_size(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_two_launches_in_one_foreign_world(tmp_path: Path) -> None:
-    """Both get their report on every rank."""
-    (tmp_path / "script.py").write_text(
-        """
+TWICE = """
 import os
 import unipar
 from tests.tiny import CONFIG, Tiny
 for name in ("a", "b"):
-    report = unipar.launch(CONFIG, task=Tiny, overrides={"out": name}, quiet=True)
+    report = unipar.launch(CONFIG, task=Tiny, overrides={"out": name, "backend": BACKEND}, quiet=True)
     with open(f"{name}-{os.environ['RANK']}", "w") as file:
         file.write(f"{report.steps} steps, {len(report.peak_rss)} ranks")
-""",
-        encoding="utf-8",
-    )
+"""
+
+
+def _twice(backend: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(TWICE.replace("BACKEND", repr(backend)), encoding="utf-8")
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", "script.py"]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False, timeout=120
+    return subprocess.run(
+        words, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False, timeout=120
     )
+
+
+@pytest.mark.parametrize("backend", ["native", "deepspeed", "horovod", "accelerate"])
+def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path) -> None:
+    """Both get their report on every rank."""
+    done = _twice(backend, tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("a-0", "a-1", "b-0", "b-1"):
         assert (tmp_path / name).read_text("utf-8") == "12 steps, 2 ranks"

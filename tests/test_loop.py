@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ class Line(unipar.Task):
 
 @contextmanager
 def running(task: unipar.Task, folder: Path, **sections: Any) -> Generator[Run]:
-    """A run of this process alone; its group is gone afterwards, however it ends."""
+    """A run of this process alone."""
     made: dict[str, Any] = {"backend": "single", "device": "cpu", "batch": {"total": 4, "micro": 2}}
     made |= {"train": {"steps": 3, "optimizer": {"name": "sgd", "lr": 1e-3}}, "log": {"every": 2}} | sections
     place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
@@ -56,8 +57,7 @@ def running(task: unipar.Task, folder: Path, **sections: Any) -> Generator[Run]:
         with opened(Config.model_validate(made), task, place, folder) as run:
             yield run
     finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        assert not torch.distributed.is_initialized(), "a run left its world behind"
 
 
 def _ended(task: unipar.Task, folder: Path, **sections: Any) -> UniparError:
@@ -182,6 +182,55 @@ def test_a_stop_comes_at_a_step_boundary(tmp_path: Path) -> None:
     assert [row["event"] for row in Ledger.read(ledger_of(tmp_path, 0))] == ["start", "step", "stopped"]
 
 
+def test_a_second_signal_means_what_it_always_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps nothing heeds the first; the second interrupts."""
+    monkeypatch.setattr("unipar.stopping.SAME", 0.0)
+    with running(Line(), tmp_path) as run:
+        signal.raise_signal(signal.SIGINT)
+        assert run.done == 0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore")  # libraries' own
+def test_a_run_that_failed_leaves_no_world_behind(tmp_path: Path) -> None:
+    """The next run of the process starts afresh, in the environment that was there before."""
+    before = dict(os.environ)
+    for backend in ("accelerate", "deepspeed", "single"):
+        assert isinstance(_ended(Broken(train=_bare), tmp_path, backend=backend), TaskError)
+        assert not torch.distributed.is_initialized()
+        assert {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"} == {
+            k: v for k, v in before.items() if k != "DS_ACCELERATOR"
+        }
+
+
+@pytest.mark.filterwarnings("ignore")  # libraries' own
+def test_two_runs_in_one_process(tmp_path: Path) -> None:
+    """Every library starts again."""
+    for backend in ("horovod", "accelerate", "horovod", "native"):
+        with running(Line(), tmp_path, backend=backend) as run:
+            run.task.train(run)
+            assert run.done == 3
+
+
+def test_an_evaluation_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Not after the first five thousand steps."""
+
+    class Blind(unipar.Task):
+        model, data, loss = Line.model, Line.data, Line.loss
+
+    error = _ended(Blind(), tmp_path, eval={"every": 2})
+    assert str(error) == "eval.every is given and the task has no validation(): give it a dataset, or leave eval out"
+
+
+def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
+    """NaN and infinity are no JSON."""
+    with Ledger(tmp_path / "x") as ledger:
+        ledger.note("log", a=float("nan"), b=float("inf"), c=1.5)
+    (row,) = Ledger.read(tmp_path / "x")
+    assert (row["a"], row["b"], row["c"]) == (None, None, 1.5)
+
+
 def test_signals_are_given_back(tmp_path: Path) -> None:
     """A run takes SIGINT and SIGTERM for itself while it lasts; what was asked of it does not end the next."""
     before = signal.getsignal(signal.SIGINT)
@@ -264,6 +313,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "model() returned several modules; training several parts together is not there yet"),
     ({"model": lambda: nn.Linear(1, 1).requires_grad_(False)},
      "model() has no parameter that requires a gradient: there is nothing to train"),
+    ({"weight": -2.0}, "weight(batch) is -2; a number that is not negative is wanted"),
     ({"weight": 0.0}, "weight(batch) is 0 over the whole global batch of step 1"),
     ({"metrics": 3.0}, "metrics() returned 3.0; a mapping of names to means, or (mean, weight), is wanted"),
     ({"metrics": {"x": torch.ones(2)}}, "metrics()['x'] has the shape (2,); one number is wanted"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,15 @@ def born(task: Task, config: Config, world: World) -> nn.Module:
         raise TaskError(f"model() returned {module!r}; a torch.nn.Module is wanted")
     if not any(p.requires_grad for p in module.parameters()):
         raise TaskError("model() has no parameter that requires a gradient: there is nothing to train")
-    module.to(born_as(config.train.precision))
+    wanted = born_as(config.train.precision)
+    # not module.to(): it would take the imaginary part of a complex buffer
+    module._apply(partial(floats_to, dtype=wanted))  # pyright: ignore[reportPrivateUsage]
     _agree(module, world)
     return module
+
+
+def floats_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _made(task: Task) -> Any:
@@ -46,7 +53,7 @@ def _on_meta(task: Task) -> Any:
     try:
         with torch.device("meta"):
             return task.model()
-    except (NotImplementedError, RuntimeError):
+    except Exception:  # whatever it is: if it is not for meta's sake, the real run raises it again
         return _made(task).to("meta")
 
 
@@ -76,6 +83,14 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return dict(module._buffers)  # pyright: ignore[reportPrivateUsage]
 
 
+_MODULES_OWN = frozenset(vars(nn.Module()))
+
+
+def plain_of(module: nn.Module) -> dict[str, Any]:
+    """What the user's code keeps on a module besides parameters, buffers and modules."""
+    return {name: value for name, value in vars(module).items() if name not in _MODULES_OWN}
+
+
 def travel(tensor: Tensor, device: torch.device) -> Tensor:
     """Rank 0's values of one tensor, on every rank."""
     if dist.get_rank() == 0:
@@ -87,41 +102,56 @@ def travel(tensor: Tensor, device: torch.device) -> Tensor:
     return there
 
 
-def settle(root: nn.Module, place: Place, device: torch.device) -> None:
-    """Give each parameter, buffer and plain tensor attribute its place; what was tied stays tied."""
-    done: dict[int, Tensor] = {}
+def settle(
+    root: nn.Module, place: Place, device: torch.device, origin: Mapping[int, nn.Parameter] | None = None
+) -> None:
+    """Give each parameter, buffer and plain tensor attribute its place; what was tied or shared stays so.
+
+    Tensors in lists, dicts and tuples travel too; lists and dicts are filled in place, as modules may share them.
+    `origin` leads from a parameter that somebody still holds to the one that took its place in the modules.
+    """
+    done: dict[int, Any] = {}
+    keep: list[Any] = []  # so that no id is used twice
 
     def placed(p: nn.Parameter) -> nn.Parameter:
+        p = (origin or {}).get(id(p), p)
         if id(p) not in done:
+            keep.append(p)
             new = place(p)
             done[id(p)] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, p.requires_grad)
-        return done[id(p)]  # type: ignore[return-value]
+        return done[id(p)]
 
     def sent(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in done:
-                done[id(value)] = travel(value, device)
+        if isinstance(value, nn.Parameter):
+            return placed(value)
+        if not isinstance(value, Tensor | list | dict | tuple):
+            return value
+        if id(value) in done:
             return done[id(value)]
-        if type(value) in (list, tuple):
-            return type(value)(sent(v) for v in value)
-        if type(value) is dict:
-            return {k: sent(v) for k, v in value.items()}
-        return value
+        keep.append(value)
+        if isinstance(value, Tensor):
+            done[id(value)] = travel(value, device)
+        elif isinstance(value, tuple):
+            parts = [sent(v) for v in value]
+            changed = any(new is not old for new, old in zip(parts, value, strict=True))
+            made = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            done[id(value)] = made if changed else value
+        else:
+            done[id(value)] = value
+            for key, old in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if (new := sent(old)) is not old:
+                    value[key] = new
+        return done[id(value)]
 
-    keep: list[Any] = []  # so that no id is used twice
-    for module in list(root.modules()):
+    modules = list(root.modules())
+    for module in modules:
         for name, param in parameters_of(module).items():
             if param is not None:
-                keep.append(param)
                 setattr(module, name, placed(param))
-        for name, value in buffers_of(module).items():
-            if value is not None:
-                keep.append(value)
-                setattr(module, name, sent(value))
-        for name, value in list(vars(module).items()):
-            if not name.startswith("_") and (isinstance(value, Tensor) or type(value) in (list, tuple, dict)):
-                keep.append(value)
-                vars(module)[name] = sent(value)
+    for module in modules:
+        for name, value in (buffers_of(module) | plain_of(module)).items():
+            if (new := sent(value)) is not value:
+                setattr(module, name, new)
 
 
 def lower(root: nn.Module, dtype: torch.dtype) -> None:
@@ -130,7 +160,7 @@ def lower(root: nn.Module, dtype: torch.dtype) -> None:
     Running statistics stay as they are: they add up small numbers.
     """
     for module in root.modules():
-        kept = dict(vars(module)) if isinstance(module, _NormBase) else vars(module) | buffers_of(module)
+        kept = plain_of(module) if isinstance(module, _NormBase) else plain_of(module) | buffers_of(module)
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 setattr(module, name, value.to(dtype))

@@ -129,18 +129,22 @@ def source_of(given: Any, collate: Collate | None, default: Collate, config: Con
 def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Config, sizes: Sizes) -> Source:
     if isinstance(loader.dataset, IterableDataset):
         raise TaskError("the DataLoader reads an IterableDataset, which is not there yet: give a map-style dataset")
+    if loader.batch_size is None:
+        what = "a batch_sampler of its own" if loader.batch_sampler is not None else "batch_size=None"
+        raise TaskError(f"the DataLoader has {what}; unipar decides which samples are a batch: give batch_size instead")
     if loader.batch_size not in (1, sizes.total, sizes.micro):
         raise TaskError(
             f"the DataLoader's batch_size is {loader.batch_size}; it must be batch.total ({sizes.total}), "
             f"batch.micro ({sizes.micro}) or unset"
         )
-    shuffle = isinstance(loader.sampler, RandomSampler)
-    if not shuffle and not isinstance(loader.sampler, SequentialSampler):
+    sampler = loader.sampler
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)  # pyright: ignore[reportArgumentType]
+    if not shuffle and type(sampler) is not SequentialSampler:
         raise TaskError(
             f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); unipar decides which rank "
             "reads which sample: leave it out, and set data.shuffle"
         )
-    if loader.generator is not None:
+    if loader.generator is not None or getattr(sampler, "generator", None) is not None:
         raise TaskError("the DataLoader has a generator of its own; the order follows from train.seed: leave it out")
     told = config.data.model_fields_set
     said: dict[str, Any] = {"shuffle": shuffle, "workers": loader.num_workers}

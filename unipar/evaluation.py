@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from unipar.backend import Engine
+from unipar.backend import Engine, Mark
 from unipar.call import moved
 from unipar.config import Config, Sizes
 from unipar.data import Key, Sown, source_of
@@ -25,8 +25,9 @@ class Evaluation:
     """Reads the same samples in every world; every rank runs as many batches as the others."""
 
     def __init__(
-        self, task: Task, module: nn.Module, engine: Engine, world: World, config: Config, sizes: Sizes
+        self, task: Task, module: nn.Module, engine: Engine, world: World, config: Config, sizes: Sizes, mark: Mark
     ) -> None:
+        self.mark = mark
         self.task, self.module, self.engine, self.world, self.sizes = task, module, engine, world, sizes
         self.seed, self.device = config.train.seed, world.device
         given = task.validation()
@@ -53,10 +54,12 @@ class Evaluation:
             batch_sampler=mine,  # pyright: ignore[reportArgumentType] - keys, not ints
             collate_fn=self.source.collate,
             num_workers=self.source.settings.workers,
+            **self.source.taken,
         )
         self.sums = {}
         for i, batch in enumerate(loader):
             counts = rank + i * size < len(self.chunks)  # the others wait for this one: it runs, and is not added
+            self.mark("evaluate")  # each batch is a sign of life
             sow(mix(self.seed, 4, rank + i * size))
             found = self.engine.evaluate(self._metrics, moved(batch, self.device))
             self._add(found, self._weight(batch, len(mine[i])) if counts else None)
@@ -83,8 +86,23 @@ class Evaluation:
             total[0] += float(mean) * float(own)
             total[1] += float(own)
 
+    def _agree(self, names: list[str]) -> None:
+        """Sums of other names would be added to one another."""
+        world = self.world
+        if world.size == 1 or world.store is None:
+            return
+        key, mine = world.key("metrics"), ", ".join(names)
+        if world.rank == 0:
+            world.store.set(key, mine)
+        elif (first := world.store.get(key).decode()) != mine:
+            raise TaskError(
+                f"metrics() gave {mine or 'nothing'} on rank {world.rank} and {first or 'nothing'} on rank 0: "
+                "the names must not depend on the batch"
+            )
+
     def _means(self) -> dict[str, float]:
         names = sorted(self.sums)
+        self._agree(names)
         rows = torch.tensor([self.sums[n] for n in names], dtype=torch.float64, device=self.device)
         if names:
             self.world.sum(rows)

@@ -6,6 +6,7 @@ A rank that dies leaves its ledger behind; that is a result, not a loss.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,8 @@ class Ledger:
         self._file = path.open("a", encoding="utf-8")
 
     def note(self, event: str, **fields: Any) -> None:
-        row = {"event": event, "time": time.time(), **fields}
-        self._file.write(json.dumps(row) + "\n")
+        row = {"event": event, "time": time.time(), **{name: _plain(value) for name, value in fields.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -39,6 +40,11 @@ class Ledger:
         for line in path.read_text("utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def ledger_of(run: Path, rank: int) -> Path:

@@ -131,8 +131,22 @@ class Run:
 
     def _fed(self, given: Any) -> Feed:
         source = source_of(given, self._collate, self.task.collate, self.config, self.sizes)
+        self._agree(len(source))
         pin = self.device.type == "cuda"
         return Feed(source, self.sizes, self.rank, self._seed, pin=pin)
+
+    def _agree(self, samples: int) -> None:
+        """Data of another length on another rank would be other batches, or a hang."""
+        if self.size == 1 or self.world.store is None:
+            return
+        key = self.world.key("samples")
+        if self.rank == 0:
+            self.world.store.set(key, str(samples))
+        elif (first := int(self.world.store.get(key))) != samples:
+            raise TaskError(
+                f"the data has {samples} samples on rank {self.rank} and {first} on rank 0: every rank must see all "
+                "of it, and unipar divides it"
+            )
 
     # The loop's verbs
 
@@ -172,7 +186,8 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """The task's metrics over its validation data, the same on every rank."""
         if self._evaluation is None:
-            self._evaluation = Evaluation(self.task, self._module, self.engine, self.world, self.config, self.sizes)
+            told = (self.task, self._module, self.engine, self.world, self.config, self.sizes)
+            self._evaluation = Evaluation(*told, mark=self._mark)
         self._mark("evaluate")
         means = self._evaluation()
         self._tell("eval", means)
@@ -253,6 +268,8 @@ class Run:
 
     def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self.task.weight(batch)
+        if weight is not None and not float(weight) >= 0:
+            raise TaskError(f"weight(batch) is {float(weight):g}; a number that is not negative is wanted")
         return float(samples if weight is None else weight)
 
     def _fn(self, model: nn.Module, batch: Any) -> Tensor:

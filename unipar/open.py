@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -57,7 +57,7 @@ class Open(Engine):
 
     def norm(self) -> Tensor:
         """Clip; return the norm before it."""
-        return clip_grad_norm_(self.trained, self.limit)
+        return clipped(self.trained, self.limit)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -139,6 +139,13 @@ def scaled(loss: Tensor, scale: float, divisor: float, share: Tensor | None) -> 
     part = loss.detach() if same else loss.detach() * scale
     factor = scale * divisor
     return (loss if factor == 1.0 else loss * factor), (part if share is None else share + part)
+
+
+def clipped(params: Sequence[nn.Parameter], limit: float) -> Tensor:
+    """The norm before clipping; without a limit gradients are left alone, also where the norm overflows."""
+    if limit == inf:
+        return get_total_norm([p.grad for p in params if p.grad is not None])
+    return clip_grad_norm_(params, limit)
 
 
 def clip64(grads: tuple[list[Tensor], bool], limit: float, world: World) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from unipar import registry
@@ -14,7 +14,7 @@ from unipar.beat import Heart, beat_of
 from unipar.birth import born
 from unipar.blocks import blocks_of
 from unipar.config import Config
-from unipar.errors import BackendNotInstalled, Stopped
+from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.ledger import Ledger, ledger_of
 from unipar.loop import Run
 from unipar.optim import grouped, optimizer_of
@@ -22,7 +22,7 @@ from unipar.place import Place
 from unipar.stopping import listening
 from unipar.task import Task
 from unipar.track import Trackers
-from unipar.world import World
+from unipar.world import World, abandon
 
 
 @contextmanager
@@ -30,7 +30,9 @@ def opened(config: Config, task: Task, place: Place, run: Path) -> Generator[Run
     """A run that is ready to train; its world is left in order when the body ends well."""
     heart = Heart(beat_of(run, place.rank))
     backend = registry.check(config)
-    with listening(), Ledger(ledger_of(run, place.rank)) as ledger:
+    with listening(), Ledger(ledger_of(run, place.rank)) as ledger, ExitStack() as failed:
+        if place.size == 1 or not place.ours:  # a process that goes on after an error; a worker of ours ends at once
+            failed.callback(abandon)
         with _library(backend):
             world = backend.join(config, place)
         trackers = Trackers(config.log.to, run, place.rank)
@@ -45,6 +47,7 @@ def opened(config: Config, task: Task, place: Place, run: Path) -> Generator[Run
         world.barrier()  # every rank's ledger is whole before any rank reads it
         made.engine.close()
         world.close()
+        failed.pop_all()
 
 
 @contextmanager
@@ -59,6 +62,8 @@ def _library(backend: Backend) -> Generator[None]:
 
 def assembled(config: Config, task: Task, world: World, *, ledger: Ledger, heart: Heart, trackers: Trackers) -> Run:
     """The model, its engine and the loop's side, in a world that has met."""
+    if config.eval.every and not task.gives("validation"):
+        raise TaskError("eval.every is given and the task has no validation(): give it a dataset, or leave eval out")
     backend = registry.find(config.backend)
     sizes = config.batch.settle(world.size)
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"total": sizes.total})})

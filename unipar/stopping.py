@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unipar.errors import Stopped
 
 if TYPE_CHECKING:
     from unipar.world import World
 
-_asked: int | None = None
+SAME = 1.0
+"""Seconds within which two signals are one."""
+
+_asked: float | None = None
+_before: dict[int, Any] = {}
+"""The handlers that were there, while ours are."""
 
 
 @contextmanager
@@ -25,17 +31,25 @@ def listening() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may take signals
         return
-    before = {number: signal.signal(number, _ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    _before.update({number: signal.signal(number, _ask) for number in (signal.SIGTERM, signal.SIGINT)})
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in _before.items():
             signal.signal(number, handler)
+        _before.clear()
 
 
 def _ask(number: int, frame: FrameType | None) -> None:
+    """A second time, a while after the first, it means what it would mean without us."""
     global _asked
-    _asked = number
+    if _asked is not None and time.monotonic() - _asked < SAME:  # launchers pass on what the terminal sent already
+        return
+    if _asked is not None and _before:
+        for which, handler in _before.items():
+            signal.signal(which, handler)
+        signal.raise_signal(number)
+    _asked = time.monotonic()
 
 
 class Boundary:
@@ -61,6 +75,8 @@ class Boundary:
         keys = [f"stop/{rank}" for rank in range(world.size)]
         if not self._said:
             self._said = True
+            if world.device.type == "cuda":
+                world.synchronize()  # the device may be steps behind
             world.store.set(keys[world.rank], str(step))
         if self._last is None and world.store.check(keys):
             self._last = max(int(world.store.get(key)) for key in keys) + 1

@@ -26,7 +26,11 @@ class World:
         self.rank, self.size = place.rank, place.size
         self.closers: list[Callable[[], None]] = []
         """What a library needs done before the process group goes; the latest first."""
+        self.alone: list[Callable[[], None]] = []
+        """What a library forgets by itself, without the others; done after an error as well."""
         self._keys = 0
+        self._environ: dict[str, str | None] = {}
+        _now.append(self)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
@@ -38,6 +42,10 @@ class World:
         """A key of the store that was not used before; the same on all ranks that ask equally often."""
         self._keys += 1
         return f"{name}/{self._keys}"
+
+    def synchronize(self) -> None:
+        """Until the device has done what it was given."""
+        torch.cuda.synchronize(self.device)
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -52,11 +60,45 @@ class World:
             )
         return self
 
+    def tell(self, **variables: object) -> None:
+        """Set what a library insists on in the environment, until this world is closed."""
+        self.guard(*variables)
+        os.environ.update({name: str(value) for name, value in variables.items()})
+
+    def guard(self, *names: str) -> None:
+        """Variables that a library sets by itself are as they were once this world is closed."""
+        for name in names:
+            self._environ.setdefault(name, os.environ.get(name))
+
     def close(self) -> None:
         while self.closers:
             self.closers.pop()()
+        self.drop()
+
+    def drop(self) -> None:
+        """Leave without the others: they may be gone."""
+        self.closers.clear()
+        while self.alone:
+            self.alone.pop()()
         if dist.is_initialized():
             dist.destroy_process_group()
+        _now.remove(self)
+        for name, value in self._environ.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._environ.clear()
+
+
+_now: list[World] = []
+"""The world that this process is in, if any."""
+
+
+def abandon() -> None:
+    """After an error, in a process that goes on: leave the world that it is in."""
+    for world in _now:
+        world.drop()
 
 
 def device_of(config: Config, place: Place) -> torch.device:
@@ -94,10 +136,12 @@ def meet(config: Config, place: Place) -> World:
         store = _store(place, patience)
         if place.address is not None:
             _stores[place.address] = store
-    if place.ours or _on_loopback(place):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _met.append(place)
     store = dist.PrefixStore(f"unipar/{len(_met)}", store)  # a script may launch twice in one foreign world
+    world = World(place, device, store)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if place.ours or (_on_loopback(place) and variable not in os.environ):
+            world.tell(**{variable: "lo"})
     kind = transport(config, device)
     dist.init_process_group(
         kind,
@@ -109,7 +153,7 @@ def meet(config: Config, place: Place) -> World:
     )
     if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
         raise WorldMismatch(f"torch sees rank {dist.get_rank()} of {dist.get_world_size()}, not {place}")
-    return World(place, device, store)
+    return world
 
 
 def _on_loopback(place: Place) -> bool:

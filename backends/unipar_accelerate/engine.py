@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
+from math import inf
 from typing import Any, final
 
 from accelerate import Accelerator, PartialState
@@ -55,7 +55,7 @@ class Accelerated(FirstByHand):
 
     @override
     def norm(self) -> Tensor:
-        if self.accelerator is None:
+        if self.accelerator is None or self.limit == inf:
             return super().norm()
         return self.accelerator.clip_grad_norm_(self.trained, self.limit)
 
@@ -63,9 +63,9 @@ class Accelerated(FirstByHand):
 def join(config: Config, place: Place) -> World:
     """Our own process group first; Accelerate takes it over, and reads its place from the environment."""
     world = meet(config, place)
-    told = {"RANK": place.rank, "WORLD_SIZE": place.size}
-    told |= {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}
-    os.environ.update({k: str(v) for k, v in told.items()})
+    world.tell(RANK=place.rank, WORLD_SIZE=place.size)
+    world.tell(LOCAL_RANK=place.local_rank, LOCAL_WORLD_SIZE=place.local_size)
+    world.guard("MASTER_ADDR", "MASTER_PORT")
     forget()
     state = PartialState(cpu=world.device.type == "cpu")
     return world.agreed("Accelerate", rank=state.process_index, size=state.num_processes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any, final
@@ -12,14 +11,13 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from unipar.backend import Backend, Engine, Fn, Mark, Micro, Part, Piece, Read, Step
 from unipar.birth import arrive, lower, refuse_scalars, settle, travel
 from unipar.call import Call, Held, resting
 from unipar.config import SHARDS, Config
-from unipar.open import buffers, clip64, restore_buffers, scaled
+from unipar.open import buffers, clip64, clipped, restore_buffers, scaled
 from unipar.optim import Rates
 from unipar.place import Place
 from unipar.precision import autocast_as, batch_as
@@ -95,7 +93,7 @@ class Zero(Engine):
             grads = [p.grad for p in self.trained if p.grad is not None]
             if self.fp64:
                 return clip64((grads, False), self.limit, self.world)
-            return clip_grad_norm_(self.trained, self.limit) if self.bare else None
+            return clipped(self.trained, self.limit) if self.bare else None
         if not self.fp64:
             return None
         partition = [g for held in self.zero.averaged_gradients.values() for g in held or []]  # padding is zero
@@ -124,11 +122,19 @@ class Zero(Engine):
 def join(config: Config, place: Place) -> World:
     """Our own process group first; DeepSpeed takes it over."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    os.environ["LOCAL_RANK"] = str(place.local_rank)  # it insists
     world = meet(config, place)
+    world.tell(LOCAL_RANK=place.local_rank)  # it insists
+    world.guard("MASTER_ADDR", "MASTER_PORT")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, and leaves /dev/shm full
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    world.alone.append(_forget)
     return world.agreed("DeepSpeed", rank=deepspeed.comm.get_rank(), size=deepspeed.comm.get_world_size())
+
+
+def _forget() -> None:
+    """It keeps this world's groups in many places, for a next run that has others."""
+    deepspeed.comm.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
 
 
 def _split(module: nn.Module, told: dict[str, Any], world: World, low: torch.dtype | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
 
@@ -59,7 +58,7 @@ class Ring(Open):
 def join(config: Config, place: Place) -> World:
     """Our own process group first; then Horovod, over a rendezvous that rank 0 opens on loopback."""
     world = meet(config, place)
-    os.environ["HOROVOD_FUSION_THRESHOLD"] = str(options_of(config).fusion_mb * 2**20)
+    world.tell(HOROVOD_FUSION_THRESHOLD=options_of(config).fusion_mb * 2**20)
     held = ExitStack()
     if place.launcher != "horovodrun":
         _rendezvous(world, held)
@@ -82,4 +81,4 @@ def _rendezvous(world: World, held: ExitStack) -> None:
     if world.rank == 0:
         world.store.set("horovod", str(held.enter_context(serving(world.size, local))))
     port = int(world.store.get("horovod").decode())
-    os.environ.update(variables(rank=world.rank, size=world.size, local_size=local, port=port))
+    world.tell(**variables(rank=world.rank, size=world.size, local_size=local, port=port))

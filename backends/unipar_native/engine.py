@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from unipar.backend import Part
@@ -20,7 +19,7 @@ from unipar.birth import arrive, lower, parameters_of, refuse_scalars, settle, t
 from unipar.call import Call
 from unipar.config import Config
 from unipar.errors import TaskError
-from unipar.open import Open, span
+from unipar.open import Open, clipped, span
 from unipar.world import World
 from unipar_native import ddp_settings, options_of
 
@@ -156,7 +155,7 @@ class FSDP2(Open):
 
     @override
     def norm(self) -> Tensor:
-        norm: Any = clip_grad_norm_(self.trained, self.limit)
+        norm: Any = clipped(self.trained, self.limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm  # each rank's own otherwise
 
     @override
@@ -184,7 +183,8 @@ def _split(part: Part, world: World, policy: MixedPrecisionPolicy) -> Call:
         local.view(-1).copy_(full.view(-1)[slice(*span(new)[1])])
         return new
 
-    settle(module, place, device)
+    now = dict(module.named_parameters(remove_duplicate=False))
+    settle(module, place, device, origin={id(p): now[n] for n, p in whole.items()})
     return shell
 
 

@@ -30,7 +30,10 @@ def plain(case: Case, size: int) -> Result:
     config = case.config(Cell("native"), size)
     task: Any = case.task()
     sow(config.train.seed)
-    model = task.model().to(dtype_of(case))
+    model = task.model()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():  # .to() would take the imaginary part of complex ones
+            tensor.data = tensor.data.to(dtype_of(case))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer(config, task, model, trained)
     base = [g["lr"] for g in optimizer.param_groups]
@@ -101,10 +104,12 @@ def _evaluated(task: Any, model: Any) -> dict[str, float]:
     """All of the validation data at once: `right` is a mean over samples, `loss` over tokens."""
     held = task.validation()
     batch = task.collate([held[i] for i in range(len(held))])
+    modes = [(m, m.training) for m in model.modules()]
     model.eval()
     with torch.no_grad():
         found = task.metrics(model, batch)
-    model.train()
+    for m, training in modes:
+        m.training = training
     return {name: float(value[0] if isinstance(value, tuple) else value) for name, value in found.items()}
 
 

@@ -58,12 +58,15 @@ class Noisy(Dataset[tuple[Tensor, int]]):
 
 
 class Block(nn.Module):
+    seen: list[Tensor]
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(3 * D, D)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
         past = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
         return x + self.down(F.gelu(self.up(self.norm(past))))
 
@@ -82,6 +85,12 @@ class Tiny(nn.Module):
         self.extra = nn.Linear(D, D) if extra else None
         self.register_buffer("positions", torch.randn(T, D) / 8, persistent=False)
         self.table = torch.randn(T, D) / 8
+        self._shift = torch.randn(D) / 8  # the same, behind an underscore
+        self.register_buffer("turn", torch.polar(torch.ones(D // 2), torch.linspace(0, 1, D // 2)), persistent=False)
+        self.held = [self.embed.weight]  # a parameter that is kept in a list as well
+        self.seen: list[Tensor] = []  # filled by the blocks, read by the loss
+        for block in self.blocks:
+            vars(block)["seen"] = self.seen
         self.teacher: nn.Module | None = None
         if teacher:
             self.teacher = nn.Sequential(Tiny(), nn.Dropout(0.5)).requires_grad_(False).eval()
@@ -89,7 +98,9 @@ class Tiny(nn.Module):
     def encode(self, tokens: Tensor) -> Tensor:
         n = tokens.shape[1]
         positions: Any = self.positions
-        x = self.embed(tokens) + positions[:n] + self.table[:n]
+        x = self.embed(tokens) + positions[:n] + self.table[:n] + self._shift
+        turn: Any = self.turn  # complex, as rotary tables often are
+        x = x + torch.view_as_real(turn).flatten().to(x.dtype) / 8
         for block in self.blocks:
             x = self.dropout(block(x))
         return x
@@ -202,6 +213,17 @@ class BlockReading(Plain):
     @override
     def loss(self, model: Any, batch: Batch) -> Tensor:
         return super().loss(model, batch) + 0.1 * model.blocks[0].up.weight.square().mean()
+
+
+class Sharing(Plain):
+    """Blocks leave something in a list that the model shares with them, for the loss to read."""
+
+    @override
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        model.seen.clear()
+        loss = super().loss(model, batch)
+        assert len(model.seen) == 2
+        return loss + 0.1 * sharp(model.seen[1]).square().mean()
 
 
 class Thrice(Plain):

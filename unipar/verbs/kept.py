@@ -30,6 +30,7 @@ def identity(config: Config, cells: Sequence[str], ref: TaskRef) -> dict[str, An
         "cells": list(cells),
         "task": _task(ref),
         "versions": _versions(cells),
+        "machine": machine(),
     }
 
 
@@ -75,7 +76,7 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
         old = data["of"]
         differ = [key for key in ("config", "cells", "task") if old[key] != of[key]]
         if not differ and data["finished"]:
-            differ = ["versions"] if old["versions"] != of["versions"] else []
+            differ = [key for key in ("versions", "machine") if old.get(key) != of[key]]
             if not differ:
                 return Comparison.from_json(data, note=f"from {file}; --overwrite runs it again")
         if differ:
@@ -92,7 +93,7 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
 def write(folder: Path, of: dict[str, Any], now: Comparison) -> None:
     """All of it or none."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = {"of": of, "finished": now.finished, "machine": machine(), **now.to_json()}
+    data = {"of": of, "finished": now.finished, **now.to_json()}
     partial = folder / f".{NAME}.{os.getpid()}"
     partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     partial.rename(folder / NAME)
