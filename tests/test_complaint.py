@@ -99,11 +99,38 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         (
             {"train/optimizer": {"betas": [0.9]}},
-            "train.optimizer.betas: wanted a list of 2 values, each a number, got [0.9]",
+            "train.optimizer.betas: wanted a list of 2 values, each a number of at least 0 and below 1, got [0.9]",
         ),
         (
             {"train/optimizer": {"betas": [0.9, "x"]}},
-            "train.optimizer.betas.1: wanted a number, got 'x'",
+            "train.optimizer.betas.1: wanted a number of at least 0 and below 1, got 'x'",
+        ),
+        (
+            {"train/optimizer": {"name": "adam", "betas": [0.9, 1]}},
+            "train.optimizer.betas.1: wanted a number of at least 0 and below 1, got 1",
+        ),
+        (
+            {"launch": {"timeout": 2592001}},
+            "launch.timeout: wanted a number above 0 and of at most 2,592,000, got 2592001",
+        ),
+        ({"launch": {"grace": 1e300}}, "launch.grace: wanted a number above 0 and of at most 2,592,000, got 1e+300"),
+        (
+            {"launch": {"heartbeat": 1e9, "timeout": 2e6}},
+            "launch.heartbeat: wanted a number above 0 and of at most 2,592,000 or null, got 1000000000.0",
+        ),
+        # values that do not go together
+        (
+            {"train/optimizer": {"name": "sgd", "nesterov": True}},
+            "train.optimizer: nesterov: true looks ahead by the momentum, which is 0; give one (momentum: 0.9)",
+        ),
+        (
+            {"train/optimizer": {"fused": True, "foreach": True}},
+            "train.optimizer: fused: true and foreach: true exclude each other; leave one of them out",
+        ),
+        (
+            {"train": {"steps": 19, "schedule": {"name": "cosine", "warmup": 20}}},
+            "train: schedule.warmup (20) is more than steps (19), so the rate would never reach its full value; "
+            "give a shorter warmup (train.schedule.warmup: 0), or more steps",
         ),
         ({"train/clip": -1}, "train.clip: wanted a number above 0, {max: ..., norm: ...} or null, got -1"),
         ({"train/clip": {"max": 0}}, "train.clip.max: wanted a number above 0, got 0"),
@@ -230,6 +257,7 @@ def test_known_keys_reach_every_depth() -> None:
             "options.deepspeed.buckets: wanted scaled or library, got 'scald'; did you mean 'scaled'?",
         ),
         ("horovod", {"fusion_mb": -1}, "options.horovod.fusion_mb: wanted a whole number of at least 0, got -1"),
+        ("native", {"bucket_mb": 0}, "options.native.bucket_mb: wanted a whole number above 0, got 0"),
         ("single", {"x": 1}, "options.single.x: there is no such key; options.single has none"),
     ],
 )

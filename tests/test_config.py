@@ -149,7 +149,7 @@ def test_an_optimizer_is_chosen_by_name(optimizer: dict[str, Any], made: object)
 )
 def test_a_schedule_is_chosen_by_name(schedule: dict[str, Any], made: object) -> None:
     """constant without a name."""
-    assert config(train={"schedule": schedule}).train.schedule == made
+    assert config(train={"steps": 9, "schedule": schedule}).train.schedule == made
 
 
 def test_clip_in_short_and_in_full() -> None:

@@ -275,7 +275,8 @@ def test_check_refuses(source: Source, change: str, error: type[Exception], sent
 def test_check_sees_an_existing_run(source: Source) -> None:
     """As run does, unless it may overwrite."""
     Path("runs/x").mkdir(parents=True)
-    Path("runs/x/config.json").touch()
+    Path("runs/x/config.json").write_text('{"batch": {}, "train": {}}', "utf-8")
+    Path("runs/x/launch.json").write_text('{"task": {}}', "utf-8")
     with pytest.raises(OutExists, match=r"^out: runs/x is there already"):
         check(source)
     assert check(source, overwrite=True).startswith("x.yaml: good")

@@ -31,6 +31,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
     for language, name in (("python", "train.py"), ("yaml", "train.yaml")):
         (tmp_path / name).write_text(block(language, name), encoding="utf-8")
     command = [sys.executable, "-m", "unipar", "run", "train.yaml", "--set", "train.steps=3"]
+    command += ["--set", "train.schedule.warmup=1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "cell        native/parameters, 2 ranks\n" in done.stdout

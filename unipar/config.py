@@ -187,6 +187,16 @@ class Train(Section):
             raise ValueError("one of steps and epochs is needed, and not both")
         return self
 
+    @model_validator(mode="after")
+    def _full_rate(self) -> Self:
+        warmup = self.schedule.warmup
+        if self.steps is not None and warmup > self.steps:
+            raise ValueError(
+                f"schedule.warmup ({warmup}) is more than steps ({self.steps}), so the rate would never reach its full "
+                "value; give a shorter warmup (train.schedule.warmup: 0), or more steps"
+            )
+        return self
+
     @property
     def clipping(self) -> Clip | None:
         return Clip(max=self.clip) if isinstance(self.clip, float | int) else self.clip
@@ -208,14 +218,18 @@ class Log(Section):
     """Where metrics go besides the run folder's JSON lines."""
 
 
+Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
+"""Of patience, up to 30 days: timers of some libraries overflow beyond."""
+
+
 class Launch(Section):
-    heartbeat: PositiveFloat | None = 60.0
+    heartbeat: Seconds | None = 60.0
     """Seconds without a sign of life from a training rank after which it counts as hung; null: never."""
 
-    timeout: PositiveFloat = 120.0
+    timeout: Seconds = 120.0
     """Seconds a collective may wait for its peers; always more than heartbeat."""
 
-    grace: PositiveFloat = 30.0
+    grace: Seconds = 30.0
     """Seconds that a run has to reach a step boundary on a signal."""
 
     @model_validator(mode="after")

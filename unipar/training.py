@@ -31,6 +31,12 @@ class _Optimizer(Section):
     foreach: bool | Literal["auto"] = "auto"
     """One call for lists of parameters, where it is not fused. auto: as PyTorch decides."""
 
+    @model_validator(mode="after")
+    def _one_kind_of_kernel(self) -> Self:
+        if self.fused is True and self.foreach is True:
+            raise ValueError("fused: true and foreach: true exclude each other; leave one of them out")
+        return self
+
 
 class SGD(_Optimizer):
     name: Literal["sgd"] = "sgd"
@@ -42,9 +48,18 @@ class SGD(_Optimizer):
     nesterov: bool = False
     """Look ahead by the momentum."""
 
+    @model_validator(mode="after")
+    def _by_some_momentum(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov: true looks ahead by the momentum, which is 0; give one (momentum: 0.9)")
+        return self
+
+
+_Share = Annotated[float, Field(ge=0, lt=1)]
+
 
 class _Moments(_Optimizer):
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[_Share, _Share], Field(strict=False)] = (0.9, 0.999)
     """How long the two moments remember."""
 
     eps: PositiveFloat = 1e-8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
+from pydantic import PositiveInt
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
@@ -66,7 +67,7 @@ class NativeOptions(Section):
     """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
     true: at every step, for a model that uses other parameters at other times; false: never."""
 
-    bucket_mb: int = 25
+    bucket_mb: PositiveInt = 25
     """DDP's bucket size in MiB: how much gradient is reduced at once."""
 
 
