@@ -73,6 +73,7 @@ def test_nobody(environ: dict[str, str]) -> None:
         (SLURM, "srun: joining its worlds is not there yet; let srun start one task that runs python or torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "2"},
          "RANK and WORLD_SIZE: variables of a launcher that is not known here; use torchrun, or unset them"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "torchrun should have set MASTER_ADDR to rank 0's address; it is 'not set'"),
         (TORCHRUN | {"WORLD_SIZE": "two"}, "torchrun should have set WORLD_SIZE to a number; it is 'two'"),
     ],
 )  # fmt: skip

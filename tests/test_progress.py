@@ -58,6 +58,15 @@ def test_plain_lines(tmp_path: Path) -> None:
     assert "\x1b" not in err.getvalue()
 
 
+def test_one_step_is_one(tmp_path: Path) -> None:
+    """Not 1 steps."""
+    err = io.StringIO()
+    trained(tmp_path, 1)
+    with Progress(tmp_path, None, err=err):
+        pass
+    assert err.getvalue().splitlines()[-1].startswith("1 step in 0.0 s, ")
+
+
 def test_plain_lines_are_few(tmp_path: Path) -> None:
     """A thousand logged steps come to some twenty lines, the last one among them."""
     err = io.StringIO()

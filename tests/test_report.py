@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unipar.report import Report
-from unipar.report.table import duration, size, table
+from unipar.report.table import counted, duration, size, table
 
 EVENTS: list[dict[str, Any]] = [
     {
@@ -121,6 +121,11 @@ def test_a_short_row_is_a_sentence_that_wraps(tmp_path: Path) -> None:
 def test_durations_have_two_or_three_figures(seconds: float, text: str) -> None:
     """The unit follows the size."""
     assert duration(seconds) == text
+
+
+def test_one_is_one() -> None:
+    """Not 1 steps."""
+    assert (counted(1, "step"), counted(2, "step"), counted(0, "step")) == ("1 step", "2 steps", "0 steps")
 
 
 @pytest.mark.parametrize(("count", "text"), [(900, "900 B"), (612 * 2**20, "612 MiB"), (3.2 * 2**30, "3.2 GiB")])

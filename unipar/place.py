@@ -112,10 +112,12 @@ def probe(
             raise WorldMismatch(f"{found.name} should have set {variable} to a number; it is {text or 'not set'!r}")
         return int(text)
 
-    address = None
-    if found.address is not None:
-        host, port = found.address
-        address = (environ.get(host, ""), number(port))
+    def host(variable: str) -> str:
+        if not (text := environ.get(variable, "").strip()):
+            raise WorldMismatch(f"{found.name} should have set {variable} to rank 0's address; it is 'not set'")
+        return text
+
+    address = (host(found.address[0]), number(found.address[1])) if found.address is not None else None
     return Place(
         rank=number(found.rank),
         size=number(found.size),

@@ -15,6 +15,7 @@ from typing import Any, Self, TextIO
 from unipar.beat import beat_of, feel
 from unipar.ledger import ledger_of
 from unipar.prints import prints_of
+from unipar.report.table import counted
 
 TWENTIETH = 20
 """Plain lines in a short run; a long one has one every `LINE` seconds."""
@@ -123,8 +124,7 @@ class Progress:
 
     def _event(self, row: Mapping[str, Any]) -> None:
         if row["event"] == "start":
-            ranks = f"{row['size']} rank{'s' * (row['size'] > 1)}"
-            self._say(f"{row['cell']}, {ranks}, {row['parameters']:,} parameters")
+            self._say(f"{row['cell']}, {counted(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)
@@ -180,7 +180,7 @@ class Progress:
     def _summary(self) -> str:
         first, last = self._rows[0], self._rows[-1]
         took = _clock(last["time"] - first["time"])
-        return f"{last['step']} steps in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {self._run}"
+        return f"{counted(last['step'], 'step')} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {self._run}"
 
 
 def _draws(stream: TextIO) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from typing_extensions import override
 
 from unipar.config import Precision
-from unipar.report.table import blocks, size
+from unipar.report.table import blocks, counted, size
 
 Outcome = Literal["waits", "ran", "refused", "absent", "failed"]
 """absent: its library is not installed here."""
@@ -184,7 +184,7 @@ class Comparison:
         lines += self._verdict()
         ran = next((row for row in self.rows if row.outcome == "ran"), None)
         if ran is not None:
-            turns = f"{len(ran.timed)} steps in {len(ran.seconds)} turns"
+            turns = f"{counted(len(ran.timed), 'step')} in {counted(len(ran.seconds), 'turn')}"
             lines.append(f"step ms: median [middle half] of {turns}, of the slowest rank")
         if self.baseline is not None:
             lines.append(f"x: step time in proportion to {self.baseline.cell}")
@@ -214,7 +214,7 @@ class Comparison:
         cells = f"all {len(held)} cells agree" if len(held) > 1 else f"{held[0][0].cell} agrees"
         first, last = self.reference.losses[0], self.reference.losses[-1]
         return [
-            f"{cells} with one process {how}, over {steps} steps",
+            f"{cells} with one process {how}, over {counted(steps, 'step')}",
             f"loss of one process: {first:.4f} at step 1, {last:.4f} at step {steps}",
         ]
 

@@ -56,6 +56,11 @@ def duration(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
+def counted(count: int, what: str) -> str:
+    """1 step, 2 steps."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def size(count: float) -> str:
     """Bytes for people: 900 B, 612 MiB, 3.2 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
