@@ -73,6 +73,20 @@ def test_prints_go_two_ways(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text("utf-8") == "mine\na library's\n"
 
 
+def test_prints_are_a_stdout_like_any_other(tmp_path: Path) -> None:
+    """Bytes go both ways, in their turn; what else a stdout has is the log's: other ranks have it too."""
+    with (tmp_path / "log").open("w", encoding="utf-8") as log:
+        prints = Prints(log, tmp_path)
+        prints.reconfigure(line_buffering=True)
+        prints.write("a ")
+        assert prints.buffer.write("ü\n".encode()) == 3
+        prints.write("b\n")
+        assert (log.line_buffering, prints.line_buffering, prints.mode) == (True, True, "w")
+        prints.flush()
+    assert prints_of(tmp_path).read_text("utf-8") == "a ü\nb\n"
+    assert (tmp_path / "log").read_text("utf-8") == "a ü\nb\n"
+
+
 @pytest.mark.parametrize(
     ("how", "code"),
     [("exits_well", None), ("exits_with_code", "SystemExit: 4"), ("exits_with_words", "SystemExit: no")],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 
 def prints_of(run: Path) -> Path:
@@ -29,6 +29,14 @@ class Prints(io.TextIOBase):
             if "\n" in text:
                 self._out.flush()
         return self._log.write(text)
+
+    @property
+    def buffer(self) -> io.BufferedIOBase:
+        return _Bytes(self._log, self._out)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else `sys.stdout` has on the other ranks: reconfigure, line_buffering, name, ..."""
+        return getattr(self._log, name)
 
     @override
     def flush(self) -> None:
@@ -55,3 +63,22 @@ class Prints(io.TextIOBase):
     @override
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._log.encoding
+
+
+class _Bytes(io.BufferedIOBase):
+    """`sys.stdout.buffer`: bytes go the same two ways."""
+
+    def __init__(self, *streams: TextIO) -> None:
+        self._streams = streams
+
+    @override
+    def write(self, data: Buffer, /) -> int:
+        for stream in self._streams:
+            stream.flush()  # what was printed before them comes before them
+            stream.buffer.write(data)
+            stream.buffer.flush()
+        return memoryview(data).nbytes
+
+    @override
+    def writable(self) -> bool:
+        return True
