@@ -80,6 +80,17 @@ def test_threads_that_the_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert worker_environment(10**6, {})["OMP_NUM_THREADS"] == "1"
 
 
+def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
+    """Where the log of a rank cannot be made: sockets, pipes and all."""
+    before = sorted(os.listdir("/proc/self/fd"))
+    (tmp_path / "rank-0.log").mkdir()
+    crew = Crew(tmp_path, 2, "tests.entries:fine", control=True)
+    with pytest.raises(IsADirectoryError) as raised:  # its frames keep alive what nobody closed
+        crew.__enter__()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert raised.value.filename == f"{tmp_path}/rank-0.log"
+
+
 def test_two_crews_at_once(crew: Make, tmp_path: Path) -> None:
     """Concurrent runs do not meet."""
     for name in ("a", "b"):

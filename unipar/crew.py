@@ -82,7 +82,7 @@ class Crew:
         try:
             self._start()
         except BaseException:
-            self.kill()
+            self.__exit__()
             raise
         return self
 
@@ -93,15 +93,17 @@ class Crew:
             self._selector.close()
 
     def _start(self) -> None:
-        reader, self._lifeline = os.pipe2(os.O_CLOEXEC)
-        _lifelines[self._lifeline] = self
-        listener = _listening(self.size) if self.size > 1 else None
-        environment = worker_environment(self.size, self._environment)
         mortal = int(threading.current_thread() is threading.main_thread())  # the signal follows the thread
-        try:
+        environment = worker_environment(self.size, self._environment)
+        with ExitStack() as passed:  # what workers have of their own once they are started
+            reader, self._lifeline = os.pipe2(os.O_CLOEXEC)
+            passed.callback(os.close, reader)
+            _lifelines[self._lifeline] = self
+            listener = passed.enter_context(_listening(self.size)) if self.size > 1 else None
             for rank in self._ranks:
-                theirs = self._pair(rank)
+                theirs = self._pair(rank, passed)
                 log = os.open(log_of(self.run, rank.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                passed.callback(os.close, log)
                 orders = Orders(
                     rank=rank.rank,
                     size=self.size,
@@ -110,29 +112,22 @@ class Crew:
                     lifeline=reader,
                     listener=listener.fileno() if listener and rank.rank == 0 else -1,
                     port=listener.getsockname()[1] if listener else 0,
-                    control=theirs.fileno() if theirs else -1,
+                    control=theirs,
                     run=str(self.run),
                     entry=self._entry,
                     folder=rank.folder,
                 )
-                try:
-                    rank.process = self._starter.start(orders, environment, log)
-                finally:
-                    os.close(log)
-                    if theirs:
-                        theirs.close()
+                rank.process = self._starter.start(orders, environment, log)
                 self._selector.register(rank.process.pidfd, selectors.EVENT_READ, rank)
-        finally:
-            os.close(reader)
-            if listener:
-                listener.close()
 
-    def _pair(self, rank: _Rank) -> socket.socket | None:
+    def _pair(self, rank: _Rank, passed: ExitStack) -> int:
+        """The worker's end of its control socket, or -1."""
         if not self._control:
-            return None
+            return -1
         rank.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        passed.enter_context(theirs)
         self._selector.register(rank.control, selectors.EVENT_READ, rank)
-        return theirs
+        return theirs.fileno()
 
     @property
     def pids(self) -> dict[int, int]:
