@@ -25,7 +25,7 @@ demo: setup ## the same training under every backend: one table, two minutes
 	$(BIN)/unipar compare configs/quickstart.yaml --overwrite
 
 test: lint ## lint, then every test that needs no GPU
-	@$(PYTEST) -m "not gpu and not chaos" $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 lint: setup $(DONE)/tests ## ruff and pyright
 	$(IN_VENV) $(BIN)/ruff check .

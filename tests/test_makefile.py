@@ -80,6 +80,19 @@ def test_every_command_is_there(target: str) -> None:
     assert f"  make {target} " in told
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [((), "test_kills.py"), (("-m", "chaos"), "chaos/test_kills.py"), (("-m", "gpu"), "test_gpu.py")],
+)
+def test_what_a_bare_pytest_plays(words: tuple[str, ...], found: str) -> None:
+    """No test that kills at random, none that needs a GPU; a later -m asks for them."""
+    files = ["tests/test_kills.py", "tests/test_gpu.py", "tests/chaos"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words, *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line} == {f"tests/{found}"}
+
+
 def test_set_up_stops_at_what_is_missing(tmp_path: Path) -> None:
     """In a fresh checkout nothing is made before the check, and make fails."""
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
