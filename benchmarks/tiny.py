@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from lightning_fabric import Fabric
+from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports] - make bench installs it
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
