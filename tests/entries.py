@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import unipar
 from unipar.beat import Heart, beat_of
 from unipar.errors import NonFinite, Stopped, UniparError
 from unipar.ledger import Ledger, ledger_of
@@ -149,9 +150,9 @@ def sleeps_alike(place: Place, run: Path, control: Control) -> None:
     time.sleep(FOREVER)
 
 
-def _waits_for_ever() -> None:
+def _waits_for_ever(file: str = "/x/torch/distributed/c10d.py") -> None:
     """In a collective, by the file's name."""
-    wait = compile("import time\ndef all_reduce():\n time.sleep(600)\n", "/x/torch/distributed/c10d.py", "exec")
+    wait = compile("import time\ndef all_reduce():\n time.sleep(600)\n", file, "exec")
     names: dict[str, object] = {}
     exec(wait, names)
     names["all_reduce"]()  # type: ignore[operator]
@@ -164,14 +165,15 @@ def _all_begun(place: Place, run: Path) -> None:
 
 
 def waits_in_vain(place: Place, run: Path, control: Control) -> None:
-    """Rank 0 has waited as long as it may, in gloo's words; rank 2 still waits; rank 1 keeps them waiting."""
-    if place.rank != 1:
-        _beating(place, run, 1, "backward")
+    """Rank 0 has waited as long as it may, in gloo's words; 2 and 3 (for a store) still wait, for rank 1."""
+    _beating(place, run, 1, "backward")
     _all_begun(place, run)
     if place.rank == 0:
         raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete")
     if place.rank == 2:
         _waits_for_ever()
+    if place.rank == 3:
+        _waits_for_ever(str(Path(unipar.__file__).parent / "loop.py"))
     time.sleep(FOREVER)
 
 
@@ -183,6 +185,14 @@ def watchdog(place: Place, run: Path, control: Control) -> None:
         sys.stderr.write("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)\n")
         sys.stderr.flush()
         os.abort()
+    time.sleep(FOREVER)
+
+
+def never_begins(place: Place, run: Path, control: Control) -> None:
+    """Rank 0 hangs in the user's imports; rank 1 waits for an answer from it, for ever."""
+    if place.rank == 1:
+        Heart(beat_of(run, place.rank))
+        _waits_for_ever()
     time.sleep(FOREVER)
 
 
@@ -285,7 +295,6 @@ def never_reduces(place: Place, run: Path, control: Control) -> None:
     launch = {"heartbeat": 0.5, "timeout": 1.0}
     base = {"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}}
     world = meet(Config.model_validate({**base, "launch": launch}), place)
-    Heart(beat_of(run, place.rank))
     if place.rank == 1:
         time.sleep(FOREVER)
     world.sum(torch.ones(4))

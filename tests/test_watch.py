@@ -81,10 +81,10 @@ def test_nobody_can_be_named(hung: Callable[..., Hung]) -> None:
 
 def test_who_kept_another_waiting(hung: Callable[..., Hung], tmp_path: Path) -> None:
     """Before the first step only the peers' patience ends: who gave up is not to blame, nor who still waits."""
-    error = hung("waits_in_vain", size=3)
+    error = hung("waits_in_vain", size=4)
     assert error.rank == 1
     assert str(error).startswith(
-        "rank 1 hung before the first step: rank 0 waited for the others until launch.timeout (make it larger if this "
+        "rank 1 hung in step 1 (backward): rank 0 waited for the others until launch.timeout (make it larger if this "
         "may take so long); it is at "
     )
     assert str(error).endswith(f"in waits_in_vain\n  its log: {tmp_path}/rank-1.log")
@@ -93,6 +93,16 @@ def test_who_kept_another_waiting(hung: Callable[..., Hung], tmp_path: Path) -> 
 def test_who_kept_a_device_waiting(hung: Callable[..., Hung]) -> None:
     """NCCL's watchdog ends a process without an error: its log tells."""
     assert str(hung("watchdog")).startswith("rank 1 hung in step 1 (forward): rank 0 waited for the others until ")
+
+
+def test_a_rank_that_never_begins(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are as patient with the user's imports as with a collective, also where no heartbeat is watched."""
+    crew = Crew(tmp_path, 2, "tests.entries:never_begins", environment=FOUND, timeout=0.4, zygote=zygote)
+    with short_folder(monkeypatch), pytest.raises(Hung) as raised, crew:
+        crew.wait()
+    assert raised.value.rank == 0
+    assert str(raised.value).startswith("rank 0 hung before the first step: rank 1 waited for the others until ")
+    assert "in never_begins\n" in str(raised.value)
 
 
 def test_both_wait(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ class Crew:
         *,
         environment: Mapping[str, str] | None = None,
         heartbeat: float | None = None,
+        timeout: float | None = None,
         grace: float = 30.0,
         control: bool = False,
         waits: Sequence[str] = (),
@@ -72,7 +73,7 @@ class Crew:
         self._starter: Starter = zygote or Fresh()
         name = f"unipar-{secrets.token_hex(4)}"
         self._ranks = [_Rank(rank, f"{_short_folder()}/{name}-{rank}") for rank in range(size)]
-        self._watch = Watch(self.run, heartbeat, waits)
+        self._watch = Watch(self.run, heartbeat, waits, timeout)
         self._selector = selectors.DefaultSelector()
         self._lifeline = -1
         self._asked = ""

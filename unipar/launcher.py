@@ -126,6 +126,7 @@ def _start(plan: Plan, entry: str, quiet: bool, script: Sequence[str] = ()) -> N
             entry,
             environment=environment,
             heartbeat=config.launch.heartbeat,
+            timeout=config.launch.timeout,
             grace=config.launch.grace,
             waits=plan.backend.capabilities.waits,
         ) as crew,

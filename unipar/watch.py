@@ -28,6 +28,9 @@ WAITING = ("torch/distributed/", "torch/autograd/graph.py", f"{Path(__file__).pa
 UNBORN = Beat(-1, "start", 0.0)
 """Of a rank that has not begun: it imports the user's code."""
 
+SLACK = 1.0
+"""Seconds beyond `launch.timeout` in which a rank that waits may say so itself."""
+
 DUMP = 1.0
 """Seconds that a rank has to write down its stack."""
 
@@ -48,9 +51,14 @@ class Frame:
 class Watch:
     """Looks at the beats of a run's ranks now and then."""
 
-    def __init__(self, run: Path, patience: float | None, waits: Sequence[str] = ()) -> None:
+    def __init__(
+        self, run: Path, patience: float | None, waits: Sequence[str] = (), meeting: float | None = None
+    ) -> None:
         self._run, self._patience, self._waits = run, patience, (*WAITING, *waits)
-        self.every = min(1.0, patience / 4) if patience else None
+        self._meeting = meeting
+        """Seconds that ranks which are ready to meet wait for those that still import the user's code."""
+
+        self.every = min(1.0, (patience or meeting or 0.0) / 4) or None
         """Seconds between looks; None: never."""
 
         self._since: dict[int, tuple[Beat, float]] = {}
@@ -58,6 +66,8 @@ class Watch:
 
     def look(self, pids: Mapping[int, int]) -> Hung | None:
         """The error, if one of these ranks has been silent for too long. `pids` are those that still run."""
+        if (absent := self._absent(pids)) is not None:
+            return absent
         now = time.monotonic()
         if self._patience is None or self.every is None:
             return None
@@ -71,11 +81,21 @@ class Watch:
         beats = {rank: beat for rank in pids if (beat := feel(beat_of(self._run, rank))) is not None}
         return self._name(pids, beats, _silent(max(now - beats[rank].when for rank in silent)))
 
+    def _absent(self, pids: Mapping[int, int]) -> Hung | None:
+        """The error, if one has waited too long for others to begin: rank 0 listens, so those that call it hang too."""
+        beats = {rank: feel(beat_of(self._run, rank)) for rank in pids}
+        ready = {rank: beat.when for rank, beat in beats.items() if beat is not None}
+        unborn = {rank: pids[rank] for rank, beat in beats.items() if beat is None}
+        if self._meeting is None or not ready or not unborn:
+            return None
+        first = min(ready, key=lambda rank: ready[rank])
+        late = time.monotonic() - ready[first] > self._meeting + SLACK
+        return self._name(unborn, dict.fromkeys(unborn, UNBORN), _in_vain(first)) if late else None
+
     def blame(self, pids: Mapping[int, int], late: int) -> Hung | None:
         """Rank `late` waited in vain until `launch.timeout`: which of these, that still run, it waited for; if told."""
         beats = {rank: feel(beat_of(self._run, rank)) or UNBORN for rank in pids}
-        why = f"rank {late} waited for the others until launch.timeout (make it larger if this may take so long)"
-        hung = self._name(pids, beats, why, waiting_too=False) if pids else None
+        hung = self._name(pids, beats, _in_vain(late), waiting_too=False) if pids else None
         return hung if hung is not None and hung.rank is not None else None
 
     def _silence(self, rank: int, now: float) -> float:
@@ -131,6 +151,10 @@ def _order(beat: Beat) -> tuple[int, int]:
 
 def _at(beat: Beat, inside: str = "") -> str:
     return f"{inside}step {beat.step} ({beat.phase})" if beat.step > 0 else "before the first step"
+
+
+def _in_vain(rank: int) -> str:
+    return f"rank {rank} waited for the others until launch.timeout (make it larger if this may take so long)"
 
 
 def _silent(seconds: float) -> str:

@@ -50,6 +50,7 @@ class Contestant:
                 ENTRY,
                 environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **hosted},
                 heartbeat=self.config.launch.heartbeat,
+                timeout=self.config.launch.timeout,
                 grace=self.config.launch.grace,
                 control=True,
                 waits=backend.capabilities.waits,
