@@ -146,7 +146,7 @@ def test_an_interrupted_comparison_shows_what_it_has() -> None:
 
 # What is kept
 
-OF = {"config": "a", "cells": ["single", "native/nothing"], "task": "b", "versions": {"torch": "2"}}
+OF = {"config": "a", "cells": ["single", "native/nothing"], "task": "b", "versions": {"torch": "2"}, "machine": "c"}
 
 
 def test_a_finished_comparison_is_shown_again(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_an_unfinished_comparison_runs_anew(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["config", "cells", "task", "versions"])
+@pytest.mark.parametrize("key", ["config", "cells", "task", "versions", "machine"])
 def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str) -> None:
     """The message says in what it differs; --overwrite clears it away."""
     kept.write(tmp_path, OF, compared(ONE, SAME))
