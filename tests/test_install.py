@@ -22,6 +22,9 @@ TORCH = Torch(version="2.13.0+cpu", standard=20, abi=True)
 CUDA = Torch(version="2.13.0+cu130", standard=20, abi=True, cuda="13.0")
 ROOT = Path(__file__).parent.parent
 
+# Another test may have imported a library, and with it distutils, in this process: the command is one of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
