@@ -19,6 +19,7 @@ from tests.tiny import CONFIG, Tiny
 from tests.world import FOUND, ROOT, eventually
 from unipar import again
 from unipar.errors import OutExists, Stopped, TaskError, Unsupported, WorkerFailed
+from unipar.ledger import Ledger
 from unipar.place import Launcher
 from unipar.plan import check_serves
 
@@ -114,8 +115,9 @@ if __name__ == "__main__":
     assert f'File "{tmp_path}/script.py", line 8, in loss' in own
 
 
-def test_stopped_by_a_signal(tmp_path: Path) -> None:
-    """SIGTERM to the parent: all ranks stop at one step boundary; what was logged is whole."""
+@pytest.mark.parametrize("to", ["parent", "one rank"])
+def test_stopped_by_a_signal(to: str, tmp_path: Path) -> None:
+    """SIGTERM to the parent or to a rank: all ranks stop at one step boundary; what was logged is whole."""
     script = f"""
 import unipar
 from tests.tiny import CONFIG, Tiny
@@ -131,12 +133,16 @@ if __name__ == "__main__":
     ledgers = [tmp_path / "out" / f"rank-{rank}.jsonl" for rank in (0, 1)]
     eventually(lambda: all(x.exists() and '"step": 1,' in x.read_text("utf-8") for x in ledgers), "no step", 60)
     began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
+    if to == "parent":
+        process.send_signal(signal.SIGTERM)
+    else:
+        os.kill(next(Ledger.read(ledgers[1]))["pid"], signal.SIGTERM)
     _, said = process.communicate(timeout=30)
     assert time.monotonic() - began < 5
     report = unipar.Report.read(tmp_path / "out")
     assert report.stopped is not None
-    assert f"Stopped: stopped by SIGTERM after step {report.stopped}; what was logged is in {tmp_path}/out\n" in said
+    by = "SIGTERM" if to == "parent" else "a signal to its ranks"
+    assert f"Stopped: stopped by {by} after step {report.stopped}; what was logged is in {tmp_path}/out\n" in said
     steps = [[line for line in x.read_text("utf-8").splitlines() if '"stopped"' in line] for x in ledgers]
     assert [f'"step": {report.stopped}' in rank[0] for rank in steps] == [True, True]
 

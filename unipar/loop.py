@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from unipar import stopping
 from unipar.backend import Engine, Micro
 from unipar.beat import Heart
 from unipar.call import moved
@@ -289,11 +290,16 @@ class Run:
             self._fresh.clear()
 
     def _reduced(self, loss: Tensor) -> tuple[float, bool]:
-        """The sum over ranks, and whether any rank saw a loss that is not finite since the last log."""
-        bad = (~self._window[: self._filled].isfinite()).any()
-        both = self.world.sum(torch.stack([loss.to(torch.float64), bad.to(torch.float64)]))
-        total, flag = both.tolist()
-        return total, flag > 0 or flag != flag
+        """The sum over ranks, and whether any rank saw a loss that is not finite since the last log.
+
+        In the same sum the ranks learn that one of them was asked to stop, if it alone got the signal.
+        """
+        bad = (~self._window[: self._filled].isfinite()).any().to(torch.float64)
+        stop = torch.full_like(bad, float(stopping.asked()))
+        total, flag, stops = self.world.sum(torch.stack([loss.to(torch.float64), bad, stop])).tolist()
+        if stops:
+            stopping.ask()
+        return total, flag > 0
 
     def _check(self, reduced: tuple[float, bool]) -> float:
         if reduced[1]:

@@ -52,6 +52,16 @@ def _ask(number: int, frame: FrameType | None) -> None:
     _asked = time.monotonic()
 
 
+def asked() -> bool:
+    return _asked is not None
+
+
+def ask() -> None:
+    """Another rank was asked: so is this one."""
+    global _asked
+    _asked = time.monotonic() if _asked is None else _asked
+
+
 class Boundary:
     """Called before each step. A rank that was asked says where it stands; all stop after the largest, and one more.
 
@@ -81,4 +91,5 @@ class Boundary:
         if self._last is None and world.store.check(keys):
             self._last = max(int(world.store.get(key)) for key in keys) + 1
         if self._last is not None and step >= self._last:
+            world.barrier()  # all have read it: the store may live in a rank that leaves first
             raise Stopped(f"stopped by a signal after step {step}")
