@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 KINDS = ("notimpl", "notyet", "never")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run in the background of a shell ignores SIGINT, and so would all that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
