@@ -93,7 +93,10 @@ class Zygote(Starter):
             return self._answer()
 
     def _answer(self) -> tuple[dict[str, Any], list[int]]:
-        raw, fds, _, _ = socket.recv_fds(self._socket, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            raw, fds, _, _ = socket.recv_fds(self._socket, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # it ended before it had read the question
+            raw, fds = b"", list[int]()
         if not raw:
             raise ZygoteFailed(f"the zygote is gone ({self._popen.wait()})")
         said = json.loads(raw)
