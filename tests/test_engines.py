@@ -13,6 +13,7 @@ from typing_extensions import override
 import unipar
 from tests.conformance import tasks
 from tests.test_loop import running
+from unipar import world
 from unipar.errors import TaskError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries' own, of their own calls
@@ -113,3 +114,12 @@ def test_the_model_is_built_for_real_where_meta_will_not_do(tmp_path: Path) -> N
     made = _on_meta(Looking())
     assert [(n, p.device.type) for n, p in made.named_parameters()][:1] == [("0.weight", "meta")]
     assert len(made) == 2
+
+
+def test_a_group_that_was_left_is_not_the_reducers_to_free(tmp_path: Path) -> None:
+    """DDP's reducer frees its group with the GIL held, and hangs if that group's thread wants the GIL just then."""
+    with running(tasks.Plain(), tmp_path, backend="native") as run:
+        run.task.train(run)
+        group = torch.distributed.group.WORLD
+    assert not torch.distributed.is_initialized()
+    assert world._past[-1] is group  # pyright: ignore[reportPrivateUsage]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import os
 import socket
@@ -81,6 +82,7 @@ class World:
         while self.alone:
             self.alone.pop()()
         if dist.is_initialized():
+            _past[:] = [*_past[-1:], dist.group.WORLD]
             dist.destroy_process_group()
         _now.remove(self)
         for name, value in self._environ.items():
@@ -93,6 +95,11 @@ class World:
 
 _now: list[World] = []
 """The world that this process is in, if any."""
+
+_past: list[dist.ProcessGroup | None] = []
+"""The last groups that were left. DDP's reducer would free its own while it holds the GIL, and wait for the group's thread,
+which may wait for the GIL to free a tensor. From here it is freed later, and without the GIL."""
+atexit.register(_past.clear)
 
 
 def abandon() -> None:
