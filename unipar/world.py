@@ -97,8 +97,8 @@ _now: list[World] = []
 """The world that this process is in, if any."""
 
 _past: list[dist.ProcessGroup | None] = []
-"""The last groups that were left. DDP's reducer would free its own while it holds the GIL, and wait for the group's thread,
-which may wait for the GIL to free a tensor. From here it is freed later, and without the GIL."""
+"""The last groups that were left. DDP's reducer would free its own while it holds the GIL, and wait for the group's
+thread, which may wait for the GIL to free a tensor. From here it is freed later, and without the GIL."""
 atexit.register(_past.clear)
 
 
