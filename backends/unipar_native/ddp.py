@@ -1,0 +1,104 @@
+"""DistributedDataParallel, and what wrappers have in common that must know of unused parameters in advance."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from unipar.backend import Part
+from unipar.birth import arrive
+from unipar.config import Config
+from unipar.errors import TaskError
+from unipar.open import Open
+from unipar.world import World
+from unipar_native import ddp_settings, options_of
+
+
+class FirstByHand(Open):
+    """For wrappers that must know in advance whether the loss leaves parameters unused.
+
+    The first step runs without the wrapper, its gradients are reduced here, and it shows which parameters
+    the loss uses; then the library wraps the model with the right setting.
+    """
+
+    find_unused: bool | None = None
+    """None until the first step has shown it."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        arrive(part.module, world.device)
+        super().__init__(part, config, world)
+        self.backend = config.backend
+        self.names = {id(p): n for n, p in part.module.named_parameters()}
+        self.divisor = float(world.size)
+
+    @abstractmethod
+    def wrap(self, *, find_unused: bool) -> nn.Module: ...
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[Any]: ...
+
+    @override
+    @final
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last or self.find_unused is None else self.no_sync()
+
+    @override
+    @final
+    def reduced(self) -> None:
+        if self.find_unused is None:
+            self._reduce_by_hand()
+        elif not self.find_unused:
+            unused = next((p for p in self.trained if p.grad is None), None)
+            if unused is not None:
+                raise TaskError(
+                    f"the loss does not use the parameter {self.names[id(unused)]!r} in this step, though it used all "
+                    f"in the first: set options.{self.backend}.find_unused: true, or use it times 0.0"
+                )
+
+    def _reduce_by_hand(self) -> None:
+        used = torch.tensor([p.grad is not None for p in self.trained], dtype=torch.float32, device=self.world.device)
+        self.world.sum(used)
+        for p, ranks in zip(self.trained, used.tolist(), strict=True):
+            if ranks:
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = self.world.sum(grad.div_(self.world.size))
+        self._unused = bool((used < self.world.size).any())
+
+    @override
+    @final
+    def update(self) -> None:
+        super().update()
+        if self.find_unused is None:
+            self.settle(find_unused=self._unused)
+
+    @final
+    def settle(self, *, find_unused: bool) -> None:
+        self.find_unused = find_unused
+        self.wrapped = self.wrap(find_unused=find_unused)
+
+
+@final
+class DDP(FirstByHand):
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        options = options_of(config)
+        self.settings = ddp_settings(options)
+        if options.find_unused != "auto":
+            self.settle(find_unused=options.find_unused)
+
+    @override
+    def wrap(self, *, find_unused: bool) -> nn.Module:
+        settings: dict[str, Any] = self.settings | {"find_unused_parameters": find_unused}
+        self.ddp = DistributedDataParallel(self.call, **settings)
+        self.ddp.broadcast_buffers = False  # running statistics are shared before they are used, as in every cell
+        return self.ddp
+
+    @override
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self.ddp.no_sync()
