@@ -16,10 +16,10 @@ PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exi
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint bench chaos setup horovod clean
+.PHONY: help demo test lint bench conformance chaos setup horovod clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 
 demo: setup ## the same training under every backend: one table, two minutes
 	$(BIN)/unipar compare configs/quickstart.yaml --overwrite
@@ -34,6 +34,9 @@ lint: setup $(DONE)/tests ## ruff and pyright
 
 bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabric and loops written by hand
 	$(IN_VENV) $(BIN)/python -m benchmarks.overhead $(ARGS)
+
+conformance: setup $(DONE)/tests ## every case in every cell, in worlds of 1, 2 and 4
+	@$(PYTEST) tests/conformance --whole $(ARGS)
 
 chaos: setup $(DONE)/tests ## kill random ranks and parents, many times
 	@$(PYTEST) -m chaos $(ARGS)

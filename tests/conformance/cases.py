@@ -129,6 +129,12 @@ CASES = {
     )
 }  # fmt: skip
 
+AT_FOUR = (
+    "four microbatches", "two groups", "ragged last batch", "token weights, ragged", "method in the loss", "unused",
+    "batch norm", "evaluation in the middle", "state out and in", "bf16-mixed", "bf16-master", "not a number",
+)  # fmt: skip
+"""What worlds of four play in `make test`; in `make conformance` they play all."""
+
 
 def dtype_of(case: Case) -> torch.dtype:
     return torch.float64 if case.precision == "fp64" else torch.float32
