@@ -88,7 +88,8 @@ def test_no_key_is_left_out(source: Source) -> None:
     keys = {v.key for v in explain(source).values}
     leaves = {
         "task.use task.args.width backend device parallel.data parallel.shard batch.total batch.micro batch.accumulate",
-        "model.blocks data.workers data.shuffle data.ragged train.steps train.epochs train.optimizer.name",
+        "model.weights model.blocks",
+        "data.workers data.shuffle data.ragged train.steps train.epochs train.optimizer.name",
         "train.optimizer.lr train.optimizer.weight_decay train.optimizer.decay train.optimizer.fused",
         "train.optimizer.foreach train.optimizer.betas train.optimizer.eps train.lr_scale.rule train.lr_scale.at_batch",
         "train.schedule.name train.schedule.warmup train.clip train.precision train.seed eval.every eval.batches",

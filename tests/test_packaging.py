@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "report", "tensorboard"}
+EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "report", "tensorboard", "weights"}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ NOT_YET = {
     "parallel.pipeline": "pipeline parallelism is not there yet",
     "parallel.context": "context parallelism is not there yet",
     "parallel.shard_over": "hybrid sharding is not there yet",
-    "model.weights": "loading weights is not there yet; load them in your task's model()",
     "model.recompute": "recomputing activations is not there yet; use torch.utils.checkpoint in your model",
     "model.compile": "compiling is not there yet; call module.compile() in your task's model()",
     "model.offload": "offloading is not there yet",
@@ -139,10 +138,28 @@ def _nearest(total: int, step: int) -> str:
     return f"; the nearest totals are {' and '.join(map(str, near))}" if len(near) > 1 else f"; the least is {step}"
 
 
+class Weights(Section):
+    file: str
+    """`.safetensors`, or what torch.save wrote (`.pt`, `.pth`, `.bin`); relative to this file."""
+
+    only: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
+    """The names to load, `*` allowed: ["body.*"]; the others stay as they were born."""
+
+    strict: bool = True
+    """Refuse a file that lacks one of these names, or has one that the model lacks; false: take what fits."""
+
+
 class Model(Section):
+    weights: str | Weights | None = None
+    """A file with weights to begin from, or {file: ..., only: [...], strict: false}."""
+
     blocks: Literal["auto", "none"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
     """The repeated blocks, split one by one where parameters are split. auto: found by themselves;
     none: the model as one; or their names, `*` allowed: ["layers.*"]."""
+
+    @property
+    def loading(self) -> Weights | None:
+        return Weights(file=self.weights) if isinstance(self.weights, str) else self.weights
 
 
 class Data(Section):

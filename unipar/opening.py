@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from unipar import registry
@@ -16,6 +17,7 @@ from unipar.blocks import blocks_of
 from unipar.config import Config
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.ledger import Ledger, ledger_of
+from unipar.loading import load
 from unipar.loop import Run
 from unipar.optim import grouped, optimizer_of
 from unipar.place import Place
@@ -69,6 +71,8 @@ def assembled(config: Config, task: Task, world: World, *, ledger: Ledger, heart
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"total": sizes.total})})
     _prepare(task, world)
     module = born(task, config, world)
+    wanted = config.model.loading
+    loaded = load(module, wanted) if wanted is not None and world.rank == 0 else None  # the others receive the values
     parameters = sum(p.numel() for p in module.parameters())
     groups = grouped(task, module, config)
     part = Part("model", module, optimizer_of(groups, config, world.device), blocks_of(task, module, config))
@@ -76,6 +80,8 @@ def assembled(config: Config, task: Task, world: World, *, ledger: Ledger, heart
         engine = backend.build(part, config, world)
     cell = str(registry.cell_of(config))
     ledger.note("start", rank=world.rank, size=world.size, cell=cell, pid=os.getpid(), parameters=parameters)
+    if loaded is not None:
+        ledger.note("weights", **asdict(loaded))
     return Run(task, module, engine, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from unipar import devices, folder, registry
+from unipar import devices, folder, registry, weights
 from unipar.backend import Backend
 from unipar.config import Config
 from unipar.errors import Unsupported, WorldMismatch
@@ -40,6 +40,7 @@ class Plan:
         backend = registry.check(config)
         for tracker in config.log.to:
             require(tracker)
+        look_at_weights(source)
         if ref is not None:
             ref.look()
         place = _place(source)
@@ -64,6 +65,12 @@ class Plan:
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
         texts = self.config.written(), json.dumps(launch, indent=2)
         return folder.made(self.out, *texts, overwrite=self.overwrite)
+
+
+def look_at_weights(source: Source) -> None:
+    """The file that the model begins from, if there is one."""
+    if (wanted := source.config.model.loading) is not None:
+        weights.look(wanted, (source.folder, Path.cwd()))
 
 
 def _place(source: Source) -> Place | None:

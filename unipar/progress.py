@@ -16,6 +16,7 @@ from unipar.beat import beat_of, feel
 from unipar.ledger import ledger_of
 from unipar.prints import prints_of
 from unipar.report.table import counted
+from unipar.weights import told
 
 TWENTIETH = 20
 """Plain lines in a short run; a long one has one every `LINE` seconds."""
@@ -125,6 +126,8 @@ class Progress:
     def _event(self, row: Mapping[str, Any]) -> None:
         if row["event"] == "start":
             self._say(f"{row['cell']}, {counted(row['size'], 'rank')}, {row['parameters']:,} parameters")
+        elif row["event"] == "weights":
+            self._say(f"weights: {told(row)}")
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ class Source:
     """The file's stem; `run` for a config that came from no file. The run folder is named after it."""
 
     folder: Path
-    """What `task.use` is relative to."""
+    """What `task.use` and `model.weights` are relative to."""
 
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
     """Dotted key -> "line 12", "--set" or "overrides"; a key that is not in it is a default."""
@@ -64,7 +65,7 @@ def read(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | No
             f"{label}, line 1: a config is keys and values, such as `batch: {{total: 32}}`; this is {what}"
         )
     draft = _Draft(data, {".".join(path): f"line {n}" for path, n in lines.items()}, label)
-    draft.locate_task(file.resolve().parent)
+    draft.locate(file.resolve().parent)
     for text in sets:
         draft.put(*_set(text), "--set")
     for key, value in (overrides or {}).items():
@@ -92,7 +93,7 @@ def given(
         else:
             for key, value in config.items():
                 draft.put(key, value, _GIVEN)
-    draft.locate_task(folder)
+    draft.locate(folder)
     for key, value in (overrides or {}).items():
         draft.put(key, value, "overrides")
     return draft.checked(name, folder)
@@ -155,15 +156,21 @@ class _Draft:
             train[other] = None
             self.origins[f"train.{other}"] = f"{origin} train.{now[0]}"
 
-    def locate_task(self, folder: Path) -> None:
-        """`file.py:Class` relative to what names it becomes absolute."""
+    def locate(self, folder: Path) -> None:
+        """`file.py:Class` and a file of weights become absolute; they are relative to what names them."""
         task = self.data.get("task")
         use = task.get("use") if isinstance(task, dict) else None
         if isinstance(task, dict) and isinstance(use, str):
             task["use"] = _absolute(use, folder)
+        model = self.data.get("model")
+        said = model.get("weights") if isinstance(model, dict) else None
+        if isinstance(model, dict) and isinstance(said, str):
+            model["weights"] = _lexical(said, folder)
+        elif isinstance(said, dict) and isinstance(said.get("file"), str):
+            said["file"] = _lexical(said["file"], folder)
 
     def checked(self, name: str, folder: Path) -> Source:
-        self.locate_task(Path.cwd())  # one that was given on the command line or by a script
+        self.locate(Path.cwd())  # one that was given on the command line or by a script
         for key, sentence in NOT_YET.items():
             if _holds(self.data, key.split(".")):
                 way = "" if ";" in sentence else "; leave the key out"
@@ -226,6 +233,11 @@ def _set(text: str) -> tuple[str, Any]:
 def _absolute(use: str, folder: Path) -> str:
     file, colon, name = use.rpartition(":")
     return f"{(folder / file).resolve()}:{name}" if colon and (file.endswith(".py") or "/" in file) else use
+
+
+def _lexical(file: str, folder: Path) -> str:
+    """Absolute, links not followed: where they lead is looked at before the file is read."""
+    return os.path.normpath(folder / file)
 
 
 def _renamed(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

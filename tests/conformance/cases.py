@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from unipar.config import Cell, Config, Precision
 from unipar.data import Order
 
 TOTAL, STEPS = 16, 6
+FILE = Path(__file__).parent / "weights.safetensors"
 SIZES = (1, 2, 4)
 
 
@@ -115,6 +117,8 @@ CASES = {
         Case("random transforms", tasks.Transformed),
         Case("data workers", tasks.Loaded, sizes=(2,)),
         Case("evaluation in the middle", tasks.Plain, more={"eval": {"every": 2, "batches": 2}}),
+        Case("weights from a file", tasks.Plain, sizes=(2,),
+             more={"model": {"weights": {"file": str(FILE), "only": ["embed.*", "head.*"]}}}),
         Case("convolution", tasks.Regression, train={"optimizer": {"name": "adamw", "lr": 3e-3}}),
         Case("state out and in", tasks.Grouped, train=_COSINE, hop=3),
         Case("state out and in, bf16-master", tasks.Grouped, precision="bf16-master", hop=3, tolerance=BF16,

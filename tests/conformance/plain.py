@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.conformance.cases import Case, dtype_of
+from tests.conformance.cases import FILE, Case, dtype_of
 from unipar.config import Cell, Config
 from unipar.data import Order, Sown, cut
 from unipar.seeds import mix, sow
@@ -31,6 +32,9 @@ def plain(case: Case, size: int) -> Result:
     task: Any = case.task()
     sow(config.train.seed)
     model = task.model()
+    if case.more.get("model"):
+        held = load_file(FILE)
+        model.load_state_dict({n.removeprefix("module."): t for n, t in held.items()}, strict=False)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():  # .to() would take the imaginary part of complex ones
             tensor.data = tensor.data.to(dtype_of(case))

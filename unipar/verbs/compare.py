@@ -15,6 +15,7 @@ from unipar import devices, registry
 from unipar.config import Cell, Config, Eval
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError, UniparError, Unsupported, WorldMismatch
 from unipar.folder import owned
+from unipar.plan import look_at_weights
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row, spread
 from unipar.report.table import duration
@@ -71,6 +72,7 @@ def compare(
     turns = Turns.of(settled)
     ref = TaskRef.of(task, settled.task, {})
     ref.look()
+    look_at_weights(source)
     entrants = entered(settled, tuple(cells) or settled.compare.cells)
     folder = source.out / "compare"
     of = kept.identity(settled, list(entrants), ref)

@@ -29,6 +29,7 @@ def identity(config: Config, cells: Sequence[str], ref: TaskRef) -> dict[str, An
         "config": hashlib.sha256(text.encode()).hexdigest(),
         "cells": list(cells),
         "task": _task(ref),
+        "weights": _stamp(config),
         "versions": _versions(cells),
         "machine": machine(),
     }
@@ -40,6 +41,15 @@ def _task(ref: TaskRef) -> str:
     places = [ref.task, *ref.functions.values()]
     files = sorted({place.file for place in places if place is not None and place.file is not None})
     return hashlib.sha256(told + b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+
+
+def _stamp(config: Config) -> list[int] | None:
+    """A file of weights may be large: its size and time tell it from another."""
+    wanted = config.model.loading
+    if wanted is None:
+        return None
+    seen = Path(wanted.file).stat()
+    return [seen.st_size, seen.st_mtime_ns]
 
 
 def _versions(cells: Sequence[str]) -> dict[str, str]:
