@@ -35,7 +35,7 @@ def _played(config: pytest.Config) -> list[Any]:
 
     asked: list[str] = config.getoption("--cells") or ["*"]
     cells = registry.expand(tuple(asked))
-    whole: bool = config.getoption("--whole")
+    whole: bool = bool(config.getoption("--whole"))
     file: Path | None = config.getoption("--marks")
     known = list(MARKS) + (more(file) if file else [])
     for mark in known:
