@@ -165,8 +165,8 @@ def check_options(config: Config) -> None:
 def _refusals(backend: Backend, config: Config) -> Iterator[str]:
     can = backend.capabilities
     shard, precision = config.parallel.shard, config.train.precision
-    if shard not in can.shards:
-        yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(can.shards)}"
+    if shard not in can.shards and (cell_of(config).variant is None):
+        yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(_shards(backend))}"
     keys: tuple[tuple[Shard | None, Precision], ...] = ((None, precision), (shard, precision))
     for key in keys:
         if key in can.gaps:
@@ -177,6 +177,21 @@ def _refusals(backend: Backend, config: Config) -> Iterator[str]:
     if can.alone and config.parallel.data not in (1, "auto"):
         yield f"parallel.data: {config.parallel.data} contradicts it: {backend.name} is one process"
     yield from backend.refuse(config)
+
+
+def _shards(backend: Backend) -> Iterator[str]:
+    """What it splits, and with which variant where it needs one."""
+    can = backend.capabilities
+    for shard in SHARDS:
+        if shard in can.shards:
+            yield shard
+        else:
+            yield from (f"{shard}+{v} (options.{backend.name}: {_said(x)})" for v, x in can.variants.items()
+                        if shard in x.shards)
+
+
+def _said(variant: Variant) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in variant.options.items())
 
 
 def launchers() -> list[Launcher]:

@@ -1,12 +1,15 @@
-"""Hugging Face Accelerate, over DDP. A description; the engine is in engine.py."""
+"""Hugging Face Accelerate, over DDP, FSDP2 or DeepSpeed. A description; the engines have a file each."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from typing_extensions import override
+from unipar_deepspeed import backend as deepspeed
 
-from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
+from unipar import registry
+from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
 from unipar.config import Config, Section
 from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
@@ -22,6 +25,9 @@ class AccelerateOptions(Section):
     """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
     true: at every step, for a model that uses other parameters at other times; false: never."""
 
+    through: Literal["auto", "deepspeed"] = "auto"
+    """What Accelerate splits with. auto: FSDP2; deepspeed: DeepSpeed's ZeRO, with the settings in options.deepspeed."""
+
 
 @final
 class Accelerate(Backend):
@@ -30,11 +36,18 @@ class Accelerate(Backend):
     hint = "pip install 'unipar[accelerate]'"
     options: ClassVar[type[Section]] = AccelerateOptions
     capabilities = Capabilities(
-        shards=("nothing",),
+        shards=("nothing", "gradients", "parameters"),
+        variants={
+            "zero": Variant(
+                options={"through": "deepspeed"},
+                shards=("optimizer", "gradients", "parameters"),
+                says="through DeepSpeed's ZeRO",
+            )
+        },
         gaps={
             (None, "fp16"): "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed",
-            (None, "bf16-master"): "Accelerate's DDP keeps one copy of the parameters, so there is no fp32 master "
-            "beside bf16 ones; use native/parameters or deepspeed/*",
+            ("nothing", "bf16-master"): "Accelerate's DDP keeps one copy of the parameters, so there is no fp32 master "
+            "beside bf16 ones; use accelerate/parameters, native/parameters or deepspeed/*",
         },
         launchers=(
             Launcher(
@@ -59,28 +72,54 @@ class Accelerate(Backend):
     )
 
     @override
+    def refuse(self, config: Config) -> Iterator[str]:
+        if not over_zero(config):
+            return
+        if config.parallel.shard == "nothing":
+            yield "options.accelerate.through: deepspeed has no effect, as nothing is split; leave it out"
+            return
+        if why := registry.missing(deepspeed):
+            yield f"options.accelerate.through: deepspeed: {why}"
+        if reason := deepspeed.capabilities.gaps.get((config.parallel.shard, config.train.precision)):
+            yield f"train.precision: {config.train.precision} cannot be had: {reason}"
+        yield from deepspeed.refuse(config)
+
+    @override
     def dtypes(self, config: Config) -> Dtypes:
-        return stated(config.train.precision)
+        return deepspeed.dtypes(config) if over_zero(config) else stated(config.train.precision)
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
-        mixed = "bf16" if config.train.precision == "bf16-mixed" else "no"
-        return {
-            "Accelerator": {"mixed_precision": mixed, "gradient_accumulation_steps": 1},
-            "DistributedDataParallelKwargs": {
-                "gradient_as_bucket_view": True,
-                "find_unused_parameters": options_of(config).find_unused,
-            },
+        told: dict[str, Any] = {"Accelerator": {"mixed_precision": mixed(config), "gradient_accumulation_steps": 1}}
+        if over_zero(config):
+            return told | {"DeepSpeedPlugin": {"hf_ds_config": deepspeed.native_config(config, parameters)}}
+        if config.parallel.shard != "nothing":
+            return told | {"FullyShardedDataParallelPlugin": fsdp_settings(config)}
+        found = options_of(config).find_unused
+        return told | {
+            "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": found}
         }
 
     @override
     def join(self, config: Config, place: Place) -> World:
+        if over_zero(config):
+            from unipar_accelerate.zero import join as join_zero
+
+            return join_zero(config, place)
         from unipar_accelerate.engine import join
 
         return join(config, place)
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
+        if over_zero(config):
+            from unipar_accelerate.zero import through
+
+            return through(part, config, world)
+        if config.parallel.shard != "nothing":
+            from unipar_accelerate.fsdp2 import Split
+
+            return Split(part, config, world)
         from unipar_accelerate.engine import Accelerated
 
         return Accelerated(part, config, world)
@@ -88,6 +127,28 @@ class Accelerate(Backend):
 
 def options_of(config: Config) -> AccelerateOptions:
     return AccelerateOptions.model_validate(config.options.get("accelerate", {}))
+
+
+def over_zero(config: Config) -> bool:
+    return options_of(config).through == "deepspeed"
+
+
+def mixed(config: Config) -> str:
+    """Accelerate's word. Over a library that splits, its bf16 means bf16 parameters, and autocast stays ours."""
+    word = "bf16-mixed" if config.parallel.shard == "nothing" else "bf16-master"
+    return "bf16" if config.train.precision == word else "no"
+
+
+def fsdp_settings(config: Config) -> dict[str, Any]:
+    """What its FSDP2 is told; the classes of the blocks come with the model."""
+    bf16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if config.train.precision == "bf16-master" else None
+    return {
+        "fsdp_version": 2,
+        "reshard_after_forward": config.parallel.shard == "parameters",
+        "auto_wrap_policy": "no_wrap" if config.model.blocks == "none" else "transformer_based_wrap",
+        "cpu_ram_efficient_loading": False,
+        "mixed_precision_policy": bf16,
+    }
 
 
 backend = Accelerate()

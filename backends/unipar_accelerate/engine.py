@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from math import inf
 from typing import Any, final
 
@@ -11,20 +13,20 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from typing_extensions import override
-from unipar_native.engine import FirstByHand
+from unipar_native.ddp import FirstByHand
 
 from unipar.backend import Part
 from unipar.config import Config
 from unipar.place import Place
 from unipar.world import World, meet
-from unipar_accelerate import options_of
+from unipar_accelerate import mixed, options_of
 
 
 @final
 class Accelerated(FirstByHand):
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
-        self.mixed = "bf16" if config.train.precision == "bf16-mixed" else "no"
+        self.mixed = mixed(config)
         self.accelerator: Any = None  # until the first step has shown whether parameters are left unused
         wanted = options_of(config).find_unused
         if wanted != "auto":
@@ -35,7 +37,8 @@ class Accelerated(FirstByHand):
         forget()
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused)
         cpu = self.world.device.type == "cpu"
-        self.accelerator = Accelerator(cpu=cpu, mixed_precision=self.mixed, kwargs_handlers=[ddp])
+        with alone():
+            self.accelerator = Accelerator(cpu=cpu, mixed_precision=self.mixed, kwargs_handlers=[ddp])
         self.world.agreed("Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes)
         self.call.autocast = None  # from here on Accelerate's own
         wrapped, self.optimizer = self.accelerator.prepare(self.call, self.base)
@@ -63,15 +66,42 @@ class Accelerated(FirstByHand):
 def join(config: Config, place: Place) -> World:
     """Our own process group first; Accelerate takes it over, and reads its place from the environment."""
     world = meet(config, place)
+    take_over(world, cpu=world.device.type == "cpu")
+    return world
+
+
+def take_over(world: World, *, cpu: bool, **said: str) -> None:
+    """Let Accelerate find the world that is there; `said` are variables of its own that it shall see."""
+    place = world.place
     world.tell(RANK=place.rank, WORLD_SIZE=place.size)
     world.tell(LOCAL_RANK=place.local_rank, LOCAL_WORLD_SIZE=place.local_size)
     world.guard("MASTER_ADDR", "MASTER_PORT")
     forget()
-    state = PartialState(cpu=world.device.type == "cpu")
-    return world.agreed("Accelerate", rank=state.process_index, size=state.num_processes)
+    with alone():
+        os.environ.update(said)
+        state = PartialState(cpu=cpu)
+    world.agreed("Accelerate", rank=state.process_index, size=state.num_processes)
 
 
 def forget() -> None:
     """Accelerate keeps one state for the whole process; a new engine starts with a new one."""
     for state in (AcceleratorState, PartialState):
         state._reset_state()  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def alone() -> Generator[None]:
+    """The config alone speaks here: what `accelerate launch` says by variables was held against it before."""
+    kept = {name: value for name, value in os.environ.items() if _theirs(name)}
+    for name in kept:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if _theirs(name)]:
+            del os.environ[name]
+        os.environ.update(kept)
+
+
+def _theirs(name: str) -> bool:
+    return name.startswith(("ACCELERATE_", "FSDP_"))

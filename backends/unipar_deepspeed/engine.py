@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any, final
 
@@ -11,8 +11,10 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from unipar import registry
 from unipar.backend import Backend, Engine, Fn, Mark, Micro, Part, Piece, Read, Step
 from unipar.birth import arrive, lower, refuse_scalars, settle, travel
 from unipar.call import Call, Held, resting
@@ -24,11 +26,18 @@ from unipar.precision import autocast_as, batch_as
 from unipar.world import World, meet
 from unipar_deepspeed.state import Holder, keep_masters
 
+Start = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
+"""Who calls `deepspeed.initialize`: here, or a library that wraps it. Gives DeepSpeed's engine."""
+
+
+def started(model: nn.Module, optimizer: Optimizer, told: dict[str, Any]) -> Any:
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=told, dist_init_required=False)[0]
+
 
 @final
 class Zero(Engine):
-    def __init__(self, part: Part, config: Config, world: World, backend: Backend) -> None:
-        refuse_scalars(part.module, f"deepspeed/{config.parallel.shard}")
+    def __init__(self, part: Part, config: Config, world: World, backend: Backend, start: Start = started) -> None:
+        refuse_scalars(part.module, str(registry.cell_of(config)))
         self.world, self.model = world, part.module
         self.stage = SHARDS.index(config.parallel.shard)
         clip = config.train.clipping
@@ -51,9 +60,7 @@ class Zero(Engine):
         call.cast = batch_as(config.train.precision)
         if config.train.precision == "fp64":
             _allow_fp64()
-        self.engine: Any = deepspeed.initialize(model=call, optimizer=optimizer, config=told, dist_init_required=False)[
-            0
-        ]
+        self.engine: Any = start(call, optimizer, told)
         if config.train.precision == "fp64":
             self.engine.communication_data_type = torch.float64
         self.zero, self.base = self.engine.optimizer, self.engine.basic_optimizer

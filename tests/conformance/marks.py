@@ -34,20 +34,21 @@ class Mark:
         return named and case in self.cases and size in self.sizes
 
 
-ZERO = ("deepspeed/optimizer*", "deepspeed/gradients*", "deepspeed/parameters*")
+ZERO = ("deepspeed/optimizer*", "deepspeed/gradients*", "deepspeed/parameters*", "accelerate/*+zero")
+FSDP2 = ("accelerate/gradients", "accelerate/parameters")
 
 MARKS = (
-    Mark("never", ("native/parameters",), ("block read in the loss",), "TaskError",
+    Mark("never", ("native/parameters", "accelerate/parameters"), ("block read in the loss",), "TaskError",
          "FSDP2 gathers a block's parameters for that block's forward alone"),
-    Mark("notyet", ("native/parameters", "deepspeed/*"), ("scalar parameter",), "TaskError",
+    Mark("notyet", ("native/parameters", *FSDP2, "deepspeed/*", "accelerate/*+zero"), ("scalar parameter",), "TaskError",
          "FSDP2 and DeepSpeed do not take parameters without dimensions"),
     Mark("never", ("native/nothing", "accelerate/nothing"), ("unused at times, unsaid",), "TaskError",
          "DDP must be told to search for unused parameters: options.NAME.find_unused"),
     Mark("never", ZERO, ("fp64",), "Unsupported", "ZeRO's masters are fp32"),
-    Mark("never", ("single", "native/nothing", "horovod/*", "accelerate/*"),
+    Mark("never", ("single", "native/nothing", "horovod/*", "accelerate/nothing"),
          ("bf16-master", "bf16-master, float inputs", "state out and in, bf16-master"), "Unsupported",
          "one copy of the parameters: no fp32 master beside bf16 ones"),
-    Mark("never", ("native/parameters", *ZERO), ("unused on one rank",), "WorkerFailed",
+    Mark("never", ("native/parameters", *FSDP2, *ZERO), ("unused on one rank",), "WorkerFailed",
          "ranks that reduce different gradients cannot meet; compute it everywhere times 0.0", sizes=(2,)),
 )  # fmt: skip
 

@@ -1,0 +1,68 @@
+"""Accelerate over FSDP2: it splits the model; reduction, clip and update are those of our own FSDP2."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, final
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD
+from typing_extensions import override
+from unipar_native.fsdp2 import Sharded
+
+from unipar import registry
+from unipar.backend import Part
+from unipar.birth import arrive, lower, refuse_scalars
+from unipar.config import Config
+from unipar.world import World
+from unipar_accelerate import fsdp_settings, mixed
+from unipar_accelerate.engine import alone, forget
+
+
+@final
+class Split(Sharded):
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        refuse_scalars(part.module, str(registry.cell_of(config)))
+        arrive(part.module, world.device)  # whole on every rank: it splits only what is there already
+        super().__init__(part, config, world)
+        forget()
+        with alone():
+            self.accelerator = self._made(part, config)
+            world.agreed("Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes)
+            self.wrapped, self.optimizer = self.accelerator.prepare(self.call, self.base)
+        if config.train.precision == "bf16-master":
+            lower(part.module, torch.bfloat16)
+        self.trained = tuple(p for g in self.base.param_groups for p in g["params"])
+        if isinstance(self.base, SGD) and config.train.optimizer.fused == "auto":
+            for group in self.base.param_groups:
+                group["fused"] = None  # PyTorch has no fused SGD for split parameters
+
+    def _made(self, part: Part, config: Config) -> Any:
+        settings = fsdp_settings(config)
+        if bf16 := settings["mixed_precision_policy"]:
+            dtypes = {name: getattr(torch, dtype) for name, dtype in bf16.items()}
+            settings["mixed_precision_policy"] = MixedPrecisionPolicy(**dtypes)
+        if part.blocks:
+            classes = {type(part.module.get_submodule(name)).__name__ for name in part.blocks}
+            settings["transformer_cls_names_to_wrap"] = sorted(classes)
+        else:
+            settings["auto_wrap_policy"] = "no_wrap"
+        plugin = FullyShardedDataParallelPlugin(**settings)
+        if self.world.device.type != "cpu":
+            return Accelerator(mixed_precision=mixed(config), fsdp_plugin=plugin)
+        accelerator: Any = Accelerator(cpu=True, mixed_precision=mixed(config))  # it would drop the plugin here
+        accelerator.state.fsdp_plugin = plugin
+        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+        return accelerator
+
+    @override
+    def norm(self) -> Tensor:
+        if self.limit == inf:
+            return super().norm()
+        norm: Any = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm

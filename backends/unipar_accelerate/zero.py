@@ -1,0 +1,47 @@
+"""Accelerate over DeepSpeed: it starts DeepSpeed's engine; from there on it is DeepSpeed's own."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from accelerate import Accelerator, DeepSpeedPlugin
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+from unipar_deepspeed import backend as deepspeed
+from unipar_deepspeed.engine import Zero
+
+from unipar.backend import Engine, Part
+from unipar.config import Config
+from unipar.place import Place
+from unipar.world import World
+from unipar_accelerate import mixed
+from unipar_accelerate.engine import alone, forget, take_over
+
+
+def join(config: Config, place: Place) -> World:
+    """DeepSpeed's way, then Accelerate on top; told that it is on a CPU, it would give DDP without a word."""
+    world = deepspeed.join(config, place)
+    take_over(world, cpu=False, ACCELERATE_USE_DEEPSPEED="true")
+    return world
+
+
+def through(part: Part, config: Config, world: World) -> Engine:
+    """DeepSpeed's engine, made by Accelerate from DeepSpeed's own settings."""
+
+    def start(model: nn.Module, optimizer: Optimizer, told: dict[str, Any]) -> Any:
+        forget()
+        with alone():
+            plugin = Plugin(hf_ds_config=told | {"zero_force_ds_cpu_optimizer": False})  # ours is the right one already
+            accelerator: Any = Accelerator(deepspeed_plugin=plugin, mixed_precision=mixed(config))
+            world.agreed("Accelerate", rank=accelerator.process_index, size=accelerator.num_processes)
+            return accelerator.prepare(model, optimizer)[0]
+
+    return Zero(part, config, world, deepspeed, start)
+
+
+@final
+class Plugin(DeepSpeedPlugin):
+    @override
+    def set_deepspeed_weakref(self) -> None:
+        """The original is for models of transformers, and imports it."""
