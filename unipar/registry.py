@@ -186,8 +186,11 @@ def _shards(backend: Backend) -> Iterator[str]:
         if shard in can.shards:
             yield shard
         else:
-            yield from (f"{shard}+{v} (options.{backend.name}: {_said(x)})" for v, x in can.variants.items()
-                        if shard in x.shards)
+            yield from (
+                f"{shard}+{v} (options.{backend.name}: {_said(x)})"
+                for v, x in can.variants.items()
+                if shard in x.shards
+            )
 
 
 def _said(variant: Variant) -> str:

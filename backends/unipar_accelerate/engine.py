@@ -10,7 +10,7 @@ from typing import Any, final
 
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 from typing_extensions import override
 from unipar_native.ddp import FirstByHand
@@ -66,27 +66,30 @@ class Accelerated(FirstByHand):
 def join(config: Config, place: Place) -> World:
     """Our own process group first; Accelerate takes it over, and reads its place from the environment."""
     world = meet(config, place)
-    take_over(world, cpu=world.device.type == "cpu")
-    return world
+    return take_over(world)
 
 
-def take_over(world: World, *, cpu: bool, **said: str) -> None:
-    """Let Accelerate find the world that is there; `said` are variables of its own that it shall see."""
+def take_over(world: World) -> World:
+    """Accelerate finds the world that is there."""
     place = world.place
     world.tell(RANK=place.rank, WORLD_SIZE=place.size)
     world.tell(LOCAL_RANK=place.local_rank, LOCAL_WORLD_SIZE=place.local_size)
     world.guard("MASTER_ADDR", "MASTER_PORT")
     forget()
     with alone():
-        os.environ.update(said)
-        state = PartialState(cpu=cpu)
-    world.agreed("Accelerate", rank=state.process_index, size=state.num_processes)
+        state = PartialState(cpu=world.device.type == "cpu")
+    return world.agreed("Accelerate", rank=state.process_index, size=state.num_processes)
 
 
 def forget() -> None:
     """Accelerate keeps one state for the whole process; a new engine starts with a new one."""
     for state in (AcceleratorState, PartialState):
         state._reset_state()  # pyright: ignore[reportPrivateUsage]
+
+
+def bound(accelerator: Any, kind: DistributedType) -> None:
+    """On a machine without accelerators it drops its plugins without a word, and would train by DDP."""
+    PartialState().distributed_type = accelerator.state.distributed_type = kind
 
 
 @contextmanager

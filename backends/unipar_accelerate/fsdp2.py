@@ -6,7 +6,7 @@ from math import inf
 from typing import Any, final
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,7 +21,7 @@ from unipar.birth import arrive, lower, refuse_scalars
 from unipar.config import Config
 from unipar.world import World
 from unipar_accelerate import fsdp_settings, mixed
-from unipar_accelerate.engine import alone, forget
+from unipar_accelerate.engine import alone, bound, forget
 
 
 @final
@@ -30,6 +30,7 @@ class Split(Sharded):
         refuse_scalars(part.module, str(registry.cell_of(config)))
         arrive(part.module, world.device)  # whole on every rank: it splits only what is there already
         super().__init__(part, config, world)
+        self.divisor = float(world.size)
         forget()
         with alone():
             self.accelerator = self._made(part, config)
@@ -55,9 +56,9 @@ class Split(Sharded):
         plugin = FullyShardedDataParallelPlugin(**settings)
         if self.world.device.type != "cpu":
             return Accelerator(mixed_precision=mixed(config), fsdp_plugin=plugin)
-        accelerator: Any = Accelerator(cpu=True, mixed_precision=mixed(config))  # it would drop the plugin here
+        accelerator: Any = Accelerator(cpu=True, mixed_precision=mixed(config))
         accelerator.state.fsdp_plugin = plugin
-        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+        bound(accelerator, DistributedType.FSDP)
         return accelerator
 
     @override

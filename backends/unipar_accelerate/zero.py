@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -16,14 +17,12 @@ from unipar.config import Config
 from unipar.place import Place
 from unipar.world import World
 from unipar_accelerate import mixed
-from unipar_accelerate.engine import alone, forget, take_over
+from unipar_accelerate.engine import alone, bound, forget, take_over
 
 
 def join(config: Config, place: Place) -> World:
-    """DeepSpeed's way, then Accelerate on top; told that it is on a CPU, it would give DDP without a word."""
-    world = deepspeed.join(config, place)
-    take_over(world, cpu=False, ACCELERATE_USE_DEEPSPEED="true")
-    return world
+    """DeepSpeed's way, then Accelerate on top."""
+    return take_over(deepspeed.join(config, place))
 
 
 def through(part: Part, config: Config, world: World) -> Engine:
@@ -33,11 +32,22 @@ def through(part: Part, config: Config, world: World) -> Engine:
         forget()
         with alone():
             plugin = Plugin(hf_ds_config=told | {"zero_force_ds_cpu_optimizer": False})  # ours is the right one already
-            accelerator: Any = Accelerator(deepspeed_plugin=plugin, mixed_precision=mixed(config))
+            accelerator = _made(plugin, config, world)
             world.agreed("Accelerate", rank=accelerator.process_index, size=accelerator.num_processes)
             return accelerator.prepare(model, optimizer)[0]
 
     return Zero(part, config, world, deepspeed, start)
+
+
+def _made(plugin: Plugin, config: Config, world: World) -> Any:
+    cpu = world.device.type == "cpu"
+    accelerator: Any = Accelerator(cpu=cpu, deepspeed_plugin=plugin, mixed_precision=mixed(config))
+    if cpu:
+        plugin.set_mixed_precision(mixed(config))
+        plugin.select(_from_accelerator_state=True)
+        accelerator.state.deepspeed_plugins = plugin
+        bound(accelerator, DistributedType.DEEPSPEED)
+    return accelerator
 
 
 @final

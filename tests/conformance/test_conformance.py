@@ -13,11 +13,14 @@ from unipar.errors import NonFinite
 BITS = {
     "bits, one microbatch": [
         ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "native/parameters",
-         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters"],
+         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "accelerate/gradients",
+         "accelerate/parameters", "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
     "bits, four microbatches": [
-        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "deepspeed/optimizer"],
-        ["native/parameters", "deepspeed/gradients", "deepspeed/parameters"],
+        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "deepspeed/optimizer",
+         "accelerate/optimizer+zero"],
+        ["native/parameters", "deepspeed/gradients", "deepspeed/parameters", "accelerate/gradients",
+         "accelerate/parameters", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
 }  # fmt: skip
 """Cells that add the same numbers in the same order: their results are equal to the last bit."""
