@@ -24,6 +24,10 @@ def test_cells_of_each() -> None:
     assert [str(c) for c in registry.expand(("single", "native/*", "deepspeed/*", "horovod", "accelerate"))] == [
         "single", "native/nothing", "native/parameters", "deepspeed/nothing", "deepspeed/optimizer",
         "deepspeed/gradients", "deepspeed/parameters", "horovod/nothing", "accelerate/nothing",
+        "accelerate/gradients", "accelerate/parameters",
+    ]  # fmt: skip
+    assert [str(c) for c in registry.cells(registry.find("accelerate")) if c.variant] == [
+        "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"
     ]  # fmt: skip
     assert "deepspeed/gradients+library" in [str(c) for c in registry.expand(("*",))]
 
@@ -101,8 +105,15 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
         ("horovod", {"train": {"steps": 1, "precision": "fp16"}},
          "horovod/nothing: train.precision: fp16 cannot be had: it needs CUDA and loss scaling, which are not there "
          "yet; use bf16-mixed"),
-        ("accelerate", {"parallel": {"shard": "parameters"}},
-         "accelerate/parameters: parallel.shard: parameters is not there; accelerate has nothing"),
+        ("accelerate", {"parallel": {"shard": "optimizer"}},
+         "accelerate/optimizer: parallel.shard: optimizer is not there; accelerate has nothing, "
+         "optimizer (with options.accelerate.through: deepspeed), gradients, parameters"),
+        ("accelerate", {"options": {"accelerate": {"through": "deepspeed"}}},
+         "accelerate/nothing: options.accelerate.through: deepspeed has no effect, as nothing is split; leave it out"),
+        ("accelerate", {"train": {"steps": 1, "precision": "fp64"}, "parallel": {"shard": "gradients"},
+                        "options": {"accelerate": {"through": "deepspeed"}}},
+         "accelerate/gradients: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
+         "deepspeed/nothing, native/* or fp32"),
         ("deepspeed", {"options": {"deepspeed": {"buckets": "library"}}},
          "deepspeed/nothing: options.deepspeed.buckets: library has no effect, as nothing is split; leave it out"),
         ("single", {"parallel": {"data": 2}},
@@ -123,6 +134,20 @@ def test_several_reasons_are_all_told() -> None:
     assert e.value.reasons == (
         "parallel.shard: optimizer is not there; single has nothing",
         "parallel.data: 2 contradicts it: single is one process",
+    )
+
+
+def test_a_library_that_another_goes_through_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate is there, and DeepSpeed is not."""
+    monkeypatch.setattr(registry, "find_spec", lambda name: None if name == "deepspeed" else name)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    through = _config(
+        backend="accelerate", parallel={"shard": "gradients"}, options={"accelerate": {"through": "deepspeed"}}
+    )
+    with pytest.raises(Unsupported) as e:
+        registry.check(through)
+    assert str(e.value) == (
+        "accelerate/gradients: options.accelerate.through: deepspeed: backend 'deepspeed' needs deepspeed, not "
+        "installed here: pip install 'unipar[deepspeed]'"
     )
 
 

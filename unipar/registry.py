@@ -165,7 +165,7 @@ def check_options(config: Config) -> None:
 def _refusals(backend: Backend, config: Config) -> Iterator[str]:
     can = backend.capabilities
     shard, precision = config.parallel.shard, config.train.precision
-    if shard not in can.shards and (cell_of(config).variant is None):
+    if shard not in can.shards and cell_of(config).variant is None:
         yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(_shards(backend))}"
     keys: tuple[tuple[Shard | None, Precision], ...] = ((None, precision), (shard, precision))
     for key in keys:
@@ -180,21 +180,16 @@ def _refusals(backend: Backend, config: Config) -> Iterator[str]:
 
 
 def _shards(backend: Backend) -> Iterator[str]:
-    """What it splits, and with which variant where it needs one."""
+    """What it splits, and by which option where it needs one."""
     can = backend.capabilities
     for shard in SHARDS:
         if shard in can.shards:
             yield shard
-        else:
-            yield from (
-                f"{shard}+{v} (options.{backend.name}: {_said(x)})"
-                for v, x in can.variants.items()
-                if shard in x.shards
-            )
-
-
-def _said(variant: Variant) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in variant.options.items())
+            continue
+        for variant in can.variants.values():
+            if shard in variant.shards:
+                said = ", ".join(f"options.{backend.name}.{key}: {value}" for key, value in variant.options.items())
+                yield f"{shard} (with {said})"
 
 
 def launchers() -> list[Launcher]:

@@ -40,7 +40,8 @@ FSDP2 = ("accelerate/gradients", "accelerate/parameters")
 MARKS = (
     Mark("never", ("native/parameters", "accelerate/parameters"), ("block read in the loss",), "TaskError",
          "FSDP2 gathers a block's parameters for that block's forward alone"),
-    Mark("notyet", ("native/parameters", *FSDP2, "deepspeed/*", "accelerate/*+zero"), ("scalar parameter",), "TaskError",
+    Mark("notyet", ("native/parameters", *FSDP2, "deepspeed/*", "accelerate/*+zero"), ("scalar parameter",),
+         "TaskError",
          "FSDP2 and DeepSpeed do not take parameters without dimensions"),
     Mark("never", ("native/nothing", "accelerate/nothing"), ("unused at times, unsaid",), "TaskError",
          "DDP must be told to search for unused parameters: options.NAME.find_unused"),

@@ -14,7 +14,8 @@ BITS = {
     "bits, one microbatch": [
         ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "native/parameters",
          "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "accelerate/gradients",
-         "accelerate/parameters", "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"],
+         "accelerate/parameters", "accelerate/optimizer+zero", "accelerate/gradients+zero",
+         "accelerate/parameters+zero"],
     ],
     "bits, four microbatches": [
         ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "deepspeed/optimizer",
