@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from unipar.config import Config
     from unipar.place import Launcher, Place
+    from unipar.script import Outline, Script
     from unipar.world import World
 
 Fn = Callable[["nn.Module", Any], Any]
@@ -88,6 +89,8 @@ class Backend(ABC):
 
     capabilities: ClassVar[Capabilities]
     options: ClassVar[type[Section]] = NoOptions
+    exports: ClassVar[str] = ""
+    """What `unipar export --to` calls a script for it; empty: there is none."""
 
     def refuse(self, config: Config) -> Iterator[str]:
         """Each reason, beyond `capabilities`, why `config` cannot run here."""
@@ -112,6 +115,10 @@ class Backend(ABC):
     def install(self, *, force: bool = False) -> str:
         """Make and install what `pip install` alone cannot, anew with `force`; say what was done."""
         raise Unsupported(self.name, [f"there is nothing to build: {self.hint or 'it comes with unipar'}"])
+
+    def script(self, outline: Outline) -> Script:
+        """The same training without unipar: the files of a folder, and the command."""
+        raise Unsupported(self.name, ["there is no script for it; `unipar export --help` names those that have one"])
 
     @abstractmethod
     def join(self, config: Config, place: Place) -> World:

@@ -201,6 +201,32 @@ def explain(
 
 
 @app.command(epilog=EXITS)
+def export(
+    file: File,
+    to: Annotated[
+        str, typer.Option("--to", metavar="NAME", help="torchrun, deepspeed, accelerate, horovod.", show_default=False)
+    ],
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Instead of ./CONFIG-NAME.")] = None,
+    *,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+) -> None:
+    """The same training as a script that needs unipar no more.
+
+    Writes a folder: the loop as that library's users would write it, its own config, your task, and run.sh.
+    It gives the losses that `unipar run` gives.
+
+    \b
+    unipar export configs/char_gpt.yaml --to torchrun --set parallel.data=2
+    unipar export configs/char_gpt.yaml --to deepspeed --set parallel.shard=gradients --out zero2
+    """
+    source = _read(file, sets)
+    from unipar.verbs.export import export as exported
+
+    typer.echo(str(exported(source, to, out, overwrite=overwrite)))
+
+
+@app.command(epilog=EXITS)
 def schema(
     write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="Into a file instead.")] = None,
 ) -> None:

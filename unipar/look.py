@@ -18,7 +18,7 @@ _NEEDED = ("model", "data", "loss")
 
 def look(where: Where, args: Mapping[str, Any], path: Sequence[str]) -> None:
     """Raise unless the file is there, parses, and holds the class with what a task needs."""
-    file = Path(where.file) if where.file else _file_of(str(where.module), path)
+    file = Path(where.file) if where.file else file_of(str(where.module), path)
     if file is None:
         raise TaskError(f"task.use: there is no module {where.module!r} on the path")
     if not file.is_file():
@@ -38,7 +38,7 @@ def look(where: Where, args: Mapping[str, Any], path: Sequence[str]) -> None:
     _fit(classes[where.name], args)
 
 
-def _file_of(module: str, path: Sequence[str]) -> Path | None:
+def file_of(module: str, path: Sequence[str]) -> Path | None:
     tail = module.replace(".", "/")
     for folder in path:
         for found in (Path(folder) / f"{tail}.py", Path(folder) / tail / "__init__.py"):

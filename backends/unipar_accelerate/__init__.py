@@ -15,6 +15,7 @@ from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
+    from unipar.script import Outline, Script
     from unipar.world import World
 
 
@@ -32,6 +33,7 @@ class AccelerateOptions(Section):
 @final
 class Accelerate(Backend):
     name = "accelerate"
+    exports = "accelerate"
     requires = ("accelerate",)
     hint = "pip install 'unipar[accelerate]'"
     options: ClassVar[type[Section]] = AccelerateOptions
@@ -99,6 +101,12 @@ class Accelerate(Backend):
         return told | {
             "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": found}
         }
+
+    @override
+    def script(self, outline: Outline) -> Script:
+        from unipar_accelerate.script import script
+
+        return script(outline)
 
     @override
     def join(self, config: Config, place: Place) -> World:

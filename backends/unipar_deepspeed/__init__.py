@@ -14,6 +14,7 @@ from unipar.place import Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
+    from unipar.script import Outline, Script
     from unipar.world import World
 
 _NO_FP16 = "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed or bf16-master"
@@ -32,6 +33,7 @@ class DeepSpeedOptions(Section):
 @final
 class DeepSpeed(Backend):
     name = "deepspeed"
+    exports = "deepspeed"
     requires = ("deepspeed",)
     hint = "pip install 'unipar[deepspeed]'"
     options: ClassVar[type[Section]] = DeepSpeedOptions
@@ -89,6 +91,12 @@ class DeepSpeed(Backend):
         if config.train.precision == "bf16-master":
             told["bf16"] = {"enabled": True}
         return told
+
+    @override
+    def script(self, outline: Outline) -> Script:
+        from unipar_deepspeed.script import script
+
+        return script(outline)
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -13,6 +13,7 @@ from unipar.place import Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
+    from unipar.script import Outline, Script
     from unipar.world import World
 
 
@@ -29,6 +30,7 @@ class HorovodOptions(Section):
 @final
 class Horovod(Backend):
     name = "horovod"
+    exports = "horovod"
     requires = ("horovod",)
     hint = "unipar install horovod"
     options: ClassVar[type[Section]] = HorovodOptions
@@ -80,6 +82,12 @@ class Horovod(Backend):
         from unipar_horovod.install import install
 
         return install(force=force)
+
+    @override
+    def script(self, outline: Outline) -> Script:
+        from unipar_horovod.script import script
+
+        return script(outline)
 
     @override
     def join(self, config: Config, place: Place) -> World:

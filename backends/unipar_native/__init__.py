@@ -13,6 +13,7 @@ from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
+    from unipar.script import Outline, Script
     from unipar.world import World
 
 NO_FP16 = "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed"
@@ -107,6 +108,7 @@ class Single(Backend):
 @final
 class Native(Backend):
     name = "native"
+    exports = "torchrun"
     options: ClassVar[type[Section]] = NativeOptions
     capabilities = Capabilities(
         shards=("nothing", "parameters"),
@@ -127,6 +129,12 @@ class Native(Backend):
         if config.parallel.shard == "nothing":
             return {"DistributedDataParallel": ddp_settings(options_of(config))}
         return {"fully_shard": fsdp_settings(config)}
+
+    @override
+    def script(self, outline: Outline) -> Script:
+        from unipar_native.script import script
+
+        return script(outline)
 
     @override
     def join(self, config: Config, place: Place) -> World:

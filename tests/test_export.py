@@ -1,0 +1,136 @@
+"""Scripts that `unipar export` writes: started by their own command, without unipar, they give unipar's losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.traveller import Words20
+from tests.world import ROOT
+from unipar import Task, join, source
+from unipar.verbs.export import export
+
+BIN = Path(sys.executable).parent
+FILE = ROOT / "tests/traveller.py"
+WORDS: dict[str, Any] = {
+    "task": {"use": f"{FILE}:Words20", "args": {"width": 16}},
+    "device": "cpu",
+    "parallel": {"data": 2},
+    "batch": {"total": 8, "micro": 2},
+    "train": {
+        "epochs": 2,
+        "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-5},
+        "lr_scale": {"rule": "linear", "at_batch": 4},
+        "schedule": {"name": "cosine", "warmup": 2, "end": 0.1},
+        "clip": 0.5,
+        "seed": 3,
+    },
+    "log": {"every": 1},
+}
+HIDES = """
+import sys
+class Hidden:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0].startswith("unipar"):
+            raise ModuleNotFoundError(f"{name} is hidden")
+sys.meta_path.insert(0, Hidden)
+"""
+PORTS = {"deepspeed": "--master_port", "accelerate": "--main_process_port"}
+
+
+def alone(config: Mapping[str, Any], task: type[Task], folder: Path, **overrides: Any) -> list[float]:
+    """The losses of one process without any library, in this process."""
+    told = {**overrides, "backend": "single", "parallel": {"data": 1, "shard": "nothing"}, "out": str(folder / "alone")}
+    losses: list[float] = []
+    with join({k: v for k, v in config.items() if k != "options"}, task=task, overrides=told, overwrite=True) as run:
+        for share in run.batches():
+            loss = run.step(share).loss
+            assert loss is not None
+            losses.append(loss)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which unipar cannot be imported."""
+    folder = tmp_path_factory.mktemp("hidden")
+    (folder / "sitecustomize.py").write_text(HIDES, encoding="utf-8")
+    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    made = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", "import unipar"], env=made, capture_output=True, text=True, check=False
+    )
+    assert "unipar is hidden" in done.stderr
+    return made
+
+
+def started(folder: Path, to: str, env: dict[str, str], tmp: Path) -> list[dict[str, float]]:
+    """What run.sh logged."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        words = [PORTS[to], str(free.getsockname()[1])] if to in PORTS else []
+    command = [str(folder / "run.sh"), *words]
+    env = {**env, "TMPDIR": str(tmp)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return alone(WORDS, Words20, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize(
+    ("to", "shard"),
+    [
+        ("torchrun", "nothing"),
+        ("torchrun", "parameters"),
+        ("deepspeed", "gradients"),
+        ("accelerate", "nothing"),
+        ("horovod", "nothing"),
+    ],
+)
+def test_the_same_losses(to: str, shard: str, tmp_path: Path, hidden: dict[str, str], expected: list[float]) -> None:
+    """Started by the command that came with it, in a world where unipar cannot be imported."""
+    told = source.given({**WORDS, "parallel": {"data": 2, "shard": shard}})
+    made = export(told, to, tmp_path / "made")
+    rows = started(made.folder, to, hidden, tmp_path)
+    assert len(expected) == 6
+    assert [row["loss"] for row in rows] == pytest.approx(expected, rel=2e-6)
+    factors = [0.5, 1.0, 1.0, 0.7750000000000001, 0.32500000000000007, 0.1]
+    assert [row["lr"] for row in rows] == pytest.approx([0.1 * f for f in factors])
+
+
+def written(tmp_path: Path, to: str, config: Mapping[str, Any], **more: Any) -> Path:
+    return export(source.given(config), to, tmp_path / "made", **more).folder
+
+
+@pytest.mark.parametrize("to", ["torchrun", "deepspeed", "accelerate", "horovod"])
+def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
+    """Linter and formatter have nothing to say about what is written, with everything in it and with the least."""
+    least: dict[str, Any] = {
+        "task": {"use": f"{FILE}:Line"},
+        "device": "cpu",
+        "parallel": {"data": 1},
+        "batch": {"total": 4},
+        "train": {"steps": 3},
+    }
+    both = [written(tmp_path / "full", to, WORDS), written(tmp_path / "least", to, least)]
+    checks = [
+        ["check", "--isolated", "--select", "E,F,I,UP,B,RUF", "--ignore", "B905", "--line-length", "120"],
+        ["format", "--isolated", "--line-length", "120", "--check"],
+    ]
+    for folder in both:
+        for words in checks:
+            command = [str(BIN / "ruff"), *words, "train.py", "samples.py"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout
