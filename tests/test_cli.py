@@ -26,7 +26,7 @@ class Net:
     def data(self): ...
     def loss(self, model, batch): ...
 """
-COMMANDS = ("run", "compare", "check", "explain", "schema", "backends", "doctor", "install")
+COMMANDS = ("run", "compare", "check", "explain", "export", "schema", "backends", "doctor", "install")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,9 @@ def test_help_teaches_by_example(unipar: Any) -> None:
     """Every command shows how it is typed, and what its exit codes mean."""
     whole = unipar("--help")
     assert whole.code == 0
-    assert [line.split()[0] for line in whole.out.partition("Commands:\n")[2].splitlines()[:8]] == list(COMMANDS)
+    assert [line.split()[0] for line in whole.out.partition("Commands:\n")[2].splitlines()[: len(COMMANDS)]] == list(
+        COMMANDS
+    )
     for command in COMMANDS:
         said = unipar(command, "--help").out
         assert said.count(f"unipar {command}") >= 2, command
