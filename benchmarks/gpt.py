@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.loops import CLIP, DECAY, LR, by_hand
 from benchmarks.timing import Loop, calls, interleaved, interval, ratio
@@ -67,7 +66,7 @@ def both(cell: str, place: Place, run: Path) -> Generator[Pair]:
 
         def hand() -> Loop:
             torch.manual_seed(0)
-            model: nn.Module = task.model()
+            model: Any = task.model()
             return by_hand(cell, model, task.loss, share[0], config)
 
         live.step(share)

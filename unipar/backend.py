@@ -201,6 +201,13 @@ class Engine(ABC):
         """Forward only, through the same wrapper."""
 
     @abstractmethod
+    def beside(self, fn: Fn, given: Any) -> Any:
+        """`fn(model, given)` inside another part's loss, where this one takes no gradients.
+
+        They flow through it to what it was given; each module is in its own mode.
+        """
+
+    @abstractmethod
     def pieces(self) -> Iterator[Piece]:
         """State out: what this rank holds, without a collective."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from unipar.config import Config
-from unipar.errors import TaskError
+from unipar.errors import ConfigError, TaskError
 from unipar.precision import born_as
 from unipar.seeds import sow
 from unipar.task import Task
@@ -22,21 +22,76 @@ from unipar.world import World
 Place = Callable[[Tensor], Tensor]
 
 
-def born(task: Task, config: Config, world: World) -> nn.Module:
-    """The task's model: real on rank 0, on meta elsewhere; the same names, shapes and ties on all."""
+ONLY = "model"
+"""The name of the part where model() returned one module."""
+
+
+def born(task: Task, config: Config, world: World) -> dict[str, nn.Module]:
+    """The task's parts, mostly one: real on rank 0, on meta elsewhere; the same names, shapes and ties on all."""
     sow(config.train.seed)
-    module: Any = _made(task) if world.rank == 0 else _on_meta(task)
-    if isinstance(module, dict):
-        raise TaskError("model() returned several modules; training several parts together is not there yet")
-    if not isinstance(module, nn.Module):
-        raise TaskError(f"model() returned {module!r}; a torch.nn.Module is wanted")
-    if not any(p.requires_grad for p in module.parameters()):
-        raise TaskError("model() has no parameter that requires a gradient: there is nothing to train")
+    parts = parts_of(_made(task) if world.rank == 0 else _on_meta(task))
+    check_names(config, parts)
     wanted = born_as(config.train.precision)
-    # not module.to(): it would take the imaginary part of a complex buffer
-    module._apply(partial(floats_to, dtype=wanted))  # pyright: ignore[reportPrivateUsage]
-    _agree(module, world)
-    return module
+    for module in parts.values():
+        # not module.to(): it would take the imaginary part of a complex buffer
+        module._apply(partial(floats_to, dtype=wanted))  # pyright: ignore[reportPrivateUsage]
+    _agree(parts, world)
+    return parts
+
+
+def parts_of(made: Any) -> dict[str, nn.Module]:
+    """What model() returned, by part; one module is a part of its own."""
+    if isinstance(made, nn.Module):
+        if not any(p.requires_grad for p in made.parameters()):
+            raise TaskError("model() has no parameter that requires a gradient: there is nothing to train")
+        return {ONLY: made}
+    if not isinstance(made, dict):
+        raise TaskError(f"model() returned {made!r}; a torch.nn.Module is wanted")
+    parts: dict[Any, Any] = made
+    if not parts:
+        raise TaskError("model() returned no part at all: {}")
+    for name, module in parts.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise TaskError(f"model() calls a part {name!r}; a word of letters, digits and _ is wanted")
+        if not isinstance(module, nn.Module):
+            raise TaskError(f"model() returned {module!r} as its part {name!r}; a torch.nn.Module is wanted")
+        if not any(p.requires_grad for p in module.parameters()):
+            raise TaskError(
+                f"model(): the part {name!r} has no parameter that requires a gradient: there is nothing to train "
+                "in it; keep it inside the part that uses it"
+            )
+    _refuse_ties(parts)
+    return parts
+
+
+def _refuse_ties(parts: Mapping[str, nn.Module]) -> None:
+    """Each part travels, is split and is stepped by itself."""
+    seen: dict[int, str] = {}
+    for part, module in parts.items():
+        mine = {id(t): f"{part}.{name}" for name, t in (*module.named_parameters(), *module.named_buffers())}
+        for key, name in mine.items():
+            if key in seen:
+                raise TaskError(
+                    f"model(): {seen[key]!r} and {name!r} are one tensor; parts are trained apart and can share "
+                    "none: keep it in one part, and reach that by run.beside()"
+                )
+        seen |= mine
+
+
+def whole_of(parts: Mapping[str, nn.Module]) -> nn.Module:
+    """The parts as one module, by whose names state is known: with the part's first where there are several."""
+    return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(dict(parts))
+
+
+def check_names(config: Config, parts: Mapping[str, nn.Module]) -> None:
+    """`train.parts` names what model() returned."""
+    for name in config.train.parts:
+        if ONLY in parts and len(parts) == 1:
+            raise ConfigError(
+                f"train.parts.{name}: model() returned one module, which has no parts; say it in train itself"
+            )
+        if name not in parts:
+            raise ConfigError(f"train.parts.{name}: model() returned no part of that name; it has {', '.join(parts)}")
 
 
 def floats_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -54,15 +109,18 @@ def _on_meta(task: Task) -> Any:
         with torch.device("meta"):
             return task.model()
     except Exception:  # whatever it is: if it is not for meta's sake, the real run raises it again
-        return _made(task).to("meta")
+        made = _made(task)
+        return {name: m.to("meta") for name, m in made.items()} if isinstance(made, dict) else made.to("meta")
 
 
-def _agree(module: nn.Module, world: World) -> None:
+def _agree(parts: Mapping[str, nn.Module], world: World) -> None:
     """Another model on another rank would hang in the first broadcast."""
     if world.size == 1 or world.store is None:
         return
-    shape = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
-    shape += [(n, tuple(b.shape), str(b.dtype), False) for n, b in module.named_buffers()]
+    shape: list[Any] = list(parts)
+    for module in parts.values():
+        shape += [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
+        shape += [(n, tuple(b.shape), str(b.dtype), False) for n, b in module.named_buffers()]
     mine, key = hashlib.sha256(repr(shape).encode()).hexdigest(), world.key("model")
     if world.rank == 0:
         world.store.set(key, mine)

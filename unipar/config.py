@@ -173,6 +173,16 @@ class Data(Section):
     """An epoch's last batch when it is not full: weigh each sample as ever, drop it, or refuse."""
 
 
+class PartTrain(Section):
+    """train.parts.NAME: what one of several parts has of its own."""
+
+    optimizer: Optimizer | None = None
+    """Instead of train.optimizer."""
+
+    clip: PositiveFloat | Clip | None = None
+    """Instead of train.clip."""
+
+
 class Train(Section):
     steps: PositiveInt | None = None
     """Optimizer steps to train for."""
@@ -191,6 +201,9 @@ class Train(Section):
 
     clip: PositiveFloat | Clip | None = None
     """The largest gradient norm, or {max: 1.0, norm: fp64}."""
+
+    parts: dict[str, PartTrain] = Field(default_factory=dict)
+    """Where model() returns several parts: by name, an optimizer and a clip of their own."""
 
     precision: Precision = "fp32"
     """bf16-mixed computes in bf16 on fp32 parameters; bf16-master keeps bf16 parameters with fp32 masters."""
@@ -311,6 +324,14 @@ class Config(Section):
 
     out: str | None = None
     """The run folder, relative to the working directory; runs/NAME without it, NAME the config's."""
+
+    def of_part(self, name: str) -> Config:
+        """The same run as one of its parts sees it."""
+        own = self.train.parts.get(name)
+        if own is None:
+            return self
+        said = {key: value for key in ("optimizer", "clip") if (value := getattr(own, key)) is not None}
+        return self.model_copy(update={"train": self.train.model_copy(update=said)})
 
     def written(self) -> str:
         """As JSON for the ranks of a run, less keys of `data` that nobody said: a DataLoader may say them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -25,10 +25,17 @@ class Evaluation:
     """Reads the same samples in every world; every rank runs as many batches as the others."""
 
     def __init__(
-        self, task: Task, module: nn.Module, engine: Engine, world: World, config: Config, sizes: Sizes, mark: Mark
+        self,
+        task: Task,
+        modules: Sequence[nn.Module],
+        engine: Engine,
+        world: World,
+        config: Config,
+        sizes: Sizes,
+        mark: Mark,
     ) -> None:
         self.mark = mark
-        self.task, self.module, self.engine, self.world, self.sizes = task, module, engine, world, sizes
+        self.task, self.modules, self.engine, self.world, self.sizes = task, modules, engine, world, sizes
         self.seed, self.device = config.train.seed, world.device
         given = task.validation()
         if given is None:
@@ -45,7 +52,8 @@ class Evaluation:
         self.sums: dict[str, list[float]] = {}
 
     def __call__(self) -> dict[str, float]:
-        share_buffers(self.module)
+        for module in self.modules:
+            share_buffers(module)
         size, rank = self.world.size, self.world.rank
         rounds = -(-len(self.chunks) // size)
         mine = [self.chunks[i] if i < len(self.chunks) else self.chunks[0] for i in range(rank, rounds * size, size)]

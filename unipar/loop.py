@@ -10,24 +10,21 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from unipar import stopping
-from unipar.backend import Engine, Micro
+from unipar.backend import Engine, Fn, Micro, Piece, Read, Step
 from unipar.beat import Heart
 from unipar.call import moved
 from unipar.config import Config, Sizes
 from unipar.data import Feed, Plan, source_of
-from unipar.errors import NonFinite, TaskError, UniparError
+from unipar.errors import NonFinite, TaskError
 from unipar.evaluation import Evaluation
 from unipar.ledger import Ledger
 from unipar.optim import factor
+from unipar.parts import Trained, flat, frozen, pieces_of, reported, restore_parts, together
 from unipar.seeds import mix, sow_torch
 from unipar.stopping import Boundary
 from unipar.task import Task
 from unipar.track import Trackers
 from unipar.world import World
-
-_AT_ONCE = 64
-"""Losses that are kept one by one before they are copied into the window."""
 
 
 @final
@@ -72,8 +69,7 @@ class Run:
     def __init__(
         self,
         task: Task,
-        module: nn.Module,
-        engine: Engine,
+        parts: Mapping[str, Trained],
         world: World,
         config: Config,
         sizes: Sizes,
@@ -82,14 +78,19 @@ class Run:
         heart: Heart,
         trackers: Trackers,
     ) -> None:
-        self.task, self.engine, self.world, self.config, self.sizes = task, engine, world, config, sizes
+        self.task, self.parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
         self.rank, self.size, self.device = world.rank, world.size, world.device
         self.done = 0
-        """Optimizer steps that are behind."""
+        """Steps that are behind."""
 
-        self._module, self._ledger, self._heart, self._trackers = module, ledger, heart, trackers
+        self._first = next(iter(parts.values()))
+        self._only = self._first if len(parts) == 1 else None
+        self._at_work: Trained | None = None
+        self._evaluating = False
+        self._ledger, self._heart, self._trackers = ledger, heart, trackers
         self._mark = heart.mark
-        self._loss, self._seed, self._every = task.loss, config.train.seed, config.log.every
+        self._loss: Fn = task.loss
+        self._seed, self._every = config.train.seed, config.log.every
         self._collate = task.collate if task.gives("collate") else None
         self._weighs = task.gives("weight")
         self._boundary = Boundary(world)
@@ -97,11 +98,10 @@ class Run:
         self._steps = config.train.steps
         self._spare: Any = None
         self._next_seed = 0
-        self._window = torch.zeros(self._every, dtype=torch.float64, device=world.device)
-        self._fresh: list[Tensor] = []
-        self._filled = 0
+        self._apart: tuple[int, ...] = ()
+        self._stepped: list[Trained] = []
+        self._filled = self._samples = 0
         self._since = time.perf_counter()
-        self._record: Tensor | None = None
         self._evaluation: Evaluation | None = None
         self._gate: Callable[[int], None] | None = None
 
@@ -149,6 +149,34 @@ class Run:
                 "of it, and unipar divides it"
             )
 
+    # What it trains
+
+    @property
+    def engine(self) -> Engine:
+        """Of the model, or of its first part."""
+        return self._first.engine
+
+    def pieces(self) -> Iterator[Piece]:
+        """State out, of all parts; where there are several their names come first."""
+        return pieces_of(self.parts)
+
+    def restore(self, read: Read) -> None:
+        """State in."""
+        restore_parts(self.parts, read)
+
+    def beside(self, part: str) -> Callable[[Fn, Any], Any]:
+        """Another part inside a loss: `run.beside("critic")(fn, x)` is fn(critic, x), frozen for this step."""
+        other, engaged = self._part(part), self._at_work
+        if engaged is None:
+            raise TaskError(
+                f"run.beside({part!r}) was called outside of a loss and metrics, where no other part is at work"
+            )
+        if other is engaged:
+            raise TaskError(
+                f"run.beside({part!r}) was called in that part's own loss, whose first argument is its model"
+            )
+        return other.engine.evaluate if self._evaluating else other.engine.beside
+
     # The loop's verbs
 
     def batches(self) -> Iterator[Share]:
@@ -160,37 +188,80 @@ class Run:
         self._feed = self._fed(loader)
         return self._shares(self._feed)
 
-    def step(self, share: Share) -> Outcome:
-        """Forward, backward, accumulate, clip, update."""
+    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> Outcome:
+        """Forward, backward, accumulate, clip, update: of the model, or of one part by a loss of its own."""
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
             raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it was given {share!r}")
+        trained = self._only
+        if trained is None or part is not None:
+            trained = self._chosen(part, loss)
         number = self.done + 1
         self._heart.step = number
         self._next_seed = self.rank
+        self._loss = loss or self.task.loss
         rate = factor(self.config.train.schedule, self.done, self.steps)
-        out = self.engine.step(self._fn, share.micros, rate, self._mark)
-        self._fresh.append(out.loss)
-        self._filled += 1
-        if len(self._fresh) == _AT_ONCE:
-            self._settle()
-        if self._record is not None:
-            self._record[0, self.done] = out.loss
-            self._record[1, self.done] = out.norm
-        self.done = number
-        logs = self._filled == self._every or number == self.steps or number == 1
-        loss = self._log_step(number, out.norm, rate, share.samples) if logs or out.skipped else None
+        if self._only is not None:
+            out = trained.engine.step(self._fn, share.micros, rate, self._mark)
+        else:
+            out = self._beside_others(trained, share, rate)
+        trained.took(number, out, rate)
+        if not self._stepped:
+            self._filled, self._samples = self._filled + 1, share.samples
+        self._stepped.append(trained)
+        said = trained.report() if self._logs(number) or out.skipped else None
         if out.skipped:
-            raise NonFinite(f"a gradient is not finite at step {number}, so its update was left out")
+            raise NonFinite(f"a gradient{trained.of} is not finite at step {number}, so its update was left out")
+        if self._only is not None:
+            self._over()
         self._mark("between")
-        return Outcome(number, loss)
+        return Outcome(number, said)
+
+    def _chosen(self, part: str | None, loss: Fn | None) -> Trained:
+        """The part that a call of `run.step` means."""
+        names = ", ".join(self.parts)
+        if part is None:
+            raise TaskError(
+                f"run.step was not told which part: model() returned {names}; run.step(share, "
+                f"part={next(iter(self.parts))!r}, loss=...)"
+            )
+        chosen = self._part(part)
+        if loss is None and chosen is not self._first:
+            raise TaskError(
+                f"run.step(part={part!r}) has no loss: the task's own is that of {self._first.name!r}; give loss="
+            )
+        if chosen in self._stepped and self._only is None:
+            raise TaskError(
+                f"the loop called run.step(part={part!r}) twice for one share; at most once for each part is wanted"
+            )
+        return chosen
+
+    def _part(self, name: str) -> Trained:
+        if name not in self.parts:
+            raise TaskError(f"there is no part {name!r}; model() returned {', '.join(self.parts)}")
+        return self.parts[name]
+
+    def _beside_others(self, trained: Trained, share: Share, rate: float) -> Step:
+        """One part's step; the others are frozen, and each draws random numbers of its own."""
+        others = [part for part in self.parts.values() if part is not trained]
+        self._apart = (list(self.parts).index(trained.name),)
+        self._at_work = trained
+        try:
+            with frozen(others):
+                return trained.engine.step(self._fn, share.micros, rate, self._mark)
+        finally:
+            self._at_work = None
 
     def evaluate(self) -> dict[str, float]:
-        """The task's metrics over its validation data, the same on every rank."""
+        """The task's metrics over its validation data, the same on every rank; of several parts the first is asked."""
         if self._evaluation is None:
-            told = (self.task, self._module, self.engine, self.world, self.config, self.sizes)
-            self._evaluation = Evaluation(*told, mark=self._mark)
+            told = (self.task, [part.module for part in self.parts.values()], self.engine, self.world)
+            self._evaluation = Evaluation(*told, self.config, self.sizes, mark=self._mark)
         self._mark("evaluate")
-        means = self._evaluation()
+        self._at_work, self._evaluating = self._first, True
+        try:
+            means = self._evaluation()
+        finally:
+            self._at_work, self._evaluating = None, False
         self._tell("eval", means)
         self._mark("between")
         return means
@@ -201,13 +272,15 @@ class Run:
 
     def record(self, steps: int) -> None:
         """Keep every step's share of the loss, and its norm, on the device."""
-        self._record = torch.zeros((2, steps), dtype=torch.float64, device=self.device)
+        for part in self.parts.values():
+            part.record(steps)
 
-    def recorded(self) -> dict[str, list[float]]:
-        """This rank's shares (the ranks' sum is the loss) and the norms, of the steps done."""
-        assert self._record is not None
-        losses, norms = self._record[:, : self.done].tolist()
-        return {"loss": losses, "norm": norms}
+    def recorded(self) -> dict[str, Any]:
+        """This rank's shares (the ranks' sum is the loss) and the norms, of the steps done; of several parts, each."""
+        parts = {name: part.recorded() for name, part in self.parts.items()}
+        if self._only is not None:
+            return {key: parts[self._only.name][key] for key in ("loss", "norm")}
+        return together(parts, self.done) | {"parts": parts}
 
     def wait(self) -> None:
         """Say that silence is meant: somebody else has the turn."""
@@ -219,9 +292,10 @@ class Run:
 
     def finish(self) -> None:
         """After the loop: what is not yet reported of its last steps."""
-        if self._filled:
-            self._settle()
-            self._check(self._reduced(self._window[: self._filled].sum()))
+        if self._stepped:
+            self._over()
+        for part in self.parts.values():
+            part.finish()
         self._trackers.close()
         self._mark("end")
 
@@ -243,9 +317,12 @@ class Run:
             self._heart.step = before + 1
             self._mark("data")
             yield self._share(next(ready), feed)
+            if self._stepped:
+                self._over()
             if self.done != before + 1:
+                wanted = "once" if self._only is not None else "once for each part at most, and for one at least"
                 raise TaskError(
-                    f"the loop called run.step {self.done - before} times for one share; once, with that share, "
+                    f"the loop called run.step {self.done - before} times for one share; {wanted}, with that share, "
                     "is wanted"
                 )
             if every and self.done % every == 0:
@@ -275,7 +352,7 @@ class Run:
 
     def _fn(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, under PyTorch's random numbers of this step's microbatch, whichever rank computes it."""
-        sow_torch(mix(self._seed, 3, self.done, self._next_seed))
+        sow_torch(mix(self._seed, 3, self.done, self._next_seed, *self._apart))
         self._next_seed += self.size
         loss: Any = self._loss(model, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -283,54 +360,25 @@ class Run:
             raise TaskError(f"loss() returned {shown}; the mean over the batch, a scalar tensor, is wanted")
         return loss
 
-    def _settle(self) -> None:
-        """Losses of the last steps into the window, in one copy: one by one they cost 6 us each."""
-        if self._fresh:
-            self._window[self._filled - len(self._fresh) : self._filled] = torch.stack(self._fresh)
-            self._fresh.clear()
+    def _logs(self, number: int) -> bool:
+        return self._filled == self._every or number == self.steps or number == 1
 
-    def _reduced(self, loss: Tensor) -> tuple[float, bool]:
-        """The sum over ranks, and whether any rank saw a loss that is not finite since the last log.
-
-        In the same sum the ranks learn that one of them was asked to stop, if it alone got the signal.
-        """
-        bad = (~self._window[: self._filled].isfinite()).any().to(torch.float64)
-        stop = torch.full_like(bad, float(stopping.asked()))
-        total, flag, stops = self.world.sum(torch.stack([loss.to(torch.float64), bad, stop])).tolist()
-        if stops:
-            stopping.ask()
-        return total, flag > 0
-
-    def _check(self, reduced: tuple[float, bool]) -> float:
-        if reduced[1]:
-            raise self._blame()
-        self._filled = 0
-        return reduced[0]
-
-    def _blame(self) -> UniparError:
-        """The first bad step and the rank that had it: all ranks learn it together."""
-        bad = (~self._window[: self._filled].isfinite()).nonzero()
-        first = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        if len(bad):
-            first[self.rank] = self.done - self._filled + 1 + int(bad[0])
-        steps = {rank: int(s) for rank, s in enumerate(self.world.sum(first).tolist()) if s}
-        rank = min(steps, key=lambda r: steps[r])
-        return NonFinite(
-            f"the loss is not finite at step {steps[rank]}, first on rank {rank}: look at that batch, the rate "
-            "(train.optimizer.lr) and the clip (train.clip)"
-        )
-
-    def _log_step(self, number: int, norm: Tensor, rate: float, samples: int) -> float:
-        self._settle()
-        count = self._filled
-        loss = self._check(self._reduced(self._window[count - 1]))
+    def _over(self) -> None:
+        """A share is used up: the run is a step further, and what its parts gave is written down when that is due."""
+        number = self.done = self.done + 1
+        self._stepped.clear()
+        if not self._logs(number):
+            return
+        for part in self.parts.values():
+            if part.steps:  # it had no step in this share
+                part.report()
         now = time.perf_counter()
-        seconds, self._since = (now - self._since) / count, now
-        lr = rate * self.config.train.optimizer.lr * self.config.train.lr_scale.factor(self.sizes.total)
-        row = {"loss": loss, "norm": float(norm), "lr": lr, "samples": samples, "seconds": seconds}
+        seconds, self._since = (now - self._since) / self._filled, now
+        self._filled = 0
+        scale = self.config.train.lr_scale.factor(self.sizes.total)
+        row = reported(self.parts, scale) | {"samples": self._samples, "seconds": seconds}
         self._ledger.note("step", step=number, of=self.steps, **row)
-        self._trackers.write(number, row)
-        return loss
+        self._trackers.write(number, flat(row))
 
     def _tell(self, event: str, named: Mapping[str, float]) -> None:
         self._ledger.note(event, step=self.done, **named)

@@ -98,6 +98,11 @@ class Open(Engine):
 
     @override
     @final
+    def beside(self, fn: Fn, given: Any) -> Any:
+        return self.call(fn, Held(given))  # what splits parameters is in it; what reduces gradients is around it
+
+    @override
+    @final
     def pieces(self) -> Iterator[Piece]:
         state: Any = self.base.state
         for name, p in self.model.named_parameters():

@@ -12,7 +12,7 @@ from pathlib import Path
 from unipar import registry
 from unipar.backend import Backend, Part
 from unipar.beat import Heart, beat_of
-from unipar.birth import born
+from unipar.birth import born, whole_of
 from unipar.blocks import blocks_of
 from unipar.config import Config
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
@@ -20,6 +20,7 @@ from unipar.ledger import Ledger, ledger_of
 from unipar.loading import load
 from unipar.loop import Run
 from unipar.optim import grouped, optimizer_of
+from unipar.parts import Trained
 from unipar.place import Place
 from unipar.stopping import listening
 from unipar.task import Task
@@ -47,7 +48,8 @@ def opened(config: Config, task: Task, place: Place, run: Path) -> Generator[Run
         made.finish()
         ledger.note("end", steps=made.done, peak_rss=peak_rss())
         world.barrier()  # every rank's ledger is whole before any rank reads it
-        made.engine.close()
+        for part in made.parts.values():
+            part.engine.close()
         world.close()
         failed.pop_all()
 
@@ -70,19 +72,23 @@ def assembled(config: Config, task: Task, world: World, *, ledger: Ledger, heart
     sizes = config.batch.settle(world.size)
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"total": sizes.total})})
     _prepare(task, world)
-    module = born(task, config, world)
+    modules = born(task, config, world)
+    whole = whole_of(modules)
     wanted = config.model.loading
-    loaded = load(module, wanted) if wanted is not None and world.rank == 0 else None  # the others receive the values
-    parameters = sum(p.numel() for p in module.parameters())
-    groups = grouped(task, module, config)
-    part = Part("model", module, optimizer_of(groups, config, world.device), blocks_of(task, module, config))
-    with _library(backend):
-        engine = backend.build(part, config, world)
+    loaded = load(whole, wanted) if wanted is not None and world.rank == 0 else None  # the others receive the values
+    parameters = sum(p.numel() for p in whole.parameters())
+    parts: dict[str, Trained] = {}
+    for name, module in modules.items():
+        own = config.of_part(name)
+        groups = grouped(task, module, own)
+        part = Part(name, module, optimizer_of(groups, own, world.device), blocks_of(task, module, own))
+        with _library(backend):
+            parts[name] = Trained(part, backend.build(part, own, world), own, world, alone=len(modules) == 1)
     cell = str(registry.cell_of(config))
     ledger.note("start", rank=world.rank, size=world.size, cell=cell, pid=os.getpid(), parameters=parameters)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))
-    return Run(task, module, engine, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
+    return Run(task, parts, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
 
 
 def _prepare(task: Task, world: World) -> None:

@@ -31,8 +31,11 @@ class Task(ABC):
     """What is trained: the model, its data and its loss, in plain PyTorch."""
 
     @abstractmethod
-    def model(self) -> nn.Module:
-        """The whole model. Called on every rank; one of them fills it, the others receive its values."""
+    def model(self) -> nn.Module | dict[str, Any]:
+        """The whole model, or its parts by name, each trained by itself.
+
+        Called on every rank; one of them fills it, the others receive its values.
+        """
 
     @abstractmethod
     def data(self) -> Any:
@@ -73,6 +76,11 @@ class Task(ABC):
 
     def train(self, run: Run) -> None:
         """The loop. Replace it to write your own."""
+        if len(run.parts) > 1:
+            raise TaskError(
+                f"model() returned several parts ({', '.join(run.parts)}) and the task has no train(run): write one, "
+                "which says by run.step(share, part=..., loss=...) which part is trained when"
+            )
         for share in run.batches():
             run.step(share)
 
@@ -89,7 +97,7 @@ class Functions(Task):
         self._functions = functions
 
     @override
-    def model(self) -> nn.Module:
+    def model(self) -> nn.Module | dict[str, Any]:
         return self._functions["model"]()
 
     @override

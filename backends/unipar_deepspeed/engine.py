@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from typing import Any, final
 
@@ -56,11 +57,11 @@ class Zero(Engine):
         optimizer = part.optimizer(part.module)
         self.rates = Rates(optimizer)
         self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
-        call = Call(part.module, world.device, autocast=autocast_as(config.train.precision))
-        call.cast = batch_as(config.train.precision)
+        self.call = Call(part.module, world.device, autocast=autocast_as(config.train.precision))
+        self.call.cast = batch_as(config.train.precision)
         if config.train.precision == "fp64":
             _allow_fp64()
-        self.engine: Any = start(call, optimizer, told)
+        self.engine: Any = start(self.call, optimizer, told)
         if config.train.precision == "fp64":
             self.engine.communication_data_type = torch.float64
         self.zero, self.base = self.engine.optimizer, self.engine.basic_optimizer
@@ -112,6 +113,12 @@ class Zero(Engine):
             return self.engine(fn, Held(batch))
 
     @override
+    def beside(self, fn: Fn, given: Any) -> Any:
+        """Without the library's engine, which would take the outer loss's backward for its own."""
+        with _reachable(self.call):
+            return self.call(fn, Held(given))
+
+    @override
     def pieces(self) -> Iterator[Piece]:
         yield from self.holder.pieces()
         yield from buffers(self.model, self.world)
@@ -160,6 +167,19 @@ def _split(module: nn.Module, told: dict[str, Any], world: World, low: torch.dty
         return new
 
     settle(module, place, world.device)
+
+
+@contextmanager
+def _reachable(module: nn.Module) -> Generator[None]:
+    """What the library's engine does around a forward: a split parameter that is read is gathered."""
+    split: list[Any] = [m for m in module.modules() if hasattr(m._parameters, "_in_forward")]  # pyright: ignore[reportPrivateUsage]
+    for m in split:
+        m._parameters._in_forward = True
+    try:
+        yield
+    finally:
+        for m in split:
+            m._parameters._in_forward = False
 
 
 def _allow_fp64() -> None:

@@ -27,7 +27,8 @@ class Ring(Open):
         super().__init__(part, config, world)
         half = options_of(config).compression == "fp16"
         compression: Any = hvd.Compression.fp16 if half else hvd.Compression.none
-        named = [(n, p) for n, p in part.module.named_parameters() if p.requires_grad]  # every collective has a name
+        # every collective has a name, and several parts may have parameters of one name
+        named = [(f"{part.name}.{n}", p) for n, p in part.module.named_parameters() if p.requires_grad]
         self.optimizer = hvd.DistributedOptimizer(
             self.base,
             named_parameters=named,

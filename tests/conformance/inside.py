@@ -22,6 +22,7 @@ from unipar.beat import Heart, beat_of
 from unipar.config import Cell
 from unipar.errors import UniparError
 from unipar.ledger import Ledger, ledger_of
+from unipar.loop import Run
 from unipar.opening import assembled
 from unipar.place import Place
 from unipar.track import Trackers
@@ -87,20 +88,26 @@ def _play(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> d
         for share in shares:
             made.step(share)
             if made.done == case.hop:
-                state = Memory(_collected(made.engine.pieces()))
+                state = Memory(_collected(made.pieces()))
                 kept = made.recorded()
-                made.engine.close()
+                _close(made)
                 new = assembled(config, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
-                new.engine.restore(state)
-                made.engine = new.engine
+                new.restore(state)
+                for part, other in zip(made.parts.values(), new.parts.values(), strict=True):
+                    part.module, part.engine = other.module, other.engine
         made.finish()
         now = made.recorded()
-        pieces = [(p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().clone()) for p in made.engine.pieces()]
-        made.engine.close()
+        pieces = [(p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().clone()) for p in made.pieces()]
+        _close(made)
     evals = [{k: v for k, v in row.items() if k not in ("event", "time", "step")} for row in _evals(folder, world.rank)]
     assert kept["loss"] == now["loss"][: len(kept["loss"])]
     ledger_of(folder, world.rank).unlink()
     return {"loss": now["loss"], "norm": now["norm"], "pieces": pieces, "evals": evals}
+
+
+def _close(made: Run) -> None:
+    for part in made.parts.values():
+        part.engine.close()
 
 
 def _evals(folder: Path, rank: int) -> list[dict[str, Any]]:
