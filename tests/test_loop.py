@@ -312,8 +312,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss": _vector},
      "loss() returned a tensor of shape (2, 1); the mean over the batch, a scalar tensor, is wanted"),
     ({"model": lambda: 3}, "model() returned 3; a torch.nn.Module is wanted"),
-    ({"model": lambda: {"a": nn.Linear(1, 1)}},
-     "model() returned several modules; training several parts together is not there yet"),
     ({"model": lambda: nn.Linear(1, 1).requires_grad_(False)},
      "model() has no parameter that requires a gradient: there is nothing to train"),
     ({"weight": -2.0}, "weight(batch) is -2; a number that is not negative is wanted"),
