@@ -16,7 +16,7 @@ PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exi
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint bench conformance chaos setup horovod clean
+.PHONY: help demo test lint bench conformance chaos matrix setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -40,6 +40,10 @@ conformance: setup $(DONE)/tests ## every case in every cell, in worlds of 1, 2 
 
 chaos: setup $(DONE)/tests ## kill random ranks and parents, many times
 	@$(PYTEST) -m chaos $(ARGS)
+
+matrix: setup $(DONE)/tests ## every launcher with every backend, really started: one table
+	$(IN_VENV) $(BIN)/python -m tests.matrix $(ARGS)
+	@$(PYTEST) -m slow tests/test_slurm.py
 
 setup: $(DONE)/horovod ## .venv with all that demo needs
 

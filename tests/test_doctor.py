@@ -193,9 +193,16 @@ def test_a_lock_of_a_killed_compilation(tmp_path: Path) -> None:
 
 def test_launchers_say_what_they_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each that is installed, once, though a program may start worlds in several ways."""
-    here = ("torchrun", "accelerate")
+    here = ("torchrun", "accelerate", "mpirun", "srun", "deepspeed")
     monkeypatch.setattr("shutil.which", lambda name, path: name if name in here else None)  # pyright: ignore[reportUnknownLambdaType]
-    accelerate, torchrun = doctor._launchers()  # pyright: ignore[reportPrivateUsage]
-    assert (accelerate.name, torchrun.name) == ("launcher accelerate", "launcher torchrun")
-    assert torchrun.found.startswith("found: its agent listens on every interface")
-    assert torchrun.found.endswith("; use it on a private network only")
+    found = {check.name: check.found for check in doctor._launchers()}  # pyright: ignore[reportPrivateUsage]
+    private = "; use it on a private network only"
+    assert found == {
+        "launcher accelerate": f"found: its agent listens on every interface at the master port{private}",
+        "launcher torchrun": "found: its agent listens on every interface (the master port, and two more with "
+        f"--standalone){private}",
+        "launcher deepspeed": "found: nothing beyond loopback is known of it",
+        "launcher mpirun": f"found: it listens on every interface while it runs{private}",
+        "launcher srun": "found: it listens on every interface for its tasks' output; Slurm's daemons do at their own "
+        f"ports{private}",
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.world import FOUND, ROOT, eventually, runs
+from tests.launchers import WAYS, environment, lacking, private, words
+from tests.world import ROOT, eventually, parent_of, runs
+from unipar.ledger import Ledger
 from unipar.report import Report
 
-BIN = Path(sys.executable).parent
 CONFIG = f"""
 task: {{use: {ROOT}/tests/tiny.py:Tiny}}
 device: cpu
@@ -25,47 +25,32 @@ train: {{steps: 12, optimizer: {{name: sgd, lr: 0.01}}}}
 log: {{every: 5}}
 """
 
-COMMANDS = {
-    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m"],
-    "accelerate launch": [
-        "accelerate",
-        "launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "{port}",
-        "-m",
-    ],
-    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "{port}", "--module"],
-    "horovodrun": ["horovodrun", "--gloo", "-np", "2", sys.executable, "-m"],
-}
 CELLS = [
     ("torchrun", "native"),
     ("torchrun", "deepspeed"),
     ("torchrun", "horovod"),
     ("torchrun", "accelerate"),
     ("accelerate launch", "accelerate"),
+    ("accelerate launch", "native"),
     ("deepspeed", "deepspeed"),
+    ("deepspeed", "native"),
     ("horovodrun", "horovod"),
+    ("horovodrun", "native"),
+    ("mpirun", "native"),
+    ("by hand", "native"),
 ]
+"""`make matrix` starts all."""
 
 
-def environment(folder: Path) -> dict[str, str]:
-    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
-    return {**os.environ, **FOUND, "OMP_NUM_THREADS": "1", "PATH": path, "TMPDIR": str(folder)}
+def command(launcher: str, *more: str) -> list[str]:
+    if why := lacking(launcher):
+        pytest.skip(why)
+    return words(launcher, "unipar", "run", *more)
 
 
-def command(launcher: str, *words: str) -> list[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    made = [word.format(port=port) for word in COMMANDS[launcher]]
-    return [*made, "unipar", "run", *words]
-
-
-def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     made = environment(folder)
-    return subprocess.run(words, cwd=folder, env=made, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=folder, env=made, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +58,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The same run in a world of ours."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "x.yaml").write_text(CONFIG, encoding="utf-8")
-    words = [sys.executable, "-m", "unipar", "run", "x.yaml", "--set", "parallel.data=2"]
-    subprocess.run(words, cwd=folder, env=environment(folder), check=True, capture_output=True)
+    done = run(words("python", "unipar", "run", "x.yaml"), folder)
+    assert done.returncode == 0, done.stderr
     return Report.read(folder / "runs/x")
 
 
@@ -82,10 +67,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
 def test_joins(launcher: str, backend: str, tmp_path: Path, alone: Report) -> None:
     """`LAUNCHER -m unipar run`: two ranks, the losses of a world of ours, nothing of ours left but the run."""
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
-    words = command(launcher, "x.yaml", "--backend", backend)
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run(command(launcher, "x.yaml", "--backend", backend), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = Report.read(tmp_path / "runs/x")
     assert (report.cell, report.size, report.steps) == (f"{backend}/nothing", 2, 12)
@@ -101,8 +83,7 @@ def test_joins(launcher: str, backend: str, tmp_path: Path, alone: Report) -> No
 def test_a_world_of_another_size(tmp_path: Path) -> None:
     """Both numbers and the way out."""
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
-    words = command("torchrun", "x.yaml", "--set", "parallel.data=4")
-    done = run(words, tmp_path)
+    done = run(command("torchrun", "x.yaml", "--set", "parallel.data=4"), tmp_path)
     assert done.returncode != 0
     assert "unipar: parallel.data: 4, but torchrun started 2 processes; give it 4, or say auto" in done.stderr
     assert not (tmp_path / "runs").exists()
@@ -121,10 +102,7 @@ for name in ("a", "b"):
 
 def _twice(backend: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(TWICE.replace("BACKEND", repr(backend)), encoding="utf-8")
-    words = ["torchrun", "--standalone", "--nproc-per-node", "2", "script.py"]
-    return subprocess.run(
-        words, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False, timeout=120
-    )
+    return run(private([*WAYS["torchrun"][:-1], "script.py"]), folder)
 
 
 @pytest.mark.parametrize("backend", ["native", "deepspeed", "horovod", "accelerate"])
@@ -136,22 +114,36 @@ def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path) -> None
         assert (tmp_path / name).read_text("utf-8") == "12 steps, 2 ranks"
 
 
-def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """kill -9 of torchrun leaves orphans otherwise."""
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])
+def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path) -> None:
+    """kill -9 leaves orphans otherwise; `deepspeed` has a process of its own between it and the ranks."""
     (tmp_path / "x.yaml").write_text(CONFIG.replace("steps: 12", "steps: 1000000"), encoding="utf-8")
     process = subprocess.Popen(
-        command("torchrun", "x.yaml"),
+        command(launcher, "x.yaml"),
         cwd=tmp_path,
         env=environment(tmp_path),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    ledger = tmp_path / "runs/x/rank-0.jsonl"
-    eventually(lambda: ledger.exists() and '"step"' in ledger.read_text("utf-8"), "no step", 60)
-    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text("ascii").split()]
-    assert len(ranks) == 2
+    ledgers = [tmp_path / f"runs/x/rank-{rank}.jsonl" for rank in (0, 1)]
+    eventually(lambda: all(x.exists() and '"step"' in x.read_text("utf-8") for x in ledgers), "no step", 60)
+    left = [next(Ledger.read(x))["pid"] for x in ledgers]
+    left += {parent_of(rank) for rank in left} - {process.pid}
+    assert len(left) == (3 if launcher == "deepspeed" else 2)
     process.send_signal(signal.SIGKILL)
     process.wait()
     began = time.monotonic()
-    eventually(lambda: not any(runs(pid) for pid in ranks), "orphans")
+    eventually(lambda: not any(runs(pid) for pid in left[:2]), "orphans")
     assert time.monotonic() - began < 2
+    eventually(lambda: not any(runs(pid) for pid in left), f"{left[2:]} lives on without ranks", 20)
+
+
+def test_ranks_behind_a_shell_of_their_own(tmp_path: Path, alone: Report) -> None:
+    """What a killed run left in the folder under the same name does not mislead them."""
+    (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
+    if why := lacking("mpirun"):
+        pytest.skip(why)
+    script = f'{sys.executable} -m unipar run x.yaml "$@"; exit $?'
+    done = run(private([*WAYS["mpirun"][:-2], "sh", "-c", script]), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Report.read(tmp_path / "runs/x").losses == alone.losses

@@ -325,7 +325,7 @@ def test_batches_that_do_not_divide(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_a_launcher_made_for_another_backend() -> None:
+def test_a_launcher_made_for_other_backends() -> None:
     """With the command to use instead."""
     ring = Launcher(name="ringrun", order=1, marks=(), rank="", size="", local_rank="", local_size="", serves=("ring",))
     with pytest.raises(Unsupported) as raised:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,19 +39,18 @@ def trained(plan: Plan, task: Task, *, quiet: bool = False) -> Generator[Run]:
     run = plan.out.resolve()
     if not place.ours:
         sys.argv[:] = without_launcher_arguments(sys.argv)
-        _die_with_launcher()
+        _die_with_launcher(place.between)
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(plan.made())
-            _announce(run, place)
+            stack.enter_context(_announced(run, place))
             shown = stack.enter_context(Progress(run, plan.config.train.steps, quiet=quiet, prints=False))
             stack.enter_context(shown.ticking())
         else:
             _wait(run, place, plan.config.launch.timeout)
         try:
             with opened(plan.config, task, place, run) as training:
-                for seen in (_mark(place), f".meet-{place.launcher}-{place.job}"):  # all have met by now
-                    (run / seen).unlink(missing_ok=True)
+                _forget(run, place)  # all have met by now
                 yield training
         except Stopped:
             raise
@@ -57,33 +59,78 @@ def trained(plan: Plan, task: Task, *, quiet: bool = False) -> Generator[Run]:
             raise
 
 
-def _die_with_launcher() -> None:
+@cache
+def _die_with_launcher(between: int) -> None:
     """What foreign launchers leave behind when they are killed themselves is theirs no more."""
+    parent = os.getppid()
+    for _ in range(between):
+        parent = int(_stat(parent)[1])
+    if parent > 1 and parent != os.getppid():
+        watched = os.pidfd_open(parent)
+        threading.Thread(target=_end_with, args=(watched,), name="launcher", daemon=True).start()
     if threading.current_thread() is threading.main_thread():
         die_with_parent(os.getppid(), signal.SIGKILL)
 
 
-def _mark(place: Place) -> str:
-    """The name of a file that only the ranks of this very start look for: an older run's may lie in the folder."""
+def _end_with(launcher: int) -> None:
+    """Once the process behind this descriptor has ended, so does this one; its parent sees to the rest."""
+    select.select([launcher], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stat(pid: int | str) -> list[str]:
+    """A process's state, its parent, and from there on as proc(5) lists them."""
+    return Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def _mark(run: Path, place: Place) -> Path:
+    """A file that only the ranks of one world look for."""
     told = [place.launcher, place.job, place.address, os.environ.get("TORCHELASTIC_RUN_ID")]
-    if place.address is not None and place.local_size == place.size:
-        told += [os.getppid(), _began(os.getppid())]  # one launcher process started all of them
-    return f".started-{hashlib.sha256(repr(told).encode()).hexdigest()[:12]}"
+    return run / f".started-{hashlib.sha256(repr(told).encode()).hexdigest()[:12]}"
 
 
-def _began(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()[19]
-
-
-def _announce(run: Path, place: Place) -> None:
+@contextmanager
+def _announced(run: Path, place: Place) -> Generator[None]:
+    """The folder is made: the others may write to it. Gone again when all have met, or when this rank fails before."""
+    mark = _mark(run, place)
     if place.size > 1:
-        (run / _mark(place)).touch()
+        partial = mark.with_suffix(".partial")
+        partial.write_text(json.dumps([_here(), os.getpid(), _stat("self")[_BEGAN]]), encoding="utf-8")
+        partial.rename(mark)
+    try:
+        yield
+    finally:
+        _forget(run, place)
+
+
+def _forget(run: Path, place: Place) -> None:
+    _mark(run, place).unlink(missing_ok=True)
+    if place.meeting is not None:
+        place.meeting.unlink(missing_ok=True)
 
 
 def _wait(run: Path, place: Place, patience: float) -> None:
     """Until rank 0 has made the run folder."""
     until = time.monotonic() + patience
-    while not (run / _mark(place)).exists():
+    while not _fresh(_mark(run, place)):
         if time.monotonic() > until:
             raise WorldMismatch(f"rank {place.rank} waited {patience:g} s for rank 0 to make {run}")
         time.sleep(0.02)
+
+
+def _fresh(mark: Path) -> bool:
+    """Whether a rank that lives has left it: a run that was killed leaves its own behind, under the same name."""
+    try:
+        here, pid, began = json.loads(mark.read_bytes())
+        return here != _here() or _stat(pid)[_BEGAN] == began
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+_BEGAN = 19
+"""When a process began, in ticks since the machine did: the same number twice is the same process."""
+
+
+def _here() -> list[str]:
+    """Where a process's number means this process."""
+    return [Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip(), os.readlink("/proc/self/ns/pid")]

@@ -46,7 +46,9 @@ class Plan:
         place = _place(source)
         ranks = devices.ranks(config, place)
         if place is not None and place.size != ranks.number:
-            raise WorldMismatch(f"{place.launcher} started {place.size} processes, and {ranks.why}")
+            raise WorldMismatch(
+                f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python"
+            )
         config.batch.settle(ranks.number)
         devices.check_enough(config, ranks.number, place.local_size if place else None)
         if place is None or place.rank == 0:
@@ -83,7 +85,7 @@ def _place(source: Source) -> Place | None:
 
 
 def check_serves(launcher: Launcher, config: Config) -> None:
-    """Refuse a launcher that was made for another backend."""
+    """Refuse a launcher that was made for other backends."""
     if launcher.serves is None or config.backend in launcher.serves:
         return
     raise Unsupported(

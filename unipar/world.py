@@ -202,8 +202,8 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _by_file(place: Place, patience: timedelta) -> dist.Store:
     """For launchers that give no address: rank 0 listens on loopback and says where in the run folder."""
-    assert place.folder is not None, f"{place.launcher} gives no address, so the processes need a folder to meet in"
-    said = place.folder / f".meet-{place.launcher}-{place.job or 'job'}"
+    said = place.meeting
+    assert said is not None, f"{place.launcher} gives no address, so the processes need a folder to meet in"
     if place.rank == 0:
         listener = _listening("127.0.0.1", 0)
         port = listener.getsockname()[1]

@@ -58,7 +58,6 @@ class Accelerate(Backend):
                 marks=("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"),
                 **TORCH_VARIABLES,
                 address=("MASTER_ADDR", "MASTER_PORT"),
-                serves=("accelerate",),
                 opens="its agent listens on every interface at the master port",
             ),
             Launcher(

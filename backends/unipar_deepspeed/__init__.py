@@ -53,7 +53,7 @@ class DeepSpeed(Backend):
                 local_rank="LOCAL_RANK",
                 local_size="LOCAL_SIZE",
                 address=("MASTER_ADDR", "MASTER_PORT"),
-                serves=("deepspeed",),
+                between=1,
             ),
         ),
         waits=("torch/distributed/", "deepspeed/comm/"),

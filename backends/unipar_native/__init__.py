@@ -30,6 +30,14 @@ LAUNCHERS = (
         opens="its agent listens on every interface (the master port, and two more with --standalone)",
     ),
     Launcher(
+        name="whoever set RANK and WORLD_SIZE",
+        order=40,
+        marks=("RANK", "WORLD_SIZE", *_MASTER),
+        **TORCH_VARIABLES,
+        local=False,
+        address=_MASTER,
+    ),
+    Launcher(
         name="mpirun",
         order=50,
         marks=("OMPI_COMM_WORLD_RANK",),
@@ -37,8 +45,8 @@ LAUNCHERS = (
         size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        refusal="joining its worlds is not there yet; start the same script with python or torchrun",
-        opens="its daemons listen on every interface",
+        job=("PMIX_NAMESPACE",),
+        opens="it listens on every interface while it runs",
     ),
     Launcher(
         name="srun",
@@ -47,16 +55,19 @@ LAUNCHERS = (
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",
         local_rank="SLURM_LOCALID",
-        local_size="SLURM_STEP_NUM_TASKS",
-        refusal="joining its worlds is not there yet; let srun start one task that runs python or torchrun",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+        node="SLURM_NODEID",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        least=2,
+        opens="it listens on every interface for its tasks' output; Slurm's daemons do at their own ports",
     ),
     Launcher(
         name="RANK and WORLD_SIZE",
         order=70,
         marks=("RANK", "WORLD_SIZE"),
         **TORCH_VARIABLES,
-        address=_MASTER,
-        refusal="variables of a launcher that is not known here; use torchrun, or unset them",
+        refusal="they are set without MASTER_ADDR and MASTER_PORT, so the ranks cannot meet; set these too, unset "
+        "all of them, or use torchrun",
     ),
 )
 

@@ -1,0 +1,59 @@
+"""Runs a command in a network of its own: what launchers open to every interface is open to nobody.
+
+    python tests/private.py COMMAND...
+
+Where the kernel gives no such network, the command runs without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+SIOCSIFADDR, SIOCSIFNETMASK, SIOCSIFFLAGS, IFF_UP = 0x8916, 0x891C, 0x8914, 1
+
+
+def unshare(flags: int) -> None:
+    """As unshare(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(flags) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def network() -> None:
+    """This process in a network with a loopback of its own; raises where it may not."""
+    user, group = os.getuid(), os.getgid()
+    if user == 0:
+        unshare(CLONE_NEWNET)
+    else:
+        unshare(CLONE_NEWUSER | CLONE_NEWNET)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            Path("/proc/self", name).write_text(text, encoding="ascii")
+    _up("lo")
+
+
+def address(text: str) -> None:
+    """One more address on this network's loopback."""
+    with socket.socket() as asked:
+        for request, value in ((SIOCSIFADDR, text), (SIOCSIFNETMASK, "255.255.255.255")):
+            name = struct.pack("16sH2x4s8x", b"lo:1", socket.AF_INET, socket.inet_aton(value))
+            fcntl.ioctl(asked, request, name)
+
+
+def _up(name: str) -> None:
+    with socket.socket() as asked:
+        fcntl.ioctl(asked, SIOCSIFFLAGS, struct.pack("16sH14x", name.encode(), IFF_UP))
+
+
+if __name__ == "__main__":
+    with suppress(OSError):
+        network()
+    os.execvp(sys.argv[1], sys.argv[1:])
