@@ -139,7 +139,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path)
 
 
 def test_ranks_behind_a_shell_of_their_own(tmp_path: Path, alone: Report) -> None:
-    """What a killed run left in the folder under the same name does not mislead them."""
+    """They have no parent in common, and find one another all the same."""
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
     if why := lacking("mpirun"):
         pytest.skip(why)

@@ -76,6 +76,7 @@ def test_a_launcher_without_an_address(environ: dict[str, str], launcher: str, j
     """Processes meet by a file of the run, named after the job."""
     place = probe(registry.launchers(), tmp_path, environ)
     assert place == Place(rank=1, size=2, local_rank=1, local_size=2, launcher=launcher, folder=tmp_path, job=job)
+    assert place is not None
     assert place.meeting == tmp_path / f".meet-{launcher}-{job}"
 
 
