@@ -53,10 +53,11 @@ def fsdp2(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    again = config.parallel.shard == "parameters"
     layers: Any = model.get_submodule("layers")
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, reshard_after_forward=again)
     return plain(model, loss, batch)
 
 

@@ -17,6 +17,8 @@ from unipar.verbs.kept import machine
 
 CELLS = (
     "native/nothing",
+    "native/optimizer",
+    "native/gradients",
     "native/parameters",
     "deepspeed/nothing",
     "deepspeed/optimizer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def _played(config: pytest.Config) -> list[Any]:
         alone = registry.find(cell.backend).capabilities.alone
         for size in (1,) if alone else (2,) if cell.variant in SAME_ENGINE else SIZES:
             for name, case in CASES.items():
-                if size == 4 and name not in AT_FOUR and case.sizes == SIZES and not whole:
+                elsewhere = not any(fnmatchcase(str(cell), pattern) for pattern in case.cells)
+                if elsewhere or (size == 4 and name not in AT_FOUR and case.sizes == SIZES and not whole):
                     continue
                 if size in case.sizes or (alone and case.sizes == SIZES):
                     marks = [m for m in known if m.fits(cell, name, size)]

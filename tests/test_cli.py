@@ -109,9 +109,9 @@ def test_a_wrong_command(unipar: Any, words: list[str], sentence: str) -> None:
             "task.use: {folder}/net.py has no class Nat; did you mean Net?",
         ),
         (
-            ["run", "x.yaml", "--backend", "native/optimizer"],
+            ["run", "x.yaml", "--backend", "horovod/optimizer"],
             3,
-            "native/optimizer: there is no such cell; native has: native/nothing, native/parameters",
+            "horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
         ),
         (
             ["explain", "x.yaml", "--cell", "natve"],

@@ -107,7 +107,7 @@ def test_single_is_always_first_and_runs_once() -> None:
 def test_cells_keep_the_order_in_which_they_are_named() -> None:
     """A cell that a pattern names again is not there twice."""
     found = entered(config(parallel={"data": 2}), ("native/parameters", "native/*"))
-    assert list(found) == ["single", "native/parameters", "native/nothing"]
+    assert list(found) == ["single", "native/parameters", "native/nothing", "native/optimizer", "native/gradients"]
 
 
 def test_a_cell_that_is_not_there_is_a_row() -> None:
@@ -130,6 +130,8 @@ def test_bf16_master_is_held_to_one_process_in_fp32() -> None:
     assert {name: row.outcome for name, (row, _) in found.items()} == {
         "single": "waits",
         "native/nothing": "refused",
+        "native/optimizer": "waits",
+        "native/gradients": "waits",
         "native/parameters": "waits",
     }
 
@@ -161,7 +163,7 @@ def given(tmp_path: Path) -> dict[str, Any]:
 def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One cell agrees, one fails with its sentence, one is refused: each is a row, and compare.json holds all."""
     given["task"]["args"] = {"reach": True}
-    found = compare(given, cells=("native/nothing", "native/parameters", "native/gradients"))
+    found = compare(given, cells=("native/nothing", "native/parameters", "horovod/gradients"))
     one, ddp, fsdp, none = found.rows
     assert [row.outcome for row in found.rows] == ["ran", "ran", "failed", "refused"]
     assert found.code == 1
@@ -172,7 +174,7 @@ def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd
     assert len(one.peak_rss) == 1
     assert len(ddp.peak_rss) == 2
     assert "model.blocks" in fsdp.note
-    assert none.note == "there is no such cell; native has: native/nothing, native/parameters"
+    assert none.note == "there is no such cell; horovod has: horovod/nothing"
     told = json.loads((tmp_path / "out/compare/compare.json").read_text("utf-8"))
     assert [cell["cell"] for cell in told["cells"]] == [row.cell for row in found.rows]
     assert told["cells"][1]["agreement"]["within"] is True

@@ -105,14 +105,14 @@ def test_what_is_no_cell(text: str) -> None:
     ("text", "error", "sentence"),
     [
         (
-            "native/optimizer",
+            "horovod/optimizer",
             Unsupported,
-            "native/optimizer: there is no such cell; native has: native/nothing, native/parameters",
+            "horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
         ),
         (
-            "native/nothing+x",
+            "horovod/nothing+x",
             Unsupported,
-            "native/nothing+x: native has no variant 'x'; its cells: native/nothing, native/parameters",
+            "horovod/nothing+x: horovod has no variant 'x'; its cells: horovod/nothing",
         ),
         ("natve", BackendNotFound, "no backend 'natve'; did you mean 'native'? known: "),
     ],
@@ -228,7 +228,13 @@ def test_one_process_trains_on_the_same_batches(batch: dict[str, Any], sizes: Si
 def test_expand() -> None:
     """Stars stand for cells; each cell comes once, in the order asked for."""
     cells = registry.expand(("native", "native/*", "deepspeed/gradients+library", "native/nothing"))
-    assert list(map(str, cells)) == ["native/nothing", "native/parameters", "deepspeed/gradients+library"]
+    assert list(map(str, cells)) == [
+        "native/nothing",
+        "native/optimizer",
+        "native/gradients",
+        "native/parameters",
+        "deepspeed/gradients+library",
+    ]
     assert {"single", "horovod/nothing", "deepspeed/gradients+library"} <= set(map(str, registry.expand(("*",))))
 
 
@@ -236,22 +242,22 @@ def test_expand() -> None:
     ("changes", "sentence"),
     [
         (
-            {"parallel": {"shard": "gradients"}},
-            "native/gradients: parallel.shard: gradients is not there; native has nothing, parameters",
+            {"backend": "horovod", "parallel": {"shard": "gradients"}},
+            "horovod/gradients: parallel.shard: gradients is not there; horovod has nothing",
         ),
         (
             {"train.precision": "bf16-master"},
             "native/nothing: train.precision: bf16-master cannot be had: DDP keeps one copy of the parameters, "
-            "so there is no fp32 master beside bf16 ones; use native/parameters or deepspeed/*",
+            "so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*",
         ),
         (
             {"backend": "single", "parallel.data": 2},
             "single: parallel.data: 2 contradicts it: single is one process",
         ),
         (
-            {"parallel.shard": "optimizer", "train.precision": "fp16"},
-            "native/optimizer cannot run this config:\n"
-            "  - parallel.shard: optimizer is not there; native has nothing, parameters\n"
+            {"backend": "horovod", "parallel.shard": "optimizer", "train.precision": "fp16"},
+            "horovod/optimizer cannot run this config:\n"
+            "  - parallel.shard: optimizer is not there; horovod has nothing\n"
             "  - train.precision: fp16 cannot be had: it needs CUDA and loss scaling, which are not there yet; "
             "use bf16-mixed",
         ),

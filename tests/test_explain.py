@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unipar import devices
-from unipar.errors import ConfigError, OutExists, TaskError, Unsupported
+from unipar.errors import ConfigError, OutExists, TaskError
 from unipar.source import Source, read
 from unipar.verbs.check import check
 from unipar.verbs.explain import Explanation, explain
@@ -87,7 +87,8 @@ def test_no_key_is_left_out(source: Source) -> None:
     """Every leaf of a Config, and the options of the backend that is used."""
     keys = {v.key for v in explain(source).values}
     leaves = {
-        "task.use task.args.width backend device parallel.data parallel.shard batch.total batch.micro batch.accumulate",
+        "task.use task.args.width backend device parallel.data parallel.shard parallel.shard_over",
+        "batch.total batch.micro batch.accumulate",
         "model.weights model.blocks",
         "data.workers data.shuffle data.ragged train.steps train.epochs train.optimizer.name",
         "train.optimizer.lr train.optimizer.weight_decay train.optimizer.decay train.optimizer.fused",
@@ -144,11 +145,17 @@ def test_cells_that_are_asked_for(source: Source) -> None:
         "single",
     ]
     compared = explain(source, compare=True).cells
-    assert [t.cell for t in compared] == ["native/nothing", "native/parameters", "deepspeed/gradients+library"]
-    told = compared[2].told
+    assert [t.cell for t in compared] == [
+        "native/nothing",
+        "native/optimizer",
+        "native/gradients",
+        "native/parameters",
+        "deepspeed/gradients+library",
+    ]
+    told = compared[4].told
     assert told["zero_optimization"] == {"stage": 2}
     assert told["gradient_clipping"] == 1.0
-    assert compared[2].dtypes == {
+    assert compared[4].dtypes == {
         "parameter": "fp32",
         "master": "fp32 shards",
         "gradient": "fp32",
@@ -231,7 +238,7 @@ def test_check_says_what_would_run(source: Source) -> None:
     assert said == (
         "x.yaml: good cell native/nothing, 2 ranks on cpu batch total 8 = micro 2 x accumulate 2 x data 2 "
         f"task {use}, read but not imported (--deep imports it) "
-        "compare 3 cells: native/*, deepspeed/gradients+library out runs/x"
+        "compare 5 cells: native/*, deepspeed/gradients+library out runs/x"
     )
     assert f"task {use}, imported and made" in " ".join(check(changed(source), deep=True).split())
 
@@ -251,15 +258,15 @@ def test_check_without_a_task(source: Source) -> None:
             "batch.total (8) is not a multiple of micro x data (3 x 2 = 6); the nearest totals are 6 and 12",
         ),
         (
-            "parallel.shard=gradients",
-            Unsupported,
-            "native/gradients: parallel.shard: gradients is not there; native has nothing, parameters",
+            "parallel={shard: gradients, shard_over: 3}",
+            ConfigError,
+            "parallel.shard_over (3) does not divide the number of ranks (2): give a divisor of it, or leave "
+            "shard_over out, and all ranks split one copy",
         ),
         (
-            "compare.cells=[native/optimizer]",
+            "compare.cells=[horovod/optimizer]",
             ConfigError,
-            "x.yaml: compare.cells (--set): native/optimizer: there is no such cell; "
-            "native has: native/nothing, native/parameters",
+            "x.yaml: compare.cells (--set): horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
         ),
         ("task.use=net.py:Nat", TaskError, "task.use: {folder}/net.py has no class Nat; did you mean Net?"),
         ("task.use=nat.py:Net", TaskError, "task.use: the file {folder}/nat.py is not there"),

@@ -22,8 +22,8 @@ def _cell(text: str) -> Cell:
 def test_cells_of_each() -> None:
     """Plain ones first, in the order of what they split."""
     assert [str(c) for c in registry.expand(("single", "native/*", "deepspeed/*", "horovod", "accelerate"))] == [
-        "single", "native/nothing", "native/parameters", "deepspeed/nothing", "deepspeed/optimizer",
-        "deepspeed/gradients", "deepspeed/parameters", "horovod/nothing", "accelerate/nothing",
+        "single", "native/nothing", "native/optimizer", "native/gradients", "native/parameters", "deepspeed/nothing",
+        "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "horovod/nothing", "accelerate/nothing",
     ]  # fmt: skip
     assert [str(c) for c in registry.cells(registry.find("accelerate")) if c.variant] == [
         "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"
@@ -37,10 +37,10 @@ def test_cells_of_each() -> None:
         ("native/everything", ConfigError,
          "'native/everything' is not a cell: write backend/shard or backend/shard+variant, where shard is one of "
          "nothing, optimizer, gradients, parameters (a bare backend means /nothing)"),
-        ("native/gradients", Unsupported,
-         "native/gradients: there is no such cell; native has: native/nothing, native/parameters"),
-        ("native/nothing+dp", Unsupported,
-         "native/nothing+dp: native has no variant 'dp'; its cells: native/nothing, native/parameters"),
+        ("horovod/gradients", Unsupported,
+         "horovod/gradients: there is no such cell; horovod has: horovod/nothing"),
+        ("horovod/nothing+dp", Unsupported,
+         "horovod/nothing+dp: horovod has no variant 'dp'; its cells: horovod/nothing"),
         ("deepspeed/nothing+library", Unsupported,
          "deepspeed/nothing+library: there is no such cell; deepspeed has: deepspeed/nothing, deepspeed/optimizer, "
          "deepspeed/gradients, deepspeed/parameters, deepspeed/optimizer+library, deepspeed/gradients+library, "
@@ -97,7 +97,10 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
     [
         ("native", {"train": {"steps": 1, "precision": "bf16-master"}},
          "native/nothing: train.precision: bf16-master cannot be had: DDP keeps one copy of the parameters, so there "
-         "is no fp32 master beside bf16 ones; use native/parameters or deepspeed/*"),
+         "is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
+        ("native", {"parallel": {"data": 4, "shard_over": 2}},
+         "native/nothing: parallel.shard_over: 2 cannot be had here; what can: native/optimizer, native/gradients, "
+         "native/parameters"),
         ("deepspeed", {"train": {"steps": 1, "precision": "fp64"}, "parallel": {"shard": "gradients"}},
          "deepspeed/gradients: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
          "deepspeed/nothing, native/* or fp32"),

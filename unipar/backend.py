@@ -59,6 +59,9 @@ class Capabilities:
     gaps: Mapping[tuple[Shard | None, Precision], str] = field(default_factory=dict[Any, str])
     """What it cannot do: a shard (None: all) in a precision, each with its sentence."""
 
+    also: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict[str, Any])
+    """Keys of the config that not every backend obeys, and for which shards this one does."""
+
     launchers: tuple[Launcher, ...] = ()
     """The launchers that come with its library."""
 

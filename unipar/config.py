@@ -20,7 +20,6 @@ NOT_YET = {
     "parallel.tensor": "tensor parallelism is not there yet",
     "parallel.pipeline": "pipeline parallelism is not there yet",
     "parallel.context": "context parallelism is not there yet",
-    "parallel.shard_over": "hybrid sharding is not there yet",
     "model.recompute": "recomputing activations is not there yet; use torch.utils.checkpoint in your model",
     "model.compile": "compiling is not there yet; call module.compile() in your task's model()",
     "model.offload": "offloading is not there yet",
@@ -73,6 +72,17 @@ class Parallel(Section):
 
     shard: Shard = "nothing"
     """What those ranks split among themselves instead of each holding a copy."""
+
+    shard_over: Annotated[int, Field(ge=2)] | None = None
+    """How many neighbouring ranks split one copy; the other ranks hold further copies. All of them without it."""
+
+    def settle(self, ranks: int) -> None:
+        """Refuse a number of ranks that copies do not fill; an error shows the arithmetic."""
+        if self.shard_over is not None and ranks % self.shard_over:
+            raise ConfigError(
+                f"parallel.shard_over ({self.shard_over}) does not divide the number of ranks ({ranks}): give a "
+                "divisor of it, or leave shard_over out, and all ranks split one copy"
+            )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ class Open(Engine):
     divisor: float
     """What the library divides the sum over ranks by."""
 
+    copies: int = 1
+    """How often the ranks' parts make the whole model, where it is split."""
+
     def __init__(self, part: Part, config: Config, world: World) -> None:
         """After the parameters are where they stay; before the library wraps model and optimizer."""
         self.world, self.model = world, part.module
@@ -80,7 +83,7 @@ class Open(Engine):
         for p in self.trained:
             if p.grad is None:  # unused: the same decay everywhere
                 p.grad = torch.zeros_like(p)
-        norm = clip64(self._local_grads(), self.limit, self.world) if self.fp64 else self.norm()
+        norm = clip64(self._local_grads(), self.limit, self.world, self.copies) if self.fp64 else self.norm()
         self.rates.set(self.optimizer, factor)
         self.update()
         assert share is not None
@@ -89,6 +92,9 @@ class Open(Engine):
     def _local_grads(self) -> tuple[list[Tensor], bool]:
         """This rank's gradients, and whether the other ranks hold other parts."""
         return [p.grad for p in self.trained if p.grad is not None], False
+
+    def at_rest(self) -> None:
+        """Before state goes out or in: the model's parameters are those that the optimizer knows."""
 
     @override
     @final
@@ -104,13 +110,14 @@ class Open(Engine):
     @override
     @final
     def pieces(self) -> Iterator[Piece]:
+        self.at_rest()
         state: Any = self.base.state
         for name, p in self.model.named_parameters():
             for kind, value in {"weight": p, **state.get(p, {})}.items():
                 if not isinstance(value, Tensor):
                     continue
                 shape, where, local = span(value)
-                if isinstance(value, DTensor) or self.world.rank == 0:
+                if first_copy(value, self.world):
                     yield Piece(name, kind, shape, where, local)
         yield from buffers(self.model, self.world)
 
@@ -118,6 +125,7 @@ class Open(Engine):
     @final
     @torch.no_grad()
     def restore(self, read: Read) -> None:
+        self.at_rest()
         state: Any = self.base.state
         for name, p in self.model.named_parameters():
             for kind in sorted(read.kinds(name)):
@@ -153,14 +161,18 @@ def clipped(params: Sequence[nn.Parameter], limit: float) -> Tensor:
     return clip_grad_norm_(params, limit)
 
 
-def clip64(grads: tuple[list[Tensor], bool], limit: float, world: World) -> Tensor:
-    """Clip by the norm summed in fp64: its rounding does not depend on how gradients are split."""
+def clip64(grads: tuple[list[Tensor], bool], limit: float, world: World, copies: int = 1) -> Tensor:
+    """Clip by the norm summed in fp64: its rounding does not depend on how gradients are split.
+
+    Where they are split, all ranks' parts make `copies` whole gradients.
+    """
     mine, split = grads
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for g in mine:
         total += g.double().square().sum()
     if split:
         world.sum(total)
+        total /= copies
     norm = total.sqrt()
     factor = min(limit / (norm.item() + 1e-6), 1.0)
     if factor < 1.0 and mine:
@@ -175,6 +187,15 @@ def span(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
     local, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     start = offset[0] * prod(t.shape[1:]) if prod(local) else 0
     return tuple(t.shape), (start, start + prod(local)), t.to_local()
+
+
+def first_copy(t: Tensor, world: World) -> bool:
+    """Whether this rank's part belongs to the copy that speaks for all."""
+    if not isinstance(t, DTensor):
+        return world.rank == 0
+    here = t.device_mesh.get_coordinate()
+    assert here is not None
+    return all(at == 0 for at, p in zip(here, t.placements, strict=True) if p.is_replicate())
 
 
 def buffers(model: nn.Module, world: World) -> Iterator[Piece]:

@@ -50,6 +50,7 @@ class Plan:
                 f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python"
             )
         config.batch.settle(ranks.number)
+        config.parallel.settle(ranks.number)
         devices.check_enough(config, ranks.number, place.local_size if place else None)
         if place is None or place.rank == 0:
             folder.look(source.out, overwrite=overwrite)

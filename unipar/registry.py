@@ -105,7 +105,9 @@ def at(config: Config, cell: Cell) -> Config:
     backend = find(existing(cell).backend)
     can = backend.capabilities
     shard: Shard = cell.shard
-    parallel = Parallel(data=1 if can.alone else config.parallel.data, shard=shard)
+    data, over = config.parallel.data, config.parallel.shard_over
+    # ranks that split nothing have nothing to say about how many of them share it
+    parallel = Parallel(data=1 if can.alone else data, shard=shard, shard_over=None if shard == "nothing" else over)
     options = dict(config.options)
     if cell.variant:
         options[backend.name] = _with_variant(options.get(backend.name, {}), can.variants[cell.variant], cell)
@@ -147,6 +149,7 @@ def check(config: Config) -> Backend:
     existing(cell_of(config))
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
+        config.parallel.settle(config.parallel.data)
     return backend
 
 
@@ -176,6 +179,10 @@ def _refusals(backend: Backend, config: Config) -> Iterator[str]:
         yield f"device: {config.device} is not among its devices ({', '.join(can.devices)})"
     if can.alone and config.parallel.data not in (1, "auto"):
         yield f"parallel.data: {config.parallel.data} contradicts it: {backend.name} is one process"
+    for key, value in _asked(config).items():
+        if value is not None and shard not in can.also.get(key, ()):
+            have = [f"{n}/{s}" for n in names() for s in find(n).capabilities.also.get(key, ())]
+            yield f"{key}: {value} cannot be had here; what can: {', '.join(have)}"
     yield from backend.refuse(config)
 
 
@@ -190,6 +197,11 @@ def _shards(backend: Backend) -> Iterator[str]:
             if shard in variant.shards:
                 said = ", ".join(f"options.{backend.name}.{key}: {value}" for key, value in variant.options.items())
                 yield f"{shard} (with {said})"
+
+
+def _asked(config: Config) -> dict[str, object]:
+    """The keys that not every backend obeys, where somebody gave them."""
+    return {"parallel.shard_over": config.parallel.shard_over}
 
 
 def launchers() -> list[Launcher]:

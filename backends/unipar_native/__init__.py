@@ -122,10 +122,11 @@ class Native(Backend):
     exports = "torchrun"
     options: ClassVar[type[Section]] = NativeOptions
     capabilities = Capabilities(
-        shards=("nothing", "parameters"),
+        shards=("nothing", "optimizer", "gradients", "parameters"),
+        also={"parallel.shard_over": ("optimizer", "gradients", "parameters")},
         gaps={
             (None, "fp16"): NO_FP16,
-            ("nothing", "bf16-master"): f"DDP {_NO_MASTER}; use native/parameters or deepspeed/*",
+            ("nothing", "bf16-master"): f"DDP {_NO_MASTER}; use another shard, or deepspeed/*",
         },
         launchers=LAUNCHERS,
         waits=("torch/distributed/",),
@@ -170,7 +171,16 @@ def ddp_settings(options: NativeOptions) -> dict[str, Any]:
 
 def fsdp_settings(config: Config) -> dict[str, Any]:
     mixed = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if config.train.precision == "bf16-master" else None
-    return {"reshard_after_forward": True, "mp_policy": mixed, "blocks": config.model.blocks}
+    once = config.parallel.shard == "optimizer"
+    over = config.parallel.shard_over
+    return {
+        "mesh": "all ranks" if over is None else f"2-D: copies x {over} ranks that split one",
+        "reshard_after_forward": config.parallel.shard == "parameters",
+        "reshard_after_backward": "after the last microbatch" if once else True,
+        "requires_gradient_sync": "in the last microbatch" if once else True,
+        "mp_policy": mixed,
+        "blocks": config.model.blocks,
+    }
 
 
 def _meet(config: Config, place: Place) -> World:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -27,11 +28,23 @@ _REACHED_IN = (
 
 
 class Sharded(Open):
-    """What every FSDP2 has in common, whoever split the model."""
+    """What every FSDP2 has in common, whoever split the model: when to reduce, how to clip, who holds what."""
+
+    once = False
+    """Gradients stay whole and parameters gathered until the last microbatch, and are reduced there."""
 
     @override
+    @final
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()  # every microbatch is reduced and scattered: less memory than whole gradients
+        if self.once and micros > 1:
+            for module in self._groups:
+                module.set_requires_gradient_sync(last, recurse=False)
+                module.set_reshard_after_backward(last, recurse=False)
+        return nullcontext()
+
+    @cached_property
+    def _groups(self) -> tuple[FSDPModule, ...]:
+        return tuple(m for m in self.wrapped.modules() if isinstance(m, FSDPModule))
 
     @override
     def backward(self, loss: Tensor) -> None:
@@ -48,14 +61,21 @@ class Sharded(Open):
     def _local_grads(self) -> tuple[list[Tensor], bool]:
         return [span(p.grad)[2] for p in self.trained if p.grad is not None], True
 
+    @override
+    def at_rest(self) -> None:
+        for module in self._groups:
+            module.reshard()  # a forward may have left parameters whole; the optimizer knows the shards
+
 
 @final
 class FSDP2(Sharded):
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        refuse_scalars(part.module, "native/parameters")
+        shard = config.parallel.shard
+        refuse_scalars(part.module, f"native/{shard}")
+        self.once = shard == "optimizer"
         mixed = config.train.precision == "bf16-master"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-        shell = _split(part, world, policy)
+        shell = _split(part, world, config.parallel.shard_over, policy, reshard=shard == "parameters")
         if mixed:
             lower(part.module, torch.bfloat16)
         super().__init__(part, config, world)
@@ -63,18 +83,27 @@ class FSDP2(Sharded):
         shell.autocast, shell.cast = self.call.autocast, self.call.cast
         self.call = self.wrapped = shell
         self.divisor = float(world.size)
+        self.copies = world.size // (config.parallel.shard_over or world.size)
 
 
-def _split(part: Part, world: World, policy: MixedPrecisionPolicy) -> Call:
+def _mesh(world: World, over: int | None) -> DeviceMesh:
+    """All ranks in a row; or rows of `over` ranks that split the model, each row with a copy of it."""
+    if over is None or over == world.size:
+        return init_device_mesh(world.device.type, (world.size,))
+    names = ("copies", "shards")
+    return init_device_mesh(world.device.type, (world.size // over, over), mesh_dim_names=names)
+
+
+def _split(part: Part, world: World, over: int | None, policy: MixedPrecisionPolicy, *, reshard: bool) -> Call:
     """Split on meta, then fill chunk by chunk: never more than one whole tensor on a rank."""
     module, device = part.module, world.device
     whole = dict(module.named_parameters(remove_duplicate=False))
     _to_meta(module)
     shell = Call(module, device)
-    mesh = init_device_mesh(device.type, (world.size,))
+    mesh = _mesh(world, over)
     for name in part.blocks:
-        fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(shell, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(shell, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     source = {id(p): whole[n] for n, p in module.named_parameters(remove_duplicate=False)}
 
     def place(p: Tensor) -> Tensor:

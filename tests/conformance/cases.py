@@ -11,6 +11,7 @@ import torch
 
 import unipar
 from tests.conformance import tasks
+from tests.conformance.marks import NATIVE_FSDP2
 from unipar import registry
 from unipar.config import Cell, Config, Precision
 from unipar.data import Order
@@ -57,6 +58,9 @@ class Case:
     error: str = ""
     """The NonFinite message that every rank must raise."""
 
+    cells: tuple[str, ...] = ("*",)
+    """Where it is played, if not everywhere."""
+
     def config(self, cell: Cell, size: int) -> Config:
         accumulate = 1 if self.accumulate == 1 else self.accumulate
         batch = {"total": TOTAL, "micro": TOTAL // (accumulate * size)}
@@ -67,7 +71,8 @@ class Case:
             train["steps"] = STEPS
         options = {k: dict(v) for k, v in self.options.items() if k == cell.backend}
         made = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}, "options": options}
-        made |= {"parallel": {"data": size}, "launch": {"heartbeat": 15.0, "timeout": 20.0}} | dict(self.more)
+        made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}} | dict(self.more)
+        made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})
         return registry.at(Config.model_validate(made), cell)
 
 
@@ -85,6 +90,7 @@ _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
     "clip": {"max": 0.3, "norm": "fp64"},
 }
+_COPIES = {"parallel": {"shard_over": 2}}
 _ALL_FIND = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
 CASES = {
@@ -123,6 +129,9 @@ CASES = {
         Case("state out and in", tasks.Grouped, train=_COSINE, hop=3),
         Case("state out and in, bf16-master", tasks.Grouped, precision="bf16-master", hop=3, tolerance=BF16,
              sizes=(2,)),
+        Case("two copies", tasks.Grouped, more=_COPIES, train=_COSINE, hop=3, sizes=(4,), cells=NATIVE_FSDP2),
+        Case("two copies, fp64 norm", tasks.Grouped, more=_COPIES | {"eval": {"every": 2}}, train=_EXACT, sizes=(4,),
+             cells=NATIVE_FSDP2),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),
         Case("bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16),

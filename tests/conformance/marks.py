@@ -35,13 +35,13 @@ class Mark:
 
 
 ZERO = ("deepspeed/optimizer*", "deepspeed/gradients*", "deepspeed/parameters*", "accelerate/*+zero")
-FSDP2 = ("accelerate/gradients", "accelerate/parameters")
+NATIVE_FSDP2 = ("native/optimizer", "native/gradients", "native/parameters")
+FSDP2 = (*NATIVE_FSDP2, "accelerate/gradients", "accelerate/parameters")
 
 MARKS = (
     Mark("never", ("native/parameters", "accelerate/parameters"), ("block read in the loss",), "TaskError",
          "FSDP2 gathers a block's parameters for that block's forward alone"),
-    Mark("notyet", ("native/parameters", *FSDP2, "deepspeed/*", "accelerate/*+zero"), ("scalar parameter",),
-         "TaskError",
+    Mark("notyet", (*FSDP2, "deepspeed/*", "accelerate/*+zero"), ("scalar parameter",), "TaskError",
          "FSDP2 and DeepSpeed do not take parameters without dimensions"),
     Mark("never", ("native/nothing", "accelerate/nothing"), ("unused at times, unsaid",), "TaskError",
          "DDP must be told to search for unused parameters: options.NAME.find_unused"),
@@ -49,7 +49,7 @@ MARKS = (
     Mark("never", ("single", "native/nothing", "horovod/*", "accelerate/nothing"),
          ("bf16-master", "bf16-master, float inputs", "state out and in, bf16-master"), "Unsupported",
          "one copy of the parameters: no fp32 master beside bf16 ones"),
-    Mark("never", ("native/parameters", *FSDP2, *ZERO), ("unused on one rank",), "WorkerFailed",
+    Mark("never", (*FSDP2, *ZERO), ("unused on one rank",), "WorkerFailed",
          "ranks that reduce different gradients cannot meet; compute it everywhere times 0.0", sizes=(2,)),
 )  # fmt: skip
 

@@ -7,20 +7,20 @@ import torch
 
 from tests.conformance.cases import CASES, SIZES
 from tests.conformance.conftest import Hall
+from tests.conformance.marks import FSDP2
 from unipar.config import Cell
 from unipar.errors import NonFinite
 
 BITS = {
     "bits, one microbatch": [
-        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "native/parameters",
-         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "accelerate/gradients",
-         "accelerate/parameters", "accelerate/optimizer+zero", "accelerate/gradients+zero",
-         "accelerate/parameters+zero"],
+        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", *FSDP2,
+         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "accelerate/optimizer+zero",
+         "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
     "bits, four microbatches": [
-        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "deepspeed/optimizer",
-         "accelerate/optimizer+zero"],
-        ["native/parameters", "deepspeed/gradients", "deepspeed/parameters", "accelerate/gradients",
+        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "native/optimizer",
+         "deepspeed/optimizer", "accelerate/optimizer+zero"],
+        ["native/gradients", "native/parameters", "deepspeed/gradients", "deepspeed/parameters", "accelerate/gradients",
          "accelerate/parameters", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
 }  # fmt: skip
