@@ -70,8 +70,8 @@ class Case:
         if "epochs" not in train:
             train["steps"] = STEPS
         options = {k: dict(v) for k, v in self.options.items() if k == cell.backend}
-        made = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}, "options": options}
-        made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}} | dict(self.more)
+        made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
+        made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
         made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})
         return registry.at(Config.model_validate(made), cell)
 
