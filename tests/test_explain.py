@@ -93,8 +93,8 @@ def test_no_key_is_left_out(source: Source) -> None:
         "data.workers data.shuffle data.ragged train.steps train.epochs train.optimizer.name",
         "train.optimizer.lr train.optimizer.weight_decay train.optimizer.decay train.optimizer.fused",
         "train.optimizer.foreach train.optimizer.betas train.optimizer.eps train.lr_scale.rule train.lr_scale.at_batch",
-        "train.schedule.name train.schedule.warmup train.clip train.precision train.seed eval.every eval.batches",
-        "log.every log.to launch.heartbeat launch.timeout launch.grace options.native.find_unused",
+        "train.schedule.name train.schedule.warmup train.clip train.precision train.seed train.parts eval.every",
+        "eval.batches log.every log.to launch.heartbeat launch.timeout launch.grace options.native.find_unused",
         "options.native.bucket_mb compare.cells compare.repeat out",
     }
     assert keys == {key for line in leaves for key in line.split()}
