@@ -218,5 +218,9 @@ class Engine(ABC):
     def restore(self, read: Read) -> None:
         """State in: asks for what this rank holds."""
 
+    def rated(self) -> list[float]:
+        """The rate of each group as the optimizer itself holds it; empty where nobody can tell."""
+        return []
+
     def close(self) -> None:  # noqa: B027 - a neutral hook
         """Release what `build` took."""

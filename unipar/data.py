@@ -162,7 +162,8 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Confi
 class Feed:
     """This rank's microbatches, step after step."""
 
-    def __init__(self, source: Source, sizes: Sizes, rank: int, seed: int, *, pin: bool = False) -> None:
+    def __init__(self, source: Source, sizes: Sizes, rank: int | None, seed: int, *, pin: bool = False) -> None:
+        """Without a rank: every rank's microbatches, one after another, for a process that stands for all of them."""
         self.source, self.sizes, self.rank, self.seed, self.pin = source, sizes, rank, seed, pin
         settings = source.settings
         self.order = Order(len(source), sizes.total, seed, settings.shuffle, settings.ragged)
@@ -172,8 +173,8 @@ class Feed:
         sizes = self.sizes
         for epoch, batch in self.order.batches(start):
             step: list[Plan] = []
-            for micro in cut(batch, sizes.accumulate, sizes.ranks):
-                mine = micro[self.rank]
+            cuts = cut(batch, sizes.accumulate, sizes.ranks)
+            for mine in (mine for micro in cuts for mine in (micro if self.rank is None else [micro[self.rank]])):
                 keys = [(epoch, i) for i in mine] or [(epoch, batch[0])]  # a real sample that does not count
                 step.append(Plan(keys, len(mine) / len(batch)))
             yield step

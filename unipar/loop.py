@@ -286,6 +286,10 @@ class Run:
         """Say that silence is meant: somebody else has the turn."""
         self._mark("waiting")
 
+    def read_from(self, feed: Feed) -> None:
+        """Take the shares from there instead of the task's own data."""
+        self._feed = feed
+
     def gate(self, wait: Callable[[int], None]) -> None:
         """Have `wait` called at every step boundary, with the number of steps done; the last one too."""
         self._gate = wait

@@ -20,7 +20,7 @@ from typing_extensions import override
 from unipar.backend import Engine, Fn, Mark, Micro, Part, Piece, Read, Step
 from unipar.call import Call, Held, resting
 from unipar.config import Config
-from unipar.optim import Rates
+from unipar.optim import Rates, rates_of
 from unipar.precision import autocast_as, batch_as
 from unipar.world import World
 
@@ -95,6 +95,10 @@ class Open(Engine):
 
     def at_rest(self) -> None:
         """Before state goes out or in: the model's parameters are those that the optimizer knows."""
+
+    @override
+    def rated(self) -> list[float]:
+        return rates_of(self.base)
 
     @override
     @final

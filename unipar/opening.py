@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from unipar import registry
-from unipar.backend import Backend, Part
+from unipar.backend import Backend, Engine, Part
 from unipar.beat import Heart, beat_of
 from unipar.birth import born, whole_of
 from unipar.blocks import blocks_of
@@ -64,8 +64,20 @@ def _library(backend: Backend) -> Generator[None]:
         raise BackendNotInstalled(f"backend {backend.name!r} is installed and does not import ({e}){hint}") from e
 
 
-def assembled(config: Config, task: Task, world: World, *, ledger: Ledger, heart: Heart, trackers: Trackers) -> Run:
-    """The model, its engine and the loop's side, in a world that has met."""
+Build = Callable[[Part, Config, World], Engine]
+
+
+def assembled(
+    config: Config,
+    task: Task,
+    world: World,
+    *,
+    ledger: Ledger,
+    heart: Heart,
+    trackers: Trackers,
+    build: Build | None = None,
+) -> Run:
+    """The model, its engine (by `build` instead of the backend, if given) and the loop's side, in a world that met."""
     if config.eval.every and not task.gives("validation"):
         raise TaskError("eval.every is given and the task has no validation(): give it a dataset, or leave eval out")
     backend = registry.find(config.backend)
@@ -83,7 +95,8 @@ def assembled(config: Config, task: Task, world: World, *, ledger: Ledger, heart
         groups = grouped(task, module, own)
         part = Part(name, module, optimizer_of(groups, own, world.device), blocks_of(task, module, own))
         with _library(backend):
-            parts[name] = Trained(part, backend.build(part, own, world), own, world, alone=len(modules) == 1)
+            engine = (build or backend.build)(part, own, world)
+            parts[name] = Trained(part, engine, own, world, alone=len(modules) == 1)
     cell = str(registry.cell_of(config))
     ledger.note("start", rank=world.rank, size=world.size, cell=cell, pid=os.getpid(), parameters=parameters)
     if loaded is not None:

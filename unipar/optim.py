@@ -125,6 +125,11 @@ class Rates:
             group["lr"] = base * factor
 
 
+def rates_of(optimizer: Any) -> list[float]:
+    """Of each group, as it stands."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
 def factor(schedule: Schedule, step: int, steps: int) -> float:
     """What the rate is multiplied with at optimizer step `step` (from 0) of `steps`."""
     if step < schedule.warmup:

@@ -21,7 +21,7 @@ from unipar.birth import arrive, lower, refuse_scalars, settle, travel
 from unipar.call import Call, Held, resting
 from unipar.config import SHARDS, Config
 from unipar.open import buffers, clip64, clipped, restore_buffers, scaled
-from unipar.optim import Rates
+from unipar.optim import Rates, rates_of
 from unipar.place import Place
 from unipar.precision import autocast_as, batch_as
 from unipar.world import World, meet
@@ -127,6 +127,10 @@ class Zero(Engine):
     def restore(self, read: Read) -> None:
         self.holder.restore(read)
         restore_buffers(self.model, read)
+
+    @override
+    def rated(self) -> list[float]:
+        return rates_of(self.base)
 
     @override
     def close(self) -> None:

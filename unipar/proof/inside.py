@@ -1,0 +1,111 @@
+"""Inside a world: its jobs, one after another; what each gave goes into the folder."""
+
+from __future__ import annotations
+
+import json
+import socket
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unipar import registry
+from unipar.beat import Heart, beat_of
+from unipar.config import Config
+from unipar.data import Feed, source_of
+from unipar.errors import UniparError
+from unipar.ledger import Ledger, ledger_of
+from unipar.loop import Run
+from unipar.opening import assembled
+from unipar.place import Place
+from unipar.proof import replay
+from unipar.proof.jobs import JOBS, Job, result_of
+from unipar.proof.looking import calmed, looked
+from unipar.proof.watching import Watched
+from unipar.task import Task, TaskRef
+from unipar.track import Trackers
+from unipar.world import World
+
+
+class Enough(BaseException):
+    """The task's loop has done the steps that were asked for."""
+
+
+def run(place: Place, folder: Path, control: socket.socket | None) -> None:
+    """A worker's entry: all jobs of this world."""
+    warnings.filterwarnings("ignore")  # said once already, where the same task trains
+    told = json.loads((folder / JOBS).read_text("utf-8"))
+    ref = TaskRef.from_json(told["task"])
+    jobs = [Job.from_json(job) for job in told["jobs"]]
+    first = Config.model_validate_json(jobs[0].config)
+    world = registry.check(first).join(first, place)
+    heart = Heart(beat_of(folder, place.rank))
+    for i, job in enumerate(jobs):
+        result = _attempt(job, ref, world, folder, heart)
+        path = result_of(folder, i, place.rank)
+        torch.save(result, path.with_suffix(".partial"))
+        path.with_suffix(".partial").rename(path)
+        world.barrier()
+    world.close()
+
+
+def _attempt(job: Job, ref: TaskRef, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+    """What a job gave, or the error that every rank met alike; any other error ends the world."""
+    try:
+        return _done(job, ref, world, folder, heart)
+    except UniparError as e:
+        return {"error": str(e), "kind": type(e).__name__}
+
+
+def _done(job: Job, ref: TaskRef, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+    config = Config.model_validate_json(job.config)
+    task = ref.load()
+    quiet = calmed(task) if job.calm else []
+    if job.kind == "look":
+        return {"quiet": quiet, **looked(task, config, world)}
+    build = replay.build(job.ranks, job.order, apart=job.apart) if job.kind == "replay" else None
+    with Ledger(ledger_of(folder, world.rank)) as ledger:
+        trackers = Trackers((), folder, world.rank)
+        live = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers, build=build)
+        engine, watched = live.engine, Watched(live.engine, job.trace_at)
+        live.engine = watched
+        if job.kind == "replay":
+            live.read_from(_everybodys(task, config, job.ranks))
+        _train(task, live, job.steps)
+        heart.mark("start")  # what follows has no steps
+        made = {
+            "steps": watched.steps,
+            "states": watched.states,
+            "traced": watched.traced,
+            "shares": engine.shares if isinstance(engine, replay.Replay) else [],
+            "pieces": [
+                (p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().cpu().clone())
+                for p in engine.pieces()
+                if p.kind != "buffer" and p.tensor.is_floating_point()
+            ],
+        }
+        engine.close()
+    return made
+
+
+def _everybodys(task: Task, config: Config, ranks: int) -> Feed:
+    """The microbatches of all ranks, in the order in which a replay takes them."""
+    sizes = config.batch.settle(ranks)
+    source = source_of(task.data(), task.collate if task.gives("collate") else None, task.collate, config, sizes)
+    return Feed(source, sizes, None, config.train.seed)
+
+
+def _train(task: Task, live: Run, steps: int) -> None:
+    """The task's own loop, left after so many steps."""
+
+    def enough(done: int) -> None:
+        if done >= steps:
+            raise Enough
+
+    live.gate(enough)
+    try:
+        task.train(live)
+    except Enough:
+        pass
+    live.finish()
