@@ -16,7 +16,7 @@ from unipar.errors import ConfigError, OutExists
 MARKS = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
 """What a run's folder holds: files, and the keys that they have, one set of them at least."""
 
-BESIDE = ("compare",)
+BESIDE = ("compare", "verify")
 """What may lie in it before a run, and stays when the run is overwritten."""
 
 

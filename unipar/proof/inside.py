@@ -79,6 +79,7 @@ def _done(job: Job, ref: TaskRef, world: World, folder: Path, heart: Heart) -> d
             "states": watched.states,
             "traced": watched.traced,
             "shares": engine.shares if isinstance(engine, replay.Replay) else [],
+            "groups": engine.groups() if isinstance(engine, replay.Replay) else [],
             "pieces": [
                 (p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().cpu().clone())
                 for p in engine.pieces()

@@ -69,6 +69,13 @@ class Replay(Open):
         else:
             self._sums[rank] = _added(self._sums[rank], grads)
 
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups by name, with the decay of each."""
+        return [
+            {"names": [self._names[id(p)] for p in g["params"]], "decay": float(g["weight_decay"])}
+            for g in self.base.param_groups
+        ]
+
     def _over_ranks(self, ranks: list[Grads]) -> Grads:
         total = _each(ranks[0], self._divided)
         for other in ranks[1:]:

@@ -1,16 +1,32 @@
-"""A comparison while it goes on: one live table on a terminal, plain lines elsewhere; on stderr."""
+"""A comparison or a proof while it goes on: one live table on a terminal, plain lines elsewhere; on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 from unipar.report.table import duration
 
-if TYPE_CHECKING:
-    from unipar.report.comparison import Comparison
+_STYLES = {"failed": "red", "disagrees": "red", "absent": "yellow", "refused": "yellow", "waits": "dim"}
+
+
+class Row(Protocol):
+    @property
+    def outcome(self) -> str: ...
+
+
+class Shown(Protocol):
+    """A table in the making."""
+
+    @property
+    def rows(self) -> Sequence[Row]: ...
+
+    def blocks(self, width: int) -> list[list[str]]:
+        """The lines of the header, then of each row."""
+        ...
 
 
 class Board:
@@ -34,7 +50,7 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, so_far: Comparison, line: str) -> None:
+    def show(self, so_far: Shown, line: str) -> None:
         """`line` says what has just changed."""
         since = duration(max(time.monotonic() - self._began, 0.1))
         if self._live is None:
@@ -43,10 +59,9 @@ class Board:
         from rich.text import Text
 
         drawn = Text(no_wrap=True, overflow="crop")
-        styles = {"failed": "red", "absent": "yellow", "refused": "yellow", "waits": "dim", "ran": ""}
         header, *rows = so_far.blocks(self._live.console.width)
         drawn.append("\n".join(header) + "\n", "bold")
         for row, lines in zip(so_far.rows, rows, strict=True):
-            drawn.append("\n".join(lines) + "\n", styles[row.outcome])
+            drawn.append("\n".join(lines) + "\n", _STYLES.get(row.outcome, ""))
         drawn.append(f"\n{since}  {line}", "dim")
         self._live.update(drawn, refresh=True)

@@ -1,0 +1,176 @@
+"""The proof: references first, then every cell, then a closer look at those that part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unipar.config import Config
+from unipar.errors import Stopped, UniparError
+from unipar.proof import closer
+from unipar.proof.allowance import measured
+from unipar.proof.judge import Held, held
+from unipar.proof.record import Record, put_together, same_bits
+from unipar.proof.runs import BASE, BITS, EXACT, LOOK, MICROS, SHARES, SPREAD, Runs
+from unipar.proof.worlds import Result, Worlds, grouped
+from unipar.report.comparison import agreement
+from unipar.report.verdicts import Verdict, Verdicts
+
+Show = Callable[[Verdicts, str], None]
+
+
+class Proof:
+    """One proof from start to end; `now` is what is known so far."""
+
+    def __init__(self, runs: Runs, worlds: Worlds, configs: Mapping[str, Config], now: Verdicts, show: Show) -> None:
+        self._runs, self._worlds, self._configs, self.now, self._show = runs, worlds, dict(configs), now, show
+        self._records: dict[str, Record] = {}
+        self._looked: dict[str, Any] = {}
+        self._found: dict[str, Held] = {}
+
+    def play(self) -> Verdicts:
+        try:
+            self._references()
+            if not self.now.stopped:
+                self._cells()
+                self._closer()
+        except (KeyboardInterrupt, Stopped):
+            self.now = replace(self.now, interrupted=True)
+        return self.now
+
+    # One process
+
+    def _references(self) -> None:
+        self._worlds.play(self._runs.references(), self._reference, side_by_side=2)
+        self.now = replace(self.now, remarks=remarks(self._looked))
+        if not self._looked["again"]:
+            self.now = replace(
+                self.now,
+                stopped="the data is random at each read: the same samples, read twice with the same seeds, were others; "
+                "draw in the dataset from torch, random or numpy's global generator, which unipar seeds for each sample",
+            )
+            return
+        if self._cut_matters:
+            self._worlds.play(self._runs.cut_alike(), self._reference, side_by_side=2)
+            self._say_how_much()
+        self._allow()
+
+    def _reference(self, name: str, result: Result) -> None:
+        if isinstance(result, UniparError):
+            raise result  # what one process cannot do is no verdict on any cell
+        if name == LOOK:
+            self._looked = result[0]
+        else:
+            self._records[name] = put_together(result)
+        self._show(self.now, f"{name}: done")
+
+    @property
+    def _cut_matters(self) -> bool:
+        return bool(self._looked["draws"] or self._looked["apart"])
+
+    def _say_how_much(self) -> None:
+        """One process through other microbatches, held to the replay: not a cell's fault."""
+        one, alike = self._records[EXACT].losses, self._records[f"{SHARES}, fp64"].losses
+        whole = [self._records[n].losses for n in self._records if n.startswith(SPREAD)]
+        off = max(abs(a - b) for losses in [one, *whole] for a, b in zip(losses, alike, strict=True))
+        said = f"so one process that cuts batches in another way is off by up to {off:.1e}, and cells are held to one "
+        self.now = replace(self.now, remarks=[*self.now.remarks, said + "that cuts them as they do"])
+
+    def _allow(self) -> None:
+        records, exact = self._records, self._records[EXACT]
+        if self._cut_matters:
+            base, exact = records[f"{SHARES}, as configured"], records[f"{SHARES}, fp64"]
+            others = [records[f"{MICROS}, as configured"], records[SHARES], records[MICROS], exact]
+        else:
+            base = records[BASE]
+            others = [records[n] for n in records if n.startswith(SPREAD)] + [records[SHARES], records[MICROS]]
+            if self._runs.config.train.precision != self._runs.precision:
+                others.append(exact)  # a stand-in: its own rounding counts as well
+        self._allowance = measured(base, others, exact, self._runs.config.train.precision)
+        one = {name: {"loss": r.losses, "norm": [n[0] for n in r.norms]} for name, r in records.items()}
+        allowed = {"loss": self._allowance.losses, "norm": self._allowance.norms}
+        noise = sorted(self._allowance.noise)
+        said = [f"judged by gradient, for theirs is rounding noise: {', '.join(noise)}"] if noise else []
+        self.now = replace(self.now, one=one, allowed=allowed, remarks=[*self.now.remarks, *said])
+
+    # Cells
+
+    def _cells(self) -> None:
+        self._worlds.play(grouped(self._runs.cells(self._configs)), self._cell)
+
+    def _cell(self, name: str, result: Result) -> None:
+        cell = name.removeprefix(BITS)
+        row = next(row for row in self.now.rows if row.cell == cell)
+        if isinstance(result, UniparError):
+            if row.outcome != "failed":
+                self._put(replace(row, outcome="failed", note=str(result)), f"failed: {str(result).splitlines()[0]}")
+            return
+        record = put_together(result)
+        found = held(record, self._allowance, self._records[SHARES])
+        if name != cell:
+            orders = ("shares", self._records[SHARES]), ("micros", self._records[MICROS])
+            bits = next((order for order, replay in orders if same_bits(record, replay)), "")
+            row = replace(row, bits=bits)
+            if bits or found.agrees or row.outcome in ("disagrees", "failed"):
+                self._put(row, "has the replay's bits" if bits else "adds in an order of its own")
+                return
+        row = self._row(row, record, found)
+        self._put(row, f"{row.outcome}: {row.worst}" if row.outcome == "disagrees" else row.outcome)
+        if not found.agrees:
+            self._found[name] = found
+
+    def _row(self, row: Verdict, record: Record, found: Held) -> Verdict:
+        near = agreement(record.losses, self._allowance.base.losses, 1.0)
+        worst, norms = found.worst, [norms[0] for norms in record.norms]
+        off = f"{worst.place} is off by {worst.off:.1e}" + (f", {worst.allowed:.1e} is allowed" if worst.allowed else "")
+        return replace(
+            row,
+            outcome="agrees" if found.agrees else "disagrees",
+            digits=near.digits,
+            worst=off,
+            share=worst.share,
+            losses=record.losses,
+            norms=norms,
+        )
+
+    def _put(self, row: Verdict, line: str) -> None:
+        self.now = replace(self.now, rows=[row if old.cell == row.cell else old for old in self.now.rows])
+        self._show(self.now, f"{row.cell} {line}")
+
+    # Those that part
+
+    def _closer(self) -> None:
+        looks = closer.Looks(self._runs, self._worlds, self._configs, lambda line: self._show(self.now, line))
+        for name, finding in looks.findings(self._found, self._allowance):
+            cell = name.removeprefix(BITS)
+            row = next(row for row in self.now.rows if row.cell == cell)
+            self._put(replace(row, finding=finding), f"parts at step {finding.step}: {finding.kind or 'no known kind'}")
+
+
+def remarks(looked: Mapping[str, Any]) -> list[str]:
+    """What a look at the task has shown, as sentences."""
+    said: list[str] = []
+    if quiet := looked["quiet"]:
+        said.append(f"dropout is set to 0 for this proof: {_some(quiet)}")
+    if not looked["readable"]:
+        said.append("batches hold no tensors that can be found, so which samples are seen is not compared")
+    if looked["draws"]:
+        said.append("the loss draws random numbers by itself")
+    elif looked["apart"]:
+        figures = f"{looked['batch_loss']:.6g} for a batch, {looked['halves_loss']:.6g} for its halves"
+        if norms := looked["norms"]:
+            said.append(
+                f"BatchNorm without sync takes the statistics of a microbatch on one rank ({_some(norms)}): the loss "
+                f"depends on how a batch is cut, {figures}"
+            )
+        else:
+            said.append(
+                "the loss of a batch is not the mean of its halves' losses: it goes across samples, or it is a mean "
+                f"over something that weight(batch) does not count; {figures}"
+            )
+    return said
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,126 @@
+"""What a run was, its ranks put together: series by step, sketches and tensors by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Vector = NDArray[np.float64]
+Key = tuple[str, str]
+"""A tensor of the state: its parameter's name, and weight or the optimizer's own word."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The microbatches of one rank in one step, by fingerprint."""
+
+    given: tuple[str, ...]
+    scales: tuple[float, ...]
+    """Each one's weight over the global batch's."""
+
+    used: tuple[str, ...]
+    """What the loss was computed on."""
+
+    @property
+    def weight(self) -> float:
+        """Of what was used; each given one counts once."""
+        left = list(zip(self.given, self.scales, strict=True))
+        total = 0.0
+        for mark in self.used:
+            at = next((i for i, (name, _) in enumerate(left) if name == mark), None)
+            total += math.nan if at is None else left.pop(at)[1]
+        return total
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run."""
+
+    losses: list[float]
+    norms: list[list[float]]
+    """By step, each rank's word for the one norm."""
+
+    rates: list[list[list[float]]]
+    """By step and rank, each group's."""
+
+    seen: list[list[Seen]]
+    """By step and rank."""
+
+    states: list[dict[Key, Vector]]
+    """Sketches: before the first step, then after each."""
+
+    state: dict[Key, Tensor]
+    """At the end, whole."""
+
+    traced: list[list[dict[str, Any]]]
+    """By rank, the modules of the step that was recorded."""
+
+    shares: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    @property
+    def moments(self) -> list[str]:
+        return sorted({kind for _, kind in self.state} - {"weight", "step"})
+
+
+def put_together(ranks: list[dict[str, Any]]) -> Record:
+    """Shares are added, ranges joined."""
+    steps = [list(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True)]
+    return Record(
+        losses=[sum(rank["loss"] for rank in step) for step in steps],
+        norms=[[rank["norm"] for rank in step] for step in steps],
+        rates=[[rank["rates"] for rank in step] for step in steps],
+        seen=[[_seen(rank) for rank in step] for step in steps],
+        states=[_added(list(states)) for states in zip(*(rank["states"] for rank in ranks), strict=True)],
+        state=_joined([piece for rank in ranks for piece in rank["pieces"]]),
+        traced=[rank["traced"] for rank in ranks],
+        shares=ranks[0]["shares"],
+        groups=ranks[0]["groups"],
+    )
+
+
+def _seen(step: dict[str, Any]) -> Seen:
+    given = tuple(mark for mark, _ in step["given"])
+    return Seen(given, tuple(scale for _, scale in step["given"]), tuple(step["seen"]))
+
+
+def _added(states: list[dict[str, Tensor]]) -> dict[Key, Vector]:
+    whole: dict[Key, Vector] = {}
+    for state in states:
+        for text, sketch in state.items():
+            name, _, kind = text.rpartition("|")
+            mine: Vector = sketch.numpy()
+            whole[name, kind] = whole[name, kind] + mine if (name, kind) in whole else mine
+    return whole
+
+
+def _joined(pieces: list[Any]) -> dict[Key, Tensor]:
+    """A range that nobody holds is NaN, so that it equals nothing."""
+    whole: dict[Key, Tensor] = {}
+    for name, kind, shape, (start, stop), tensor in pieces:
+        if (name, kind) not in whole:
+            whole[name, kind] = torch.full((int(torch.Size(shape).numel()),), math.nan, dtype=tensor.dtype)
+        whole[name, kind][start:stop] = tensor
+    return whole
+
+
+def same_bits(one: Record, other: Record) -> bool:
+    """Every weight and moment at the end; step counts are kept in different ways."""
+    mine = {k: t for k, t in one.state.items() if k[1] != "step"}
+    theirs = {k: t for k, t in other.state.items() if k[1] != "step"}
+    return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[k]) for k, t in mine.items())
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The length of the difference."""
+    return float((one.double() - other.double()).norm())
