@@ -32,6 +32,7 @@ NAMES = {
     "compare",
     "join",
     "launch",
+    "verify",
 }
 
 

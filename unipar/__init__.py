@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from unipar.report import Report
     from unipar.task import Task
     from unipar.verbs.compare import compare
+    from unipar.verbs.verify import verify
 
     __version__: str
 
@@ -50,6 +51,7 @@ __all__ = [
     "compare",
     "join",
     "launch",
+    "verify",
 ]
 
 _HOMES = {
@@ -61,6 +63,7 @@ _HOMES = {
     "compare": "verbs.compare",
     "join": "launcher",
     "launch": "launcher",
+    "verify": "verbs.verify",
 }
 """The module of each name that is not an error."""
 

@@ -26,6 +26,7 @@ app = typer.Typer(
     unipar compare configs/quickstart.yaml     the same training in every cell, as a table
     unipar check configs/char_gpt.yaml         would it start? answered without torch
     unipar explain configs/char_gpt.yaml       every value, and where it came from
+    unipar verify configs/char_gpt.yaml        do all cells give one process's numbers?
     unipar run configs/char_gpt.yaml           train
     """,
     epilog=EXITS,
@@ -138,6 +139,40 @@ def compare(
     from unipar.verbs.compare import compare as compared
 
     found = compared(source, cells=cells or (), overwrite=overwrite)
+    typer.echo(found.table(shutil.get_terminal_size().columns))
+    raise typer.Exit(found.code)
+
+
+@app.command(epilog=EXITS)
+def verify(
+    file: File,
+    cells: Annotated[
+        list[str] | None,
+        typer.Option("--cells", "--cell", metavar="CELL", help="Instead of compare.cells. Repeat it for more."),
+    ] = None,
+    world: Annotated[int | None, typer.Option("--world", metavar="N", min=2, help="Ranks in each cell.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps; 10 without it.")
+    ] = None,
+    sets: Sets = None,
+    out: Out = None,
+    *,
+    overwrite: Overwrite = False,
+) -> None:
+    """Do all cells give the numbers of one process, on this very task?
+
+    Some steps in one process, in fp64 and as configured, and cut in several ways; then in every
+    cell. Where one parts: the first step, module and parameter, and what kind of fault fits.
+    Exit 0 when all that ran agree.
+
+    \b
+    unipar verify configs/char_gpt.yaml
+    unipar verify configs/char_gpt.yaml --cells native/parameters --cells 'deepspeed/*' --world 4
+    """
+    source = _read(file, sets, out=out)
+    from unipar.verbs.verify import verify as verified
+
+    found = verified(source, cells=cells or (), world=world, steps=steps, overwrite=overwrite)
     typer.echo(found.table(shutil.get_terminal_size().columns))
     raise typer.Exit(found.code)
 

@@ -46,7 +46,7 @@ def measured(base: Record, others: Sequence[Record], exact: Record, precision: P
     """`others` and `base` did the same in one process, with other sums; `exact` is the fp64 run."""
     runs = [base, *others]
     last = ROUND[precision]
-    losses = list(_grown(_spread([r.losses[t] for r in runs]), last * abs(base.losses[t])) for t in range(base.steps))
+    losses = [_grown(_spread([r.losses[t] for r in runs]), last * abs(base.losses[t])) for t in range(base.steps)]
     norms = [_grown(_spread([r.norms[t][0] for r in runs]), last * abs(base.norms[t][0])) for t in range(base.steps)]
     noise = _noise(exact)
     return Allowance(

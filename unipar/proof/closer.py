@@ -1,4 +1,4 @@
-"""A closer look at cells that part: the first bad step again, with every module recorded, and what kind of fault fits."""
+"""A closer look at cells that part: the first bad step again, module by module, and what kind of fault fits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from unipar.report.verdicts import Finding
 class Looks:
     """Runs again what is needed, up to the first bad step of each."""
 
-    def __init__(
-        self, runs: Runs, worlds: Worlds, configs: Mapping[str, Config], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, runs: Runs, worlds: Worlds, configs: Mapping[str, Config], say: Callable[[str], None]) -> None:
         self._runs, self._worlds, self._configs, self._say = runs, worlds, configs, say
 
     def findings(self, found: Mapping[str, Held], allowance: Allowance) -> Iterator[tuple[str, Finding]]:
@@ -45,8 +43,9 @@ class Looks:
             run = put_together(result)
             limit = allowance.norms[step - 1] / max(allowance.base.norms[step - 1][0], 1e-300)
             ranks, micros = self._runs.ranks, self._runs.accumulate
-            case = fault.Case(run, allowance.base, exact, held, self._config(name), ranks, micros, limit)
-            finding = _finding(held, partings(run, own, exact, ranks))
+            parted = partings(run, own, exact, ranks)
+            case = fault.Case(run, allowance.base, exact, held, self._config(name), ranks, micros, limit, parted)
+            finding = _finding(held, parted)
             kind = fault.kind_of(case)
             if kind is not None:
                 finding = replace(finding, kind=kind.name, says=kind.says)
@@ -84,7 +83,7 @@ class Looks:
             result = more.get(name)
             if isinstance(result, list):
                 measured = _factor(replace(case, run=put_together(result)), finding.step)
-                kind = fault.settled(fault.Kind(finding.kind, finding.says), measured, ranks, other)
+                kind = fault.settled(case, fault.Kind(finding.kind, finding.says), measured, other)
                 yield name, replace(finding, kind=kind.name, says=kind.says)
             else:
                 yield name, finding

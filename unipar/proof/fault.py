@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from unipar.config import Config
+from unipar.config import Config, Precision
 from unipar.proof.facts import Grads, Mix, Rule, gradients, mixed, still
 from unipar.proof.judge import Held, used
+from unipar.proof.modules import Parting
 from unipar.proof.record import Record, Vector
 
-NEAR = 0.02
-"""How near a measured factor is to the one that it is taken for."""
+NEAR: dict[Precision, float] = {"fp64": 0.005, "fp32": 0.005}
+"""How near a measured factor is to the one that it is taken for, in proportion."""
+
+COARSE = 0.03
+"""The same in precisions of 8 bits or so."""
 
 BITS = {"bf16": (4e-4, 6e-3), "fp16": (4e-5, 4e-4)}
 """What rounding a gradient once or twice to these leaves of it, in proportion."""
@@ -45,16 +49,29 @@ class Case:
     limit: float
     """How far the ranks' norms may lie apart, in proportion."""
 
+    partings: Mapping[str, Parting]
+
+    @property
+    def near(self) -> float:
+        return NEAR.get(self.config.train.precision, COARSE)
+
 
 def kind_of(case: Case) -> Kind | None:
     """None: nothing known fits."""
     first = case.held.first
     assert first is not None
     at = first.step
-    if first.what in ("samples", "weight"):
+    if first.what in ("samples", "sample weight"):
         return _data(case, at)
     if first.what == "rate":
         return _rate(case, at)
+    if "forward" in case.partings:
+        place = case.partings["forward"]
+        return Kind(
+            "another forward",
+            f"{place.module} puts out something else on rank {place.rank}, off by {place.off:.1e}, though samples and "
+            f"weights are the same before step {at}",
+        )
     return _left_out(case, at) or _norms(case, at) or _gradient(case, at)
 
 
@@ -95,11 +112,13 @@ def _rate(case: Case, step: int) -> Kind:
             each = " (one for each rank)" if times == case.ranks else ""
             return Kind(
                 "a rate that runs ahead",
-                f"the rate of step {step} is that of step {step * times}: the schedule takes {times} steps in one{each}",
+                f"the rate of step {step} is that of step {step * times}: it takes {times} steps in one{each}",
             )
     ratios = {round(a[0] / b[0], 6) for a, b in zip(mine, wanted, strict=True) if b[0]}
     if len(ratios) == 1:
-        return Kind("a rate off by a factor", f"the rate is {ratios.pop():g} times the one that is wanted, at every step")
+        return Kind(
+            "a rate off by a factor", f"the rate is {ratios.pop():g} times the one that is wanted, at every step"
+        )
     return Kind("another rate", f"the rate of step {step} is {own[0]:.6g}, and {right[0]:.6g} is wanted")
 
 
@@ -131,9 +150,12 @@ def _norms(case: Case, step: int) -> Kind | None:
         return None
     shown = ", ".join(f"{n:.5g}" for n in norms)
     of_shares: list[float] = case.replay.shares[step - 1]["norms"]
-    if all(_near(a, b) for a, b in zip(norms, of_shares, strict=True)):
+    if all(_near(case, a, b) for a, b in zip(norms, of_shares, strict=True)):
+        found = _gradient(case, step)
+        if found is not None and found.name == "not reduced":
+            return found
         what = "each is the norm of that rank's own share of the batch, taken before the ranks are added"
-    elif _near(math.sqrt(sum(n * n for n in norms)), right):
+    elif _near(case, math.sqrt(sum(n * n for n in norms)), right):
         what = "their squares add up to that of the whole: each rank sees its own part of the gradient"
     else:
         what = "they should be one"
@@ -182,12 +204,12 @@ def _named(case: Case, mix: Mix, step: int) -> Kind | None:
     ranks, micros = case.ranks, case.accumulate
     values = np.array([[mix.parts[i, r] for r in range(ranks)] for i in range(micros)])
     middle = float(np.median(values))
-    if abs(mix.stale) > 5 * NEAR and _near(middle, 1.0):
+    if abs(mix.stale) > 5 * case.near and _near(case, middle, 1.0):
         return Kind(
             "a stale gradient",
             f"the gradient of step {step} is its own and {mix.stale:.3g} of the one of the step before",
         )
-    if np.abs(values - middle).max() <= NEAR * max(abs(middle), 1.0):
+    if np.abs(values - middle).max() <= case.near * abs(middle):
         return _factor(case, middle, mix.left, step)
     return _uneven(case, values, step)
 
@@ -203,8 +225,8 @@ def _factor(case: Case, factor: float, left: float, step: int) -> Kind | None:
         1.0 / micros: ("divided twice by accumulation", f"divided by the {micros} microbatches once more"),
         float(micros): ("not divided by accumulation", f"a sum over {micros} microbatches, where the mean is wanted"),
     }
-    if not _near(factor, 1.0):
-        fits = [x for known in (by_world, by_micros) for value, x in known.items() if _near(factor, value)]
+    if not _near(case, factor, 1.0):
+        fits = [x for known in (by_world, by_micros) for value, x in known.items() if _near(case, factor, value)]
         if not fits:
             return Kind("a gradient off by a factor", said)
         return Kind(" or ".join(name for name, _ in fits), f"{said}: {', or '.join(why for _, why in fits)}")
@@ -219,19 +241,19 @@ def _factor(case: Case, factor: float, left: float, step: int) -> Kind | None:
 
 
 def _uneven(case: Case, values: Any, step: int) -> Kind | None:
-    ranks, micros = case.ranks, case.accumulate
+    micros, near = case.accumulate, 2 * case.near * float(np.abs(values).max())
     by_micro, by_rank = values.mean(1), values.mean(0)
-    if np.abs(values - by_micro[:, None]).max() <= 2 * NEAR:
-        gone = [i + 1 for i in range(micros) if abs(by_micro[i]) <= NEAR]
+    if np.abs(values - by_micro[:, None]).max() <= near:
+        gone = [i + 1 for i in range(micros) if abs(by_micro[i]) <= near]
         if gone:
-            which = "the last" if gone == [micros] else ", ".join(map(str, gone))
-            return Kind("a microbatch left out", f"the gradient of step {step} holds nothing of microbatch {which}")
-    if np.abs(values - by_rank[None, :]).max() <= 2 * NEAR:
+            which = "the last microbatch" if gone == [micros] else f"microbatch {', '.join(map(str, gone))}"
+            return Kind("a microbatch left out", f"the gradient of step {step} holds nothing of {which}")
+    if np.abs(values - by_rank[None, :]).max() <= near:
         shown = ", ".join(f"{x:.3f}" for x in by_rank)
         rule = f"the gradient of step {step} holds the ranks' shares {shown} times"
         if case.config.train.clipping is not None and _by_own_clip(case, by_rank, step):
             return Kind("a norm taken per rank", f"{rule}: each was clipped by its own norm before they were added")
-        if sum(abs(x) > NEAR for x in by_rank) == 1:
+        if sum(abs(x) > near for x in by_rank) == 1:
             return Kind("not reduced", f"{rule}: each rank goes by its own samples")
         return Kind("ranks that count differently", rule)
     return None
@@ -242,20 +264,25 @@ def _by_own_clip(case: Case, by_rank: Any, step: int) -> bool:
     assert clip is not None
     norms: list[float] = case.replay.shares[step - 1]["norms"]
     wanted = np.array([min(1.0, clip.max / n) for n in norms])
-    return bool(np.abs(by_rank / by_rank.max() - wanted / wanted.max()).max() <= 2 * NEAR)
+    return bool(np.abs(by_rank / by_rank.max() - wanted / wanted.max()).max() <= 2 * case.near)
 
 
-def _near(value: float, wanted: float) -> bool:
-    return abs(value - wanted) <= NEAR * abs(wanted)
+def _near(case: Case, value: float, wanted: float) -> bool:
+    return abs(value - wanted) <= case.near * abs(wanted)
 
 
-def settled(kind: Kind, measured_factor: float, ranks: int, micros: int) -> Kind:
+def settled(case: Case, kind: Kind, measured: float, micros: int) -> Kind:
     """Two factors fit, for there are as many microbatches as ranks: which, a run with other microbatches has shown."""
     names = kind.name.split(" or ")
     if len(names) != 2:
         return kind
-    by_world = _near(measured_factor, float(ranks)) or _near(measured_factor, 1.0 / ranks)
+    ranks = case.ranks
+    by_world = _near(case, measured, float(ranks)) or _near(case, measured, 1.0 / ranks)
     name = names[0] if by_world else names[1]
     stays = "stays" if by_world else "goes with them"
     first = kind.says.partition(": ")[0]
-    return Kind(name, f"{first}; with {micros} microbatches in place of {ranks} it {stays} ({measured_factor:.4g})")
+    return Kind(name, f"{first}; with {_counted(micros)} in place of {ranks} it {stays} ({measured:.4g})")
+
+
+def _counted(micros: int) -> str:
+    return "1 microbatch" if micros == 1 else f"{micros} microbatches"

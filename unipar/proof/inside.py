@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import warnings
@@ -105,8 +106,6 @@ def _train(task: Task, live: Run, steps: int) -> None:
             raise Enough
 
     live.gate(enough)
-    try:
+    with contextlib.suppress(Enough):
         task.train(live)
-    except Enough:
-        pass
     live.finish()

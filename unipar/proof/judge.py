@@ -22,7 +22,7 @@ class Measure:
     """One thing, in one step or at the end."""
 
     what: str
-    """samples, weight, loss, norm, ranks' norms, rate, or a kind of state."""
+    """samples, sample weight, loss, norm, ranks' norms, rate, or a kind of state."""
 
     step: int
     off: float
@@ -38,9 +38,15 @@ class Measure:
         return math.inf if math.isnan(self.off) or self.allowed == 0 else self.off / self.allowed
 
     @property
-    def place(self) -> str:
+    def says(self) -> str:
         where = f" of {self.name}" if self.name else ""
-        return f"{self.what}{where} at step {self.step}"
+        place = f"{self.what}{where} at step {self.step}"
+        if self.what == "samples":
+            return f"{place}: {self.off:.0f} microbatches too many or too few" if self.off else f"{place} are the same"
+        if math.isnan(self.off):
+            return f"{place} is not there, or not a number"
+        allowed = f"{self.allowed:.1e}" if self.allowed else "nothing"
+        return f"{place} is off by {self.off:.1e}, {allowed} is allowed"
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def held(run: Record, allowance: Allowance, replay: Record) -> Held:
 def _series(run: Record, allowance: Allowance, replay: Record, t: int) -> Iterator[Measure]:
     base, step = allowance.base, t + 1
     yield Measure("samples", step, float(_strange(run.seen[t], replay.seen[t])), 0.0)
-    yield Measure("weight", step, abs(sum(rank.weight for rank in run.seen[t]) - 1.0), EXACT)
+    yield Measure("sample weight", step, abs(sum(rank.weight for rank in run.seen[t]) - 1.0), EXACT)
     yield Measure("loss", step, abs(run.losses[t] - base.losses[t]), allowance.losses[t])
     norm = base.norms[t][0]
     mine = run.norms[t]

@@ -117,5 +117,3 @@ def _weight(task: Task, batch: Any, samples: int) -> float:
 
 def _near(a: float, b: float) -> bool:
     return abs(a - b) <= SAME * max(1.0, abs(a))
-
-

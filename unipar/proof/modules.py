@@ -58,7 +58,9 @@ def _by_place(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str
     return {(row["way"], row["at"], row["call"]): row for row in rows}
 
 
-def _convention(mine: list[dict[tuple[str, str, int], Any]], wanted: dict[tuple[str, str, int], Any], ranks: int) -> float:
+def _convention(
+    mine: list[dict[tuple[str, str, int], Any]], wanted: dict[tuple[str, str, int], Any], ranks: int
+) -> float:
     """Libraries differ in whether the loss is multiplied by the number of ranks before it goes backward."""
     for (way, at, call), row in wanted.items():
         micro, rank = divmod(call, ranks)

@@ -17,6 +17,11 @@ from unipar.proof.worlds import Result, Worlds, grouped
 from unipar.report.comparison import agreement
 from unipar.report.verdicts import Verdict, Verdicts
 
+RANDOM = (
+    "the data is random at each read: the same samples, read twice under the same seeds, were others. Draw in the "
+    "dataset from the global generators of torch, random or numpy, which unipar seeds for each sample"
+)
+
 Show = Callable[[Verdicts, str], None]
 
 
@@ -47,8 +52,7 @@ class Proof:
         if not self._looked["again"]:
             self.now = replace(
                 self.now,
-                stopped="the data is random at each read: the same samples, read twice with the same seeds, were others; "
-                "draw in the dataset from torch, random or numpy's global generator, which unipar seeds for each sample",
+                stopped=RANDOM,
             )
             return
         if self._cut_matters:
@@ -122,16 +126,14 @@ class Proof:
 
     def _row(self, row: Verdict, record: Record, found: Held) -> Verdict:
         near = agreement(record.losses, self._allowance.base.losses, 1.0)
-        worst, norms = found.worst, [norms[0] for norms in record.norms]
-        off = f"{worst.place} is off by {worst.off:.1e}" + (f", {worst.allowed:.1e} is allowed" if worst.allowed else "")
         return replace(
             row,
             outcome="agrees" if found.agrees else "disagrees",
             digits=near.digits,
-            worst=off,
-            share=worst.share,
+            worst=found.worst.says,
+            share=found.worst.share,
             losses=record.losses,
-            norms=norms,
+            norms=[norms[0] for norms in record.norms],
         )
 
     def _put(self, row: Verdict, line: str) -> None:

@@ -46,7 +46,7 @@ class Worlds:
         self._number = 0
 
     def play(self, batches: Iterable[Sequence[Job]], said: Said, side_by_side: int = 1) -> dict[str, Result]:
-        """Each batch of jobs in a world of its own, some worlds at a time; those that a dead world left have another."""
+        """Each batch of jobs in a world of its own, some at a time; what a dead world leaves undone has another."""
         waiting = [list(jobs) for jobs in batches if jobs]
         found: dict[str, Result] = {}
         while waiting:

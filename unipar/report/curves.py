@@ -93,9 +93,8 @@ class _Panel:
             y = self.y(value)
             made.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#dddddd"/>')
             made.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{html.escape(text)}</text>')
-        for step in range(1, self.steps + 1, max(1, self.steps // 10)):
-            made.append(f'<text x="{self.x(step):.1f}" y="{bottom + 16}" text-anchor="middle">{step}</text>')
-        return made
+        steps = range(1, self.steps + 1, max(1, self.steps // 10))
+        return made + [f'<text x="{self.x(s):.1f}" y="{bottom + 16}" text-anchor="middle">{s}</text>' for s in steps]
 
     def line(self, values: Sequence[float], color: str, name: str, place: int, *, dashed: bool = False) -> str:
         points = " ".join(

@@ -24,7 +24,7 @@ class Finding:
 
     step: int
     what: str
-    """What parted first in that step: samples, weight, rate, loss, norm, or a kind of state."""
+    """What parted first in that step: samples, sample weight, rate, loss, norm, or a kind of state."""
 
     kind: str = ""
     """Empty: no kind that is known fits."""
@@ -51,7 +51,7 @@ class Verdict:
     outcome: Outcome
     note: str = ""
     digits: int | None = None
-    """Leading digits of the loss that are those of one process, in every step; None: all bits are, or it did not run."""
+    """Leading digits of the loss that are one process's, in every step; None: all bits are, or it did not run."""
 
     bits: str = ""
     """shares or micros: the order in which a one-process replay gives the same bits; empty: neither does."""
@@ -110,7 +110,9 @@ class Verdicts:
 
     def blocks(self, width: int) -> list[list[str]]:
         """The lines of the header, then of each row."""
-        return blocks(("cell", "loss", "of allowed", "verdict"), [self._shown(r) for r in self.rows], right=(2,), width=width)
+        return blocks(
+            ("cell", "loss", "of allowed", "verdict"), [self._shown(r) for r in self.rows], right=(2,), width=width
+        )
 
     def _shown(self, row: Verdict) -> tuple[str, ...]:
         if row.outcome not in ("agrees", "disagrees"):
@@ -139,8 +141,8 @@ class Verdicts:
             *lines,
             *self.remarks,
             "loss: leading digits that are those of one process, the least over all steps",
-            f"of allowed: the worst of loss, norm, rates, samples and every tensor of the state, in proportion to 4 times "
-            f"what one process differs from itself when it adds in another order ({self.precision})",
+            "of allowed: the worst of loss, norm, rates, samples and every tensor of the state, in proportion to 4 "
+            f"times what one process differs from itself when it adds in another order ({self.precision})",
             f"figures and curves: {self.out}/verify.html",
         ]
 
@@ -184,7 +186,9 @@ def _case(row: Verdict) -> list[str]:
     lines.append(f"  kind: {found.kind or 'none that is known fits'}{': ' if found.says else ''}{found.says}")
     lines.append(f"  first step: {found.step}, where {found.what} parts first")
     if found.forward or found.backward:
-        lines += [f"  first module {w}: {m}" for w, m in (("forward", found.forward), ("backward", found.backward)) if m]
+        lines += [
+            f"  first module {w}: {m}" for w, m in (("forward", found.forward), ("backward", found.backward)) if m
+        ]
     else:
         lines.append("  first module: none, forward and backward are those of one process; it comes after them")
     if found.parameter:

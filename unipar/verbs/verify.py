@@ -1,4 +1,4 @@
-"""`unipar verify`: do all backends give the numbers of one process on this very task? To what digit, and if not, where?"""
+"""`unipar verify`: do all cells give the numbers of one process on this very task? If not, where do they part?"""
 
 from __future__ import annotations
 

@@ -1,0 +1,113 @@
+"""`unipar verify`: faults that were planted are found and named, and a healthy engine is given no name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+CONFIG = """
+task: {use: "tests.conformance.tasks:Plain"}
+device: cpu
+parallel: {data: 2}
+batch: {total: 16, micro: 4}
+train:
+  steps: 20
+  optimizer: {name: adamw, lr: 1.0e-2, weight_decay: 0.1, decay: matrices}
+  schedule: {name: cosine, warmup: 4}
+  clip: 0.3
+"""
+
+NAMED = {
+    "no-averaging": "not averaged",
+    "averaging-twice": "averaged twice",
+    "clip-per-rank": "a norm taken per rank",
+    "clip-per-rank-unsaid": "a norm taken per rank",
+    "clip-own-part": "a norm taken per rank",
+    "divided-twice": "divided twice by accumulation",
+    "schedule-per-process": "a rate that runs ahead",
+    "same-samples": "samples seen twice",
+    "group-left-out": "a group left out",
+    "last-microbatch-dropped": "a microbatch left out",
+    "stale-gradient": "a stale gradient",
+    "bf16-reduction": "rounded to bf16",
+    "not-reduced": "not reduced",
+    "last-gradient-lost": "a microbatch left out",
+    "wrong-module": "another forward",
+}
+"""Each planted fault, and what it must be called."""
+
+FIRST = {"stale-gradient": 2}
+"""The step in which a fault shows first, where it is not the first step."""
+
+
+def proved(folder: Path, config: str, *words: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The command, with the faulty backend installed; and what it wrote down."""
+    file = folder / "config.yaml"
+    file.write_text(config, "utf-8")
+    path = os.pathsep.join([str(ROOT / "tests" / "faulty"), str(ROOT)])
+    out = subprocess.run(
+        [sys.executable, "-m", "unipar", "verify", str(file), "--out", str(folder / "out"), *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = folder / "out" / "verify" / "verify.json"
+    return out, json.loads(said.read_text("utf-8")) if said.exists() else {}
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """All faults in one proof, and the same engine without any."""
+    cells = ["faulty/nothing", *(f"faulty/nothing+{fault}" for fault in NAMED)]
+    words = [word for cell in cells for word in ("--cells", cell)]
+    return proved(tmp_path_factory.mktemp("planted"), CONFIG, "--steps", "6", *words)
+
+
+def row_of(said: dict[str, Any], cell: str) -> dict[str, Any]:
+    return next(row for row in said["cells"] if row["cell"] == cell)
+
+
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_planted_fault_is_found_and_named(planted: tuple[Any, dict[str, Any]], fault: str) -> None:
+    """By kind, in the step in which it shows first."""
+    row = row_of(planted[1], f"faulty/nothing+{fault}")
+    assert row["outcome"] == "disagrees", row
+    assert (row["finding"]["kind"], row["finding"]["step"]) == (NAMED[fault], FIRST.get(fault, 1)), row["finding"]
+
+
+def test_the_same_engine_without_a_fault_agrees(planted: tuple[Any, dict[str, Any]]) -> None:
+    """To the bits of the replay; and the command fails for the others' sake."""
+    row = row_of(planted[1], "faulty/nothing")
+    assert (row["outcome"], row["bits"], row["finding"]) == ("agrees", "shares", None)
+    assert planted[0].returncode == 1
+    assert planted[0].stderr.count("faulty/nothing agrees") == 1
+
+
+def test_where_a_fault_is(planted: tuple[Any, dict[str, Any]]) -> None:
+    """The module on the way forward and back, and the parameter, by name."""
+    forward = row_of(planted[1], "faulty/nothing+wrong-module")["finding"]
+    assert forward["forward"] == "blocks.1.up (rank 1, microbatch 1)"
+    lost = row_of(planted[1], "faulty/nothing+last-gradient-lost")["finding"]
+    assert (lost["forward"], lost["backward"]) == ("", "head (rank 0, microbatch 2)")
+    group = row_of(planted[1], "faulty/nothing+group-left-out")["finding"]
+    assert (group["forward"], group["backward"], group["parameter"]) == ("", "", "blocks.0.norm.weight")
+    assert group["parameters"] == 8
+    assert group["says"] == "step 1 does not move the 8 parameters of group 2 of 2 (blocks.0.norm.weight first)"
+
+
+def test_two_factors_are_told_apart(planted: tuple[Any, dict[str, Any]]) -> None:
+    """Two ranks and two microbatches: a run with one microbatch shows which half it is."""
+    ranks = row_of(planted[1], "faulty/nothing+averaging-twice")["finding"]["says"]
+    assert ranks.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it stays (0.5)")
+    micros = row_of(planted[1], "faulty/nothing+divided-twice")["finding"]["says"]
+    assert micros.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it goes with them (1)")
