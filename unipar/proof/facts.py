@@ -25,7 +25,7 @@ class Rule:
     keeps: float
     adds: float
     decay: Mapping[str, float]
-    """What of the weight is added to each parameter's gradient."""
+    """What of the weight is added to each parameter's gradient; by name of all that are trained."""
 
     limit: float | None
     """The clip."""
@@ -40,7 +40,7 @@ class Rule:
             assert isinstance(own, float)
             decay |= dict.fromkeys(names, own)
         if isinstance(wanted, AdamW):
-            decay = {}
+            decay = dict.fromkeys(decay, 0.0)
         limit = None if clip is None else clip.max
         if isinstance(wanted, Adam | AdamW):
             first = wanted.betas[0]
@@ -58,7 +58,7 @@ def gradients(run: Record, rule: Rule, step: int, rates: Mapping[str, float]) ->
     clip = 1.0 if rule.limit is None else min(1.0, rule.limit / (norm + 1e-6))
     found: dict[str, Vector] = {}
     for (name, kind), now in after.items():
-        if kind != rule.kind:
+        if kind != rule.kind or name not in rule.decay:
             continue
         was = before.get((name, kind), np.zeros_like(now))
         if kind == "weight":
@@ -70,7 +70,7 @@ def gradients(run: Record, rule: Rule, step: int, rates: Mapping[str, float]) ->
         else:
             given = (now - rule.keeps * was) / rule.adds
         weight = before[name, "weight"]
-        found[name] = (given - rule.decay.get(name, 0.0) * weight) / clip
+        found[name] = (given - rule.decay[name] * weight) / clip
     return found
 
 

@@ -51,6 +51,10 @@ class Case:
 
     partings: Mapping[str, Parting]
 
+    def groups(self, step: int) -> list[dict[str, Any]]:
+        """The optimizer's that is at work in this step."""
+        return [g for g in self.replay.groups if g["prefix"] == self.run.prefixes[step - 1]]
+
     @property
     def near(self) -> float:
         return NEAR.get(self.config.train.precision, COARSE)
@@ -130,7 +134,7 @@ def _left_out(case: Case, step: int) -> Kind | None:
     gone = still(case.run, case.base, step)
     if not gone:
         return None
-    groups: list[dict[str, Any]] = case.replay.groups
+    groups = case.groups(step)
     whole = [i for i, g in enumerate(groups) if g["names"] and set(g["names"]) <= set(gone)]
     exact = {n for i in whole for n in groups[i]["names"]} == set(gone)
     if len(whole) == len(groups):
@@ -183,7 +187,8 @@ def _parts(case: Case, step: int) -> dict[tuple[int, int], Grads]:
 
 def gradient_of(case: Case, step: int) -> dict[str, Vector]:
     """What a step of the run was given."""
-    return gradients(case.run, Rule.of(case.config, case.replay.groups), step, _rates(case, step))
+    config = case.config.of_part(case.run.prefixes[step - 1].removesuffix("."))
+    return gradients(case.run, Rule.of(config, case.groups(step)), step, _rates(case, step))
 
 
 def whole_gradient(case: Case, step: int) -> Grads:
@@ -197,7 +202,7 @@ def whole_gradient(case: Case, step: int) -> Grads:
 
 def _rates(case: Case, step: int) -> dict[str, float]:
     rates = case.run.rates[step - 1][0]
-    return {n: rate for g, rate in zip(case.replay.groups, rates, strict=False) for n in g["names"]}
+    return {n: rate for g, rate in zip(case.groups(step), rates, strict=False) for n in g["names"]}
 
 
 def _named(case: Case, mix: Mix, step: int) -> Kind | None:

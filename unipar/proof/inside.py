@@ -23,7 +23,7 @@ from unipar.place import Place
 from unipar.proof import replay
 from unipar.proof.jobs import JOBS, Job, result_of
 from unipar.proof.looking import calmed, looked
-from unipar.proof.watching import Watched
+from unipar.proof.watching import Notebook
 from unipar.task import Task, TaskRef
 from unipar.track import Trackers
 from unipar.world import World
@@ -69,26 +69,44 @@ def _done(job: Job, ref: TaskRef, world: World, folder: Path, heart: Heart) -> d
     with Ledger(ledger_of(folder, world.rank)) as ledger:
         trackers = Trackers((), folder, world.rank)
         live = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers, build=build)
-        engine, watched = live.engine, Watched(live.engine, job.trace_at)
-        live.engine = watched
+        book = Notebook(job.trace_at)
+        for name, part in live.parts.items():
+            part.engine = book.watch("" if len(live.parts) == 1 else f"{name}.", part.engine)
+        book.open()
         if job.kind == "replay":
             live.read_from(_everybodys(task, config, job.ranks))
         _train(task, live, job.steps)
         heart.mark("start")  # what follows has no steps
         made = {
-            "steps": watched.steps,
-            "states": watched.states,
-            "traced": watched.traced,
-            "shares": engine.shares if isinstance(engine, replay.Replay) else [],
-            "groups": engine.groups() if isinstance(engine, replay.Replay) else [],
+            "steps": book.steps,
+            "states": book.states,
+            "traced": book.traced,
+            "shares": _shares(book),
+            "groups": [
+                {**group, "prefix": prefix, "names": [prefix + name for name in group["names"]]}
+                for prefix, engine in book.engines.items()
+                if isinstance(engine, replay.Replay)
+                for group in engine.groups()
+            ],
             "pieces": [
-                (p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().cpu().clone())
-                for p in engine.pieces()
-                if p.kind != "buffer" and p.tensor.is_floating_point()
+                (p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().cpu().clone()) for p in book.pieces()
             ],
         }
-        engine.close()
+        for engine in book.engines.values():
+            engine.close()
     return made
+
+
+def _shares(book: Notebook) -> list[dict[str, Any]]:
+    """Of a replay, what each step was added up from."""
+    kept = {prefix: iter(e.shares) for prefix, e in book.engines.items() if isinstance(e, replay.Replay) and e.shares}
+    if not kept:
+        return []
+    rows = [(step["prefix"], next(kept[step["prefix"]])) for step in book.steps]
+    return [
+        {**row, "parts": {k: {prefix + n: s for n, s in grads.items()} for k, grads in row["parts"].items()}}
+        for prefix, row in rows
+    ]
 
 
 def _everybodys(task: Task, config: Config, ranks: int) -> Feed:

@@ -155,6 +155,11 @@ def remarks(looked: Mapping[str, Any]) -> list[str]:
     said: list[str] = []
     if quiet := looked["quiet"]:
         said.append(f"dropout is set to 0 for this proof: {_some(quiet)}")
+    if len(looked["parts"]) > 1:
+        said.append(
+            f"the parts ({_some(looked['parts'])}) have losses of their own, so whether these depend on how a batch is "
+            "cut was not looked at; steps are counted one for each part's"
+        )
     if not looked["readable"]:
         said.append("batches hold no tensors that can be found, so which samples are seen is not compared")
     if looked["draws"]:

@@ -52,6 +52,9 @@ class Record:
     seen: list[list[Seen]]
     """By step and rank."""
 
+    prefixes: list[str]
+    """By step, what the names of the part that was trained begin with; nothing, where the model is one."""
+
     states: list[dict[Key, Vector]]
     """Sketches: before the first step, then after each."""
 
@@ -81,6 +84,7 @@ def put_together(ranks: list[dict[str, Any]]) -> Record:
         norms=[[rank["norm"] for rank in step] for step in steps],
         rates=[[rank["rates"] for rank in step] for step in steps],
         seen=[[_seen(rank) for rank in step] for step in steps],
+        prefixes=[step[0]["prefix"] for step in steps],
         states=[_added(list(states)) for states in zip(*(rank["states"] for rank in ranks), strict=True)],
         state=_joined([piece for rank in ranks for piece in rank["pieces"]]),
         traced=[rank["traced"] for rank in ranks],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -14,59 +15,80 @@ from unipar.proof.digest import Sketches, fingerprint
 from unipar.proof.trace import Trace
 
 
-@final
-class Watched(Engine):
-    """Around another engine, which does all the work."""
+class Notebook:
+    """What all engines of a run did, in the order in which they did it: one of a model, or one of each of its parts."""
 
-    def __init__(self, inner: Engine, trace_at: int | None = None) -> None:
-        self.inner = inner
+    def __init__(self, trace_at: int | None = None) -> None:
+        self.engines: dict[str, Engine] = {}
+        """By what their names begin with: nothing, where there is one."""
+
         self.steps: list[dict[str, Any]] = []
         self.traced: list[dict[str, Any]] = []
-        self._trace_at = trace_at
-        self._sketches = Sketches()
-        self.states: list[dict[str, Tensor]] = [self._state()]
+        self.states: list[dict[str, Tensor]] = []
         """Before the first step, then after each: a sketch of what this rank holds of each tensor."""
 
-        self._seen: list[str] = []
+        self._trace_at = trace_at
+        self._sketches = Sketches()
 
-    @override
-    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
-        given = [(fingerprint(m.batch), m.scale) for m in micros]
-        self._seen = []
-        number = len(self.steps) + 1
-        trace = Trace() if number == self._trace_at else None
+    def watch(self, prefix: str, engine: Engine) -> Watched:
+        self.engines[prefix] = engine
+        return Watched(self, prefix, engine)
+
+    def open(self) -> None:
+        """Before the first step."""
+        self.states.append(self._state())
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank holds of the state that is compared."""
+        for prefix, engine in self.engines.items():
+            for piece in engine.pieces():
+                if piece.kind != "buffer" and piece.tensor.is_floating_point():
+                    yield replace(piece, name=prefix + piece.name)
+
+    def _state(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for piece in self.pieces():
+            size = int(torch.Size(piece.shape).numel())
+            found[f"{piece.name}|{piece.kind}"] = self._sketches.of(piece.name, size, piece.where, piece.tensor)
+        return found
+
+    def step(self, prefix: str, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        seen: list[str] = []
+        trace = Trace() if len(self.steps) + 1 == self._trace_at else None
 
         def watched(model: nn.Module, batch: Any) -> Any:
-            call = len(self._seen)
-            self._seen.append(fingerprint(batch))
+            call = len(seen)
+            seen.append(fingerprint(batch))
             if trace is None:
                 return fn(model, batch)
             with trace.on(model, call):
                 return fn(model, batch)
 
-        out = self.inner.step(watched, micros, factor, mark)
+        given = [(fingerprint(m.batch), m.scale) for m in micros]
+        engine = self.engines[prefix]
+        out = engine.step(watched, micros, factor, mark)
         if trace is not None:
             self.traced = trace.rows
-        self.steps.append(
-            {
-                "loss": float(out.loss),
-                "norm": float(out.norm),
-                "rates": self.inner.rated(),
-                "given": given,
-                "seen": self._seen,
-            }
-        )
+        row = {"loss": float(out.loss), "norm": float(out.norm), "rates": engine.rated(), "given": given, "seen": seen}
+        self.steps.append({**row, "prefix": prefix})
         self.states.append(self._state())
         return out
 
-    def _state(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for piece in self.inner.pieces():
-            if piece.kind == "buffer" or not piece.tensor.is_floating_point():
-                continue
-            size = int(torch.Size(piece.shape).numel())
-            found[f"{piece.name}|{piece.kind}"] = self._sketches.of(piece.name, size, piece.where, piece.tensor)
-        return found
+
+@final
+class Watched(Engine):
+    """Around another engine, which does all the work."""
+
+    def __init__(self, notebook: Notebook, prefix: str, inner: Engine) -> None:
+        self._notebook, self._prefix, self.inner = notebook, prefix, inner
+
+    @override
+    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        return self._notebook.step(self._prefix, fn, micros, factor, mark)
+
+    @override
+    def beside(self, fn: Fn, given: Any) -> Any:
+        return self.inner.beside(fn, given)
 
     @override
     def rated(self) -> list[float]:

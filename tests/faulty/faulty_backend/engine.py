@@ -267,6 +267,10 @@ class LastMicrobatchDropped(Engine):
         return self.inner.evaluate(fn, batch)
 
     @override
+    def beside(self, fn: Fn, given: Any) -> Any:
+        return self.inner.beside(fn, given)
+
+    @override
     def pieces(self) -> Iterator[Piece]:
         return self.inner.pieces()
 
