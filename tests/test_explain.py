@@ -90,7 +90,7 @@ def test_no_key_is_left_out(source: Source) -> None:
         "task.use task.args.width backend device parallel.data parallel.shard parallel.shard_over",
         "batch.total batch.micro batch.accumulate",
         "model.weights model.blocks",
-        "data.workers data.shuffle data.ragged train.steps train.epochs train.optimizer.name",
+        "data.workers data.shuffle data.ragged data.stream train.steps train.epochs train.optimizer.name",
         "train.optimizer.lr train.optimizer.weight_decay train.optimizer.decay train.optimizer.fused",
         "train.optimizer.foreach train.optimizer.betas train.optimizer.eps train.lr_scale.rule train.lr_scale.at_batch",
         "train.schedule.name train.schedule.warmup train.clip train.precision train.seed train.parts eval.every",

@@ -182,6 +182,10 @@ class Data(Section):
     ragged: Literal["weigh", "drop", "error"] = "weigh"
     """An epoch's last batch when it is not full: weigh each sample as ever, drop it, or refuse."""
 
+    stream: Literal["whole", "shards", "own"] = "whole"
+    """An IterableDataset. whole: every rank reads it all and takes its own samples; shards: each rank reads
+    the part that shard(index, count) gives; own: the dataset splits itself by rank and worker."""
+
 
 class PartTrain(Section):
     """train.parts.NAME: what one of several parts has of its own."""

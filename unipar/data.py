@@ -107,8 +107,46 @@ class Source:
     taken: dict[str, Any]
     """Further DataLoader arguments of the user's own."""
 
+    @property
+    def streams(self) -> bool:
+        """Whether samples come one after another instead of by index."""
+        return _streams(self.dataset)
+
+    @property
+    def length(self) -> int | None:
+        """In samples; None for a stream that does not say."""
+        try:
+            return len(self.dataset)
+        except (TypeError, NotImplementedError):
+            if self.streams:
+                return None
+            raise
+
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+def _streams(dataset: Any) -> bool:
+    if isinstance(dataset, IterableDataset):
+        return True
+    return callable(getattr(dataset, "__iter__", None)) and not callable(getattr(dataset, "__getitem__", None))
+
+
+def training_source(given: Any, collate: Collate | None, default: Collate, config: Config, sizes: Sizes) -> Source:
+    """What data() returned; keys of `data` that would have no effect on it are refused."""
+    source = source_of(given, collate, default, config, sizes)
+    told = config.data.model_fields_set
+    if source.streams and "shuffle" in told and config.data.shuffle:
+        raise ConfigError(
+            "data.shuffle: true: data() returned a stream, whose order is its own; shuffle in its __iter__ (the "
+            "generators are seeded by train.seed and the epoch), and leave the key out"
+        )
+    if not source.streams and "stream" in told:
+        raise ConfigError(
+            f"data.stream: {config.data.stream}: data() returned a map-style dataset, which is divided by index; "
+            "leave the key out"
+        )
+    return source
 
 
 def source_of(given: Any, collate: Collate | None, default: Collate, config: Config, sizes: Sizes) -> Source:
@@ -116,19 +154,17 @@ def source_of(given: Any, collate: Collate | None, default: Collate, config: Con
     settings = config.data
     if isinstance(given, DataLoader):
         return _from_loader(given, collate, config, sizes)
-    if isinstance(given, IterableDataset):
-        raise TaskError("data() returned an IterableDataset, which is not there yet: return a map-style dataset")
+    if _streams(given):
+        return Source(given, collate or default, settings.model_copy(update={"shuffle": False}), {})
     if not callable(getattr(given, "__getitem__", None)) or not callable(getattr(given, "__len__", None)):
         raise TaskError(
-            f"data() returned {type(given).__name__}; a dataset with __getitem__ and __len__, or a DataLoader, "
-            "is wanted"
+            f"data() returned {type(given).__name__}; a dataset with __getitem__ and __len__, a stream, or a "
+            "DataLoader, is wanted"
         )
     return Source(given, collate or default, settings, {})
 
 
 def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Config, sizes: Sizes) -> Source:
-    if isinstance(loader.dataset, IterableDataset):
-        raise TaskError("the DataLoader reads an IterableDataset, which is not there yet: give a map-style dataset")
     if loader.batch_size is None:
         what = "a batch_sampler of its own" if loader.batch_sampler is not None else "batch_size=None"
         raise TaskError(f"the DataLoader has {what}; unipar decides which samples are a batch: give batch_size instead")
@@ -137,9 +173,10 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Confi
             f"the DataLoader's batch_size is {loader.batch_size}; it must be batch.total ({sizes.total}), "
             f"batch.micro ({sizes.micro}) or unset"
         )
-    sampler = loader.sampler
-    shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)  # pyright: ignore[reportArgumentType]
-    if not shuffle and type(sampler) is not SequentialSampler:
+    sampler, streams = loader.sampler, _streams(loader.dataset)
+    whole: Any = loader.dataset
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(whole)
+    if not shuffle and not streams and type(sampler) is not SequentialSampler:
         raise TaskError(
             f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); unipar decides which rank "
             "reads which sample: leave it out, and set data.shuffle"
@@ -148,6 +185,8 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Confi
         raise TaskError("the DataLoader has a generator of its own; the order follows from train.seed: leave it out")
     told = config.data.model_fields_set
     said: dict[str, Any] = {"shuffle": shuffle, "workers": loader.num_workers}
+    if streams:
+        told = told - {"shuffle"}
     if loader.drop_last:
         said["ragged"] = "drop"
     settings = config.data.model_copy(update={k: v for k, v in said.items() if k not in told})
@@ -168,6 +207,13 @@ class Feed:
         settings = source.settings
         self.order = Order(len(source), sizes.total, seed, settings.shuffle, settings.ragged)
         self._dataset = Sown(source.dataset, seed)
+
+    def steps(self, epochs: int) -> int:
+        return epochs * self.order.per_epoch
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Epoch and batch of the step after `step` ones."""
+        return divmod(step, self.order.per_epoch)
 
     def plans(self, start: int) -> Iterator[list[Plan]]:
         sizes = self.sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -16,8 +16,11 @@ from unipar.data import Key, Sown, source_of
 from unipar.errors import TaskError
 from unipar.open import share_buffers
 from unipar.seeds import mix, sow
+from unipar.stream import Whole, loaded
 from unipar.task import Task
 from unipar.world import World
+
+_EMPTY = "validation() has no samples"
 
 
 @final
@@ -42,21 +45,32 @@ class Evaluation:
             raise TaskError("there is nothing to evaluate: give the task validation(), a dataset, or leave eval out")
         collate = task.collate if task.gives("collate") else None
         self.source = source_of(given, collate, task.collate, config, sizes)
-        most = len(self.source)
-        if config.eval.batches is not None:
-            most = min(most, config.eval.batches * sizes.total)
-        if most == 0:
-            raise TaskError("validation() has no samples")
-        keys = [(0, i) for i in range(most)]
-        self.chunks: list[list[Key]] = [keys[i : i + sizes.micro] for i in range(0, most, sizes.micro)]
+        self.most = config.eval.batches * sizes.total if config.eval.batches is not None else None
+        if not self.source.streams:
+            if len(self.source) == 0:
+                raise TaskError(_EMPTY)
+            self.most = min(len(self.source), self.most or len(self.source))
         self.sums: dict[str, list[float]] = {}
 
     def __call__(self) -> dict[str, float]:
         for module in self.modules:
             share_buffers(module)
-        size, rank = self.world.size, self.world.rank
-        rounds = -(-len(self.chunks) // size)
-        mine = [self.chunks[i] if i < len(self.chunks) else self.chunks[0] for i in range(rank, rounds * size, size)]
+        self.sums = {}
+        for i, (batch, samples) in enumerate(self._streamed() if self.source.streams else self._indexed()):
+            self.mark("evaluate")  # each batch is a sign of life
+            sow(mix(self.seed, 4, self.world.rank + i * self.world.size))
+            found = self.engine.evaluate(self._metrics, moved(batch, self.device))
+            self._add(found, self._weight(batch, samples) if samples else None)
+        return self._means()
+
+    def _indexed(self) -> Iterator[tuple[Any, int]]:
+        """This rank's batches and their samples; 0: the others wait for this one, so it runs, and is not added."""
+        assert self.most is not None
+        size, rank, micro = self.world.size, self.world.rank, self.sizes.micro
+        keys = [(0, i) for i in range(self.most)]
+        chunks: list[list[Key]] = [keys[i : i + micro] for i in range(0, self.most, micro)]
+        rounds = -(-len(chunks) // size)
+        mine = [chunks[i] if i < len(chunks) else chunks[0] for i in range(rank, rounds * size, size)]
         loader: DataLoader[Any] = DataLoader(
             Sown(self.source.dataset, self.seed),
             batch_sampler=mine,  # pyright: ignore[reportArgumentType] - keys, not ints
@@ -64,14 +78,18 @@ class Evaluation:
             num_workers=self.source.settings.workers,
             **self.source.taken,
         )
-        self.sums = {}
         for i, batch in enumerate(loader):
-            counts = rank + i * size < len(self.chunks)  # the others wait for this one: it runs, and is not added
-            self.mark("evaluate")  # each batch is a sign of life
-            sow(mix(self.seed, 4, rank + i * size))
-            found = self.engine.evaluate(self._metrics, moved(batch, self.device))
-            self._add(found, self._weight(batch, len(mine[i])) if counts else None)
-        return self._means()
+            yield batch, len(mine[i]) if rank + i * size < len(chunks) else 0
+
+    def _streamed(self) -> Iterator[tuple[Any, int]]:
+        """The same of a stream, which every rank reads as a whole."""
+        size, micro = self.world.size, self.sizes.micro
+        rounds = Sizes(total=micro * size, micro=micro, accumulate=1, ranks=size)
+        for portion in loaded(Whole(self.source, rounds, self.world.rank, self.seed, most=self.most), self.source):
+            if portion.fault:
+                raise TaskError(portion.fault.replace("data()", "validation()"))
+            ((batch, plan),) = portion.micros
+            yield batch, len(plan.keys) if plan.weight else 0
 
     def _metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         return self.task.metrics(model, batch)

@@ -14,7 +14,7 @@ from unipar.backend import Engine, Fn, Micro, Piece, Read, Step
 from unipar.beat import Heart
 from unipar.call import moved
 from unipar.config import Config, Sizes
-from unipar.data import Feed, Plan, source_of
+from unipar.data import Feed, Plan, training_source
 from unipar.errors import NonFinite, TaskError
 from unipar.evaluation import Evaluation
 from unipar.ledger import Ledger
@@ -22,6 +22,8 @@ from unipar.optim import factor
 from unipar.parts import Trained, flat, frozen, pieces_of, reported, restore_parts, together
 from unipar.seeds import mix, sow_torch
 from unipar.stopping import Boundary
+from unipar.stream import STATED
+from unipar.streaming import Stream
 from unipar.task import Task
 from unipar.track import Trackers
 from unipar.world import World
@@ -94,7 +96,7 @@ class Run:
         self._collate = task.collate if task.gives("collate") else None
         self._weighs = task.gives("weight")
         self._boundary = Boundary(world)
-        self._feed: Feed | None = None
+        self._feed: Feed | Stream | None = None
         self._steps = config.train.steps
         self._spare: Any = None
         self._next_seed = 0
@@ -112,11 +114,11 @@ class Run:
         """Optimizer steps of the whole run."""
         if self._steps is None:
             assert self.config.train.epochs is not None
-            self._steps = self.config.train.epochs * self.feed.order.per_epoch
+            self._steps = self.feed.steps(self.config.train.epochs)
         return self._steps
 
     @property
-    def feed(self) -> Feed:
+    def feed(self) -> Feed | Stream:
         """The run's own data, read from the task when first asked for."""
         if self._feed is None:
             self._feed = self._fed(self.task.data())
@@ -124,16 +126,20 @@ class Run:
 
     @property
     def position(self) -> Position:
-        return Position(self.done, *divmod(self.done, self.feed.order.per_epoch))
+        return Position(self.done, *self.feed.place(self.done))
 
     def seek(self, step: int) -> None:
         """Stand before the step after `step` ones: part of taking state in."""
         self.done = step
 
-    def _fed(self, given: Any) -> Feed:
-        source = source_of(given, self._collate, self.task.collate, self.config, self.sizes)
-        self._agree(len(source))
+    def _fed(self, given: Any) -> Feed | Stream:
+        source = training_source(given, self._collate, self.task.collate, self.config, self.sizes)
+        if source.length is not None:
+            self._agree(source.length)
         pin = self.device.type == "cuda"
+        if source.streams:
+            self._ledger.note("data", said=f"a stream: {STATED[source.settings.stream]}")
+            return Stream(source, self.sizes, self.world, self._seed, pin=pin)
         return Feed(source, self.sizes, self.rank, self._seed, pin=pin)
 
     def _agree(self, samples: int) -> None:
@@ -312,7 +318,7 @@ class Run:
         if done < self.steps:
             self._boundary(done)
 
-    def _shares(self, feed: Feed) -> Iterator[Share]:
+    def _shares(self, feed: Feed | Stream) -> Iterator[Share]:
         every = self.config.eval.every
         ready = feed.batches(self.done)
         while self.done < self.steps:
@@ -333,7 +339,7 @@ class Run:
                 self.evaluate()
         self._pass(self.done)
 
-    def _share(self, read: list[tuple[Any, Plan]], feed: Feed) -> Share:
+    def _share(self, read: list[tuple[Any, Plan]], feed: Feed | Stream) -> Share:
         samples = feed.samples(self.done)
         if not self._weighs:
             return Share([Micro(moved(batch, self.device), plan.weight) for batch, plan in read], samples)

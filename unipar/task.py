@@ -39,7 +39,7 @@ class Task(ABC):
 
     @abstractmethod
     def data(self) -> Any:
-        """A map-style dataset, or a DataLoader whose dataset, collate_fn and workers are taken."""
+        """A dataset, by index or as a stream, or a DataLoader whose dataset, collate_fn and workers are taken."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -56,7 +56,7 @@ class Task(ABC):
         return default_collate(samples)
 
     def validation(self) -> Any:
-        """The dataset that `evaluate` reads, or None."""
+        """The dataset or stream that `evaluate` reads, or None."""
         return None
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:

@@ -123,6 +123,7 @@ CASES = {
         Case("random transforms", tasks.Transformed),
         Case("data workers", tasks.Loaded, sizes=(2,)),
         Case("evaluation in the middle", tasks.Plain, more={"eval": {"every": 2, "batches": 2}}),
+        Case("a stream", tasks.Streamed, sizes=(2,)),
         Case("weights from a file", tasks.Plain, sizes=(2,),
              more={"model": {"weights": {"file": str(FILE), "only": ["embed.*", "head.*"]}}}),
         Case("convolution", tasks.Regression, train={"optimizer": {"name": "adamw", "lr": 3e-3}}),

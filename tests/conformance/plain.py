@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance.cases import FILE, Case, dtype_of
 from unipar.config import Cell, Config
@@ -43,9 +43,13 @@ def plain(case: Case, size: int) -> Result:
     base = [g["lr"] for g in optimizer.param_groups]
     data = task.data()
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
+    if streamed := isinstance(dataset, IterableDataset):
+        dataset = list(dataset)
     collate = task.collate
     seen = Sown(dataset, config.train.seed)
-    order = Order(len(dataset), config.batch.total or 0, config.train.seed, shuffle=True, ragged=config.data.ragged)
+    order = Order(
+        len(dataset), config.batch.total or 0, config.train.seed, shuffle=not streamed, ragged=config.data.ragged
+    )
     steps = config.train.steps or (config.train.epochs or 0) * order.per_epoch
     sizes = config.batch.settle(size)
     result = Result()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
 import unipar
@@ -323,6 +323,25 @@ class Loaded(Plain):
     @override
     def data(self) -> Any:
         return DataLoader(Noisy(), batch_size=16, shuffle=True, num_workers=1, collate_fn=super().collate)
+
+
+class Flow(IterableDataset[tuple[Tensor, int]]):
+    """Sentences one after another."""
+
+    def __init__(self, count: int) -> None:
+        self.inner = Sentences(count)
+
+    @override
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return (self.inner[i] for i in range(len(self.inner)))
+
+
+class Streamed(Plain):
+    """Two and a half batches an epoch, and nobody says so."""
+
+    @override
+    def data(self) -> Any:
+        return Flow(40)
 
 
 class Poisoned(Plain):

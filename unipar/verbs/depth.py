@@ -21,9 +21,14 @@ class Depth:
     """Those of them that require a gradient."""
 
     blocks: tuple[str, ...]
-    samples: int
-    per_epoch: int
-    """Batches of `batch.total` in an epoch."""
+    samples: int | None
+    """None for a stream that does not say."""
+
+    per_epoch: int | None
+    """Batches of `batch.total` in an epoch; None where nobody knows before it is over."""
+
+    streams: str
+    """How a stream is read; empty for a map-style dataset."""
 
     data: Mapping[str, Any]
     """Keys of `data` that the task's DataLoader says; they hold where the config does not."""
@@ -40,7 +45,8 @@ def loaded(config: Config) -> Task:
 def look_into(config: Config, sizes: Sizes) -> Depth:
     """Make the task's model, on meta where it can, and its data."""
     from unipar.blocks import blocks_of
-    from unipar.data import Order, source_of
+    from unipar.data import Order, source_of, training_source
+    from unipar.stream import STATED
 
     task = loaded(config)
     with _user_code("model()"):
@@ -48,18 +54,22 @@ def look_into(config: Config, sizes: Sizes) -> Depth:
     with _user_code("data()"):
         given = task.data()
         collate = task.collate if task.gives("collate") else None
-        source = source_of(given, collate, task.collate, config, sizes)
+        source = training_source(given, collate, task.collate, config, sizes)
         alone = config.model_copy(update={"data": Data()})
         theirs = source_of(given, collate, task.collate, alone, sizes).settings
         settings = source.settings
-        order = Order(len(source), sizes.total, config.train.seed, settings.shuffle, settings.ragged)
+        samples = source.length
+        per_epoch = None
+        if samples is not None and settings.stream == "whole":
+            per_epoch = Order(samples, sizes.total, config.train.seed, settings.shuffle, settings.ragged).per_epoch
     counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
     return Depth(
         parameters=sum(n for n, _ in counts),
         trained=sum(n for n, trained in counts if trained),
         blocks=blocks_of(task, module, config),
-        samples=len(source),
-        per_epoch=order.per_epoch,
+        samples=samples,
+        per_epoch=per_epoch,
+        streams=STATED[settings.stream] if source.streams else "",
         data={name: getattr(theirs, name) for name in sorted(theirs.model_fields_set)},
     )
 

@@ -163,7 +163,7 @@ def _resolved(source: Source, ranks: devices.Ranks, sizes: Sizes, depth: Depth |
     if config.out is None:
         made["out"] = Value("out", str(source.out), "derived: runs/ and the config's name")
     if depth is not None:
-        if config.train.steps is None:
+        if config.train.steps is None and depth.per_epoch is not None:
             epochs = config.train.epochs
             why = f"derived: epochs x batches an epoch = {epochs} x {depth.per_epoch}"
             made["train.steps"] = Value("train.steps", (epochs or 0) * depth.per_epoch, why)
@@ -174,7 +174,8 @@ def _resolved(source: Source, ranks: devices.Ranks, sizes: Sizes, depth: Depth |
                 said = getattr(config.data, key.removeprefix("data."))
                 made[key] = Value(key, said, f"{origins[key]}; the task's DataLoader says {_text(value)}")
             else:
-                made[key] = Value(key, value, "the task's DataLoader")
+                by = "the task's stream" if depth.streams and key == "data.shuffle" else "the task's DataLoader"
+                made[key] = Value(key, value, by)
     return made
 
 
@@ -201,9 +202,11 @@ def _follows(config: Config, sizes: Sizes, own: Cell, depth: Depth | None) -> It
     yield _rate(config, sizes)
     if depth is not None:
         yield Value("parameters", depth.parameters, f"the task's model(); {depth.trained:,} of them are trained")
-        yield Value(
-            "samples", depth.samples, f"the task's data(); {depth.per_epoch:,} batches of {sizes.total} an epoch"
-        )
+        if depth.streams:
+            yield Value("stream", config.data.stream, depth.streams)
+        if depth.per_epoch is not None:
+            each = f"the task's data(); {depth.per_epoch:,} batches of {sizes.total} an epoch"
+            yield Value("samples", depth.samples, each)
 
 
 def _rate(config: Config, sizes: Sizes) -> Value:
