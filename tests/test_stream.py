@@ -23,10 +23,12 @@ from unipar.errors import ConfigError, TaskError, UniparError
 from unipar.ledger import Ledger, ledger_of
 from unipar.loop import Position
 from unipar.place import Place
-from unipar.source import read
+from unipar.proof.looking import looked
+from unipar.source import given, read
 from unipar.stream import STATED, digest, shard
 from unipar.streaming import Stream
 from unipar.verbs.explain import explain
+from unipar.verbs.export import export
 from unipar.world import World, abandon
 
 Step = list[tuple[Any, Plan]]
@@ -326,3 +328,26 @@ def test_explained(tmp_path: Path) -> None:
     assert told["stream"] == ("whole", STATED["whole"])
     assert told["samples"] == (22, "the task's data(); 6 batches of 4 an epoch")
     assert told["train.steps"] == (12, "derived: epochs x batches an epoch = 2 x 6")
+
+
+def test_verify_and_export_refuse_a_stream(tmp_path: Path) -> None:
+    """One reads samples by index, the other writes a script that divides them."""
+    config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}})
+    with pytest.raises(TaskError) as e:
+        looked(Streamed(), config, _alone(0, 1))
+    assert str(e.value) == (
+        "verify reads a sample twice and in other cuts, by its index, and data() returns a stream: verify a task "
+        "whose data() returns list(islice(stream, n))"
+    )
+    file = tmp_path / "task.py"
+    file.write_text(
+        "import unipar\nfrom torch import nn\n\n\nclass Flow(unipar.Task):\n"
+        "    def model(self):\n        return nn.Linear(1, 1)\n\n"
+        "    def data(self):\n        return (x for x in range(9))\n\n"
+        "    def loss(self, model, batch):\n        return model(batch[:, None].float()).mean()\n",
+        "utf-8",
+    )
+    told = {"task": {"use": f"{file}:Flow"}, "batch": {"total": 4}, "train": {"steps": 1}, "device": "cpu"}
+    with pytest.raises(TaskError) as e:
+        export(given(told), "torchrun", tmp_path / "made")
+    assert str(e.value) == f"{file}:Flow: data() returns a stream, which a script divides by rules of its own"

@@ -133,6 +133,9 @@ def _outlined(source: Source) -> tuple[Outline, dict[str, str]]:
     file = _file_of(ref)
     files = carried(file, ref.task.name)
     depth = look_into(config, sizes)
+    if depth.streams:
+        raise TaskError(f"{ref.task.shown}: data() returns a stream, which a script divides by rules of its own")
+    assert depth.per_epoch is not None
     task = loaded(config)
     if task.gives("train"):
         raise TaskError(f"{ref.task.shown}: train() is a loop of its own over unipar's Run, which a script has not")
