@@ -69,7 +69,7 @@ class Line(unipar.Task):
 
     @override
     def data(self) -> Any:
-        return DataLoader(Points(), batch_size=4, shuffle=True)
+        return DataLoader(Points(), shuffle=True)
 
     @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from unipar.config import Config
+    from unipar.foreign import Reading
     from unipar.place import Launcher, Place
     from unipar.script import Outline, Script
     from unipar.world import World
@@ -95,6 +96,9 @@ class Backend(ABC):
     exports: ClassVar[str] = ""
     """What `unipar export --to` calls a script for it; empty: there is none."""
 
+    imports: ClassVar[str] = ""
+    """What `unipar import` calls its library's own config; empty: it is not read."""
+
     def refuse(self, config: Config) -> Iterator[str]:
         """Each reason, beyond `capabilities`, why `config` cannot run here."""
         yield from ()
@@ -122,6 +126,14 @@ class Backend(ABC):
     def script(self, outline: Outline) -> Script:
         """The same training without unipar: the files of a folder, and the command."""
         raise Unsupported(self.name, ["there is no script for it; `unipar export --help` names those that have one"])
+
+    def foreign_keys(self) -> frozenset[str]:
+        """Keys at the top of that config: they tell whose a file is."""
+        return frozenset()
+
+    def read_foreign(self, reading: Reading, data: Mapping[str, Any]) -> None:
+        """Carry that config key by key; what is wrong with it is noted, not raised."""
+        raise Unsupported(self.name, ["it has no config of its own that could be read"])
 
     @abstractmethod
     def join(self, config: Config, place: Place) -> World:

@@ -143,7 +143,7 @@ def check(config: Config) -> Backend:
     """The backend of `config`, or every reason why it cannot run. Starts nothing, imports no library."""
     backend = load(config.backend)
     check_options(config)
-    reasons = list(_refusals(backend, config))
+    reasons = list(refusals(backend, config))
     if reasons:
         raise Unsupported(str(Cell(backend.name, config.parallel.shard)), reasons)
     existing(cell_of(config))
@@ -165,7 +165,8 @@ def check_options(config: Config) -> None:
             raise ConfigError(options_complaint(e, backend)) from None
 
 
-def _refusals(backend: Backend, config: Config) -> Iterator[str]:
+def refusals(backend: Backend, config: Config) -> Iterator[str]:
+    """Each reason why a backend cannot run a config."""
     can = backend.capabilities
     shard, precision = config.parallel.shard, config.train.precision
     if shard not in can.shards and cell_of(config).variant is None:

@@ -67,7 +67,7 @@ def read(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | No
     draft = _Draft(data, {".".join(path): f"line {n}" for path, n in lines.items()}, label)
     draft.locate(file.resolve().parent)
     for text in sets:
-        draft.put(*_set(text), "--set")
+        draft.put(*set_of(text), "--set")
     for key, value in (overrides or {}).items():
         draft.put(key, value, "overrides")
     return draft.checked(file.stem, file.resolve().parent)
@@ -219,7 +219,7 @@ def _parsed(text: str, label: str) -> tuple[Any, dict[safe_yaml.Keys, int]]:
         raise ConfigError(f"{label}, line {e.line}: {e.sentence}") from None
 
 
-def _set(text: str) -> tuple[str, Any]:
+def set_of(text: str) -> tuple[str, Any]:
     """`key=value`, its value read as YAML."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):

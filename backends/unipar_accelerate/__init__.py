@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from typing_extensions import override
@@ -15,6 +15,7 @@ from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
+    from unipar.foreign import Reading
     from unipar.script import Outline, Script
     from unipar.world import World
 
@@ -34,6 +35,7 @@ class AccelerateOptions(Section):
 class Accelerate(Backend):
     name = "accelerate"
     exports = "accelerate"
+    imports = "an accelerate.yaml"
     requires = ("accelerate",)
     hint = "pip install 'unipar[accelerate]'"
     options: ClassVar[type[Section]] = AccelerateOptions
@@ -106,6 +108,18 @@ class Accelerate(Backend):
         from unipar_accelerate.script import script
 
         return script(outline)
+
+    @override
+    def foreign_keys(self) -> frozenset[str]:
+        from unipar_accelerate.foreign import KNOWN
+
+        return KNOWN
+
+    @override
+    def read_foreign(self, reading: Reading, data: Mapping[str, Any]) -> None:
+        from unipar_accelerate.foreign import read
+
+        read(reading, data)
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from typing_extensions import override
@@ -14,6 +14,7 @@ from unipar.place import Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
+    from unipar.foreign import Reading
     from unipar.script import Outline, Script
     from unipar.world import World
 
@@ -34,6 +35,7 @@ class DeepSpeedOptions(Section):
 class DeepSpeed(Backend):
     name = "deepspeed"
     exports = "deepspeed"
+    imports = "a ds_config.json"
     requires = ("deepspeed",)
     hint = "pip install 'unipar[deepspeed]'"
     options: ClassVar[type[Section]] = DeepSpeedOptions
@@ -97,6 +99,18 @@ class DeepSpeed(Backend):
         from unipar_deepspeed.script import script
 
         return script(outline)
+
+    @override
+    def foreign_keys(self) -> frozenset[str]:
+        from unipar_deepspeed.foreign import KNOWN
+
+        return KNOWN
+
+    @override
+    def read_foreign(self, reading: Reading, data: Mapping[str, Any]) -> None:
+        from unipar_deepspeed.foreign import read
+
+        read(reading, data)
 
     @override
     def join(self, config: Config, place: Place) -> World:
