@@ -219,7 +219,7 @@ def test_a_key_left_out_as_asked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
         ds(tmp_path, LEAST, STEPS, leave=["autotuning"])
     assert sentence(e, tmp_path) == "ds_config.json: --leave autotuning: the file has no such key"
-    with pytest.raises(ConfigError, match="optimizer.type: Lamb is not among"):  # left out, it would be another one
+    with pytest.raises(ConfigError, match=r"optimizer\.type: Lamb is not among"):  # left out, it would be another one
         ds(tmp_path, {**LEAST, "optimizer": {"type": "Lamb"}}, STEPS, leave=["optimizer.type"])
 
 

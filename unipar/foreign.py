@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from unipar.complaint import near, shown
 from unipar.errors import ConfigError
@@ -96,19 +96,16 @@ class Keys:
 
     def take(self, key: str, kind: type[_T], default: _T) -> _T:
         """The value, removed; one of another kind is wrong, and the default goes on."""
-        value = self.data.pop(key, None)
+        value: Any = self.data.pop(key, None)
         if value is None:
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return cast(_T, float(value))
-        if kind in (int, float) and isinstance(value, str) and (number := _number(value, kind)) is not None:
-            return cast(_T, number)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-            wanted = words.get(kind, "a list" if kind is list else "a mapping")
-            self.reading.wrong.append(f"{self.reading.place(self.name(key))}: {shown(value)} is not {wanted}")
-            return default
-        return value
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            return value
+        number = _number(value, kind)
+        if number is not None:
+            return number
+        self.reading.wrong.append(f"{self.reading.place(self.name(key))}: {shown(value)} is not {_WANTED[kind]}")
+        return default
 
     def open(self, key: str, ours: str, example: str) -> bool:
         """Whether the value is `auto`, which is then asked for, and taken as not there."""
@@ -153,11 +150,24 @@ class Keys:
                 self.reading.wrong.append(f"{self.reading.place(name)}: there is no such key{near(key, words)}")
 
 
-def _number(text: str, kind: type) -> Any:
+def _number(value: object, kind: type) -> Any:
+    """A whole number where one with a point is wanted, or a number in quotes."""
+    if kind not in (int, float) or isinstance(value, bool) or not isinstance(value, int | str):
+        return None
     try:
-        return kind(text)
+        return kind(value)
     except ValueError:
         return None
+
+
+_WANTED: Mapping[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
 
 
 def failed(reading: Reading) -> ConfigError:

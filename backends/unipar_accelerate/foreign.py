@@ -171,13 +171,13 @@ def _ours(reading: Reading, theirs: str, key: str, value: str) -> None:
         reading.put(key, value, theirs)
 
 
-def _cell(reading: Reading, shard: str, over: str, variant: str | None = None) -> None:
+def _cell(reading: Reading, shard: str, over: str, variant: str = "") -> None:
     """Accelerate's own where it has that cell, else the library that it passes all on to."""
     from unipar_accelerate import backend
 
     can = backend.capabilities
     reading.put("parallel.shard", shard)
-    if variant is None and shard in can.shards:
+    if not variant and shard in can.shards:
         reading.put("backend", "accelerate")
     elif variant in can.variants and shard in can.variants[variant].shards:
         reading.put("backend", "accelerate")
