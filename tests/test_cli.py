@@ -26,7 +26,9 @@ class Net:
     def data(self): ...
     def loss(self, model, batch): ...
 """
-COMMANDS = ("run", "compare", "check", "explain", "export", "import", "schema", "backends", "doctor", "install")
+COMMANDS = (
+    *("run", "compare", "verify", "check", "explain", "export", "import", "schema", "backends", "doctor", "install"),
+)
 
 
 @pytest.fixture(autouse=True)
