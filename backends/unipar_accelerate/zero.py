@@ -31,7 +31,7 @@ def through(part: Part, config: Config, world: World) -> Engine:
     def start(model: nn.Module, optimizer: Optimizer, told: dict[str, Any]) -> Any:
         forget()
         with alone():
-            plugin = Plugin(hf_ds_config=told | {"zero_force_ds_cpu_optimizer": False})  # ours is the right one already
+            plugin = Plugin(hf_ds_config=told)
             accelerator = _made(plugin, config, world)
             world.agreed("Accelerate", rank=accelerator.process_index, size=accelerator.num_processes)
             return accelerator.prepare(model, optimizer)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from typing_extensions import override
 
@@ -12,6 +12,7 @@ from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.place import Launcher, Place
 from unipar.precision import stated
+from unipar_deepspeed.options import DeepSpeedOptions, refusals, zero_settings
 
 if TYPE_CHECKING:
     from unipar.foreign import Reading
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
 _NO_FP16 = "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed or bf16-master"
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
 _SPLIT: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
-
-
-class DeepSpeedOptions(Section):
-    """options.deepspeed"""
-
-    buckets: Literal["scaled", "library"] = "scaled"
-    """scaled: a sixteenth of the model's parameters, from 65,536 to 5e8; library: DeepSpeed's own 5e8 elements,
-    which outweigh a small model many times."""
 
 
 @final
@@ -63,8 +56,7 @@ class DeepSpeed(Backend):
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
-        if config.parallel.shard == "nothing" and options_of(config).buckets == "library":
-            yield "options.deepspeed.buckets: library has no effect, as nothing is split; leave it out"
+        yield from refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -80,13 +72,13 @@ class DeepSpeed(Backend):
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         clip = config.train.clipping
-        stage = SHARDS.index(config.parallel.shard)
         told: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,  # inert, as is the next: the boundary is set by hand
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0 if clip is None or clip.norm == "fp64" or clips_outside(config) else clip.max,
-            "zero_optimization": {"stage": stage, **_buckets(stage, options_of(config), parameters)},
+            "zero_optimization": zero_settings(config, parameters),
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # ours is the right one already
             "steps_per_print": None,
             "wall_clock_breakdown": False,
         }
@@ -127,35 +119,9 @@ class DeepSpeed(Backend):
         return Zero(part, config, world, backend)
 
 
-def options_of(config: Config) -> DeepSpeedOptions:
-    return DeepSpeedOptions.model_validate(config.options.get("deepspeed", {}))
-
-
 def clips_outside(config: Config) -> bool:
     """ZeRO-0 leaves whole gradients in the open, so they are clipped as everywhere else."""
     return config.parallel.shard == "nothing" and config.train.precision != "bf16-master"
-
-
-def _buckets(stage: int, options: DeepSpeedOptions, parameters: int | None) -> dict[str, Any]:
-    three: dict[str, Any] = {"memory_efficient_linear": False} if stage == 3 else {}  # it patches the whole process
-    if stage == 0 or options.buckets == "library":
-        return three
-
-    def sixteenth(times: int) -> int | str:
-        if parameters is None:
-            return "parameters // 16, from 65,536 to 5e8" + (f", times {times}" if times > 1 else "")
-        return times * min(max(parameters // 16, 65_536), 500_000_000)
-
-    both = {"reduce_bucket_size": sixteenth(1), "allgather_bucket_size": sixteenth(1)}
-    if stage < 3:
-        return both
-    return three | {
-        "reduce_bucket_size": sixteenth(1),
-        "stage3_prefetch_bucket_size": sixteenth(1),
-        "stage3_max_live_parameters": sixteenth(2),
-        "stage3_max_reuse_distance": 0,
-        "stage3_param_persistence_threshold": 4_096,
-    }
 
 
 backend = DeepSpeed()

@@ -25,6 +25,7 @@ from unipar.optim import Rates, rates_of
 from unipar.place import Place
 from unipar.precision import autocast_as, batch_as
 from unipar.world import World, meet
+from unipar_deepspeed.offload import offloaded
 from unipar_deepspeed.state import Holder, keep_masters
 
 Start = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
@@ -54,7 +55,7 @@ class Zero(Engine):
             arrive(part.module, world.device)
         if config.train.precision == "bf16-master":
             lower(part.module, torch.bfloat16)
-        optimizer = part.optimizer(part.module)
+        optimizer = offloaded(part.optimizer(part.module), config)
         self.rates = Rates(optimizer)
         self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
         self.call = Call(part.module, world.device, autocast=autocast_as(config.train.precision))

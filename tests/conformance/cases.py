@@ -69,7 +69,7 @@ class Case:
         train: dict[str, Any] = {"optimizer": optimizer, "clip": 0.3, "precision": self.precision} | dict(self.train)
         if "epochs" not in train:
             train["steps"] = STEPS
-        options = {k: dict(v) for k, v in self.options.items() if k == cell.backend}
+        options = {k: dict(v) for k, v in self.options.items()}
         made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
         made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})

@@ -40,7 +40,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     heart = Heart(beat_of(folder, place.rank))
     for name in names:
         began = time.perf_counter()
-        result = _attempt(CASES[name], cell, world, folder, heart)
+        result = attempt(CASES[name], cell, world, folder, heart)
         result["seconds"] = time.perf_counter() - began
         torch.save(result, folder / f"{names.index(name)}-{place.rank}.pt")
         world.barrier()
@@ -65,7 +65,7 @@ def _is_open(fd: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{fd}")
 
 
-def _attempt(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+def attempt(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
     try:
         return _play(case, cell, world, folder, heart)
     except UniparError as e:
