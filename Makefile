@@ -16,7 +16,7 @@ PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exi
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint bench conformance chaos matrix setup horovod clean
+.PHONY: help demo test lint bench conformance chaos matrix compiled setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -44,6 +44,9 @@ chaos: setup $(DONE)/tests ## kill random ranks and parents, many times
 matrix: setup $(DONE)/tests ## every launcher with every backend, really started: one table
 	$(IN_VENV) $(BIN)/python -m tests.matrix $(ARGS)
 	@$(PYTEST) -m slow tests/test_slurm.py
+
+compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU Adam and its disk: some minutes
+	@$(PYTEST) -m slow tests/test_deepspeed.py
 
 setup: $(DONE)/horovod ## .venv with all that demo needs
 

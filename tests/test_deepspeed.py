@@ -2,93 +2,206 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.conformance.cases import FP32
-from tests.conformance.inside import put_together
-from tests.conformance.plain import plain
-from tests.settings_inside import case_of
-from tests.world import ROOT
-from unipar.crew import Crew
+from tests.conformance import tasks
+from tests.settings import Rows, agrees, play
+from tests.test_loop import running
+from unipar import devices, registry
+from unipar.config import Config
+from unipar.errors import Unsupported
 
-Options = Mapping[str, Any]
-Rows = list[dict[str, Any]]
+pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, of its own calls
 
 SMALL = {"reduce": 500, "gather": 300}
 TIGHT = {"reduce": 500, "prefetch": 100, "persistence": 0, "live": 700, "reuse": 50}
+SPREAD = {"contiguous": False}
+OFFLOADED = {"offload_optimizer": "cpu", "cpu_adam": "torch"}
+ADAM = {"offload_optimizer": "cpu"}
 
-ROWS: Rows = [
-    {"name": name, "cell": cell, "options": {"deepspeed": options}, **more}
-    for name, cell, options, more in (
-        ("zero-1, small buckets", "deepspeed/optimizer", SMALL, {}),
-        ("zero-2, small buckets", "deepspeed/gradients", SMALL, {}),
-        ("zero-3, everything small", "deepspeed/parameters", TIGHT, {}),
-        ("zero-2, gradients where they are", "deepspeed/gradients", {"contiguous": False}, {}),
-        ("zero-3, gradients where they are", "deepspeed/parameters", {"contiguous": False}, {}),
-        ("zero-1, offloaded", "deepspeed/optimizer", {"offload_optimizer": "cpu", "cpu_adam": "torch"}, {}),
-        ("zero-2, offloaded", "deepspeed/gradients", {"offload_optimizer": "cpu", "cpu_adam": "torch"}, {"hop": 3}),
-        ("zero-3, offloaded", "deepspeed/parameters", {"offload_optimizer": "cpu", "cpu_adam": "torch"}, {"hop": 3}),
-        (
-            "zero-1, offloaded, four",
-            "deepspeed/optimizer",
-            {"offload_optimizer": "cpu", "cpu_adam": "torch"},
-            {"accumulate": 4},
-        ),
-        (
-            "zero-2, offloaded, four",
-            "deepspeed/gradients",
-            {"offload_optimizer": "cpu", "cpu_adam": "torch"},
-            {"accumulate": 4, "train": {"clip": None}},
-        ),
-        (
-            "zero-3, offloaded, four",
-            "deepspeed/parameters",
-            {"offload_optimizer": "cpu", "cpu_adam": "torch"},
-            {"accumulate": 4},
-        ),
-    )
-]
+
+def _rows(*given: tuple[str, dict[str, Any], dict[str, Any]]) -> Rows:
+    rows: Rows = []
+    for cell, options, more in given:
+        through = {"accelerate": {"through": "deepspeed"}} if cell.startswith("accelerate") else {}
+        name = f"{cell} {', '.join(f'{k}={v}' for k, v in (options | more).items())}"
+        rows.append({"name": name, "cell": cell, "options": {"deepspeed": options, **through}, **more})
+    return rows
+
+
+ROWS = _rows(
+    ("deepspeed/optimizer", SMALL, {}),
+    ("deepspeed/gradients", SMALL, {}),
+    ("deepspeed/parameters", TIGHT, {}),
+    ("deepspeed/gradients", SPREAD, {}),
+    ("deepspeed/parameters", SPREAD, {}),
+    ("deepspeed/optimizer", OFFLOADED, {"accumulate": 4}),
+    ("deepspeed/gradients", OFFLOADED, {"hop": 3}),
+    ("deepspeed/parameters", OFFLOADED, {"hop": 3}),
+)
+COMPILED = _rows(
+    ("deepspeed/optimizer", ADAM, {}),
+    ("deepspeed/gradients", ADAM, {"hop": 3}),
+    ("deepspeed/parameters", ADAM, {"hop": 3}),
+)
+Played = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return play(ROWS, tmp_path_factory.mktemp("settings"))
 
 
-def play(rows: Rows, run: Path) -> dict[str, list[dict[str, Any]]]:
-    """All rows in one world of two; what each rank kept."""
-    (run / "rows.json").write_text(json.dumps(rows), "utf-8")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with Crew(run, 2, "tests.settings_inside:run", environment={"PYTHONPATH": path}, heartbeat=100.0) as crew:
-        crew.wait()
-    return {
-        row["name"]: [torch.load(run / f"{i}-{rank}.pt", weights_only=True) for rank in (0, 1)]
-        for i, row in enumerate(rows)
-    }
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    return play(COMPILED, tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
-def test_agrees(row: dict[str, Any], played: dict[str, list[dict[str, Any]]]) -> None:
+def test_agrees(row: dict[str, Any], played: Played) -> None:
     """Losses, norms and parameters are those of one process."""
     agrees(row, played[row["name"]])
 
 
-def agrees(row: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    assert [rank["message"] for rank in ranks if "error" in rank] == []
-    one = plain(case_of(row), 2)
-    losses = [sum(shares) for shares in zip(*(rank["loss"] for rank in ranks), strict=True)]
-    assert losses == pytest.approx(one.losses, abs=FP32.loss, rel=0)
-    for rank in ranks:
-        assert rank["norm"] == pytest.approx(one.norms, rel=FP32.norm)
-    whole = put_together([p for rank in ranks for p in rank["pieces"]])
-    weights = {name: t for (name, kind), t in whole.items() if kind == "weight"}
-    assert set(weights) == set(one.params)
-    assert FP32.params is not None
-    assert max(float((t - one.params[n]).abs().max()) for n, t in weights.items()) <= FP32.params
+@pytest.mark.slow
+@pytest.mark.parametrize("row", COMPILED, ids=lambda row: row["name"])
+def test_its_cpu_adam_agrees(row: dict[str, Any], compiled: Played) -> None:
+    """The optimizer that DeepSpeed compiles gives the numbers of PyTorch's."""
+    agrees(row, compiled[row["name"]])
+
+
+def test_no_rank_holds_the_model_whole(played: Played) -> None:
+    """ZeRO-3 is split at birth: on a rank that did not make the model one parameter at a time is whole."""
+    row = ROWS[2]
+    assert row["cell"] == "deepspeed/parameters"
+    made, received = played[row["name"]]
+    sizes = [p.numel() for p in tasks.Grouped().model().parameters()]
+    assert len(received["most"]) == len(sizes)
+    assert max(received["most"]) <= max(sizes)
+    assert made["most"][0] == sum(sizes)
+
+
+@pytest.mark.parametrize(("shard", "offloads"), [("gradients", "cpu_offload"), ("parameters", "offload_optimizer")])
+def test_it_is_offloaded(shard: str, offloads: str, tmp_path: Path) -> None:
+    """The library's own word for it is up."""
+    for options, wanted in (({}, False), (OFFLOADED, True)):
+        (tmp_path / str(wanted)).mkdir()
+        with running(tasks.Plain(), tmp_path / str(wanted), backend="deepspeed", parallel={"shard": shard},
+                     options={"deepspeed": options}) as run:  # fmt: skip
+            engine: Any = run.engine
+            assert bool(getattr(engine.zero, offloads)) is wanted
+
+
+def test_a_lock_that_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One left by a process that was killed would be waited for without end; a fresh one is somebody's."""
+    from unipar_deepspeed.offload import STALE, keep_compiled
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name, age in (("old", STALE + 5), ("new", STALE - 60)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        os.utime(tmp_path / name / "lock", (time.time() - age,) * 2)
+    keep_compiled()
+    assert not (tmp_path / "old/lock").exists()
+    assert (tmp_path / "new/lock").exists()
+
+
+def test_where_compiled_ops_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One folder under the user's cache for each torch."""
+    from unipar_deepspeed.offload import keep_compiled
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "gone after the test")
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled()
+    import torch
+
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "unipar/torch_extensions" / torch.__version__)
+
+
+ZERO1, ZERO2, ZERO3 = ({"parallel": {"shard": s}} for s in ("optimizer", "gradients", "parameters"))
+DISK = {"offload_optimizer": "disk", "offload_to": "/tmp"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sections", "reason"),
+    [
+        ({"prefetch": 100}, {}, "prefetch: 100 has no effect, as nothing is split; leave it out"),
+        ({"contiguous": False}, {}, "contiguous: false has no effect, as nothing is split; leave it out"),
+        ({"prefetch": "library"}, ZERO2,
+         "prefetch: library has no effect with parallel.shard: gradients; leave it out"),
+        ({"gather": 100}, ZERO3, "gather: 100 has no effect with parallel.shard: parameters; leave it out"),
+        ({"reduce": 0}, ZERO1, "reduce: 0 elements would never be enough; give a number above 0"),
+        ({"overlap": True}, ZERO2, "overlap has no effect on the CPU, which has no streams; leave it out"),
+        (ADAM | {"offload_parameters": "disk", "offload_to": "/tmp"}, ZERO2,
+         "offload_parameters: disk needs parallel.shard: parameters, as gradients leaves them whole on every rank"),
+        (ADAM | {"offload_parameters": "cpu"}, ZERO3,
+         "offload_parameters: cpu has no effect on the CPU, where they are; leave it out"),
+        (DISK, ZERO2,
+         "offload_optimizer: disk needs parallel.shard: parameters (DeepSpeed takes it for cpu with gradients); "
+         "say cpu"),
+        ({"offload_to": "/tmp"}, ZERO3, "offload_to has no effect, as nothing goes to disk; leave it out"),
+        ({"cpu_adam": "torch"}, ZERO3,
+         "cpu_adam: torch has no effect, as the optimizer is not offloaded; leave it out"),
+        (OFFLOADED | SPREAD, ZERO2,
+         "contiguous: false has no effect, as DeepSpeed always copies gradients that are offloaded; leave it out"),
+    ],
+)  # fmt: skip
+def test_refusals(
+    options: dict[str, Any], sections: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What DeepSpeed would take and not do."""
+    monkeypatch.setattr("unipar_deepspeed.options._has_libaio", lambda: True)
+    assert _refused(options, sections) == f"options.deepspeed.{reason}"
+
+
+def _refused(options: dict[str, Any], sections: dict[str, Any]) -> str:
+    made: dict[str, Any] = {"backend": "deepspeed", "device": "cpu", "batch": {"total": 8}, "train": {"steps": 1}}
+    with pytest.raises(Unsupported) as e:
+        registry.check(Config.model_validate(made | {"options": {"deepspeed": options}} | sections))
+    (reason,) = e.value.reasons
+    return reason
+
+
+def test_refusals_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder, and the library that writes to it."""
+    monkeypatch.setattr("unipar_deepspeed.options._has_libaio", lambda: True)
+    assert _refused({"offload_optimizer": "disk"}, ZERO3) == (
+        "options.deepspeed: disk needs a folder, offload_to: /path/on/that/disk"
+    )
+    sgd = {"train": {"steps": 1, "optimizer": {"name": "sgd"}}}
+    assert _refused(DISK, ZERO3 | sgd) == (
+        "options.deepspeed.offload_optimizer: disk is for adam and adamw, whose moments it swaps; say cpu"
+    )
+    exact = {"train": {"steps": 1, "clip": {"max": 1.0, "norm": "fp64"}}}
+    assert _refused(OFFLOADED, ZERO3 | exact) == (
+        "train.clip: the fp64 norm cannot be had of gradients that are offloaded; leave norm out"
+    )
+    monkeypatch.setattr("unipar_deepspeed.options._has_libaio", lambda: False)
+    assert _refused(DISK, ZERO3) == (
+        "options.deepspeed: disk needs libaio, which is not here: apt install libaio-dev, or say cpu"
+    )
+
+
+def test_what_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own names; a size that is left to the library is not said."""
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 1)
+    options = {**ADAM, "offload_parameters": "cpu", "prefetch": 7, "live": "library", "overlap": True}
+    made: dict[str, Any] = {"backend": "deepspeed", "batch": {"total": 8}, "train": {"steps": 1}, **ZERO3}
+    config = Config.model_validate(made | {"options": {"deepspeed": options}})
+    assert registry.find("deepspeed").native_config(config, 16 * 70_000)["zero_optimization"] == {
+        "stage": 3,
+        "memory_efficient_linear": False,
+        "reduce_bucket_size": 70_000,
+        "stage3_prefetch_bucket_size": 7,
+        "stage3_param_persistence_threshold": 4_096,
+        "stage3_max_reuse_distance": 0,
+        "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+    }

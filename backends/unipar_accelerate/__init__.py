@@ -13,6 +13,7 @@ from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
 from unipar.config import Config, Section
 from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
+from unipar_accelerate.launched import contradictions
 
 if TYPE_CHECKING:
     from unipar.foreign import Reading
@@ -76,6 +77,7 @@ class Accelerate(Backend):
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
+        yield from contradictions(config, split_by(config), mixed(config), self.capabilities.launchers)
         if not over_zero(config):
             return
         if config.parallel.shard == "nothing":
@@ -152,6 +154,13 @@ def options_of(config: Config) -> AccelerateOptions:
 
 def over_zero(config: Config) -> bool:
     return options_of(config).through == "deepspeed"
+
+
+def split_by(config: Config) -> str:
+    """The library that Accelerate splits with; empty: nothing is split."""
+    if config.parallel.shard == "nothing":
+        return ""
+    return "DeepSpeed" if over_zero(config) else "FSDP2"
 
 
 def mixed(config: Config) -> str:

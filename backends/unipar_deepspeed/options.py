@@ -157,11 +157,6 @@ def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> 
             "options.deepspeed.offload_optimizer: disk needs parallel.shard: parameters (DeepSpeed takes it for cpu "
             f"with {config.parallel.shard}); say cpu"
         )
-    if parameters != "none" and optimizer == "none":
-        yield (
-            f"options.deepspeed.offload_parameters: {parameters} goes with offload_optimizer: cpu or disk "
-            "(DeepSpeed offloads parameters only together with their optimizer)"
-        )
     if disk and options.offload_to is None:
         yield "options.deepspeed: disk needs a folder, offload_to: /path/on/that/disk"
     if disk and not _has_libaio():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
@@ -25,6 +26,19 @@ class HorovodOptions(Section):
 
     compression: Literal["none", "fp16"] = "none"
     """fp16: gradients travel in half precision, and lose what that loses."""
+
+    op: Literal["average", "adasum"] = "average"
+    """How gradients become one (`op`). adasum needs a Horovod with MPI, and would not give one process's numbers."""
+
+    cycle_ms: PositiveFloat = 1.0
+    """Milliseconds between two looks at what is ready to be sent (`HOROVOD_CYCLE_TIME`)."""
+
+    process_sets: Annotated[
+        tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)], ...],
+        Field(strict=False),
+    ] = ()
+    """Sets of ranks that Horovod shall know besides all, [[0, 1], [2, 3]], for calls of your own in the loss; gradients
+    are reduced over all ranks."""
 
 
 @final
@@ -57,6 +71,17 @@ class Horovod(Backend):
     )
 
     @override
+    def refuse(self, config: Config) -> Iterator[str]:
+        options = options_of(config)
+        if options.op == "adasum":
+            yield (
+                "options.horovod.op: adasum needs a Horovod built with MPI; `unipar install horovod` builds it with "
+                'gloo, which answers "No Adasum operation enabled"; use average'
+            )
+        if isinstance(config.parallel.data, int):
+            yield from set_refusals(options, config.parallel.data)
+
+    @override
     def dtypes(self, config: Config) -> Dtypes:
         half = options_of(config).compression == "fp16"
         return stated(config.train.precision, reduction="fp16" if half else None)
@@ -66,6 +91,8 @@ class Horovod(Backend):
         options = options_of(config)
         return {
             "HOROVOD_FUSION_THRESHOLD": options.fusion_mb * 2**20,
+            "HOROVOD_CYCLE_TIME": options.cycle_ms,
+            "process_sets": [list(ranks) for ranks in options.process_sets],
             "DistributedOptimizer": {"op": "Sum", "compression": options.compression},
         }
 
@@ -103,6 +130,22 @@ class Horovod(Backend):
 
 def options_of(config: Config) -> HorovodOptions:
     return HorovodOptions.model_validate(config.options.get("horovod", {}))
+
+
+def set_refusals(options: HorovodOptions, size: int) -> Iterator[str]:
+    """What is wrong with sets of ranks in a world of `size`."""
+    known: set[tuple[int, ...]] = set()
+    for ranks in options.process_sets:
+        shown = list(ranks)
+        if len(set(ranks)) < len(ranks):
+            yield f"options.horovod.process_sets: {shown} names a rank twice"
+        elif max(ranks) >= size:
+            yield f"options.horovod.process_sets: {shown} names rank {max(ranks)}; this world has 0 to {size - 1}"
+        elif len(ranks) == size:
+            yield f"options.horovod.process_sets: {shown} are all ranks, which Horovod knows already; leave it out"
+        elif tuple(sorted(ranks)) in known:
+            yield f"options.horovod.process_sets: {shown} is there twice; leave one out"
+        known.add(tuple(sorted(ranks)))
 
 
 backend = Horovod()

@@ -11,10 +11,11 @@ from typing_extensions import override
 from unipar.backend import Part
 from unipar.birth import arrive
 from unipar.config import Config
+from unipar.errors import Unsupported
 from unipar.open import Open
 from unipar.place import Place
 from unipar.world import World, meet
-from unipar_horovod import options_of
+from unipar_horovod import options_of, set_refusals
 from unipar_horovod.rendezvous import serving, variables
 
 
@@ -59,11 +60,14 @@ class Ring(Open):
 def join(config: Config, place: Place) -> World:
     """Our own process group first; then Horovod, over a rendezvous that rank 0 opens on loopback."""
     world = meet(config, place)
-    world.tell(HOROVOD_FUSION_THRESHOLD=options_of(config).fusion_mb * 2**20)
+    options = options_of(config)
+    if wrong := list(set_refusals(options, place.size)):  # a world whose size the config left open
+        raise Unsupported("horovod/nothing", wrong)
+    world.tell(HOROVOD_FUSION_THRESHOLD=options.fusion_mb * 2**20, HOROVOD_CYCLE_TIME=options.cycle_ms)
     held = ExitStack()
     if place.launcher != "horovodrun":
         _rendezvous(world, held)
-    hvd.init()
+    hvd.init(process_sets=[hvd.ProcessSet(sorted(ranks)) for ranks in options.process_sets])
     world.agreed("Horovod", rank=hvd.rank(), size=hvd.size())
 
     def leave() -> None:

@@ -1,0 +1,58 @@
+"""Horovod's options: fp16 gradients, process sets and the cycle train; the rest is refused in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conformance.cases import Tolerance
+from tests.settings import Rows, agrees, play
+from unipar import registry
+from unipar.config import Config
+from unipar.errors import Unsupported
+
+SETS = {"process_sets": [[0, 1], [2, 3]], "cycle_ms": 0.5}
+ROWS: Rows = [
+    {"name": "sets", "cell": "horovod/nothing", "task": "in sets", "options": {"horovod": SETS}},
+    {"name": "half", "cell": "horovod/nothing", "options": {"horovod": {"compression": "fp16"}}},
+]
+HALF = Tolerance(loss=2e-3, norm=2e-2, params=None)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return play(ROWS, tmp_path_factory.mktemp("horovod"), 4)
+
+
+def test_process_sets_are_there_for_the_loss(played: dict[str, list[dict[str, Any]]]) -> None:
+    """Each half of four ranks adds its own numbers; gradients are those of all four."""
+    agrees(ROWS[0], played["sets"])
+
+
+def test_half_gradients(played: dict[str, list[dict[str, Any]]]) -> None:
+    """fp16 on the way: near, and no longer as near as whole ones."""
+    agrees(ROWS[1], played["half"], HALF)
+    with pytest.raises(AssertionError):
+        agrees(ROWS[1], played["half"])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"op": "adasum"},
+         "op: adasum needs a Horovod built with MPI; `unipar install horovod` builds it with gloo, which answers "
+         '"No Adasum operation enabled"; use average'),
+        ({"process_sets": [[0, 4]]}, "process_sets: [0, 4] names rank 4; this world has 0 to 3"),
+        ({"process_sets": [[1, 1]]}, "process_sets: [1, 1] names a rank twice"),
+        ({"process_sets": [[3, 2, 1, 0]]},
+         "process_sets: [3, 2, 1, 0] are all ranks, which Horovod knows already; leave it out"),
+        ({"process_sets": [[0, 1], [1, 0]]}, "process_sets: [1, 0] is there twice; leave one out"),
+    ],
+)  # fmt: skip
+def test_refusals(options: dict[str, Any], reason: str) -> None:
+    """What Horovod would answer in the middle of a run, or not at all."""
+    made = {"backend": "horovod", "parallel": {"data": 4}, "batch": {"total": 8}, "train": {"steps": 1}}
+    with pytest.raises(Unsupported) as e:
+        registry.check(Config.model_validate(made | {"options": {"horovod": options}}))
+    assert str(e.value) == f"horovod/nothing: options.horovod.{reason}"
