@@ -30,13 +30,12 @@ class InSets(tasks.Grouped):
 
     @override
     def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
-        import horovod.torch as hvd
-
+        hvd: Any = import_module("horovod.torch")
         if not hvd.is_initialized():  # the one process that the others are held against
             return super().loss(model, batch)
         rank = hvd.rank()
         mine = [rank // 2 * 2, rank // 2 * 2 + 1]
-        known: Any = hvd.mpi_ops._basics
+        known = hvd.mpi_ops._basics
         half = hvd.ProcessSet(mine)
         half.process_set_id = next(i for i, ranks in known._get_process_set_ids_and_ranks().items() if ranks == mine)
         said = hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum, name=f"half-{mine[0]}", process_set=half)

@@ -105,7 +105,8 @@ def test_a_lock_that_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name, age in (("old", STALE + 5), ("new", STALE - 60)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").touch()
-        os.utime(tmp_path / name / "lock", (time.time() - age,) * 2)
+        then = time.time() - age
+        os.utime(tmp_path / name / "lock", (then, then))
     keep_compiled()
     assert not (tmp_path / "old/lock").exists()
     assert (tmp_path / "new/lock").exists()
