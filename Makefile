@@ -69,7 +69,7 @@ $(DONE)/torch: constraints.txt .ci/needs
 $(DONE)/packages: pyproject.toml $(DONE)/torch
 	@echo "set-up: unipar and what it uses"
 	@$(PIP) --group build
-	@$(PIP) --no-build-isolation -e '.[all]'
+	@$(PIP) --no-build-isolation -e '.[deepspeed,accelerate,horovod,tensorboard,weights,examples,report]'
 	@touch $@
 
 $(DONE)/horovod: $(DONE)/packages
@@ -78,8 +78,8 @@ $(DONE)/horovod: $(DONE)/packages
 	@touch $@
 
 $(DONE)/tests: $(DONE)/packages
-	@echo "set-up: tools for tests and lint"
-	@$(PIP) --group test --group lint
+	@echo "set-up: tools for tests and lint, and the other trackers"
+	@$(PIP) --group test --group lint --no-build-isolation -e '.[wandb,mlflow]'
 	@touch $@
 
 $(DONE)/bench: $(DONE)/packages

@@ -152,7 +152,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         ({"data": {"ragged": "wiegh"}}, "data.ragged: wanted weigh, drop or error, got 'wiegh'; did you mean 'weigh'?"),
         ({"device": "gpu"}, "device: wanted auto, cpu, cuda, or cuda:N, which several ranks may share, got 'gpu'"),
-        ({"log": {"to": ["wandb"]}}, "log.to.0: wanted tensorboard, got 'wandb'"),
+        ({"log": {"to": [1]}}, "log.to.0: wanted text, got 1"),
         (
             {"train/optimizer": {"name": "adamm"}},
             "train.optimizer.name: wanted sgd, adam or adamw, got 'adamm'; did you mean 'adam'?",

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 import unipar
 from unipar.config import Config
-from unipar.errors import BackendNotInstalled, NonFinite, Stopped, TaskError, UniparError
+from unipar.errors import NonFinite, Stopped, TaskError, UniparError
 from unipar.ledger import Ledger, ledger_of
 from unipar.loop import Position, Run
 from unipar.opening import opened
@@ -145,24 +145,6 @@ def test_log(tmp_path: Path) -> None:
         run.log(temperature=torch.tensor(0.5), lamps=2)
     row = next(row for row in Ledger.read(ledger_of(tmp_path, 0)) if row["event"] == "log")
     assert (row["step"], row["temperature"], row["lamps"]) == (1, 0.5, 2.0)
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    """`log.to: [tensorboard]` writes an event file with the loss in it."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with running(Line(), tmp_path, log={"every": 1, "to": ["tensorboard"]}) as run:
-        run.task.train(run)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
-
-
-def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line that installs it is named."""
-    monkeypatch.setattr("unipar.track.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    error = _ended(Line(), tmp_path, log={"to": ["tensorboard"]})
-    assert isinstance(error, BackendNotInstalled)
-    assert str(error) == "log.to: tensorboard is not installed here: pip install 'unipar[tensorboard]'"
 
 
 def test_a_stop_comes_at_a_step_boundary(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "report", "tensorboard", "weights"}
+EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "mlflow", "report", "tensorboard", "wandb"} | {
+    "weights"
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,13 @@ def test_all_is_all() -> None:
     """The extra `all` names each other one."""
     (text,) = PROJECT["project"]["optional-dependencies"]["all"]
     assert set(text.removeprefix("unipar[").removesuffix("]").split(",")) == EXTRAS - {"all"}
+
+
+def test_our_trackers_are_entry_points() -> None:
+    """Found in the same way as anyone's."""
+    shipped = PROJECT["project"]["entry-points"]["unipar.trackers"]
+    assert set(shipped) == {"tensorboard", "wandb", "mlflow"}
+    assert shipped.items() <= {point.name: point.value for point in entry_points(group="unipar.trackers")}.items()
 
 
 def test_the_licence_is_inside(wheel: zipfile.ZipFile, about: Message) -> None:

@@ -24,6 +24,7 @@ NAMES = {
     "Stopped",
     "Task",
     "TaskError",
+    "Tracker",
     "UniparError",
     "Unsupported",
     "WorkerFailed",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from unipar.loop import Run
     from unipar.report import Report
     from unipar.task import Task
+    from unipar.track import Tracker
     from unipar.verbs.compare import compare
     from unipar.verbs.verify import verify
 
@@ -43,6 +44,7 @@ __all__ = [
     "Stopped",
     "Task",
     "TaskError",
+    "Tracker",
     "UniparError",
     "Unsupported",
     "WorkerFailed",
@@ -60,6 +62,7 @@ _HOMES = {
     "Report": "report",
     "Run": "loop",
     "Task": "task",
+    "Tracker": "track",
     "compare": "verbs.compare",
     "join": "launcher",
     "launch": "launcher",

@@ -258,8 +258,8 @@ class Log(Section):
     every: PositiveInt = 10
     """Optimizer steps between logged ones."""
 
-    to: Annotated[tuple[Literal["tensorboard"], ...], Field(strict=False)] = ()
-    """Where metrics go besides the run folder's JSON lines."""
+    to: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Where metrics go besides the run folder's JSON lines: tensorboard, wandb, mlflow, or a plugin."""
 
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]

@@ -38,12 +38,13 @@ def opened(config: Config, task: Task, place: Place, run: Path) -> Generator[Run
             failed.callback(abandon)
         with _library(backend):
             world = backend.join(config, place)
-        trackers = Trackers(config.log.to, run, place.rank)
+        trackers = Trackers(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
         made = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers)
         try:
             yield made
         except Stopped:
             ledger.note("stopped", step=made.done)
+            trackers.close()
             raise
         made.finish()
         ledger.note("end", steps=made.done, peak_rss=peak_rss())

@@ -128,8 +128,8 @@ class Progress:
             self._say(f"{row['cell']}, {counted(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self._say(f"weights: {told(row)}")
-        elif row["event"] == "data":
-            self._say(f"data: {row['said']}")
+        elif row["event"] in ("data", "tracker"):
+            self._say(f"{row['event']}: {row['said']}")
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from unipar import registry, safe_yaml
+from unipar import registry, safe_yaml, track
 from unipar.backend import Backend
 from unipar.complaint import complaint, options_complaint, shown
 from unipar.config import NOT_YET, Cell, Config
@@ -191,6 +191,12 @@ class _Draft:
                 f"write backend: {cell.backend} and parallel: {{shard: {cell.shard}}}"
             )
         self._named("backend", config.backend)
+        for i, name in enumerate(config.log.to):
+            try:
+                track.find(name)
+            except ConfigError as e:
+                place = self._place(f"log.to.{i}") or self._place("log.to")
+                raise ConfigError(f"{self.label}: log.to{place}: {e}") from None
         for name, options in config.options.items():
             backend = self._named(f"options.{name}", name)
             try:

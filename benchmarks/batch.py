@@ -1,0 +1,95 @@
+"""What a batch eight times as large does to training, and which rate makes up for it: docs/one-gpu-to-many.md.
+
+python -m benchmarks.batch            # some minutes; the digits of scikit-learn, in one process
+python -m benchmarks.batch --epochs 1 --seeds 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import unipar
+
+CONFIG = Path(__file__).parents[1] / "configs" / "digits.yaml"
+IMAGES, SMALL, LARGE, RATE, WARMUP = 1500, 32, 256, 0.05, 10
+
+
+@dataclass(frozen=True)
+class Way:
+    """A batch and what is done to the rate that was chosen for 32."""
+
+    name: str
+    total: int
+    changes: Mapping[str, Any]
+
+
+LINEAR, SQRT = ({"rule": rule, "at_batch": SMALL} for rule in ("linear", "sqrt"))
+WAYS = (
+    Way("32, the rate as chosen", SMALL, {}),
+    Way("256, the same rate", LARGE, {}),
+    Way("256, sqrt", LARGE, {"train.lr_scale": SQRT}),
+    Way("256, linear", LARGE, {"train.lr_scale": LINEAR}),
+    Way(f"256, sqrt, warm-up of {WARMUP}", LARGE, {"train.lr_scale": SQRT, "train.schedule.warmup": WARMUP}),
+    Way(f"256, linear, warm-up of {WARMUP}", LARGE, {"train.lr_scale": LINEAR, "train.schedule.warmup": WARMUP}),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    steps: int
+    loss: float
+    accuracy: float
+
+
+def trained(way: Way, epochs: int, seed: int, out: str, rate: float = RATE) -> Found:
+    """The validation loss and accuracy after `epochs` passes; a loss that is not finite counts as infinite."""
+    steps = epochs * -(-IMAGES // way.total)
+    told: dict[str, Any] = {
+        "backend": "single",
+        "parallel.data": 1,
+        "batch.total": way.total,
+        "train.epochs": epochs,
+        "train.seed": seed,
+        "train.optimizer.lr": rate,
+        "train.optimizer.nesterov": False,
+        "eval.every": steps,
+        "out": out,
+    }
+    try:
+        report = unipar.launch(CONFIG, overrides={**told, **way.changes}, overwrite=True, quiet=True)
+    except unipar.NonFinite:
+        return Found(steps, float("inf"), 0.1)
+    _, means = report.evals[-1]
+    return Found(steps, means["loss"], means["accuracy"])
+
+
+def rows(epochs: int, seeds: int) -> Iterator[str]:
+    yield "| batch and rate | steps | loss, median of the seeds | lowest to highest | accuracy |"
+    yield "|---|---|---|---|---|"
+    with tempfile.TemporaryDirectory() as folder:
+        for way in WAYS:
+            found = [trained(way, epochs, seed, f"{folder}/run") for seed in range(seeds)]
+            losses = [f.loss for f in found]
+            middle = statistics.median(losses)
+            right = statistics.median(f.accuracy for f in found)
+            span = f"{min(losses):.3f} to {max(losses):.3f}"
+            yield f"| {way.name} | {found[0].steps} | {middle:.3f} | {span} | {100 * right:.1f} % |"
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    asked.add_argument("--epochs", type=int, default=4)
+    asked.add_argument("--seeds", type=int, default=3)
+    told = asked.parse_args()
+    for row in rows(told.epochs, told.seeds):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
