@@ -16,9 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "mlflow", "report", "tensorboard", "wandb"} | {
-    "weights"
-}
+TRACKERS = {"tensorboard", "wandb", "mlflow"}
+EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "report", "weights"} | TRACKERS
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def test_all_is_all() -> None:
 def test_our_trackers_are_entry_points() -> None:
     """Found in the same way as anyone's."""
     shipped = PROJECT["project"]["entry-points"]["unipar.trackers"]
-    assert set(shipped) == {"tensorboard", "wandb", "mlflow"}
+    assert set(shipped) == TRACKERS
     assert shipped.items() <= {point.name: point.value for point in entry_points(group="unipar.trackers")}.items()
 
 

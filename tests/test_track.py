@@ -67,7 +67,8 @@ def _tensorboard(run: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     (config,) = events.Tensors("config/text_summary")
     assert b"batch.total: 4\n" in config.tensor_proto.string_val[0]
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    tags: Any = events.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
 
 
 def _mlflow(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -84,13 +85,15 @@ def _wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
     """W&B's offline file is a log of records, in blocks of 32 KiB after a header of 7 bytes."""
     import json
 
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto import wandb_internal_pb2
+
+    made: Any = wandb_internal_pb2
 
     (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
     found: dict[str, list[tuple[int, float]]] = {}
     seen: set[str] = set()
     for data in _records(file.read_bytes()):
-        record: Any = Record()
+        record: Any = made.Record()
         record.ParseFromString(data)
         seen.add(record.WhichOneof("record_type"))
         if record.HasField("run"):
