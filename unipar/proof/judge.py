@@ -104,9 +104,7 @@ def used(ranks: list[Seen]) -> Counter[str]:
     """How often each microbatch that counts was used; one of weight 0 may be any."""
     marks: Counter[str] = Counter()
     for rank in ranks:
-        idle = {mark for mark, scale in zip(rank.given, rank.scales, strict=True) if scale == 0.0}
-        idle -= {mark for mark, scale in zip(rank.given, rank.scales, strict=True) if scale > 0.0}
-        marks.update(mark for mark in rank.used if mark and mark not in idle)
+        marks.update(mark for mark, weight in rank.weighed if mark and weight != 0.0)
     return marks
 
 

@@ -36,8 +36,9 @@ def partings(run: Record, own: Record, exact: Record, ranks: int) -> dict[str, P
     wanted, true = _by_place(own.traced[0]), _by_place(exact.traced[0])
     mine = [_by_place(rows) for rows in run.traced]
     scale = _convention(mine, wanted, ranks)
+    counts = own.seen[-1][0].scales
     for (way, at, call), row in wanted.items():
-        if way in found:
+        if way in found or not counts[call]:  # one of weight 0 may be any
             continue
         micro, rank = divmod(call, ranks)
         other = mine[rank].get((way, at, micro)) if rank < len(mine) else None

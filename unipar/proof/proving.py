@@ -48,13 +48,11 @@ class Proof:
 
     def _references(self) -> None:
         self._worlds.play(self._runs.references(), self._reference, side_by_side=2)
-        self.now = replace(self.now, remarks=remarks(self._looked))
         if not self._looked["again"]:
-            self.now = replace(
-                self.now,
-                stopped=RANDOM,
-            )
+            rows = [replace(row, note="was not run") if row.outcome == "waits" else row for row in self.now.rows]
+            self.now = replace(self.now, stopped=RANDOM, rows=rows)
             return
+        self.now = replace(self.now, remarks=remarks(self._looked))
         if self._cut_matters:
             self._worlds.play(self._runs.cut_alike(), self._reference, side_by_side=2)
             self._say_how_much()
@@ -78,8 +76,9 @@ class Proof:
         one, alike = self._records[EXACT].losses, self._records[f"{SHARES}, fp64"].losses
         whole = [self._records[n].losses for n in self._records if n.startswith(SPREAD)]
         off = max(abs(a - b) for losses in [one, *whole] for a, b in zip(losses, alike, strict=True))
-        said = f"so one process that cuts batches in another way is off by up to {off:.1e}, and cells are held to one "
-        self.now = replace(self.now, remarks=[*self.now.remarks, said + "that cuts them as they do"])
+        why, *others = self.now.remarks[::-1]
+        why += f"; one process that cuts batches in another way is off by up to {off:.1e}, so cells are held to one "
+        self.now = replace(self.now, remarks=[*others[::-1], why + "that cuts them as they do"])
 
     def _allow(self) -> None:
         records, exact = self._records, self._records[EXACT]

@@ -28,14 +28,19 @@ class Seen:
     """What the loss was computed on."""
 
     @property
-    def weight(self) -> float:
-        """Of what was used; each given one counts once."""
+    def weighed(self) -> list[tuple[str, float]]:
+        """What was used, with its weight; each given one counts once, and what nobody gave weighs no number."""
         left = list(zip(self.given, self.scales, strict=True))
-        total = 0.0
+        found: list[tuple[str, float]] = []
         for mark in self.used:
             at = next((i for i, (name, _) in enumerate(left) if name == mark), None)
-            total += math.nan if at is None else left.pop(at)[1]
-        return total
+            found.append((mark, math.nan) if at is None else left.pop(at))
+        return found
+
+    @property
+    def weight(self) -> float:
+        """Of all that was used."""
+        return sum(weight for _, weight in self.weighed)
 
 
 @dataclass(frozen=True)
