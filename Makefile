@@ -16,13 +16,17 @@ PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exi
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint bench conformance chaos matrix compiled setup horovod clean
+.PHONY: help demo verify test lint bench conformance chaos matrix compiled setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 
 demo: setup ## the same training under every backend: one table, two minutes
 	$(BIN)/unipar compare configs/quickstart.yaml --overwrite
+
+verify: setup ## every cell held to one process on two examples, to the bit where that can be; about three minutes each
+	$(BIN)/unipar verify configs/char_gpt.yaml --overwrite
+	$(BIN)/unipar verify configs/digits.yaml --overwrite
 
 test: lint ## lint, then every test that needs no GPU
 	@$(PYTEST) $(ARGS)

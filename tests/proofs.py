@@ -1,0 +1,45 @@
+"""Tasks that a proof must say something about, beside whether the cells agree."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from tests.conformance import tasks
+
+
+class Contrast(tasks.Plain):
+    """Each sentence beside all others of its batch."""
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        means = F.normalize(model.encode(batch.tokens[:, :-1]).mean(1), dim=-1)
+        return super().loss(model, batch) + F.cross_entropy(means @ means.T * 5, torch.arange(len(means)))
+
+
+class Drawing(tasks.Plain):
+    """A loss that draws random numbers, which no cell draws in another way."""
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        return super().loss(model, batch) * (1 + 0.1 * torch.rand(()))
+
+
+class Unseeded(tasks.Sentences):
+    """Random from a source that nobody can seed."""
+
+    @override
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        tokens, length = super().__getitem__(index)
+        return (tokens + os.urandom(1)[0]) % tasks.V, length
+
+
+class Fresh(tasks.Plain):
+    @override
+    def data(self) -> Any:
+        return Unseeded()
