@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from typing_extensions import override
 
+import unipar
 from tests.conformance import tasks
+from tests.conformance.inside import Memory
 from tests.settings import Rows, agrees, play
 from tests.test_loop import running
 from unipar import devices, registry
 from unipar.config import Config
-from unipar.errors import Unsupported
+from unipar.errors import TaskError, Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, of its own calls
 
@@ -75,6 +80,49 @@ def test_its_cpu_adam_agrees(row: dict[str, Any], compiled: Played) -> None:
     agrees(row, compiled[row["name"]])
 
 
+class Wide(unipar.Task):
+    """Large enough that DeepSpeed takes it to the disk."""
+
+    @override
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 1))
+
+    @override
+    def data(self) -> Any:
+        x = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.TensorDataset(x, x.mean(1, keepdim=True))
+
+    @override
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", ["none", "disk"])
+def test_the_disk(parameters: str, tmp_path: Path) -> None:
+    """Moments, and parameters too, are in files; the losses are those of one process; no file is left."""
+    disk = tmp_path / "disk"
+    more = {"offload_optimizer": "disk", "cpu_adam": "torch", "offload_to": str(disk), "offload_parameters": parameters}
+    losses: list[list[float]] = []
+    for backend, shard, options in (("single", "nothing", {}), ("deepspeed", "parameters", more)):
+        run_folder = tmp_path / backend
+        run_folder.mkdir()
+        with running(Wide(), run_folder, backend=backend, parallel={"shard": shard}, options={"deepspeed": options},
+                     train={"steps": 3, "optimizer": {"name": "adamw"}}) as run:  # fmt: skip
+            run.record(3)
+            run.task.train(run)
+            losses.append(run.recorded()["loss"])
+            if backend == "deepspeed":
+                assert any(f.stat().st_size >= 2**20 for f in disk.rglob("*") if f.is_file())
+                with pytest.raises(TaskError) as e:
+                    run.engine.restore(Memory({}))
+                assert str(e.value) == (
+                    "options.deepspeed.offload_optimizer: disk takes no state in; put it in with cpu, or begin anew"
+                )
+    assert losses[1] == pytest.approx(losses[0], abs=2e-6, rel=0)
+    assert not [f for f in disk.rglob("*") if f.is_file()]
+
+
 def test_no_rank_holds_the_model_whole(played: Played) -> None:
     """ZeRO-3 is split at birth: on a rank that did not make the model one parameter at a time is whole."""
     row = ROWS[2]
@@ -120,8 +168,6 @@ def test_where_compiled_ops_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_compiled()
-    import torch
-
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "unipar/torch_extensions" / torch.__version__)
 
 
@@ -182,6 +228,9 @@ def test_refusals_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = {"train": {"steps": 1, "clip": {"max": 1.0, "norm": "fp64"}}}
     assert _refused(OFFLOADED, ZERO3 | exact) == (
         "train.clip: the fp64 norm cannot be had of gradients that are offloaded; leave norm out"
+    )
+    assert _refused(DISK, ZERO3 | {"train": {"steps": 1, "precision": "bf16-master"}}) == (
+        "train.precision: bf16-master cannot be had with offload_optimizer: disk, whose masters are out; say cpu"
     )
     monkeypatch.setattr("unipar_deepspeed.options._has_libaio", lambda: False)
     assert _refused(DISK, ZERO3) == (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
+from pathlib import Path
 from typing import Any, final
 
 import deepspeed
@@ -20,12 +22,14 @@ from unipar.backend import Backend, Engine, Fn, Mark, Micro, Part, Piece, Read, 
 from unipar.birth import arrive, lower, refuse_scalars, settle, travel
 from unipar.call import Call, Held, resting
 from unipar.config import SHARDS, Config
+from unipar.errors import TaskError
 from unipar.open import buffers, clip64, clipped, restore_buffers, scaled
 from unipar.optim import Rates, rates_of
 from unipar.place import Place
 from unipar.precision import autocast_as, batch_as
 from unipar.world import World, meet
 from unipar_deepspeed.offload import offloaded
+from unipar_deepspeed.options import options_of
 from unipar_deepspeed.state import Holder, keep_masters
 
 Start = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
@@ -67,7 +71,10 @@ class Zero(Engine):
             self.engine.communication_data_type = torch.float64
         self.zero, self.base = self.engine.optimizer, self.engine.basic_optimizer
         self.bare = self.zero is self.base  # stage 0 in full precision: gradients lie in the open
-        self.holder = Holder(self.model, self.engine, self.stage, world)
+        folder = options_of(config).offload_to
+        self.disk = None if folder is None else Path(folder).resolve()
+        self.swapped = options_of(config).offload_optimizer == "disk"
+        self.holder = Holder(self.model, self.engine, self.stage, world, swapped=self.swapped)
         self.holder.forget_first_step()
         if masters is not None:
             self.holder.put("weight", masters)
@@ -126,6 +133,10 @@ class Zero(Engine):
 
     @override
     def restore(self, read: Read) -> None:
+        if self.swapped:
+            raise TaskError(
+                "options.deepspeed.offload_optimizer: disk takes no state in; put it in with cpu, or begin anew"
+            )
         self.holder.restore(read)
         restore_buffers(self.model, read)
 
@@ -136,6 +147,9 @@ class Zero(Engine):
     @override
     def close(self) -> None:
         self.engine.destroy()
+        if self.disk is not None:
+            for folder in self.disk.glob(f"zero_stage_3/*/rank{self.world.rank}"):
+                shutil.rmtree(folder)  # it leaves its files
 
 
 def join(config: Config, place: Place) -> World:

@@ -55,7 +55,7 @@ class DeepSpeedOptions(Section):
     """Where split parameters wait for their use (`offload_param.device`): cpu, or disk (`nvme`); `parameters`."""
 
     offload_to: str | None = None
-    """The folder on the disk (`nvme_path`); the files in it go with the run."""
+    """The folder on the disk (`nvme_path`); what is written there goes with the run, but for empty folders."""
 
     cpu_adam: Literal["library", "torch"] = "library"
     """Who updates what was offloaded: DeepSpeed's CPU Adam, compiled once (a minute), or PyTorch's optimizer."""
@@ -173,6 +173,8 @@ def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> 
     clip = config.train.clipping
     if optimizer != "none" and clip is not None and clip.norm == "fp64":
         yield "train.clip: the fp64 norm cannot be had of gradients that are offloaded; leave norm out"
+    if optimizer == "disk" and config.train.precision == "bf16-master":
+        yield "train.precision: bf16-master cannot be had with offload_optimizer: disk, whose masters are out; say cpu"
     if optimizer == "disk" and isinstance(config.train.optimizer, SGD):
         yield "options.deepspeed.offload_optimizer: disk is for adam and adamw, whose moments it swaps; say cpu"
 

@@ -21,8 +21,9 @@ Source = Callable[[str, tuple[int, int]], Tensor]
 class Holder:
     """Finds the storage of one parameter's weight or moment on this rank."""
 
-    def __init__(self, model: nn.Module, engine: Any, stage: int, world: World) -> None:
-        self.model, self.stage, self.world = model, stage, world
+    def __init__(self, model: nn.Module, engine: Any, stage: int, world: World, *, swapped: bool = False) -> None:
+        """`swapped`: masters and moments are on the disk, and in memory for the moment that they are asked for."""
+        self.model, self.stage, self.world, self.swapped = model, stage, world, swapped
         self.zero, self.base = engine.optimizer, engine.basic_optimizer
         self.master = self._masters()
 
@@ -59,6 +60,8 @@ class Holder:
         stop = min(start + size, p.ds_numel)
         master = self.zero._get_fp32_opt_state_partition
         flat = master(p, True, key)[0] if p.requires_grad else p.ds_tensor.data
+        if self.swapped:
+            flat = flat.clone()  # the next one comes into the same memory
         return (start, stop), flat.view(-1)[: stop - start]
 
     def relink(self) -> None:
