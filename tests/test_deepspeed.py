@@ -98,6 +98,7 @@ class Wide(unipar.Task):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/usr/include/libaio.h").exists(), reason="needs libaio: apt install libaio-dev")
 @pytest.mark.parametrize("parameters", ["none", "disk"])
 def test_the_disk(parameters: str, tmp_path: Path) -> None:
     """Moments, and parameters too, are in files; the losses are those of one process; no file is left."""
