@@ -222,6 +222,9 @@ class Engine(ABC):
         They flow through it to what it was given; each module is in its own mode.
         """
 
+    def at_rest(self) -> None:  # noqa: B027 - a neutral hook
+        """Between steps, before state moves or what takes gradients changes: parameters are where they stay."""
+
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
         """State out: what this rank holds, without a collective."""

@@ -93,9 +93,6 @@ class Open(Engine):
         """This rank's gradients, and whether the other ranks hold other parts."""
         return [p.grad for p in self.trained if p.grad is not None], False
 
-    def at_rest(self) -> None:
-        """Before state goes out or in: the model's parameters are those that the optimizer knows."""
-
     @override
     def rated(self) -> list[float]:
         return rates_of(self.base)

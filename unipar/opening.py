@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unipar import registry
 from unipar.backend import Backend, Engine, Part
@@ -26,6 +27,9 @@ from unipar.stopping import listening
 from unipar.task import Task
 from unipar.track import Trackers
 from unipar.world import World, abandon
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @contextmanager
@@ -98,11 +102,18 @@ def assembled(
         with _library(backend):
             engine = (build or backend.build)(part, own, world)
             parts[name] = Trained(part, engine, own, world, alone=len(modules) == 1)
+    if len(parts) > 1:
+        for part in parts.values():  # some libraries settle in their first forward what takes gradients
+            part.engine.evaluate(_nothing, None)
     cell = str(registry.cell_of(config))
     ledger.note("start", rank=world.rank, size=world.size, cell=cell, pid=os.getpid(), parameters=parameters)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))
     return Run(task, parts, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
+
+
+def _nothing(model: nn.Module, given: None) -> None:
+    """A forward that computes nothing."""
 
 
 def _prepare(task: Task, world: World) -> None:

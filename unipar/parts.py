@@ -66,6 +66,7 @@ class Trained:
 
     def learns(self, wanted: bool) -> None:
         """Whether its parameters take gradients; by name, as libraries put other tensors in their places."""
+        self.engine.at_rest()
         for name, p in self.module.named_parameters():
             if name in self._names:
                 p.requires_grad_(wanted)

@@ -11,6 +11,7 @@ import torch
 
 import unipar
 from tests.conformance import tasks
+from tests.conformance.gan import Gan
 from tests.conformance.marks import NATIVE_FSDP2
 from unipar import registry
 from unipar.config import Cell, Config, Precision
@@ -38,6 +39,9 @@ class Case:
     name: str
     task: Callable[[], unipar.Task]
     accumulate: int = 2
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of a task of several parts."""
+
     precision: Precision = "fp32"
     train: Mapping[str, Any] = field(default_factory=dict[str, Any])
     more: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -60,6 +64,10 @@ class Case:
 
     cells: tuple[str, ...] = ("*",)
     """Where it is played, if not everywhere."""
+
+    @property
+    def several(self) -> bool:
+        return self.name.startswith("several parts")
 
     def config(self, cell: Cell, size: int) -> Config:
         accumulate = 1 if self.accumulate == 1 else self.accumulate
@@ -92,6 +100,26 @@ _EXACT = {
 }
 _COPIES = {"parallel": {"shard_over": 2}}
 _ALL_FIND = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
+
+
+def _several() -> list[Case]:
+    """A GAN: the critic steps with every share, the generator with every second."""
+    optimizers: dict[str, Any] = {
+        "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6},
+        "clip": 0.01,
+        "parts": {"critic": {"optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}, "clip": 0.1}},
+    }
+    gan: dict[str, Any] = {"train": _COSINE | optimizers}
+    loose: dict[str, Any] = {"norm": True, "dropout": 0.2}
+    return [
+        Case("several parts", Gan, **gan),
+        Case("several parts, batch norm, dropout", lambda: Gan(**loose), kwargs=loose, micro=True, sizes=(2,), **gan),
+        Case("several parts, state out and in", Gan, hop=3, sizes=(2,), **gan),
+        Case("several parts, fp64", Gan, precision="fp64", tolerance=FP64, sizes=(2,), **gan),
+        Case("several parts, bf16-mixed", Gan, precision="bf16-mixed", tolerance=BF16, sizes=(2,), **gan),
+        Case("several parts, bf16-master", Gan, precision="bf16-master", tolerance=BF16, sizes=(2,), **gan),
+    ]
+
 
 CASES = {
     case.name: case
@@ -133,6 +161,7 @@ CASES = {
         Case("two copies", tasks.Grouped, more=_COPIES, train=_COSINE, hop=3, sizes=(4,), cells=NATIVE_FSDP2),
         Case("two copies, fp64 norm", tasks.Grouped, more=_COPIES | {"eval": {"every": 2}}, train=_EXACT, sizes=(4,),
              cells=NATIVE_FSDP2),
+        *_several(),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),
         Case("bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16),
@@ -145,6 +174,7 @@ CASES = {
 
 AT_FOUR = (
     "four microbatches", "two groups", "ragged last batch", "token weights, ragged", "method in the loss", "unused",
+    "several parts",
     "batch norm", "evaluation in the middle", "state out and in", "bf16-mixed", "bf16-master", "not a number",
 )  # fmt: skip
 """What worlds of four play in `make test`; in `make conformance` they play all."""

@@ -35,6 +35,7 @@ class Played:
     norms: list[list[float]]
     params: dict[str, torch.Tensor]
     evals: list[list[dict[str, float]]]
+    parts: dict[str, list[float]]
 
 
 class Hall:
@@ -65,10 +66,11 @@ class Hall:
                 raise kind(rank["message"]) if kind else AssertionError(f"{rank['error']}: {rank['message']}")
         whole = put_together([p for rank in ranks for p in rank["pieces"]])
         return Played(
-            [sum(shares) for shares in zip(*(rank["loss"] for rank in ranks), strict=True)],
+            _summed([rank["loss"] for rank in ranks]),
             [rank["norm"] for rank in ranks],
             {n: t for (n, kind), t in whole.items() if kind == "weight"},
             [rank["evals"] for rank in ranks],
+            {n: _summed([rank["parts"][n] for rank in ranks]) for n in ranks[0]["parts"]},
         )
 
     def _play(self, cell: Cell, size: int, names: list[str]) -> None:
@@ -108,6 +110,10 @@ class Hall:
         if key not in self._plain:
             self._plain[key] = plain(CASES[name], size)
         return self._plain[key]
+
+
+def _summed(ranks: list[list[float]]) -> list[float]:
+    return [sum(shares) for shares in zip(*ranks, strict=True)]
 
 
 def _left(before: set[str]) -> set[str]:

@@ -83,18 +83,20 @@ def _play(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> d
         trackers = Trackers((), folder, world.rank)
         made = assembled(config, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
         made.record(made.steps)
-        shares = made.batches()
-        kept: dict[str, list[float]] = {"loss": [], "norm": []}
-        for share in shares:
-            made.step(share)
-            if made.done == case.hop:
+        kept: dict[str, Any] = {"loss": []}
+
+        def hop(done: int) -> None:
+            if done == case.hop:
                 state = Memory(_collected(made.pieces()))
-                kept = made.recorded()
+                kept.update(made.recorded())
                 _close(made)
                 new = assembled(config, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
                 new.restore(state)
                 for part, other in zip(made.parts.values(), new.parts.values(), strict=True):
                     part.module, part.engine = other.module, other.engine
+
+        made.gate(hop)
+        made.task.train(made)
         made.finish()
         now = made.recorded()
         pieces = [(p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().clone()) for p in made.pieces()]
@@ -102,7 +104,8 @@ def _play(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> d
     evals = [{k: v for k, v in row.items() if k not in ("event", "time", "step")} for row in _evals(folder, world.rank)]
     assert kept["loss"] == now["loss"][: len(kept["loss"])]
     ledger_of(folder, world.rank).unlink()
-    return {"loss": now["loss"], "norm": now["norm"], "pieces": pieces, "evals": evals}
+    parts = {name: row["loss"] for name, row in now.get("parts", {}).items()}
+    return {"loss": now["loss"], "norm": now["norm"], "parts": parts, "pieces": pieces, "evals": evals}
 
 
 def _close(made: Run) -> None:

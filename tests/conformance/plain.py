@@ -11,10 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
 from unipar.config import Cell, Config
 from unipar.data import Order, Sown, cut
 from unipar.seeds import mix, sow
+
+ONE = Cell("native")
 
 
 @dataclass
@@ -23,12 +26,16 @@ class Result:
     norms: list[float] = field(default_factory=list[float])
     params: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     evals: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Of each of several parts, the losses of its steps."""
 
 
 def plain(case: Case, size: int) -> Result:
     """The whole global batch in one forward; or, where a case asks, microbatch by microbatch."""
     torch.set_num_threads(1)
-    config = case.config(Cell("native"), size)
+    if case.several:
+        return gan.plain(case, Result(), size)
+    config = case.config(ONE, size)
     task: Any = case.task()
     sow(config.train.seed)
     model = task.model()
@@ -39,7 +46,7 @@ def plain(case: Case, size: int) -> Result:
         if tensor.is_floating_point():  # .to() would take the imaginary part of complex ones
             tensor.data = tensor.data.to(dtype_of(case))
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = _optimizer(config, task, model, trained)
+    optimizer = optimizer_of(config, _groups(config, task, model, trained), trained)
     base = [g["lr"] for g in optimizer.param_groups]
     data = task.data()
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
@@ -74,7 +81,7 @@ def plain(case: Case, size: int) -> Result:
         norm = torch.nn.utils.clip_grad_norm_(trained, clip.max if clip else math.inf)
         assert clip is None or norm > clip.max, "the clip does not bite"
         for group, lr in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = lr * _factor(config, step, steps)
+            group["lr"] = lr * factor_of(config, step, steps)
         optimizer.step()
         optimizer.zero_grad()
         result.losses.append(total)
@@ -85,12 +92,16 @@ def plain(case: Case, size: int) -> Result:
     return result
 
 
-def _optimizer(config: Config, task: Any, model: Any, trained: list[Any]) -> torch.optim.Optimizer:
-    wanted: Any = config.train.optimizer
+def _groups(config: Config, task: Any, model: Any, trained: list[Any]) -> Any:
     groups = task.groups(model)
-    if groups is None and wanted.decay == "matrices":
+    if groups is None and config.train.optimizer.decay == "matrices":
         thick, thin = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
-        groups = [{"params": thick}, {"params": thin, "weight_decay": 0.0}]
+        return [{"params": thick}, {"params": thin, "weight_decay": 0.0}]
+    return groups
+
+
+def optimizer_of(config: Config, groups: Any, trained: list[Any]) -> torch.optim.Optimizer:
+    wanted: Any = config.train.optimizer
     groups = groups or trained
     if wanted.name == "sgd":
         return torch.optim.SGD(groups, lr=wanted.lr, momentum=wanted.momentum, weight_decay=wanted.weight_decay)
@@ -98,7 +109,7 @@ def _optimizer(config: Config, task: Any, model: Any, trained: list[Any]) -> tor
     return kind(groups, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps)
 
 
-def _factor(config: Config, step: int, steps: int) -> float:
+def factor_of(config: Config, step: int, steps: int) -> float:
     schedule: Any = config.train.schedule
     if schedule.name == "constant":
         return 1.0

@@ -38,6 +38,9 @@ def test_agrees(hall: Hall, cell: Cell, size: int, case: str) -> None:
     got, one = hall.played(cell, size, case), hall.plain(case, size)
     near = wanted.tolerance
     assert got.losses == pytest.approx(one.losses, abs=near.loss, rel=0)
+    assert list(got.parts) == list(reversed(one.parts))  # as model() names them; by hand, as they step
+    for part, losses in one.parts.items():
+        assert got.parts[part] == pytest.approx(losses, abs=near.loss, rel=0)
     if wanted.precision.startswith("bf16"):
         assert got.losses != pytest.approx(one.losses, abs=1e-5, rel=0), "computed in fp32"
     for rank in got.norms:
