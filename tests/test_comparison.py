@@ -120,6 +120,17 @@ def test_a_disagreement_is_said_and_is_a_failure() -> None:
     assert str(found).splitlines()[3].split()[:3] == ["deepspeed/gradients", "1", "digit!"]
 
 
+def test_parts_are_held_one_by_one() -> None:
+    """What the sum of the losses would hide: two parts that are off by as much in opposite directions."""
+    one = replace(ONE, parts={"a": [1.0, 2.0], "b": [2.0]})
+    found = compared(
+        one, replace(SAME, parts={"a": [1.0, 2.00001], "b": [1.9]}), replace(SAME, cell="x", parts=one.parts)
+    )
+    assert found.code == 1
+    assert "DISAGREES: native/nothing by 1.0e-01 at step 1 of b: 1.9 for 2; allowed in fp32: 2e-06" in found.remarks()
+    assert [str(found.agreement(row)) for row in found.rows[1:]] == ["1 digit", "same bits"]
+
+
 @pytest.mark.parametrize(
     ("rows", "code"),
     [

@@ -55,6 +55,20 @@ def test_the_character_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 0.15 < report.evals[-1][1]["accuracy"] < 0.5
 
 
+def test_the_generator_finds_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From anywhere to a few hundredths beside it, on both sides, in 400 steps of the critic and 200 of its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    report = unipar.launch(
+        ROOT / "configs" / "gan.yaml",
+        overrides={"backend": "single", "parallel.data": 1, "out": str(tmp_path / "run")},
+        quiet=True,
+    )
+    assert [step for step, _ in report.parts["generator"]][-1] == 400
+    assert report.losses[0] == (1, report.parts["critic"][0][1])
+    assert report.evals[-1][1]["off"] < 0.15
+    assert 0.2 < report.evals[-1][1]["right"] < 0.8
+
+
 def test_the_digits_are_told_apart_by_the_script_itself(tmp_path: Path) -> None:
     """`python examples/digits.py` trains on two ranks and prints what came of it."""
     script = str(ROOT / "examples" / "digits.py")

@@ -37,6 +37,9 @@ class Report:
     losses: list[tuple[int, float]]
     """(step, loss of the global batch) of the steps that logged."""
 
+    parts: dict[str, list[tuple[int, float]]]
+    """Where the model has several parts, each one's by name; `losses` are the sums of the last ones."""
+
     norms: list[tuple[int, float]]
     """(step, gradient norm before clipping)."""
 
@@ -70,6 +73,7 @@ class Report:
             parameters=int(start.get("parameters", 0)),
             steps=max([0, *steps, *stops, *ends]),
             losses=[(int(row["step"]), float(row["loss"])) for row in _of(rows, "step")],
+            parts=_by_part(_of(rows, "step")),
             norms=[(int(row["step"]), float(row["norm"])) for row in _of(rows, "step") if row.get("norm") is not None],
             evals=[(int(row["step"]), _named(row)) for row in _of(rows, "eval")],
             logs=[(int(row["step"]), _named(row)) for row in _of(rows, "log")],
@@ -88,9 +92,11 @@ class Report:
         rows = [("cell", f"{self.cell}, {ranks}"), ("parameters", f"{self.parameters:,}")]
         how = f", stopped by a signal after step {self.stopped}" if self.stopped is not None else ""
         rows.append(("steps", f"{self.steps} in {duration(self.seconds)}{how}"))
-        if self.losses:
-            (first, a), (last, b) = self.losses[0], self.losses[-1]
-            rows.append(("loss", f"{a:.4f} at step {first}, {b:.4f} at step {last}"))
+        series = {f"loss of {name}": losses for name, losses in self.parts.items()} or {"loss": self.losses}
+        for name, losses in series.items():
+            if losses:
+                (first, a), (last, b) = losses[0], losses[-1]
+                rows.append((name, f"{a:.4f} at step {first}, {b:.4f} at step {last}"))
         if self.evals:
             step, values = self.evals[-1]
             rows.append(("evaluation", ", ".join(f"{k} {v:.4f}" for k, v in values.items()) + f" at step {step}"))
@@ -111,6 +117,15 @@ def _ledgers(run: Path) -> list[Path]:
 
 def _of(rows: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
     return [row for row in rows if row["event"] == event]
+
+
+def _by_part(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Each part's losses at its own steps; a step that two rows tell of counts once."""
+    made: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name, part in row.get("parts", {}).items():
+            made.setdefault(name, {})[int(part["step"])] = float(part["loss"])
+    return {name: sorted(losses.items()) for name, losses in made.items()}
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from statistics import median, quantiles
 from typing import Any, Literal, Self
@@ -41,6 +41,9 @@ class Row:
     losses: list[float] = field(default_factory=list[float])
     """Of the global batch, step by step, the warm-up too."""
 
+    parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Of each of several parts, the losses of its own steps; `losses` are the sums of the last ones."""
+
     seconds: list[list[float]] = field(default_factory=list[list[float]])
     """By timed round, what each step took the slowest rank."""
 
@@ -70,6 +73,13 @@ class Agreement:
 
     within: bool
     """Whether that is inside the tolerance."""
+
+    part: str = ""
+    """Of several parts, the one whose losses these are."""
+
+    @property
+    def whose(self) -> str:
+        return f" of {self.part}" if self.part else ""
 
     @override
     def __str__(self) -> str:
@@ -120,7 +130,13 @@ class Comparison:
         """With the one process; None where there is nothing to hold together."""
         if self.reference is None or row is self.reference or row.outcome != "ran":
             return None
-        return agreement(row.losses, self.reference.losses, tolerance(self.precision))
+        allowed = tolerance(self.precision)
+        if not row.parts:
+            return agreement(row.losses, self.reference.losses, allowed)
+        held = [
+            replace(agreement(row.parts[p], one, allowed), part=p) for p, one in self.reference.parts.items() if one
+        ]
+        return min(held, key=lambda a: (a.within, math.inf if a.digits is None else a.digits))
 
     @property
     def disagree(self) -> list[Row]:
@@ -202,8 +218,8 @@ class Comparison:
             return ["no verdict: no cell besides the one process ran"]
         steps, allowed = len(self.reference.losses), tolerance(self.precision)
         wrong = [
-            f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}: {row.losses[found.step - 1]:.8g}"
-            f" for {self.reference.losses[found.step - 1]:.8g}; allowed in {self.precision}: {allowed:g}"
+            f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}{found.whose}: {_loss(row, found):.8g}"
+            f" for {_loss(self.reference, found):.8g}; allowed in {self.precision}: {allowed:g}"
             for row, found in held
             if not found.within
         ]
@@ -231,9 +247,14 @@ class Comparison:
     @classmethod
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
         names = [f.name for f in fields(Row)]
-        rows = [Row(**{name: row[name] for name in names}) for row in data["cells"]]
+        rows = [Row(**{name: row[name] for name in names if name in row}) for row in data["cells"]]
         kept = {f.name: data[f.name] for f in fields(cls) if f.name != "rows"}
         return cls(**{**kept, **changed}, rows=rows)
+
+
+def _loss(row: Row, found: Agreement) -> float:
+    """The one that is furthest off."""
+    return (row.parts[found.part] if found.part else row.losses)[found.step - 1]
 
 
 def spread(seconds: list[float]) -> str:

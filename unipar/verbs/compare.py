@@ -203,9 +203,10 @@ class _Contest:
     def _finish(self) -> None:
         for name in list(self._in):
             with self._failing(name) as run:
-                losses, peak_rss = run.finish()
+                losses, parts, peak_rss = run.finish()
                 note = self._notes[name]
-                self._say(name, "has ended", outcome="ran", note=note, losses=losses, peak_rss=peak_rss)
+                came = {"losses": losses, "parts": parts, "peak_rss": peak_rss}
+                self._say(name, "has ended", outcome="ran", note=note, **came)
 
     @contextmanager
     def _failing(self, name: str) -> Generator[Contestant]:

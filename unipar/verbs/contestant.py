@@ -26,6 +26,11 @@ def results_of(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.turns.json"
 
 
+def _summed(shares: list[list[float]]) -> list[float]:
+    """The ranks' shares of each step's loss."""
+    return [sum(step) for step in zip(*shares, strict=True)]
+
+
 class Contestant:
     """Start it, let it go some steps at a time, then finish; close it whatever happened."""
 
@@ -65,18 +70,19 @@ class Contestant:
         by_rank = [answer["seconds"] for answer in self._answers()]
         return [max(step) for step in zip(*by_rank, strict=True)]
 
-    def finish(self) -> tuple[list[float], list[int]]:
-        """The losses of all steps, and each rank's peak of resident memory."""
+    def finish(self) -> tuple[list[float], dict[str, list[float]], list[int]]:
+        """The losses of all steps, those of each of several parts, and each rank's peak of resident memory."""
         self._tell({"end": True})
         while not self._going.poll():
             pass
         self.close()
         told: list[dict[str, Any]] = [json.loads(results_of(self.run, r).read_text("utf-8")) for r in range(self.size)]
-        losses: list[float] = [sum(shares) for shares in zip(*(t["loss"] for t in told), strict=True)]
+        losses = _summed([t["loss"] for t in told])
         for step, loss in enumerate(losses, 1):
             if not math.isfinite(loss):
                 raise NonFinite(f"the loss of step {step} is {loss}")
-        return losses, Report.read(self.run).peak_rss
+        parts = {name: _summed([t["parts"][name]["loss"] for t in told]) for name in told[0].get("parts", {})}
+        return losses, parts, Report.read(self.run).peak_rss
 
     def close(self) -> None:
         """Ends what still runs, at once."""

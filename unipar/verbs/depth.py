@@ -20,6 +20,9 @@ class Depth:
     trained: int
     """Those of them that require a gradient."""
 
+    parts: tuple[str, ...]
+    """Names of several parts."""
+
     blocks: tuple[str, ...]
     samples: int | None
     """None for a stream that does not say."""
@@ -50,7 +53,7 @@ def look_into(config: Config, sizes: Sizes) -> Depth:
 
     task = loaded(config)
     with _user_code("model()"):
-        module = _shape(task)
+        modules = _shapes(task)
     with _user_code("data()"):
         given = task.data()
         collate = task.collate if task.gives("collate") else None
@@ -62,11 +65,14 @@ def look_into(config: Config, sizes: Sizes) -> Depth:
         per_epoch = None
         if samples is not None and settings.stream == "whole":
             per_epoch = Order(samples, sizes.total, config.train.seed, settings.shuffle, settings.ragged).per_epoch
-    counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
+    counts = [(p.numel(), p.requires_grad) for module in modules.values() for p in module.parameters()]
+    blocks = {part: blocks_of(task, module, config) for part, module in modules.items()}
+    several = tuple(modules) if len(modules) > 1 else ()
     return Depth(
         parameters=sum(n for n, _ in counts),
         trained=sum(n for n, trained in counts if trained),
-        blocks=blocks_of(task, module, config),
+        parts=several,
+        blocks=tuple(f"{part}.{n}" if several else n for part, names in blocks.items() for n in names),
         samples=samples,
         per_epoch=per_epoch,
         streams=STATED[settings.stream] if source.streams else "",
@@ -74,17 +80,17 @@ def look_into(config: Config, sizes: Sizes) -> Depth:
     )
 
 
-def _shape(task: Task) -> Any:
+def _shapes(task: Task) -> dict[str, Any]:
     import torch
+
+    from unipar.birth import parts_of
 
     try:
         with torch.device("meta"):
-            module: Any = task.model()
+            made: Any = task.model()
     except (NotImplementedError, RuntimeError):  # a constructor that looks at values
-        module = task.model()
-    if not isinstance(module, torch.nn.Module):
-        raise TaskError(f"model() returned {module!r}; a torch.nn.Module is wanted")
-    return module
+        made = task.model()
+    return parts_of(made)
 
 
 @contextlib.contextmanager

@@ -133,6 +133,10 @@ def _outlined(source: Source) -> tuple[Outline, dict[str, str]]:
     file = _file_of(ref)
     files = carried(file, ref.task.name)
     depth = look_into(config, sizes)
+    if depth.parts:
+        raise TaskError(
+            f"{ref.task.shown}: model() returned several parts ({', '.join(depth.parts)}), which no script trains"
+        )
     if depth.streams:
         raise TaskError(f"{ref.task.shown}: data() returns a stream, which a script divides by rules of its own")
     assert depth.per_epoch is not None
