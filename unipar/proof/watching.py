@@ -91,6 +91,10 @@ class Watched(Engine):
         return self.inner.beside(fn, given)
 
     @override
+    def at_rest(self) -> None:
+        self.inner.at_rest()
+
+    @override
     def rated(self) -> list[float]:
         return self.inner.rated()
 

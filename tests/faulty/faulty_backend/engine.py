@@ -271,6 +271,10 @@ class LastMicrobatchDropped(Engine):
         return self.inner.beside(fn, given)
 
     @override
+    def at_rest(self) -> None:
+        self.inner.at_rest()
+
+    @override
     def pieces(self) -> Iterator[Piece]:
         return self.inner.pieces()
 
