@@ -63,7 +63,9 @@ def join(config: Config, place: Place) -> World:
     options = options_of(config)
     if wrong := list(set_refusals(options, place.size)):  # a world whose size the config left open
         raise Unsupported("horovod/nothing", wrong)
-    world.tell(HOROVOD_FUSION_THRESHOLD=options.fusion_mb * 2**20, HOROVOD_CYCLE_TIME=options.cycle_ms)
+    world.tell(HOROVOD_FUSION_THRESHOLD=options.fusion_mb * 2**20)
+    if options.cycle_ms != 1.0:  # said although it is Horovod's own, it ends a second run in this process: a segfault
+        world.tell(HOROVOD_CYCLE_TIME=options.cycle_ms)
     held = ExitStack()
     if place.launcher != "horovodrun":
         _rendezvous(world, held)
