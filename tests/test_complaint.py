@@ -77,7 +77,11 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         # a value of the wrong kind
         ({"batch": 8}, "batch: wanted a section with the keys total, micro, accumulate, got 8"),
-        ({"model": None}, "model: wanted a section with the keys weights, blocks, got null"),
+        (
+            {"model": None},
+            "model: wanted a section with the keys weights, blocks, recompute, compile, sync_batchnorm, offload, "
+            "got null",
+        ),
         ({"batch/total": True}, "batch.total: wanted a whole number above 0 or null, got true"),
         ({"batch/total": 8.5}, "batch.total: wanted a whole number above 0 or null, got 8.5"),
         ({"batch/total": "8"}, "batch.total: wanted a whole number above 0 or null, got '8'"),

@@ -89,7 +89,7 @@ def test_no_key_is_left_out(source: Source) -> None:
     leaves = {
         "task.use task.args.width backend device parallel.data parallel.shard parallel.shard_over",
         "batch.total batch.micro batch.accumulate",
-        "model.weights model.blocks",
+        "model.weights model.blocks model.recompute model.compile model.sync_batchnorm model.offload train.sync_every",
         "data.workers data.shuffle data.ragged data.stream train.steps train.epochs train.optimizer.name",
         "train.optimizer.lr train.optimizer.weight_decay train.optimizer.decay train.optimizer.fused",
         "train.optimizer.foreach train.optimizer.betas train.optimizer.eps train.lr_scale.rule train.lr_scale.at_batch",

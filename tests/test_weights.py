@@ -19,10 +19,10 @@ import unipar
 from tests.conformance.cases import FILE
 from tests.conformance.tasks import D, V
 from tests.test_loop import Line, running
-from unipar.config import Weights
 from unipar.errors import BackendNotInstalled, ConfigError
 from unipar.ledger import Ledger, ledger_of
 from unipar.loading import load
+from unipar.model import Weights
 from unipar.source import given, read
 from unipar.weights import look, told
 

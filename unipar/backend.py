@@ -176,7 +176,7 @@ class Step:
     """Of all gradients, before clipping, equal on all ranks."""
 
     skipped: bool = False
-    """The library left its weights alone because of an overflow."""
+    """Weights were left alone because of an overflow: fp16 lowers its loss scale; elsewhere it is an error."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,9 @@ class Engine(ABC):
     def rated(self) -> list[float]:
         """The rate of each group as the optimizer itself holds it; empty where nobody can tell."""
         return []
+
+    def average(self) -> None:  # noqa: B027 - a neutral hook
+        """Ranks that stepped by themselves take the mean of their states: `train.sync_every`."""
 
     def close(self) -> None:  # noqa: B027 - a neutral hook
         """Release what `build` took."""

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from typing_extensions import override
 
 from unipar.errors import ConfigError
+from unipar.model import Model
 from unipar.training import AdamW, Clip, Constant, LrScale, Optimizer, Schedule, Section
 
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
@@ -20,10 +21,6 @@ NOT_YET = {
     "parallel.tensor": "tensor parallelism is not there yet",
     "parallel.pipeline": "pipeline parallelism is not there yet",
     "parallel.context": "context parallelism is not there yet",
-    "model.recompute": "recomputing activations is not there yet; use torch.utils.checkpoint in your model",
-    "model.compile": "compiling is not there yet; call module.compile() in your task's model()",
-    "model.offload": "offloading is not there yet",
-    "train.sync_every": "local steps are not there yet",
 }
 """Keys of the design that this version refuses by name, so that none is without effect."""
 
@@ -148,30 +145,6 @@ def _nearest(total: int, step: int) -> str:
     return f"; the nearest totals are {' and '.join(map(str, near))}" if len(near) > 1 else f"; the least is {step}"
 
 
-class Weights(Section):
-    file: str
-    """`.safetensors`, or what torch.save wrote (`.pt`, `.pth`, `.bin`); relative to this file."""
-
-    only: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
-    """The names to load, `*` allowed: ["body.*"]; the others stay as they were born."""
-
-    strict: bool = True
-    """Refuse a file that lacks one of these names, or has one that the model lacks; false: take what fits."""
-
-
-class Model(Section):
-    weights: str | Weights | None = None
-    """A file with weights to begin from, or {file: ..., only: [...], strict: false}."""
-
-    blocks: Literal["auto", "none"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
-    """The repeated blocks, split one by one where parameters are split. auto: found by themselves;
-    none: the model as one; or their names, `*` allowed: ["layers.*"]."""
-
-    @property
-    def loading(self) -> Weights | None:
-        return Weights(file=self.weights) if isinstance(self.weights, str) else self.weights
-
-
 class Data(Section):
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes on each rank that fetch samples; 0: the training process does."""
@@ -219,6 +192,10 @@ class Train(Section):
     parts: dict[str, PartTrain] = Field(default_factory=dict)
     """Where model() returns several parts: by name, an optimizer and a clip of their own."""
 
+    sync_every: PositiveInt | None = None
+    """Each rank steps by itself, and every so many steps all take their mean; gradients are summed at every step
+    without it."""
+
     precision: Precision = "fp32"
     """bf16-mixed computes in bf16 on fp32 parameters; bf16-master keeps bf16 parameters with fp32 masters."""
 
@@ -229,6 +206,15 @@ class Train(Section):
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("one of steps and epochs is needed, and not both")
+        return self
+
+    @model_validator(mode="after")
+    def _same_scale(self) -> Self:
+        if self.sync_every is not None and self.precision == "fp16":
+            raise ValueError(
+                f"sync_every ({self.sync_every}) and fp16 exclude each other: each rank would leave out other steps; "
+                "use bf16-mixed"
+            )
         return self
 
     @model_validator(mode="after")
@@ -335,6 +321,16 @@ class Config(Section):
 
     compare: Compare = Compare()
     """What `unipar compare` runs."""
+
+    @model_validator(mode="after")
+    def _one_model_to_look_at(self) -> Self:
+        between, steps = self.train.sync_every, self.eval.every
+        if between is not None and steps is not None and steps % between:
+            raise ValueError(
+                f"eval.every ({steps}) is not a multiple of train.sync_every ({between}): in between, each rank holds "
+                "another model"
+            )
+        return self
 
     out: str | None = None
     """The run folder, relative to the working directory; runs/NAME without it, NAME the config's."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unipar.config import Weights
 from unipar.errors import ConfigError
+from unipar.model import Weights
 from unipar.weights import WRAPPERS, check_patterns, chosen, holds_code, some, stripped
 
 _LISTED = 100

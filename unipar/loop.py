@@ -93,6 +93,7 @@ class Run:
         self._mark = heart.mark
         self._loss: Fn = task.loss
         self._seed, self._every = config.train.seed, config.log.every
+        self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
         self._collate = task.collate if task.gives("collate") else None
         self._weighs = task.gives("weight")
         self._boundary = Boundary(world)
@@ -205,7 +206,7 @@ class Run:
         self._heart.step = number
         self._next_seed = self.rank
         self._loss = loss or self.task.loss
-        rate = factor(self.config.train.schedule, self.done, self.steps)
+        rate = factor(self.config.train.schedule, self.done - trained.skipped, self.steps)
         if self._only is not None:
             out = trained.engine.step(self._fn, share.micros, rate, self._mark)
         else:
@@ -214,13 +215,22 @@ class Run:
         if not self._stepped:
             self._filled, self._samples = self._filled + 1, share.samples
         self._stepped.append(trained)
-        said = trained.report() if self._logs(number) or out.skipped else None
+        said = trained.report() if self._logs(number) or (out.skipped and not self._scales) else None
         if out.skipped:
-            raise NonFinite(f"a gradient{trained.of} is not finite at step {number}, so its update was left out")
+            self._skip(trained, number)
+        if self._sync_every and (number % self._sync_every == 0 or number == self.steps):
+            trained.engine.average()
         if self._only is not None:
             self._over()
         self._mark("between")
         return Outcome(number, said)
+
+    def _skip(self, trained: Trained, number: int) -> None:
+        """An update that was left out: fp16's scale was too large, and the schedule waits; else it is an error."""
+        if not self._scales:
+            raise NonFinite(f"a gradient{trained.of} is not finite at step {number}, so its update was left out")
+        trained.skipped += 1
+        self._ledger.note("skipped", step=number)
 
     def _chosen(self, part: str | None, loss: Fn | None) -> Trained:
         """The part that a call of `run.step` means."""
@@ -259,6 +269,11 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """The task's metrics over its validation data, the same on every rank; of several parts the first is asked."""
+        if self._sync_every and self.done % self._sync_every and self.done != self.steps:
+            raise TaskError(
+                f"evaluate() was called after step {self.done}: with train.sync_every: {self._sync_every} ranks hold "
+                "one model only after each so many steps, and after the last"
+            )
         if self._evaluation is None:
             told = (self.task, [part.module for part in self.parts.values()], self.engine, self.world)
             self._evaluation = Evaluation(*told, self.config, self.sizes, mark=self._mark)

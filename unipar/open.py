@@ -22,6 +22,7 @@ from unipar.call import Call, Held, resting
 from unipar.config import Config
 from unipar.optim import Rates, rates_of
 from unipar.precision import autocast_as, batch_as
+from unipar.scaling import Scaler
 from unipar.world import World
 
 
@@ -47,6 +48,7 @@ class Open(Engine):
         clip = config.train.clipping
         self.limit = inf if clip is None else float(clip.max)
         self.fp64 = clip is not None and clip.norm == "fp64"
+        self.scaler = Scaler() if precision == "fp16" else None
 
     @abstractmethod
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
@@ -71,22 +73,28 @@ class Open(Engine):
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         share: Tensor | None = None
         count = len(micros)
+        divisor = self.divisor if self.scaler is None else self.divisor * self.scaler.scale
         for i, micro in enumerate(micros, 1):
             with self.sync(count, last=i == count):
                 mark("forward")
                 loss: Tensor = self.wrapped(fn, Held(micro.batch))
                 mark("backward")
-                mine, share = scaled(loss, micro.scale, self.divisor, share)
+                mine, share = scaled(loss, micro.scale, divisor, share)
                 self.backward(mine)
         mark("update")
         self.reduced()
         for p in self.trained:
             if p.grad is None:  # unused: the same decay everywhere
                 p.grad = torch.zeros_like(p)
+        if self.scaler is not None:
+            self.scaler.unscale(self._local_grads()[0])
         norm = clip64(self._local_grads(), self.limit, self.world, self.copies) if self.fp64 else self.norm()
+        assert share is not None
+        if self.scaler is not None and self.scaler.overflowed(norm):
+            self.optimizer.zero_grad()
+            return Step(share, norm, skipped=True)
         self.rates.set(self.optimizer, factor)
         self.update()
-        assert share is not None
         return Step(share, norm)
 
     def _local_grads(self) -> tuple[list[Tensor], bool]:

@@ -23,6 +23,7 @@ from unipar.loop import Run
 from unipar.optim import grouped, optimizer_of
 from unipar.parts import Trained
 from unipar.place import Place
+from unipar.rework import reworked
 from unipar.stopping import listening
 from unipar.task import Task
 from unipar.track import Trackers
@@ -97,8 +98,9 @@ def assembled(
     parts: dict[str, Trained] = {}
     for name, module in modules.items():
         own = config.of_part(name)
-        groups = grouped(task, module, own)
-        part = Part(name, module, optimizer_of(groups, own, world.device), blocks_of(task, module, own))
+        groups, blocks = grouped(task, module, own), blocks_of(task, module, own)
+        reworked(module, blocks, own)
+        part = Part(name, module, optimizer_of(groups, own, world.device), blocks)
         with _library(backend):
             engine = (build or backend.build)(part, own, world)
             parts[name] = Trained(part, engine, own, world, alone=len(modules) == 1)

@@ -52,6 +52,9 @@ class Trained:
 
         self._names = frozenset(n for n, p in part.module.named_parameters() if p.requires_grad)
         self.window = torch.zeros(config.log.every, dtype=torch.float64, device=world.device)
+        self.skipped = 0
+        """Updates that fp16's loss scale left out."""
+
         self.steps: list[int] = []
         """Of the run, from 1: those whose losses fill the window."""
 

@@ -37,7 +37,8 @@ class Plan:
     @classmethod
     def of(cls, source: Source, ref: TaskRef | None, *, overwrite: bool) -> Self:
         config = source.config
-        backend = registry.check(config)
+        kind, _ = devices.device(config)
+        backend = registry.check(config.model_copy(update={"device": "cpu"}) if kind == "cpu" else config)
         for tracker in config.log.to:
             require(tracker)
         look_at_weights(source)

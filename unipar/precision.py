@@ -17,6 +17,8 @@ def stated(precision: Precision, *, reduction: str | None = None) -> Dtypes:
         return Dtypes("fp64", "-", "fp64", reduction or "fp64", "fp64")
     if precision == "bf16-mixed":
         return Dtypes("fp32", "-", "fp32", reduction or "fp32", "bf16 under autocast")
+    if precision == "fp16":
+        return Dtypes("fp32", "-", "fp32, of a scaled loss", reduction or "fp32", "fp16 under autocast")
     if precision == "bf16-master":
         return Dtypes("fp32, gathered as bf16", "the fp32 shards", "bf16, summed in fp32", reduction or "fp32", "bf16")
     return Dtypes("fp32", "-", "fp32", reduction or "fp32", "fp32")
@@ -40,4 +42,4 @@ def autocast_as(precision: Precision) -> torch.dtype | None:
     """What autocast computes in; None: no autocast."""
     import torch
 
-    return torch.bfloat16 if precision == "bf16-mixed" else None
+    return {"bf16-mixed": torch.bfloat16, "fp16": torch.float16}.get(precision)

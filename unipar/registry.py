@@ -182,8 +182,10 @@ def refusals(backend: Backend, config: Config) -> Iterator[str]:
         yield f"parallel.data: {config.parallel.data} contradicts it: {backend.name} is one process"
     for key, value in _asked(config).items():
         if value is not None and shard not in can.also.get(key, ()):
-            have = [f"{n}/{s}" for n in names() for s in find(n).capabilities.also.get(key, ())]
+            have = [str(Cell(n, s)) for n in names() for s in find(n).capabilities.also.get(key, ())]
             yield f"{key}: {value} cannot be had here; what can: {', '.join(have)}"
+    if kind == "cpu":
+        yield from _cuda_only(config)
     yield from backend.refuse(config)
 
 
@@ -202,7 +204,22 @@ def _shards(backend: Backend) -> Iterator[str]:
 
 def _asked(config: Config) -> dict[str, object]:
     """The keys that not every backend obeys, where somebody gave them."""
-    return {"parallel.shard_over": config.parallel.shard_over}
+    offload = config.model.offload
+    return {
+        "parallel.shard_over": config.parallel.shard_over,
+        "train.sync_every": config.train.sync_every,
+        "model.offload": None if offload == "none" else offload,
+    }
+
+
+def _cuda_only(config: Config) -> Iterator[str]:
+    """What a config asks for that the CPU does not have."""
+    if config.train.precision == "fp16":
+        yield "train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"
+    if config.model.sync_batchnorm:
+        yield "model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm takes no tensor of the CPU; leave it out"
+    if config.model.offload != "none":
+        yield f"model.offload: {config.model.offload} needs CUDA: on the CPU all is in the host's memory; leave it out"
 
 
 def launchers() -> list[Launcher]:

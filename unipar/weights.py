@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unipar.config import Weights
 from unipar.errors import BackendNotInstalled, ConfigError
+from unipar.model import Weights
 
 PICKLED = (".pt", ".pth", ".bin")
 """What torch.save writes."""

@@ -119,7 +119,11 @@ def device_of(config: Config, place: Place) -> torch.device:
 
 def transport(config: Config, device: torch.device) -> str:
     """NCCL wants a GPU for each rank; `device: cuda:N` lets ranks share one over gloo."""
-    return "nccl" if device.type == "cuda" and ":" not in config.device else "gloo"
+    if device.type != "cuda" or ":" in config.device:
+        return "gloo"
+    return (
+        "nccl" if config.model.offload == "none" else "cpu:gloo,cuda:nccl"
+    )  # norms of what waits in the host's memory
 
 
 _stores: dict[tuple[str, int] | None, dist.Store] = {}
@@ -156,7 +160,7 @@ def meet(config: Config, place: Place) -> World:
         rank=place.rank,
         world_size=place.size,
         timeout=patience,
-        device_id=device if kind == "nccl" else None,
+        device_id=device if "nccl" in kind else None,
     )
     if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
         raise WorldMismatch(f"torch sees rank {dist.get_rank()} of {dist.get_world_size()}, not {place}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from pydantic import PositiveInt
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from unipar.script import Outline, Script
     from unipar.world import World
 
-NO_FP16 = "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed"
 _NO_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
@@ -90,9 +90,9 @@ class Single(Backend):
     name = "single"
     capabilities = Capabilities(
         shards=("nothing",),
+        also={"train.sync_every": ("nothing",)},
         alone=True,
         gaps={
-            (None, "fp16"): NO_FP16,
             (None, "bf16-master"): f"one process {_NO_MASTER}; compare with it in fp32",
         },
     )
@@ -123,9 +123,12 @@ class Native(Backend):
     options: ClassVar[type[Section]] = NativeOptions
     capabilities = Capabilities(
         shards=("nothing", "optimizer", "gradients", "parameters"),
-        also={"parallel.shard_over": ("optimizer", "gradients", "parameters")},
+        also={
+            "parallel.shard_over": ("optimizer", "gradients", "parameters"),
+            "train.sync_every": ("nothing",),
+            "model.offload": ("parameters",),
+        },
         gaps={
-            (None, "fp16"): NO_FP16,
             ("nothing", "bf16-master"): f"DDP {_NO_MASTER}; use another shard, or deepspeed/*",
         },
         launchers=LAUNCHERS,
@@ -133,11 +136,23 @@ class Native(Backend):
     )
 
     @override
+    def refuse(self, config: Config) -> Iterator[str]:
+        if config.model.offload == "optimizer":
+            yield (
+                "model.offload: optimizer cannot be had: FSDP2 moves parameters, gradients and the optimizer's states "
+                "together; say model.offload: parameters"
+            )
+
+    @override
     def dtypes(self, config: Config) -> Dtypes:
+        if config.train.sync_every is not None:
+            return stated(config.train.precision, reduction="-")
         return stated(config.train.precision)
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
+        if config.train.sync_every is not None:
+            return {"mean of parameters and moments": f"every {config.train.sync_every} steps, and after the last"}
         if config.parallel.shard == "nothing":
             return {"DistributedDataParallel": ddp_settings(options_of(config))}
         return {"fully_shard": fsdp_settings(config)}
@@ -154,8 +169,10 @@ class Native(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        from unipar_native.engine import DDP, FSDP2
+        from unipar_native.engine import DDP, FSDP2, Local
 
+        if config.train.sync_every is not None:
+            return Local(part, config, world)
         return DDP(part, config, world) if config.parallel.shard == "nothing" else FSDP2(part, config, world)
 
 
@@ -179,6 +196,7 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
         "reshard_after_backward": "after the last microbatch" if once else True,
         "requires_gradient_sync": "in the last microbatch" if once else True,
         "mp_policy": mixed,
+        "offload_policy": "CPUOffloadPolicy" if config.model.offload == "parameters" else None,
         "blocks": config.model.blocks,
     }
 

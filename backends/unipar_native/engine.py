@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unipar_native.ddp import DDP, FirstByHand
 from unipar_native.fsdp2 import FSDP2, Sharded
+from unipar_native.local import Local
 from unipar_native.one import One
 
-__all__ = ["DDP", "FSDP2", "FirstByHand", "One", "Sharded"]
+__all__ = ["DDP", "FSDP2", "FirstByHand", "Local", "One", "Sharded"]

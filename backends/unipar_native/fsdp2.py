@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -75,7 +75,10 @@ class FSDP2(Sharded):
         self.once = shard == "optimizer"
         mixed = config.train.precision == "bf16-master"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-        shell = _split(part, world, config.parallel.shard_over, policy, reshard=shard == "parameters")
+        settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": shard == "parameters"}
+        if config.model.offload == "parameters":
+            settings["offload_policy"] = CPUOffloadPolicy()
+        shell = _split(part, world, _mesh(world, config.parallel.shard_over), settings)
         if mixed:
             lower(part.module, torch.bfloat16)
         super().__init__(part, config, world)
@@ -94,22 +97,22 @@ def _mesh(world: World, over: int | None) -> DeviceMesh:
     return init_device_mesh(world.device.type, (world.size // over, over), mesh_dim_names=names)
 
 
-def _split(part: Part, world: World, over: int | None, policy: MixedPrecisionPolicy, *, reshard: bool) -> Call:
+def _split(part: Part, world: World, mesh: DeviceMesh, settings: dict[str, Any]) -> Call:
     """Split on meta, then fill chunk by chunk: never more than one whole tensor on a rank."""
     module, device = part.module, world.device
     whole = dict(module.named_parameters(remove_duplicate=False))
     _to_meta(module)
     shell = Call(module, device)
-    mesh = _mesh(world, over)
     for name in part.blocks:
-        fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(shell, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(module.get_submodule(name), mesh=mesh, **settings)
+    fully_shard(shell, mesh=mesh, **settings)
+    home = torch.device("cpu") if "offload_policy" in settings else device
     source = {id(p): whole[n] for n, p in module.named_parameters(remove_duplicate=False)}
 
     def place(p: Tensor) -> Tensor:
         full = travel(source[id(p)], device)
         assert isinstance(p, DTensor)
-        local = torch.empty_like(p.to_local(), device=device)
+        local = torch.empty_like(p.to_local(), device=home)
         new = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
         local.view(-1).copy_(full.view(-1)[slice(*span(new)[1])])
         return new

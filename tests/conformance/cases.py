@@ -31,6 +31,7 @@ class Tolerance:
     params: float | None
 
 
+OWN_NORMS = Tolerance(2e-6, 1e9, 2e-5)
 FP32, FP64, BF16 = Tolerance(2e-6, 1e-6, 2e-5), Tolerance(1e-13, 1e-13, 1e-12), Tolerance(5e-3, 2e-2, None)
 
 
@@ -58,6 +59,9 @@ class Case:
 
     apart: bool = False
     """Runs in a world of its own, which may die."""
+
+    local: bool = False
+    """Held against ranks that train by themselves and take their mean."""
 
     error: str = ""
     """The NonFinite message that every rank must raise."""
@@ -98,6 +102,13 @@ _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
     "clip": {"max": 0.3, "norm": "fp64"},
 }
+
+
+def _compiled(what: str) -> dict[str, Any]:
+    """By a backend that traces as the default does, and compiles nothing to machine code."""
+    return {"model": {"compile": {"what": what, "backend": "aot_eager"}}, "eval": {"every": 2}}
+
+
 _COPIES = {"parallel": {"shard_over": 2}}
 _ALL_FIND = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
@@ -158,6 +169,17 @@ CASES = {
         Case("state out and in", tasks.Grouped, train=_COSINE, hop=3),
         Case("state out and in, bf16-master", tasks.Grouped, precision="bf16-master", hop=3, tolerance=BF16,
              sizes=(2,)),
+        Case("blocks recomputed", lambda: tasks.Plain(dropout=0.3), micro=True,
+             more={"model": {"recompute": "blocks"}}, sizes=(2,)),
+        Case("all but matrix products recomputed", tasks.Grouped, more={"model": {"recompute": "selective"}},
+             sizes=(2,)),
+        Case("blocks compiled", tasks.Plain, more=_compiled("blocks"), sizes=(2,)),
+        Case("model compiled", tasks.Plain, more=_compiled("model"), sizes=(2,)),
+        Case("blocks recomputed and compiled", tasks.Plain, sizes=(2,),
+             more={"model": {"recompute": "blocks", **_compiled("blocks")["model"]}}),
+        Case("local steps", tasks.Plain, train={"sync_every": 4}, sizes=(2,), cells=("native/nothing",), local=True),
+        Case("local steps, one at a time", tasks.Plain, train={"sync_every": 1, "clip": None, "optimizer": _SGD},
+             sizes=(2,), cells=("native/nothing",), tolerance=OWN_NORMS),
         Case("two copies", tasks.Grouped, more=_COPIES, train=_COSINE, hop=3, sizes=(4,), cells=NATIVE_FSDP2),
         Case("two copies, fp64 norm", tasks.Grouped, more=_COPIES | {"eval": {"every": 2}}, train=_EXACT, sizes=(4,),
              cells=NATIVE_FSDP2),

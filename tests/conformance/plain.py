@@ -39,7 +39,7 @@ def plain(case: Case, size: int) -> Result:
     task: Any = case.task()
     sow(config.train.seed)
     model = task.model()
-    if case.more.get("model"):
+    if config.model.loading is not None:
         held = load_file(FILE)
         model.load_state_dict({n.removeprefix("module."): t for n, t in held.items()}, strict=False)
     for tensor in (*model.parameters(), *model.buffers()):

@@ -7,6 +7,7 @@ import torch
 
 from tests.conformance.cases import CASES, SIZES
 from tests.conformance.conftest import Hall
+from tests.conformance.local import local
 from tests.conformance.marks import FSDP2
 from unipar.config import Cell
 from unipar.errors import NonFinite
@@ -35,8 +36,15 @@ def test_agrees(hall: Hall, cell: Cell, size: int, case: str) -> None:
             hall.played(cell, size, case)
         assert str(caught.value).startswith(f"{wanted.error}{size - 1}: ")
         return
-    got, one = hall.played(cell, size, case), hall.plain(case, size)
     near = wanted.tolerance
+    if wanted.local:
+        got, by_hand = hall.played(cell, size, case), local(wanted, size)
+        assert got.losses == pytest.approx(by_hand["losses"], abs=near.loss, rel=0)
+        assert got.norms[0] != got.norms[1], "the ranks took one step together"
+        assert near.params is not None
+        assert all(torch.allclose(t, by_hand["params"][n], atol=near.params, rtol=0) for n, t in got.params.items())
+        return
+    got, one = hall.played(cell, size, case), hall.plain(case, size)
     assert got.losses == pytest.approx(one.losses, abs=near.loss, rel=0)
     assert list(got.parts) == list(reversed(one.parts))  # as model() names them; by hand, as they step
     for part, losses in one.parts.items():

@@ -1,0 +1,109 @@
+"""What is done to a model in place before a library takes it: recomputing, compiling, BatchNorm over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from unipar.config import Config
+from unipar.errors import ConfigError
+
+_aten: Any = torch.ops.aten
+KEPT: tuple[Any, ...] = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+"""What `selective` keeps: dear to compute, and no larger than what is computed from it."""
+
+
+def reworked(module: nn.Module, blocks: Sequence[str], config: Config) -> None:
+    """In place, so that names stay, and before the library wraps, so that its hooks stand outside."""
+    wanted = config.model
+    if wanted.sync_batchnorm:
+        _sync_norms(module)
+    if wanted.recompute != "none":
+        if not blocks:
+            raise ConfigError(
+                f"model.recompute: {wanted.recompute} recomputes block by block, and the model has no blocks: name "
+                "them in model.blocks or in the task's blocks(), or leave recompute out"
+            )
+        for name in blocks:
+            _recompute(module.get_submodule(name), selective=wanted.recompute == "selective")
+    if (told := wanted.compiling) is not None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if told.backend not in known:
+            raise ConfigError(f"model.compile.backend: there is no {told.backend!r}; torch knows {', '.join(known)}")
+        if told.what == "blocks" and not blocks:
+            raise ConfigError(
+                "model.compile: blocks compiles block by block, and the model has no blocks: name them in "
+                "model.blocks or in the task's blocks(), or say model.compile: model"
+            )
+        parts = [module.get_submodule(name) for name in blocks] if told.what != "model" and blocks else [module]
+        for part in parts:
+            # not part.compile(): it has no effect on modules of torch.nn itself, and takes in the libraries' hooks
+            part.forward = torch.compile(part.forward, backend=told.backend)
+
+
+def _sync_norms(module: nn.Module) -> None:
+    """Every BatchNorm counts what all ranks see in a microbatch."""
+    made = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if made is not module:
+        raise ConfigError(
+            "model.sync_batchnorm: true replaces every BatchNorm in the model, and the model is one: put it into a "
+            "torch.nn.Sequential"
+        )
+    if not any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+        raise ConfigError("model.sync_batchnorm: true, and the model has no BatchNorm: leave it out")
+
+
+def _recompute(block: nn.Module, *, selective: bool) -> None:
+    """Its forward runs again in the backward, with the same random numbers."""
+    plain = block.forward
+    norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = create_selective_checkpoint_contexts(list(KEPT)) if selective else (nullcontext(), nullcontext())
+        return first, _both(again, _unmoved(norms)) if norms else again
+
+    own: dict[str, Any] = {"context_fn": contexts} if selective or norms else {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, **own, **kwargs)
+
+    block.forward = forward
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Generator[None]:
+    with ExitStack() as entered:
+        entered.enter_context(one)
+        entered.enter_context(other)
+        yield
+
+
+@contextmanager
+def _unmoved(norms: Sequence[_NormBase]) -> Generator[None]:
+    """A second forward over the same batch must not count it twice in the running statistics."""
+    was = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, tracked in was:
+            norm.momentum, norm.num_batches_tracked = momentum, tracked
