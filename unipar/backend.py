@@ -237,7 +237,7 @@ class Engine(ABC):
         """The rate of each group as the optimizer itself holds it; empty where nobody can tell."""
         return []
 
-    def average(self) -> None:  # noqa: B027 - a neutral hook
+    def take_mean(self) -> None:  # noqa: B027 - a neutral hook
         """Ranks that stepped by themselves take the mean of their states: `train.sync_every`."""
 
     def close(self) -> None:  # noqa: B027 - a neutral hook

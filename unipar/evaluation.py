@@ -23,6 +23,15 @@ from unipar.world import World
 _EMPTY = "validation() has no samples"
 
 
+def refuse_between(done: int, every: int) -> None:
+    """Ranks that step by themselves hold one model only now and then."""
+    if done % every:
+        raise TaskError(
+            f"evaluate() was called after step {done}: with train.sync_every: {every} ranks hold one model only after "
+            "each so many steps, and after the last"
+        )
+
+
 @final
 class Evaluation:
     """Reads the same samples in every world; every rank runs as many batches as the others."""

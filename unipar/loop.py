@@ -15,8 +15,8 @@ from unipar.beat import Heart
 from unipar.call import moved
 from unipar.config import Config, Sizes
 from unipar.data import Feed, Plan, training_source
-from unipar.errors import NonFinite, TaskError
-from unipar.evaluation import Evaluation
+from unipar.errors import TaskError
+from unipar.evaluation import Evaluation, refuse_between
 from unipar.ledger import Ledger
 from unipar.optim import factor
 from unipar.parts import Trained, flat, frozen, pieces_of, reported, restore_parts, together
@@ -100,10 +100,9 @@ class Run:
         self._feed: Feed | Stream | None = None
         self._steps = config.train.steps
         self._spare: Any = None
-        self._next_seed = 0
         self._apart: tuple[int, ...] = ()
         self._stepped: list[Trained] = []
-        self._filled = self._samples = 0
+        self._next_seed = self._filled = self._samples = 0
         self._since = time.perf_counter()
         self._evaluation: Evaluation | None = None
         self._gate: Callable[[int], None] | None = None
@@ -217,20 +216,14 @@ class Run:
         self._stepped.append(trained)
         said = trained.report() if self._logs(number) or (out.skipped and not self._scales) else None
         if out.skipped:
-            self._skip(trained, number)
+            trained.skip(number, expected=self._scales)
+            self._ledger.note("skipped", step=number)
         if self._sync_every and (number % self._sync_every == 0 or number == self.steps):
-            trained.engine.average()
+            trained.engine.take_mean()
         if self._only is not None:
             self._over()
         self._mark("between")
         return Outcome(number, said)
-
-    def _skip(self, trained: Trained, number: int) -> None:
-        """An update that was left out: fp16's scale was too large, and the schedule waits; else it is an error."""
-        if not self._scales:
-            raise NonFinite(f"a gradient{trained.of} is not finite at step {number}, so its update was left out")
-        trained.skipped += 1
-        self._ledger.note("skipped", step=number)
 
     def _chosen(self, part: str | None, loss: Fn | None) -> Trained:
         """The part that a call of `run.step` means."""
@@ -269,11 +262,8 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """The task's metrics over its validation data, the same on every rank; of several parts the first is asked."""
-        if self._sync_every and self.done % self._sync_every and self.done != self.steps:
-            raise TaskError(
-                f"evaluate() was called after step {self.done}: with train.sync_every: {self._sync_every} ranks hold "
-                "one model only after each so many steps, and after the last"
-            )
+        if self._sync_every and self.done != self.steps:
+            refuse_between(self.done, self._sync_every)
         if self._evaluation is None:
             told = (self.task, [part.module for part in self.parts.values()], self.engine, self.world)
             self._evaluation = Evaluation(*told, self.config, self.sizes, mark=self._mark)

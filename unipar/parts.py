@@ -86,6 +86,12 @@ class Trained:
             self._record[1, len(self._recorded)] = out.norm
             self._recorded.append(number)
 
+    def skip(self, number: int, *, expected: bool) -> None:
+        """An update was left out: fp16's scale was too large, and the schedule waits; else it is an error."""
+        if not expected:
+            raise NonFinite(f"a gradient{self.of} is not finite at step {number}, so its update was left out")
+        self.skipped += 1
+
     def settle(self) -> None:
         """Losses of the last steps into the window, in one copy: one by one they cost 6 us each."""
         if self._fresh:

@@ -32,7 +32,7 @@ class Local(Open):
 
     @override
     @torch.no_grad()
-    def average(self) -> None:
+    def take_mean(self) -> None:
         """Parameters and the optimizer's moments too, so that one rank's state is everybody's."""
         state: Any = self.base.state
         for p in self.trained:
