@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import unipar
+from unipar import parcel
 from unipar.beat import Heart, beat_of
 from unipar.errors import NonFinite, Stopped, UniparError
 from unipar.ledger import Ledger, ledger_of
@@ -27,6 +28,11 @@ def fine(place: Place, run: Path, control: Control) -> None:
     seen = {"OMP": os.environ["OMP_NUM_THREADS"], "TMPDIR": os.environ["TMPDIR"], "sid": os.getsid(0) == os.getpid()}
     (run / f"seen-{place.rank}").write_text(f"{place.rank} of {place.size} {seen}", "utf-8")
     Path(os.environ["TMPDIR"], "left").write_text("behind", "utf-8")
+
+
+def handed(place: Place, run: Path, control: Control) -> None:
+    """Says how much its parent gave it."""
+    (run / f"seen-{place.rank}").write_text(str(len(parcel.handed())), "utf-8")
 
 
 def first_raises(place: Place, run: Path, control: Control) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import CONFIG
 from unipar import registry
+from unipar.config import Config
 from unipar.errors import WorldMismatch
 from unipar.place import Place, probe, tasks_per_node, without_launcher_arguments
 
@@ -141,6 +143,17 @@ def test_worlds_that_cannot_be_joined(environ: dict[str, str], message: str) -> 
     with pytest.raises(WorldMismatch) as e:
         probe(registry.launchers(), None, environ)
     assert str(e.value) == message
+
+
+def test_horovod_on_two_machines() -> None:
+    """Its rendezvous would wait on each of them alone."""
+    place = Place(rank=1, size=4, local_rank=1, local_size=2, launcher="torchrun", address=("192.0.2.7", 1))
+    with pytest.raises(WorldMismatch) as e:
+        registry.find("horovod").join(Config.model_validate(CONFIG), place)
+    assert str(e.value) == (
+        "torchrun started 4 processes, 2 of them on this machine; Horovod's meet on loopback alone: use one machine, "
+        "or native, deepspeed or accelerate"
+    )
 
 
 @pytest.mark.parametrize(

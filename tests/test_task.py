@@ -208,7 +208,7 @@ def test_what_other_processes_cannot_find() -> None:
 
 
 def test_a_prompt_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classes of a prompt or notebook cannot travel yet."""
+    """A module that was made by hand is found by nobody else."""
     made = type("Mine", (), {"__module__": "prompt"})
     monkeypatch.setitem(sys.modules, "prompt", type(sys)("prompt"))
     with pytest.raises(TaskError) as e:

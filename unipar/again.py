@@ -14,6 +14,8 @@ _WITH_VALUE = "WX"
 def typed(words: Sequence[str] | None = None) -> list[str]:
     """["script", path, argument...] or ["module", name, argument...]."""
     rest = list(sys.orig_argv if words is None else words)[1:]
+    if hasattr(sys, "ps1"):  # a kernel is a module that was run by -m
+        raise _no_script("a prompt or a notebook")
     while rest and rest[0].startswith("-") and rest[0] != "-":
         flag = rest.pop(0)
         if flag.startswith("--"):
@@ -30,7 +32,7 @@ def typed(words: Sequence[str] | None = None) -> list[str]:
                 if not value:
                     rest.pop(0)
                 break
-    if not rest or rest[0] == "-" or hasattr(sys, "ps1"):
+    if not rest or rest[0] == "-":
         raise _no_script("a prompt or a notebook")
     if not Path(rest[0]).is_file():
         raise _no_script(f"{rest[0]}, which is no file")
@@ -40,5 +42,5 @@ def typed(words: Sequence[str] | None = None) -> list[str]:
 def _no_script(where: str) -> TaskError:
     return TaskError(
         f"join runs the script that calls it once more in each rank, and this is {where}: put the loop into a file, "
-        "or use launch() with a task that is in a file"
+        "or use launch() with a task"
     )

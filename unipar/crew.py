@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from unipar import autopsy
+from unipar import parcel as parcels
 from unipar.errors import UniparError, WorkerFailed
 from unipar.orders import Orders
 from unipar.process import Fresh, Process, Starter, reap, send, send_all
@@ -66,10 +67,12 @@ class Crew:
         grace: float = 30.0,
         control: bool = False,
         waits: Sequence[str] = (),
+        parcel: bytes = b"",
         zygote: Starter | None = None,
     ) -> None:
         self.run, self.size = run.resolve(), size
         self._entry, self._environment, self._grace, self._control = entry, environment or {}, grace, control
+        self._parcel = parcel
         self._starter: Starter = zygote or Fresh()
         name = f"unipar-{secrets.token_hex(4)}"
         self._ranks = [_Rank(rank, f"{_short_folder()}/{name}-{rank}") for rank in range(size)]
@@ -101,6 +104,7 @@ class Crew:
             passed.callback(os.close, reader)
             _lifelines[self._lifeline] = self
             listener = passed.enter_context(_listening(self.size)) if self.size > 1 else None
+            pipes: list[int] = []
             for rank in self._ranks:
                 theirs = self._pair(rank, passed)
                 log = os.open(log_of(self.run, rank.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -114,12 +118,24 @@ class Crew:
                     listener=listener.fileno() if listener and rank.rank == 0 else -1,
                     port=listener.getsockname()[1] if listener else 0,
                     control=theirs,
+                    parcel=self._pipe(pipes, passed),
                     run=str(self.run),
                     entry=self._entry,
                     folder=rank.folder,
                 )
                 rank.process = self._starter.start(orders, environment, log)
                 self._selector.register(rank.process.pidfd, selectors.EVENT_READ, rank)
+            if pipes:
+                parcels.send(self._parcel, pipes)
+
+    def _pipe(self, pipes: list[int], passed: ExitStack) -> int:
+        """The worker's end of a pipe that will bring what has no file, or -1."""
+        if not self._parcel:
+            return -1
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        passed.callback(os.close, reader)
+        pipes.append(writer)
+        return reader
 
     def _pair(self, rank: _Rank, passed: ExitStack) -> int:
         """The worker's end of its control socket, or -1."""

@@ -129,6 +129,7 @@ def _start(plan: Plan, entry: str, quiet: bool, script: Sequence[str] = ()) -> N
             timeout=config.launch.timeout,
             grace=config.launch.grace,
             waits=plan.backend.capabilities.waits,
+            parcel=plan.ref.parcel if plan.ref is not None else b"",
         ) as crew,
     ):
         crew.wait(shown.tick, shown.every)

@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1
 LOST = 113
 """The exit code of a process whose parent was gone before it could begin."""
 
-_NUMBERS = ("rank", "size", "parent", "mortal", "lifeline", "listener", "port", "control")
+_NUMBERS = ("rank", "size", "parent", "mortal", "lifeline", "listener", "port", "control", "parcel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,9 @@ class Orders:
 
     control: int = -1
     """A socket to the parent, or -1."""
+
+    parcel: int = -1
+    """The reading end of a pipe with what has no file to be found in, or -1."""
 
     run: str
     entry: str

@@ -65,7 +65,7 @@ class Fresh:
         return os.getpid()
 
     def start(self, orders: Orders, environment: Mapping[str, str], log: int) -> Process:
-        passed = [fd for fd in (orders.lifeline, orders.listener, orders.control) if fd >= 0]
+        passed = [fd for fd in (orders.lifeline, orders.listener, orders.control, orders.parcel) if fd >= 0]
         popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "unipar.worker", *orders.words()],  # -P: the folder we are in hides no module
             env=dict(environment),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self, final
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from unipar.config import TaskUse
 from unipar.errors import TaskError
+from unipar.parcel import called, handed, packed, typed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -219,6 +221,12 @@ class TaskRef:
     earlier: Sequence[str] = ()
     """Run folders of launches that the same script made before."""
 
+    carried: str = ""
+    """Names and a digest of what has no file to be found in."""
+
+    parcel: bytes = field(default=b"", repr=False)
+    """That itself: it travels by a pipe, not as JSON."""
+
     @classmethod
     def of(
         cls,
@@ -233,16 +241,28 @@ class TaskRef:
             if task is not None or absent:
                 way = "a task and functions were both given" if task is not None else f"{absent[0]}= is missing"
                 raise TaskError(f"{way}: give a task, or model=, loss= and data=")
+            if any(typed(f) for f in functions.values()):
+                names = ", ".join(f"{name}={called(f)}" for name, f in functions.items())
+                return cls(path=path, earlier=tuple(earlier)).carrying(names, dict(functions))
             found = {name: Where.of(f) for name, f in functions.items()}
             return cls(functions=found, path=path, earlier=tuple(earlier))
+        if task is not None and typed(task):
+            _whole(task, called(task))
+            return cls(args=args, path=path, earlier=tuple(earlier)).carrying(called(task), task)
         if task is not None:
             return cls(Where.of(task), args=args, path=path, earlier=tuple(earlier))
         if use is None:
             raise TaskError("there is no task: give the config task.use, or launch a task= or model=, loss= and data=")
         return cls(Where.used(use.use), args=args, path=path, earlier=tuple(earlier))
 
+    def carrying(self, names: str, thing: Any) -> Self:
+        """With something that other processes cannot find by name."""
+        parcel = packed(names, thing)
+        told = f"{names}: {len(parcel)} bytes, {hashlib.sha256(parcel).hexdigest()[:16]}"
+        return replace(self, carried=told, parcel=parcel)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(replace(self, parcel=b"")).items() if key != "parcel"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -252,6 +272,7 @@ class TaskRef:
             args=data["args"],
             path=tuple(data["path"]),
             earlier=tuple(data["earlier"]),
+            carried=data["carried"],
         )
 
     def look(self) -> None:
@@ -264,21 +285,31 @@ class TaskRef:
     def load(self) -> Task:
         """The task itself, in a process of its own: imports the user's code."""
         sys.path[:0] = [p for p in self.path if p not in sys.path]
+        if self.carried:
+            thing = handed()
+            return Functions(thing) if isinstance(thing, dict) else _made(thing, self.args, thing.__name__)
         if self.functions:
             return Functions({name: _fetch(where, self.earlier) for name, where in self.functions.items()})
         assert self.task is not None
-        made = _fetch(self.task, self.earlier)
-        if not (isinstance(made, type) and issubclass(made, Task)):
-            raise TaskError(f"{self.task.shown} is {made!r}; a class that derives from unipar.Task is wanted")
-        unwritten = sorted(getattr(made, "__abstractmethods__", ()))
-        if unwritten:
-            raise TaskError(f"{self.task.shown} lacks {', '.join(f'{m}()' for m in unwritten)}")
-        try:
-            return made(**self.args)
-        except TypeError as e:
-            if e.__traceback__ is not None and e.__traceback__.tb_next is None:  # the call itself, not the constructor
-                raise TaskError(f"task.args do not fit {self.task.name}: {e}") from None
-            raise
+        return _made(_fetch(self.task, self.earlier), self.args, self.task.shown)
+
+
+def _made(found: Any, args: Mapping[str, Any], shown: str) -> Task:
+    _whole(found, shown)
+    try:
+        return found(**args)
+    except TypeError as e:
+        if e.__traceback__ is not None and e.__traceback__.tb_next is None:  # the call itself, not the constructor
+            raise TaskError(f"task.args do not fit {found.__name__}: {e}") from None
+        raise
+
+
+def _whole(found: Any, shown: str) -> None:
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise TaskError(f"{shown} is {found!r}; a class that derives from unipar.Task is wanted")
+    unwritten = sorted(getattr(found, "__abstractmethods__", ()))
+    if unwritten:
+        raise TaskError(f"{shown} lacks {', '.join(f'{m}()' for m in unwritten)}")
 
 
 def _fetch(where: Where, earlier: Sequence[str]) -> Any:

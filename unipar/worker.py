@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from unipar import parcel
 from unipar.errors import Stopped, TaskError, UniparError
 from unipar.orders import Orders, die_with_parent, watch_lifeline
 from unipar.place import Place
@@ -53,6 +54,8 @@ def serve(orders: Orders) -> NoReturn:
     # cannot read; and a thread that started us may end without any harm.
     die_with_parent(orders.parent, signal.SIGCONT)
     run = Path(orders.run)
+    if orders.parcel >= 0:
+        parcel.receive(orders.parcel)
     _own_folder(orders.folder)
     faulthandler.enable()
     stack = stack_of(run, orders.rank).open("w", encoding="utf-8")

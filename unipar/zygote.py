@@ -27,7 +27,7 @@ from unipar.orders import Orders, die_with_parent
 from unipar.process import Process, Starter
 
 MESSAGE = 1 << 17
-_FDS = ("lifeline", "listener", "control")
+_FDS = ("lifeline", "listener", "control", "parcel")
 
 
 class ZygoteFailed(UniparError):

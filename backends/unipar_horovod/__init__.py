@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
 from unipar.config import Config, Section
+from unipar.errors import WorldMismatch
 from unipar.place import Launcher, Place
 from unipar.precision import stated
 
@@ -117,6 +118,11 @@ class Horovod(Backend):
 
     @override
     def join(self, config: Config, place: Place) -> World:
+        if place.local_size != place.size:
+            raise WorldMismatch(
+                f"{place.launcher} started {place.size} processes, {place.local_size} of them on this machine; "
+                "Horovod's meet on loopback alone: use one machine, or native, deepspeed or accelerate"
+            )
         from unipar_horovod.engine import join
 
         return join(config, place)

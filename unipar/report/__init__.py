@@ -86,6 +86,10 @@ class Report:
     def __str__(self) -> str:
         return self.table()
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook or IPython shows of it."""
+        printer.text(self.table())
+
     def table(self, width: int = 80) -> str:
         """The run in a few lines, for people."""
         ranks = "one process" if self.size == 1 else f"{self.size} ranks"

@@ -59,6 +59,7 @@ class Contestant:
                 grace=self.config.launch.grace,
                 control=True,
                 waits=backend.capabilities.waits,
+                parcel=self.ref.parcel,
             )
         )
         self._answers()
