@@ -160,7 +160,7 @@ def test_a_cell_that_is_interrupted(kernel: Kernel) -> None:
     [
         ("threading.Lock()", "cannot pickle '_thread.lock' object"),
         ("open(os.devnull)", "it holds an open file"),
-        ("torch.empty(1, device='meta')", "it holds a tensor on meta, which is this process's own"),
+        ("torch.empty(1, device='meta')", "it holds a tensor on meta"),
     ],
     ids=["a lock", "an open file", "a tensor elsewhere"],
 )

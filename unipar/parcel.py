@@ -57,11 +57,8 @@ def packed(name: str, thing: Any) -> bytes:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportImplicitOverride] - the parent has no types
-            if isinstance(obj, io.IOBase) and not isinstance(obj, _IN_MEMORY) and obj not in (sys.stdout, sys.stderr):
-                raise TypeError("it holds an open file")  # cloudpickle would take what is in it
-            torch = sys.modules.get("torch")
-            if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-                raise TypeError(f"it holds a tensor on {obj.device}, which is this process's own")
+            if why := _stays(obj):
+                raise TypeError(f"it holds {why}")
             return super().reducer_override(obj)
 
     made = io.BytesIO()
@@ -73,6 +70,16 @@ def packed(name: str, thing: Any) -> bytes:
             "for itself, or put it into a file and import it from there"
         ) from e
     return made.getvalue()
+
+
+def _stays(thing: Any) -> str:
+    """What is this process's own, and what cloudpickle would copy all the same; empty for the rest."""
+    if isinstance(thing, io.IOBase):
+        return "" if isinstance(thing, _IN_MEMORY) or thing in (sys.stdout, sys.stderr) else "an open file"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor) and thing.device.type != "cpu":
+        return f"a tensor on {thing.device}"
+    return ""
 
 
 def handed() -> Any:
