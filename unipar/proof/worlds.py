@@ -100,6 +100,7 @@ class Worlds:
             timeout=config.launch.timeout,
             grace=config.launch.grace,
             waits=registry.find(config.backend).capabilities.waits,
+            parcel=self._ref.parcel,
             zygote=self._zygote,
         )
         return _World(crew, folder, jobs, config.parallel.data)
