@@ -68,7 +68,7 @@ def proved(folder: Path, config: str, *words: str) -> tuple[subprocess.Completed
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """All faults in one proof, and the same engine without any."""
-    cells = ["faulty/nothing", *(f"faulty/nothing+{fault}" for fault in NAMED)]
+    cells = ["faulty/nothing", "faulty/nothing+dies", *(f"faulty/nothing+{fault}" for fault in NAMED)]
     words = [word for cell in cells for word in ("--cells", cell)]
     return proved(tmp_path_factory.mktemp("planted"), CONFIG, "--steps", "6", *words)
 
@@ -91,6 +91,14 @@ def test_the_same_engine_without_a_fault_agrees(planted: tuple[Any, dict[str, An
     assert (row["outcome"], row["bits"], row["finding"]) == ("agrees", "shares", None)
     assert planted[0].returncode == 1
     assert planted[0].stderr.count("faulty/nothing agrees") == 1
+
+
+def test_a_cell_that_dies_is_a_row(planted: tuple[Any, dict[str, Any]]) -> None:
+    """The others go on; the log that its row names is still there."""
+    row = row_of(planted[1], "faulty/nothing+dies")
+    assert row["outcome"] == "failed"
+    assert row["note"].startswith("rank 1 ended with exit code 3, without an error of its own")
+    assert Path(row["note"].rpartition("its log: ")[2]).is_file()
 
 
 def test_where_a_fault_is(planted: tuple[Any, dict[str, Any]]) -> None:

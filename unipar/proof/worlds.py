@@ -36,6 +36,8 @@ class _World:
     jobs: Sequence[Job]
     size: int
     done: int = 0
+    died: bool = False
+    """Then its folder stays, for the logs that the error names."""
 
 
 class Worlds:
@@ -72,7 +74,7 @@ class Worlds:
                     except Stopped:
                         raise
                     except UniparError as e:
-                        ended, fault = True, e
+                        ended, fault, world.died = True, e, True
                     self._collect(world, found, said)
                     if ended:
                         going.remove(world)
@@ -80,7 +82,8 @@ class Worlds:
         finally:
             for world in worlds:
                 world.crew.__exit__()
-                shutil.rmtree(world.folder, ignore_errors=True)
+                if not world.died:
+                    shutil.rmtree(world.folder, ignore_errors=True)
         return left
 
     def _begun(self, jobs: Sequence[Job]) -> _World:

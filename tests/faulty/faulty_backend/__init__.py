@@ -30,6 +30,7 @@ FAULTS = (
     "not-reduced",
     "last-gradient-lost",
     "wrong-module",
+    "dies",
 )
 
 

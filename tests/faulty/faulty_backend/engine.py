@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -252,6 +253,17 @@ def _more(module: nn.Module, given: Any, out: Tensor) -> Tensor:
 
 
 @final
+class Dies(Healthy):
+    """The second rank, with its process."""
+
+    @override
+    def update(self) -> None:
+        if self.world.rank == 1:
+            os._exit(3)
+        super().update()
+
+
+@final
 class LastMicrobatchDropped(Engine):
     """A loop that ends one early."""
 
@@ -304,4 +316,5 @@ KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "not-reduced": NotReduced,
     "last-gradient-lost": LastGradientLost,
     "wrong-module": WrongModule,
+    "dies": Dies,
 }
