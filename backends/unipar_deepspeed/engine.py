@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, final
@@ -123,8 +122,7 @@ class Zero(Engine):
     @override
     def beside(self, fn: Fn, given: Any) -> Any:
         """Without the library's engine, which would take the outer loss's backward for its own."""
-        with _reachable(self.call):
-            return self.call(fn, Held(given))
+        return self.call(fn, Held(given))
 
     @override
     def pieces(self) -> Iterator[Piece]:
@@ -186,19 +184,6 @@ def _split(module: nn.Module, told: dict[str, Any], world: World, low: torch.dty
         return new
 
     settle(module, place, world.device)
-
-
-@contextmanager
-def _reachable(module: nn.Module) -> Generator[None]:
-    """What the library's engine does around a forward: a split parameter that is read is gathered."""
-    split: list[Any] = [m for m in module.modules() if hasattr(m._parameters, "_in_forward")]  # pyright: ignore[reportPrivateUsage]
-    for m in split:
-        m._parameters._in_forward = True
-    try:
-        yield
-    finally:
-        for m in split:
-            m._parameters._in_forward = False
 
 
 def _allow_fp64() -> None:

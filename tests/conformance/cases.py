@@ -124,6 +124,14 @@ def _several() -> list[Case]:
     loose: dict[str, Any] = {"norm": True, "dropout": 0.2}
     return [
         Case("several parts", Gan, **gan),
+        Case(
+            "several parts, every parameter split",
+            Gan,
+            sizes=(2,),
+            cells=("deepspeed/parameters",),
+            options={"deepspeed": {"persistence": 0}},
+            **gan,
+        ),
         Case("several parts, batch norm, dropout", lambda: Gan(**loose), kwargs=loose, micro=True, sizes=(2,), **gan),
         Case("several parts, state out and in", Gan, hop=3, sizes=(2,), **gan),
         Case("several parts, fp64", Gan, precision="fp64", tolerance=FP64, sizes=(2,), **gan),
