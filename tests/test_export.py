@@ -16,6 +16,7 @@ import pytest
 from tests.traveller import Words20
 from tests.world import ROOT
 from unipar import Task, join, source
+from unipar.errors import OutExists, UniparError
 from unipar.verbs.export import export
 
 BIN = Path(sys.executable).parent
@@ -134,3 +135,76 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
             command = [str(BIN / "ruff"), *words, "train.py", "samples.py"]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("to", "change", "sentence"),
+    [
+        (
+            "fairscale",
+            {},
+            "--to fairscale: nothing is exported to that; known: accelerate, deepspeed, horovod, torchrun",
+        ),
+        (
+            "torchrun",
+            {"train.clip": {"max": 0.5, "norm": "fp64"}},
+            "native/nothing: train.clip.norm: fp64 is unipar's own; a script clips by fp32 (--set train.clip=0.5)",
+        ),
+        (
+            "torchrun",
+            {"parallel.shard": "parameters", "parallel.shard_over": 2},
+            "native/parameters: parallel.shard_over: a script does not carry it; leave it out "
+            "(--set parallel.shard_over=null)",
+        ),
+        (
+            "horovod",
+            {"parallel.shard": "parameters"},
+            "horovod/parameters: there is no such cell; horovod has: horovod/nothing",
+        ),
+        (
+            "accelerate",
+            {"parallel.shard": "parameters"},
+            "accelerate/parameters: a script over Accelerate's FSDP2 or DeepSpeed is not written; export to those "
+            "themselves: --to torchrun (FSDP2), or --to deepspeed (ZeRO)",
+        ),
+        (
+            "deepspeed",
+            {"train.precision": "bf16-master"},
+            "deepspeed/nothing: train.precision: bf16-master without a split takes a step of its own while DeepSpeed "
+            "starts, which a plain script cannot undo; split something: --set parallel.shard=optimizer",
+        ),
+        (
+            "deepspeed",
+            {"parallel.shard": "gradients", "options": {"deepspeed": {"contiguous": False}}, "backend": "deepspeed"},
+            "deepspeed/gradients: options.deepspeed.contiguous: a script does not carry it; leave it out",
+        ),
+        (
+            "torchrun",
+            {"task": None},
+            "the config: there is no task.use; export needs the class: task: {use: file.py:Class}",
+        ),
+    ],
+)
+def test_refused(to: str, change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    """Key by key, with the way out, and nothing is written."""
+    with pytest.raises(UniparError) as e:
+        export(source.given(WORDS, change), to, tmp_path / "made")
+    assert str(e.value) == sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_there(tmp_path: Path) -> None:
+    """An export is replaced when asked; a folder of somebody else's never."""
+    folder = written(tmp_path, "torchrun", WORDS)
+    (folder / "log.jsonl").write_text("", encoding="utf-8")
+    with pytest.raises(OutExists) as e:
+        written(tmp_path, "torchrun", WORDS)
+    way = "name another folder (--out DIR), or write over it (--overwrite)"
+    assert str(e.value) == f"--out: {folder} is there already; {way}"
+    written(tmp_path, "torchrun", WORDS, overwrite=True)
+    assert sorted(os.listdir(folder)) == ["README.md", "run.sh", "samples.py", "task.py", "train.py"]
+    (folder / "README.md").write_text("mine", encoding="utf-8")
+    with pytest.raises(OutExists) as e:
+        written(tmp_path, "torchrun", WORDS, overwrite=True)
+    assert str(e.value) == f"--out: {folder} holds no export of ours, so it is not overwritten; name another folder"
+    assert os.listdir(tmp_path) == ["made"]

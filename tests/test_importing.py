@@ -76,6 +76,7 @@ def test_the_whole_of_a_ds_config(tmp_path: Path) -> None:
             "steps": 200,
             "precision": "bf16-master",
         },
+        "options": {"deepspeed": {"reduce": 500_000_000}},
     }
     lines = made.text.splitlines()
     assert lines[0] == "# yaml-language-server: $schema=unipar.schema.json"
@@ -112,6 +113,18 @@ def test_the_whole_of_a_ds_config(tmp_path: Path) -> None:
             "adam",
         ),
         ({"dataloader_drop_last": True}, (), "data.ragged", "drop"),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e6, "stage3_max_live_parameters": 5}},
+            (),
+            "options.deepspeed",
+            {"reduce": 1_000_000},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}},
+            ("device=cuda",),
+            "options.deepspeed",
+            {"offload_parameters": "cpu"},
+        ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
             ("train.schedule={name: constant, warmup: 9}",),

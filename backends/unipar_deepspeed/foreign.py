@@ -7,6 +7,7 @@ from typing import Any
 
 from unipar.config import SHARDS
 from unipar.foreign import AUTO, Keys, Reading
+from unipar_deepspeed.options import OF_STAGE, SIZES
 
 LOOKS = {
     "steps_per_print": "unipar logs every log.every steps",
@@ -71,13 +72,18 @@ CARRIED = (
 )
 KNOWN = frozenset({*LOOKS, *NOT_CARRIED, *EXPECTED, *CARRIED})
 
-_SPEED = "it is about speed and memory; unipar scales it to the model (options.deepspeed.buckets)"
+_SPEED = "it is about speed"
+_OTHER_STAGE = "it has no effect at this stage"
+_SCALED = "unipar scales it to the model"
 _ZERO_SPEED = (
-    *("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "contiguous_gradients", "reduce_scatter"),
+    *("overlap_comm", "contiguous_gradients", "reduce_scatter", "stage3_model_persistence_threshold"),
     *("allgather_partitions", "sub_group_size", "round_robin_gradients", "use_multi_rank_bucket_allreduce"),
-    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
-    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
-    *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "memory_efficient_linear"),
+    *(
+        "stage3_module_granularity_threshold",
+        "stage3_use_all_reduce_for_fetch_params",
+        "stage3_allgather_sequential",
+        "memory_efficient_linear",
+    ),
     *("log_trace_cache_warnings", "enable_sanity_checks", "parameter_alignment"),
 )
 _ZERO_FILES = (
@@ -315,28 +321,46 @@ def zero(keys: Keys) -> None:
     section.omit(dict.fromkeys(_ZERO_SPEED, _SPEED))
     section.omit(dict.fromkeys(_ZERO_FILES, "it is about files, not about training"))
     section.refuse(_ZERO_NOT, unless=(None, False, {}, 1, 0))
-    for name in ("offload_optimizer", "offload_param"):
+    _sizes(section, stage)
+    for name in OFFLOADS:
         offload(section, name)
     section.expect("ignore_unused_parameters", True, "unipar allows parameters that the loss does not use")
     section.expect("compute_grad_norm", True, "unipar logs the norm")
     section.expect("override_module_apply", True, "unipar fills the model itself")
-    section.end(("stage", "offload_optimizer", "offload_param", *_ZERO_SPEED, *_ZERO_FILES, *_ZERO_NOT))
+    section.end(("stage", *OFFLOADS, *SIZES.values(), *_ZERO_SPEED, *_ZERO_FILES, *_ZERO_NOT))
+
+
+def _sizes(section: Keys, stage: int) -> None:
+    """Those of this stage; one that is not said is scaled to the model."""
+    for ours, theirs in SIZES.items():
+        if theirs not in section:
+            continue
+        if section.data[theirs] == AUTO:
+            section.omit({theirs: _SCALED})
+        elif ours not in OF_STAGE[stage]:
+            section.omit({theirs: _OTHER_STAGE})
+        else:
+            section.reading.put(f"options.deepspeed.{ours}", int(section.take(theirs, float, 0.0)), theirs)
+
+
+OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+"""Their names and ours."""
 
 
 def offload(section: Keys, name: str) -> None:
-    """Where optimizer or parameters lie; the option is DeepSpeed's own, so it is one of the backend's."""
-    from unipar_deepspeed import DeepSpeedOptions
-
+    """Where optimizer or parameters lie."""
     if name not in section:
         return
-    reading, known = section.reading, DeepSpeedOptions.model_fields
-    inner = section.below(name)
+    reading, inner = section.reading, section.below(name)
     device = inner.take("device", str, "none")
-    inner.data.clear()
+    folder = inner.take("nvme_path", str, "")
+    inner.data.clear()  # the rest is about speed
     if device == "none":
         return
     where = {"cpu": "cpu", "nvme": "disk"}.get(device)
-    if where is None or name not in known:
-        reading.refuse(f"zero_optimization.{name}", f"{device} is not carried")
+    if where is None:
+        reading.refuse(section.name(name), f"{device} is not among none, cpu and nvme")
         return
-    reading.put(f"options.deepspeed.{name}", where)
+    reading.put(f"options.deepspeed.{OFFLOADS[name]}", where)
+    if where == "disk" and folder:
+        reading.put("options.deepspeed.offload_to", folder)

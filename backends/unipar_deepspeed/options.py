@@ -61,7 +61,7 @@ class DeepSpeedOptions(Section):
     """Who updates what was offloaded: DeepSpeed's CPU Adam, compiled once (a minute), or PyTorch's optimizer."""
 
 
-_SIZES = {
+SIZES = {
     "reduce": "reduce_bucket_size",
     "gather": "allgather_bucket_size",
     "prefetch": "stage3_prefetch_bucket_size",
@@ -69,7 +69,7 @@ _SIZES = {
     "live": "stage3_max_live_parameters",
     "reuse": "stage3_max_reuse_distance",
 }
-_OF_STAGE: dict[int, tuple[str, ...]] = {
+OF_STAGE: dict[int, tuple[str, ...]] = {
     0: (),
     1: ("reduce", "gather"),
     2: ("reduce", "gather"),
@@ -87,11 +87,11 @@ def zero_settings(config: Config, parameters: int | None) -> dict[str, Any]:
     told: dict[str, Any] = {"stage": stage}
     if stage == 3:
         told["memory_efficient_linear"] = False  # it patches the whole process
-    for name in _OF_STAGE[stage]:
+    for name in OF_STAGE[stage]:
         given = getattr(options, name)
         size = options.buckets if given is None else given
         if size != "library":
-            told[_SIZES[name]] = _scaled(name, parameters) if size == "scaled" else size
+            told[SIZES[name]] = _scaled(name, parameters) if size == "scaled" else size
     if stage and options.overlap is not None:
         told["overlap_comm"] = options.overlap
     if stage and not options.contiguous:
@@ -132,7 +132,7 @@ def refusals(config: Config) -> Iterator[str]:
             yield f"options.deepspeed.{name}: {_shown(value)} has no effect, as nothing is split; leave it out"
         return
     for name in given:
-        if name in _SIZES and name not in _OF_STAGE[stage]:
+        if name in SIZES and name not in OF_STAGE[stage]:
             yield f"options.deepspeed.{name}: {_shown(given[name])} has no effect with {here}; leave it out"
     for name in ("reduce", "gather", "live"):
         if given.get(name) == 0:
