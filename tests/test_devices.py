@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from unipar.config import Config
 from unipar.devices import Ranks
 from unipar.errors import Unsupported, WorldMismatch
 from unipar.place import Place
+from unipar.plan import Plan
 from unipar.source import given
 
 IDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4"]
@@ -169,3 +171,16 @@ def test_what_auto_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.device(config(device="cpu")) == ("cpu", "")
     gpus(monkeypatch, 0)
     assert devices.device(config()) == ("cpu", "auto: no GPU visible here")
+
+
+def test_one_call_takes_all_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A config that says nothing of ranks or devices has a rank on each visible GPU."""
+    monkeypatch.setattr(devices, "gpu_ids", lambda: IDS)
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.chdir(tmp_path)
+    source = given({"batch": {"total": 8}, "train": {"steps": 1}}, {})
+    plan = Plan.of(source, None, overwrite=False)
+    assert (plan.size, plan.config.parallel.data) == (4, 4)
+    monkeypatch.setattr(devices, "gpu_ids", list)
+    assert Plan.of(source, None, overwrite=False).size == 1
