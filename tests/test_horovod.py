@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conformance import tasks
 from tests.conformance.cases import Tolerance
 from tests.settings import Rows, agrees, play
+from tests.test_loop import running
 from unipar import registry
 from unipar.config import Config
 from unipar.errors import Unsupported
@@ -56,3 +59,14 @@ def test_refusals(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unsupported) as e:
         registry.check(Config.model_validate(made | {"options": {"horovod": options}}))
     assert str(e.value) == f"horovod/nothing: options.horovod.{reason}"
+
+
+def test_a_second_run_after_another_cycle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod would end the process with a segfault."""
+    monkeypatch.setattr("unipar_horovod.engine._cycles", [0.5])
+    with pytest.raises(Unsupported) as e, running(tasks.Plain(), tmp_path, backend="horovod"):
+        pass
+    assert str(e.value) == (
+        "horovod/nothing: options.horovod.cycle_ms: an earlier run in this process set it to 0.5, and Horovod crashes "
+        "when it starts again after that; leave it out, or give each launch a process of its own"
+    )

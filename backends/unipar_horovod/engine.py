@@ -57,14 +57,27 @@ class Ring(Open):
         self.optimizer.zero_grad()
 
 
+_cycles: list[float] = []
+"""What this process told Horovod besides its own cycle: a next start in it would be a segfault."""
+
+
 def join(config: Config, place: Place) -> World:
     """Our own process group first; then Horovod, over a rendezvous that rank 0 opens on loopback."""
+    if _cycles:
+        raise Unsupported(
+            "horovod/nothing",
+            [
+                f"options.horovod.cycle_ms: an earlier run in this process set it to {_cycles[-1]:g}, and Horovod "
+                "crashes when it starts again after that; leave it out, or give each launch a process of its own"
+            ],
+        )
     world = meet(config, place)
     options = options_of(config)
     if wrong := list(set_refusals(options, place.size)):  # a world whose size the config left open
         raise Unsupported("horovod/nothing", wrong)
     world.tell(HOROVOD_FUSION_THRESHOLD=options.fusion_mb * 2**20)
-    if options.cycle_ms != 1.0:  # said although it is Horovod's own, it ends a second run in this process: a segfault
+    if options.cycle_ms != 1.0:
+        _cycles.append(options.cycle_ms)
         world.tell(HOROVOD_CYCLE_TIME=options.cycle_ms)
     held = ExitStack()
     if place.launcher != "horovodrun":
