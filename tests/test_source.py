@@ -170,8 +170,8 @@ def test_two_lengths_given_together_are_an_error(config: Reader) -> None:
             "x.yaml: parallel.tensor (--set): tensor parallelism is not there yet; leave the key out",
         ),
         (
-            "model.compile=true",
-            "x.yaml: model.compile (--set): compiling is not there yet; call module.compile() in your task's model()",
+            "parallel.pipeline=2",
+            "x.yaml: parallel.pipeline (--set): pipeline parallelism is not there yet; leave the key out",
         ),
     ],
 )
@@ -192,9 +192,8 @@ def test_changes_that_are_refused(config: Reader, change: str, sentence: str) ->
             "x.yaml: options2 (line 12): there is no such key; did you mean 'options'?",
         ),
         (
-            "model:\n  recompute: none\n",
-            "x.yaml: model.recompute (line 12): recomputing activations is not there yet; "
-            "use torch.utils.checkpoint in your model",
+            "model:\n  recompute: block\n",
+            "x.yaml: model.recompute (line 12): wanted none, blocks or selective, got 'block'; did you mean 'blocks'?",
         ),
     ],
 )
