@@ -67,7 +67,7 @@ class Block(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(x)
-        past = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+        past = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)[:, None]
         return x + self.down(F.gelu(self.up(self.norm(past))))
 
 
@@ -120,7 +120,7 @@ def sharp(logits: Tensor) -> Tensor:
 
 def token_mean(logits: Tensor, batch: Batch) -> Tensor:
     losses = F.cross_entropy(sharp(logits).transpose(1, 2), batch.tokens[:, 1:], reduction="none")
-    seen = torch.arange(losses.shape[1]) < batch.lengths[:, None]
+    seen = torch.arange(losses.shape[1], device=losses.device) < batch.lengths[:, None]
     return (losses * seen).sum() / seen.sum()
 
 
