@@ -14,6 +14,7 @@ import unipar
 from tests.conformance import tasks
 from tests.test_loop import running
 from unipar import world
+from unipar.backend import Around, Engine
 from unipar.errors import TaskError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries' own, of their own calls
@@ -123,3 +124,10 @@ def test_a_group_that_was_left_is_not_the_reducers_to_free(tmp_path: Path) -> No
         group = torch.distributed.group.WORLD
     assert not torch.distributed.is_initialized()
     assert world._past[-1] is group  # pyright: ignore[reportPrivateUsage]
+
+
+def test_an_engine_around_another_leaves_nothing_out() -> None:
+    """Each of an engine's verbs reaches the one within; a neutral hook that stays behind would be silent."""
+    verbs = {name for name in vars(Engine) if not name.startswith("_")}
+    assert "take_mean" in verbs
+    assert verbs <= set(vars(Around))

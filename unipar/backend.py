@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from typing_extensions import override
+
 from unipar.config import Precision, Section, Shard
 from unipar.errors import Unsupported
 
@@ -242,3 +244,46 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027 - a neutral hook
         """Release what `build` took."""
+
+
+class Around(Engine):
+    """An engine around another that does all the work: override what shall be different."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+
+    @override
+    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        return self.inner.step(fn, micros, factor, mark)
+
+    @override
+    def evaluate(self, fn: Fn, batch: Any) -> Any:
+        return self.inner.evaluate(fn, batch)
+
+    @override
+    def beside(self, fn: Fn, given: Any) -> Any:
+        return self.inner.beside(fn, given)
+
+    @override
+    def at_rest(self) -> None:
+        self.inner.at_rest()
+
+    @override
+    def pieces(self) -> Iterator[Piece]:
+        return self.inner.pieces()
+
+    @override
+    def restore(self, read: Read) -> None:
+        self.inner.restore(read)
+
+    @override
+    def rated(self) -> list[float]:
+        return self.inner.rated()
+
+    @override
+    def take_mean(self) -> None:
+        self.inner.take_mean()
+
+    @override
+    def close(self) -> None:
+        self.inner.close()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Mark, Micro, Piece, Read, Step
+from unipar.backend import Around, Engine, Fn, Mark, Micro, Piece, Step
 from unipar.proof.digest import Sketches, fingerprint
 from unipar.proof.trace import Trace
 
@@ -76,40 +76,13 @@ class Notebook:
 
 
 @final
-class Watched(Engine):
-    """Around another engine, which does all the work."""
+class Watched(Around):
+    """Writes down what the engine within does."""
 
     def __init__(self, notebook: Notebook, prefix: str, inner: Engine) -> None:
-        self._notebook, self._prefix, self.inner = notebook, prefix, inner
+        super().__init__(inner)
+        self._notebook, self._prefix = notebook, prefix
 
     @override
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         return self._notebook.step(self._prefix, fn, micros, factor, mark)
-
-    @override
-    def beside(self, fn: Fn, given: Any) -> Any:
-        return self.inner.beside(fn, given)
-
-    @override
-    def at_rest(self) -> None:
-        self.inner.at_rest()
-
-    @override
-    def rated(self) -> list[float]:
-        return self.inner.rated()
-
-    @override
-    def evaluate(self, fn: Fn, batch: Any) -> Any:
-        return self.inner.evaluate(fn, batch)
-
-    @override
-    def pieces(self) -> Iterator[Piece]:
-        return self.inner.pieces()
-
-    @override
-    def restore(self, read: Read) -> None:
-        self.inner.restore(read)
-
-    @override
-    def close(self) -> None:
-        self.inner.close()

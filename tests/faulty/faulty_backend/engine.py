@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Mark, Micro, Part, Piece, Read, Step
+from unipar.backend import Around, Engine, Fn, Mark, Micro, Part, Step
 from unipar.birth import arrive
 from unipar.config import Config
 from unipar.data import Feed
@@ -264,39 +264,15 @@ class Dies(Healthy):
 
 
 @final
-class LastMicrobatchDropped(Engine):
+class LastMicrobatchDropped(Around):
     """A loop that ends one early."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        self.inner = Healthy(part, config, world)
+        super().__init__(Healthy(part, config, world))
 
     @override
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         return self.inner.step(fn, micros[:-1], factor, mark)
-
-    @override
-    def evaluate(self, fn: Fn, batch: Any) -> Any:
-        return self.inner.evaluate(fn, batch)
-
-    @override
-    def beside(self, fn: Fn, given: Any) -> Any:
-        return self.inner.beside(fn, given)
-
-    @override
-    def at_rest(self) -> None:
-        self.inner.at_rest()
-
-    @override
-    def pieces(self) -> Iterator[Piece]:
-        return self.inner.pieces()
-
-    @override
-    def restore(self, read: Read) -> None:
-        self.inner.restore(read)
-
-    @override
-    def rated(self) -> list[float]:
-        return self.inner.rated()
 
 
 KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
