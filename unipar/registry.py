@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
 
+from unipar import points
 from unipar.backend import Backend, Variant
 from unipar.config import SHARDS, Cell, Config, Parallel, Precision, Shard
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
@@ -20,25 +19,15 @@ GROUP = "unipar.backends"
 
 
 def names() -> list[str]:
-    return sorted({ep.name for ep in entry_points(group=GROUP)})
+    return points.names(GROUP)
 
 
 @cache
 def find(name: str) -> Backend:
     """The description; its library may be missing."""
-    found = {ep.value: ep for ep in entry_points(group=GROUP, name=name)}
-    if not found:
-        near = difflib.get_close_matches(name, names(), 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise BackendNotFound(f"no backend {name!r}; {hint}known: {', '.join(names())}")
-    if len(found) > 1:
-        raise BackendNotFound(
-            f"{len(found)} packages offer a backend {name!r} ({', '.join(sorted(found))}); uninstall all but one"
-        )
-    (ep,) = found.values()
-    backend = ep.load()
+    value, backend = points.loaded(GROUP, "backend", name, BackendNotFound)
     if not isinstance(backend, Backend):
-        raise TypeError(f"{ep.value} is {backend!r}; a {GROUP} entry point names an instance of Backend")
+        raise TypeError(f"{value} is {backend!r}; a {GROUP} entry point names an instance of Backend")
     return backend
 
 

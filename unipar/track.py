@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 from typing_extensions import override
 
+from unipar import points
 from unipar.errors import BackendNotInstalled, ConfigError
 
 GROUP = "unipar.trackers"
@@ -45,25 +44,15 @@ class Tracker(ABC):
 
 
 def names() -> list[str]:
-    return sorted({point.name for point in entry_points(group=GROUP)})
+    return points.names(GROUP)
 
 
 @cache
 def find(name: str) -> type[Tracker]:
     """The class by the name that `log.to` gives it; its library may be missing."""
-    found = {point.value: point for point in entry_points(group=GROUP, name=name)}
-    if not found:
-        near = difflib.get_close_matches(name, names(), 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"no tracker {name!r}; {hint}known: {', '.join(names())}")
-    if len(found) > 1:
-        raise ConfigError(
-            f"{len(found)} packages offer a tracker {name!r} ({', '.join(sorted(found))}); uninstall all but one"
-        )
-    (point,) = found.values()
-    made: Any = point.load()
+    value, made = points.loaded(GROUP, "tracker", name, ConfigError)
     if not (isinstance(made, type) and issubclass(made, Tracker)):
-        raise TypeError(f"{point.value} is {made!r}; a {GROUP} entry point names a subclass of unipar.Tracker")
+        raise TypeError(f"{value} is {made!r}; a {GROUP} entry point names a subclass of unipar.Tracker")
     return made
 
 
