@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from typing_extensions import override
 
@@ -34,6 +34,22 @@ Fn = Callable[["nn.Module", Any], Any]
 
 Mark = Callable[[str], None]
 """Tells the run which phase an engine is in."""
+
+
+Category = Literal[
+    "parameters",
+    "masters",
+    "gradients",
+    "optimizer",
+    "communication",
+    "buffers",
+    "activations",
+    "temporaries",
+    "library",
+    "runtime",
+    "unattributed",
+]
+"""What memory is for. Engines name the first six; the rest is told by who allocated it and how long it lived."""
 
 
 class NoOptions(Section):
@@ -70,6 +86,9 @@ class Capabilities:
 
     waits: tuple[str, ...] = ()
     """Parts of file names that a rank's stack shows while it waits in a collective."""
+
+    sites: Mapping[str, Category] = field(default_factory=dict[str, Any])
+    """Where its library allocates what lives too short to be held: the end of `path:function`, and what it is for."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +212,15 @@ class Piece:
     where: tuple[int, int]
     """A range of the whole tensor in row-major order."""
 
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One tensor that an engine keeps, and what for; a storage that several share counts once."""
+
+    category: Category
+    name: str
     tensor: Tensor
 
 

@@ -1,0 +1,1 @@
+"""Memory: what each rank holds, byte by byte, and what for."""
