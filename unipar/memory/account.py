@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args
+from typing import Final, Literal, get_args
+
+from pydantic import Field
 
 from unipar.backend import Category
+from unipar.training import Section
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 
@@ -17,8 +17,7 @@ PHASES: Final[tuple[PhaseName, ...]] = get_args(PhaseName)
 """built: from the start until the first step; steady: between two steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
+class Block(Section):
     """A piece of memory with a name, or what is known of one that has none."""
 
     category: Category
@@ -26,15 +25,14 @@ class Block:
     size: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phase:
+class Phase(Section):
     """The fullest moment of one phase."""
 
     name: PhaseName
     peak: int
     """Bytes beyond the base, measured without regard to names."""
 
-    held: Mapping[Category, int]
+    held: dict[Category, int]
     """Bytes by category at that moment; their sum is the peak."""
 
     largest: tuple[Block, ...] = ()
@@ -46,8 +44,7 @@ class Phase:
         return self.held.get("unattributed", 0) / self.peak if self.peak else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resident:
+class Resident(Section):
     """What the system counts for a process, in bytes; pages of files left out."""
 
     base: int
@@ -56,8 +53,7 @@ class Resident:
     """Pages that no other process shares, between two steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Account:
+class Account(Section):
     """What one rank allocated, from its base mark on."""
 
     rank: int
@@ -81,7 +77,7 @@ class Account:
     """(part of that step, phase that begins there)."""
 
     resident: Resident | None = None
-    sent: Mapping[str, int] = field(default_factory=dict[str, int])
+    sent: dict[str, int] = Field(default_factory=dict)
     """Payload bytes of one step by collective."""
 
     saved: tuple[int, int] | None = None
@@ -97,26 +93,8 @@ class Account:
     def phase(self, name: PhaseName) -> Phase | None:
         return next((phase for phase in self.phases if phase.name == name), None)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        phases = tuple(
-            Phase(**{**phase, "largest": tuple(Block(**block) for block in phase["largest"])})
-            for phase in data["phases"]
-        )
-        pairs = {name: tuple((a, b) for a, b in data[name]) for name in ("curve", "marks")}
-        rest: dict[str, Any] = {
-            "peaks": tuple(data["peaks"]),
-            "resident": Resident(**data["resident"]) if data["resident"] else None,
-            "saved": (data["saved"][0], data["saved"][1]) if data["saved"] else None,
-            "notes": tuple(data["notes"]),
-        }
-        return cls(**{**data, **pairs, **rest, "phases": phases})
-
     def write(self, run: Path) -> None:
-        account_of(run, self.rank).write_text(json.dumps(self.to_json()), encoding="utf-8")
+        account_of(run, self.rank).write_text(self.model_dump_json(), encoding="utf-8")
 
 
 def account_of(run: Path, rank: int) -> Path:
