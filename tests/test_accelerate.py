@@ -160,8 +160,9 @@ def test_contradictions(
 
 
 def test_a_yaml_that_says_the_same_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 with resharding is `parameters`; DeepSpeed's stage 2 is `gradients`."""
-    for said, sections in ((FSDP2, SPLIT), (DEEPSPEED, OVER)):
+    """FSDP2 with resharding is `parameters`; DeepSpeed's stage 2 is `gradients`; fp16 under DDP is autocast."""
+    half = {"device": "cuda", "train": {"steps": 1, "precision": "fp16"}}
+    for said, sections in ((FSDP2, SPLIT), (DEEPSPEED, OVER), ({"ACCELERATE_MIXED_PRECISION": "fp16"}, half)):
         with monkeypatch.context() as m:
             for name, value in (LAUNCHED | said).items():
                 m.setenv(name, value)

@@ -255,11 +255,11 @@ def test_expand() -> None:
             "single: parallel.data: 2 contradicts it: single is one process",
         ),
         (
-            {"backend": "horovod", "parallel.shard": "optimizer", "train.precision": "fp16"},
+            {"backend": "horovod", "parallel.shard": "optimizer", "train.precision": "bf16-master"},
             "horovod/optimizer cannot run this config:\n"
             "  - parallel.shard: optimizer is not there; horovod has nothing\n"
-            "  - train.precision: fp16 cannot be had: it needs CUDA and loss scaling, which are not there yet; "
-            "use bf16-mixed",
+            "  - train.precision: bf16-master cannot be had: Horovod has no bf16 tensors; use bf16-mixed, "
+            "native/parameters or deepspeed/*",
         ),
     ],
 )

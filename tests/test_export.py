@@ -151,6 +151,12 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
             "native/nothing: train.clip.norm: fp64 is unipar's own; a script clips by fp32 (--set train.clip=0.5)",
         ),
         (
+            "horovod",
+            {"train.precision": "fp16", "device": "cuda"},
+            "horovod/nothing: train.precision: fp16 comes with a loss scale, which a script does not carry; use "
+            "bf16-mixed",
+        ),
+        (
             "torchrun",
             {"parallel.shard": "parameters", "parallel.shard_over": 2},
             "native/parameters: parallel.shard_over: a script does not carry it; leave it out "

@@ -24,6 +24,10 @@ CELLS = (
     "accelerate",
 )
 
+HOROVOD = pytest.param(
+    "horovod", marks=pytest.mark.skipif(registry.missing(registry.find("horovod")) is not None, reason="not built here")
+)
+
 
 def _losses(cell: str, folder: Path, device: str, ranks: int, precision: str = "fp32", **model: Any) -> list[float]:
     made: dict[str, Any] = {"device": device, "batch": {"total": 16, "micro": 4}, "parallel": {"data": ranks}}
@@ -62,7 +66,9 @@ def test_bf16(precision: str, alone: list[float], tmp_path: Path) -> None:
     assert _losses("native/parameters", tmp_path / "run", "cuda", 1, precision) == pytest.approx(alone, abs=2e-2)
 
 
-@pytest.mark.parametrize("cell", ["single", "native/nothing", "native/parameters"])
+@pytest.mark.parametrize(
+    "cell", ["single", *CELLS, HOROVOD, "accelerate/parameters", "deepspeed/gradients", "accelerate/parameters+zero"]
+)
 def test_fp16(cell: str, alone: list[float], tmp_path: Path) -> None:
     """Under autocast, with a loss scale."""
     assert _losses(cell, tmp_path / "run", "cuda", 1, "fp16") == pytest.approx(alone, abs=2e-2)

@@ -104,9 +104,11 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
         ("deepspeed", {"train": {"steps": 1, "precision": "fp64"}, "parallel": {"shard": "gradients"}},
          "deepspeed/gradients: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
          "deepspeed/nothing, native/* or fp32"),
-        ("horovod", {"train": {"steps": 1, "precision": "fp16"}},
-         "horovod/nothing: train.precision: fp16 cannot be had: it needs CUDA and loss scaling, which are not there "
-         "yet; use bf16-mixed"),
+        ("horovod", {"train": {"steps": 1, "precision": "bf16-master"}},
+         "horovod/nothing: train.precision: bf16-master cannot be had: Horovod has no bf16 tensors; use bf16-mixed, "
+         "native/parameters or deepspeed/*"),
+        ("deepspeed", {"train": {"steps": 1, "precision": "fp16"}, "device": "cpu"},
+         "deepspeed/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"),
         ("accelerate", {"parallel": {"shard": "optimizer"}},
          "accelerate/optimizer: parallel.shard: optimizer is not there; accelerate has nothing, "
          "optimizer (with options.accelerate.through: deepspeed), gradients, parameters"),

@@ -50,7 +50,6 @@ class Accelerate(Backend):
             )
         },
         gaps={
-            (None, "fp16"): "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed",
             ("nothing", "bf16-master"): "Accelerate's DDP keeps one copy of the parameters, so there is no fp32 master "
             "beside bf16 ones; use accelerate/parameters, native/parameters or deepspeed/*",
         },
@@ -77,7 +76,9 @@ class Accelerate(Backend):
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
-        yield from contradictions(config, split_by(config), mixed(config), self.capabilities.launchers)
+        half = config.train.precision == "fp16" and config.parallel.shard == "nothing"  # the loss scale stays ours
+        word = "fp16" if half else mixed(config)
+        yield from contradictions(config, split_by(config), word, self.capabilities.launchers)
         if not over_zero(config):
             return
         if config.parallel.shard == "nothing":

@@ -40,7 +40,8 @@ class Accelerated(FirstByHand):
         with alone():
             self.accelerator = Accelerator(cpu=cpu, mixed_precision=self.mixed, kwargs_handlers=[ddp])
         self.world.agreed("Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes)
-        self.call.autocast = None  # from here on Accelerate's own
+        if self.mixed != "no":
+            self.call.autocast = None  # from here on Accelerate's own; with fp16 it would scale the loss, too
         wrapped, self.optimizer = self.accelerator.prepare(self.call, self.base)
         wrapped.broadcast_buffers = False  # running statistics are shared before they are used, as in every cell
         return wrapped

@@ -100,6 +100,8 @@ def _precision(keys: Keys, kind: str) -> None:
         reading.refuse("mixed_precision", f"{mixed} is not among {', '.join(_PRECISIONS)}", "train.precision")
     elif mixed == "bf16" and kind in ("FSDP", "DEEPSPEED"):
         reading.put("train.precision", "bf16-master", f"bf16 under {kind}: fp32 masters of bf16 parameters")
+    elif mixed == "fp16" and kind in ("FSDP", "DEEPSPEED"):
+        reading.put("train.precision", "fp16", f"fp16 under {kind}: autocast over fp32 parameters")
     elif mixed != "no":
         reading.put("train.precision", _PRECISIONS[mixed])
 

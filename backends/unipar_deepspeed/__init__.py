@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from unipar.script import Outline, Script
     from unipar.world import World
 
-_NO_FP16 = "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed or bf16-master"
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
 _SPLIT: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
 
@@ -37,7 +36,7 @@ class DeepSpeed(Backend):
         variants={
             "library": Variant(options={"buckets": "library"}, shards=_SPLIT, says="with DeepSpeed's own bucket sizes")
         },
-        gaps={(None, "fp16"): _NO_FP16, **{(shard, "fp64"): _NO_FP64 for shard in _SPLIT}},
+        gaps={(shard, "fp64"): _NO_FP64 for shard in _SPLIT},
         launchers=(
             Launcher(
                 name="deepspeed",

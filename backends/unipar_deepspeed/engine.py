@@ -26,6 +26,7 @@ from unipar.open import buffers, clip64, clipped, restore_buffers, scaled
 from unipar.optim import Rates, rates_of
 from unipar.place import Place
 from unipar.precision import autocast_as, batch_as
+from unipar.scaling import Scaler
 from unipar.world import World, meet
 from unipar_deepspeed.offload import offloaded
 from unipar_deepspeed.options import options_of
@@ -48,6 +49,7 @@ class Zero(Engine):
         clip = config.train.clipping
         self.limit = inf if clip is None else float(clip.max)
         self.fp64 = clip is not None and clip.norm == "fp64"
+        self.scaler = Scaler() if config.train.precision == "fp16" else None
         parameters = sum(p.numel() for p in part.module.parameters())
         told = backend.native_config(config, parameters)
         masters = keep_masters(part.module, config, world)  # before the library rounds them
@@ -81,6 +83,7 @@ class Zero(Engine):
     @override
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         engine, share, count = self.engine, None, len(micros)
+        divisor = self.world.size * (1.0 if self.scaler is None else self.scaler.scale)
         if self.stage == 3:
             self.zero.grad_partitions_flat_buffer.zero_()  # an unused parameter's gradient of the last step
         for i, micro in enumerate(micros, 1):
@@ -88,16 +91,25 @@ class Zero(Engine):
             mark("forward")
             loss: Tensor = engine(fn, Held(micro.batch))
             mark("backward")
-            mine, share = scaled(loss, micro.scale, self.world.size, share)
+            mine, share = scaled(loss, micro.scale, divisor, share)
             engine.backward(mine, scale_wrt_gas=False)
         mark("update")
         self.rates.set(self.base, factor)
         norm = self._clip()
-        engine.step()
-        if norm is None:
-            norm = torch.as_tensor(engine.get_global_grad_norm(), device=self.world.device)
         assert share is not None
-        return Step(share, norm, skipped=bool(getattr(self.zero, "overflow", False)))
+        if self.stage == 0 and self.scaler is not None:
+            assert norm is not None
+            if self.scaler.overflowed(norm):
+                engine.zero_grad()
+                return Step(share, norm, skipped=True)
+        engine.step()
+        skipped = bool(getattr(self.zero, "overflow", False))
+        if norm is None or skipped:
+            norm = torch.as_tensor(engine.get_global_grad_norm(), device=self.world.device)
+        if self.stage and self.scaler is not None:
+            self.zero.loss_scale = 1.0  # the loss is scaled here, not in its backward
+            self.scaler.overflowed(norm)
+        return Step(share, norm, skipped=skipped)
 
     def _clip(self) -> Tensor | None:
         """The norm where the clip is ours; None where the library clips inside its step."""
@@ -106,12 +118,18 @@ class Zero(Engine):
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
             grads = [p.grad for p in self.trained if p.grad is not None]
+            if self.scaler is not None:
+                self.scaler.unscale(grads)
             if self.fp64:
                 return clip64((grads, False), self.limit, self.world)
             return clipped(self.trained, self.limit) if self.bare else None
         if not self.fp64:
+            if self.scaler is not None:
+                self.zero.loss_scale = self.scaler.scale  # its step divides gradients and norm by it
             return None
         partition = [g for held in self.zero.averaged_gradients.values() for g in held or []]  # padding is zero
+        if self.scaler is not None:
+            self.scaler.unscale(partition)
         return clip64((partition, True), self.limit, self.world)
 
     @override

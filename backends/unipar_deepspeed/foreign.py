@@ -295,7 +295,8 @@ def precision(keys: Keys) -> None:
             section.data.clear()
             continue
         chosen.append(name)
-        reading.put("train.precision", meaning, f"{name}.enabled")
+        told = f"{name}.enabled"
+        reading.put("train.precision", meaning, f"{told}: autocast over fp32" if meaning == "fp16" else told)
         scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
         section.omit(dict.fromkeys(scaling, "the loss is scaled by unipar's rule"))
         section.expect("auto_cast", False, "unipar casts a batch's floating-point tensors")

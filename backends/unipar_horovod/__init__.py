@@ -52,7 +52,6 @@ class Horovod(Backend):
     capabilities = Capabilities(
         shards=("nothing",),
         gaps={
-            (None, "fp16"): "it needs CUDA and loss scaling, which are not there yet; use bf16-mixed",
             (None, "bf16-master"): "Horovod has no bf16 tensors; use bf16-mixed, native/parameters or deepspeed/*",
         },
         launchers=(

@@ -97,6 +97,8 @@ def _refuse_keys(config: Config, cell: Cell) -> None:
         reasons.append(
             f"train.clip.norm: {clip.norm} is unipar's own; a script clips by fp32 (--set train.clip={clip.max:g})"
         )
+    if config.train.precision == "fp16":
+        reasons.append("train.precision: fp16 comes with a loss scale, which a script does not carry; use bf16-mixed")
     if ":" in config.device:
         reasons.append(f"device: {config.device}, one GPU for several ranks, is unipar's own; say device: cuda")
     if reasons:
