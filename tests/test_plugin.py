@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unipar.errors import Unsupported
 
 ROOT = Path(__file__).parents[1]
 TOY = ROOT / "tests" / "toy"
@@ -50,3 +56,16 @@ def test_an_unknown_backend_in_a_mark_stops_collection(tmp_path: Path) -> None:
     out = _run("-m", "pytest", "tests/conformance", "-q", "--cells", "toy", "--marks", str(tmp_path / "marks.toml"))
     assert out.returncode == 2
     assert "a never mark names ['troy/*']" in out.stdout
+
+
+def test_what_it_has_no_file_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A description that names no script and no config of its library refuses both in a sentence."""
+    monkeypatch.syspath_prepend(TOY)
+    toy: Any = import_module("toy_backend").backend
+    with pytest.raises(Unsupported) as e:
+        toy.script(None)
+    assert str(e.value) == "toy: there is no script for it; `unipar export --help` names those that have one"
+    assert toy.foreign_keys() == frozenset()
+    with pytest.raises(Unsupported) as e:
+        toy.read_foreign(None, {})
+    assert str(e.value) == "toy: it has no config of its own that could be read"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, final
 
 from typing_extensions import override
 
@@ -115,10 +115,10 @@ class Backend(ABC):
     capabilities: ClassVar[Capabilities]
     options: ClassVar[type[Section]] = NoOptions
     exports: ClassVar[str] = ""
-    """What `unipar export --to` calls a script for it; empty: there is none."""
+    """What `unipar export --to` calls a script for it, which script.py writes; empty: there is none."""
 
     imports: ClassVar[str] = ""
-    """What `unipar import` calls its library's own config; empty: it is not read."""
+    """What `unipar import` calls its library's own config, which foreign.py reads; empty: it is not read."""
 
     def refuse(self, config: Config) -> Iterator[str]:
         """Each reason, beyond `capabilities`, why `config` cannot run here."""
@@ -145,16 +145,26 @@ class Backend(ABC):
         raise Unsupported(self.name, [f"there is nothing to build: {self.hint or 'it comes with unipar'}"])
 
     def script(self, outline: Outline) -> Script:
-        """The same training without unipar: the files of a folder, and the command."""
-        raise Unsupported(self.name, ["there is no script for it; `unipar export --help` names those that have one"])
+        """The same training without unipar, the files of a folder and the command: `script` in script.py beside it."""
+        if not self.exports:
+            way = "`unipar export --help` names those that have one"
+            raise Unsupported(self.name, [f"there is no script for it; {way}"])
+        return self._beside("script").script(outline)
 
     def foreign_keys(self) -> frozenset[str]:
-        """Keys at the top of that config: they tell whose a file is."""
-        return frozenset()
+        """Keys at the top of that config, which tell whose a file is: `KNOWN` in foreign.py beside it."""
+        return self._beside("foreign").KNOWN if self.imports else frozenset()
 
     def read_foreign(self, reading: Reading, data: Mapping[str, Any]) -> None:
-        """Carry that config key by key; what is wrong with it is noted, not raised."""
-        raise Unsupported(self.name, ["it has no config of its own that could be read"])
+        """Carry that config key by key, by `read` in foreign.py; what is wrong with it is noted, not raised."""
+        if not self.imports:
+            raise Unsupported(self.name, ["it has no config of its own that could be read"])
+        self._beside("foreign").read(reading, data)
+
+    @final
+    def _beside(self, name: str) -> Any:
+        """A file in the description's package, loaded when it is needed."""
+        return import_module(f"{type(self).__module__}.{name}")
 
     @abstractmethod
     def join(self, config: Config, place: Place) -> World:

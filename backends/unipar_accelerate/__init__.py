@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from typing_extensions import override
@@ -16,8 +16,6 @@ from unipar.precision import stated
 from unipar_accelerate.launched import contradictions
 
 if TYPE_CHECKING:
-    from unipar.foreign import Reading
-    from unipar.script import Outline, Script
     from unipar.world import World
 
 
@@ -105,24 +103,6 @@ class Accelerate(Backend):
         return told | {
             "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": found}
         }
-
-    @override
-    def script(self, outline: Outline) -> Script:
-        from unipar_accelerate.script import script
-
-        return script(outline)
-
-    @override
-    def foreign_keys(self) -> frozenset[str]:
-        from unipar_accelerate.foreign import KNOWN
-
-        return KNOWN
-
-    @override
-    def read_foreign(self, reading: Reading, data: Mapping[str, Any]) -> None:
-        from unipar_accelerate.foreign import read
-
-        read(reading, data)
 
     @override
     def join(self, config: Config, place: Place) -> World:

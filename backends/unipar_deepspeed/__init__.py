@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from typing_extensions import override
@@ -15,8 +15,6 @@ from unipar.precision import stated
 from unipar_deepspeed.options import DeepSpeedOptions, refusals, zero_settings
 
 if TYPE_CHECKING:
-    from unipar.foreign import Reading
-    from unipar.script import Outline, Script
     from unipar.world import World
 
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
@@ -84,24 +82,6 @@ class DeepSpeed(Backend):
         if config.train.precision == "bf16-master":
             told["bf16"] = {"enabled": True}
         return told
-
-    @override
-    def script(self, outline: Outline) -> Script:
-        from unipar_deepspeed.script import script
-
-        return script(outline)
-
-    @override
-    def foreign_keys(self) -> frozenset[str]:
-        from unipar_deepspeed.foreign import KNOWN
-
-        return KNOWN
-
-    @override
-    def read_foreign(self, reading: Reading, data: Mapping[str, Any]) -> None:
-        from unipar_deepspeed.foreign import read
-
-        read(reading, data)
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -15,7 +15,6 @@ from unipar.place import Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
-    from unipar.script import Outline, Script
     from unipar.world import World
 
 
@@ -108,12 +107,6 @@ class Horovod(Backend):
         from unipar_horovod.install import install
 
         return install(force=force)
-
-    @override
-    def script(self, outline: Outline) -> Script:
-        from unipar_horovod.script import script
-
-        return script(outline)
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -14,7 +14,6 @@ from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
 
 if TYPE_CHECKING:
-    from unipar.script import Outline, Script
     from unipar.world import World
 
 _NO_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
@@ -156,12 +155,6 @@ class Native(Backend):
         if config.parallel.shard == "nothing":
             return {"DistributedDataParallel": ddp_settings(options_of(config))}
         return {"fully_shard": fsdp_settings(config)}
-
-    @override
-    def script(self, outline: Outline) -> Script:
-        from unipar_native.script import script
-
-        return script(outline)
 
     @override
     def join(self, config: Config, place: Place) -> World:
