@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.traveller import Words20
+from tests.traveller import Loaded, Words20
 from tests.world import ROOT
 from unipar import Task, join, source
-from unipar.errors import OutExists, UniparError
+from unipar.errors import OutExists, TaskError, UniparError
 from unipar.verbs.export import export
 
 BIN = Path(sys.executable).parent
@@ -125,12 +126,14 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         "batch": {"total": 4},
         "train": {"steps": 3},
     }
-    both = [written(tmp_path / "full", to, WORDS), written(tmp_path / "least", to, least)]
+    made = [written(tmp_path / "full", to, WORDS), written(tmp_path / "least", to, least)]
+    loaded = least | {"task": {"use": f"{FILE}:Loaded"}, "device": "cuda"}
+    made.append(written(tmp_path / "loaded", to, loaded))
     checks = [
         ["check", "--isolated", "--select", "E,F,I,UP,B,RUF", "--ignore", "B905", "--line-length", "120"],
         ["format", "--isolated", "--line-length", "120", "--check"],
     ]
-    for folder in both:
+    for folder in made:
         for words in checks:
             command = [str(BIN / "ruff"), *words, "train.py", "samples.py"]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -186,6 +189,21 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         ),
         (
             "torchrun",
+            {"device": "cuda:0"},
+            "native/nothing: device: cuda:0, one GPU for several ranks, is unipar's own; say device: cuda",
+        ),
+        (
+            "accelerate",
+            {"options": {"accelerate": {"find_unused": True}}},
+            "accelerate/nothing: options.accelerate.find_unused: true is not carried into a script; leave it out",
+        ),
+        (
+            "deepspeed",
+            {"train.precision": "fp64"},
+            "deepspeed/nothing: train.precision: fp64 is not among what a ds_config.json can say; use fp32",
+        ),
+        (
+            "torchrun",
             {"task": None},
             "the config: there is no task.use; export needs the class: task: {use: file.py:Class}",
         ),
@@ -197,6 +215,78 @@ def test_refused(to: str, change: dict[str, Any], sentence: str, tmp_path: Path)
         export(source.given(WORDS, change), to, tmp_path / "made")
     assert str(e.value) == sentence
     assert list(tmp_path.iterdir()) == []
+
+
+TASKS = """import unipar
+from torch import nn
+from tests.traveller import Line
+
+
+class Whole(unipar.Task):
+    def model(self):
+        return nn.Linear(4, 1)
+
+    def data(self):
+        return [0.0] * 8
+
+    def loss(self, model, batch):
+        return model(batch).mean()
+
+
+class Own(Whole):
+    def train(self, run):
+        pass
+
+
+class Several(Own):
+    def model(self):
+        return {"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)}
+
+
+class Derived(Line):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "Own",
+            "tasks.py:Own: train() is a loop of its own over unipar's Run, which a script has not: export a task "
+            "without it, and write the loop into train.py",
+        ),
+        (
+            "Several",
+            "tasks.py:Several: model() returned several parts (a, b), and a script trains one module: export a task "
+            "whose model() returns one of them",
+        ),
+        (
+            "Derived",
+            f"Derived derives from Line in {FILE}, which a script cannot take along: write what it needs into tasks.py",
+        ),
+    ],
+)
+def test_a_task_that_no_script_takes(name: str, sentence: str, tmp_path: Path) -> None:
+    """What only the task's own code shows."""
+    (tmp_path / "tasks.py").write_text(TASKS, encoding="utf-8")
+    told = WORDS | {"task": {"use": f"{tmp_path}/tasks.py:{name}"}}
+    with pytest.raises(TaskError) as e:
+        export(source.given(told), "torchrun", tmp_path / "made")
+    assert str(e.value).removeprefix(f"{tmp_path}/") == sentence
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_a_dataloader_says(tmp_path: Path, hidden: dict[str, str]) -> None:
+    """Its workers begin in the script as in unipar: here they scale the samples. Without workers it says nothing."""
+    told = {**WORDS, "task": {"use": f"{FILE}:Loaded"}, "parallel": {"data": 1}}
+    folder = written(tmp_path, "torchrun", told)
+    said = "worker_init_fn=data.worker_init_fn, timeout=data.timeout, prefetch_factor=data.prefetch_factor"
+    assert said in re.sub(r",\s+", ", ", (folder / "train.py").read_text("utf-8"))
+    rows = started(folder, "torchrun", hidden, tmp_path)
+    assert [row["loss"] for row in rows] == pytest.approx(alone(told, Loaded, tmp_path), rel=2e-6)
+    written(tmp_path, "torchrun", {**told, "data": {"workers": 0}}, overwrite=True)
+    assert "data.worker_init_fn" not in (folder / "train.py").read_text("utf-8")
 
 
 def test_a_folder_that_is_there(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from typing_extensions import override
 import unipar
 from tests.conformance import tasks
 from tests.test_loop import Line, running
-from unipar import registry
+from unipar import registry, source
 from unipar.errors import ConfigError, NonFinite, TaskError, Unsupported
 from unipar.ledger import Ledger, ledger_of
+from unipar.rework import reworked
 from unipar.scaling import Scaler
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its own calls
@@ -186,6 +187,40 @@ def test_the_optimizer_alone_cannot_be_offloaded() -> None:
         "native/parameters: model.offload: optimizer cannot be had: FSDP2 moves parameters, gradients and the "
         "optimizer's states together; say model.offload: parameters"
     )
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"steps": 6, "sync_every": 2}, "eval": {"every": 3}},
+         "eval.every (3) is not a multiple of train.sync_every (2): in between, each rank holds another model"),
+        ({"train": {"steps": 6, "sync_every": 2, "precision": "fp16"}},
+         "train: sync_every (2) and fp16 exclude each other: each rank would leave out other steps; use bf16-mixed"),
+    ],
+)  # fmt: skip
+def test_what_local_steps_exclude(sections: dict[str, Any], message: str) -> None:
+    """Both numbers, before any process starts."""
+    with pytest.raises(ConfigError) as e:
+        source.given({"batch": {"total": 4}, **sections})
+    assert str(e.value) == f"the config: {message}"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.BatchNorm1d(2),
+         "model.sync_batchnorm: true replaces every BatchNorm in the model, and the model is one: put it into a "
+         "torch.nn.Sequential"),
+        (nn.Sequential(nn.Linear(2, 2)),
+         "model.sync_batchnorm: true, and the model has no BatchNorm: leave it out"),
+    ],
+)  # fmt: skip
+def test_nothing_to_put_syncbatchnorm_in_place_of(model: nn.Module, message: str) -> None:
+    """Where it would not be what the task holds, or nowhere."""
+    told = {"device": "cuda", "batch": {"total": 4}, "train": {"steps": 1}, "model": {"sync_batchnorm": True}}
+    with pytest.raises(ConfigError) as e:
+        reworked(model, (), source.given(told).config)
+    assert str(e.value) == message
 
 
 def test_an_evaluation_between_two_means(tmp_path: Path) -> None:

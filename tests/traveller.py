@@ -76,6 +76,21 @@ class Line(unipar.Task):
         return F.mse_loss(model(batch[0]), batch[1])
 
 
+SCALE = [1.0]
+
+
+def doubled(worker: int) -> None:
+    SCALE[0] = 2.0
+
+
+class Loaded(Line):
+    """The same, by workers that scale what they read."""
+
+    @override
+    def data(self) -> Any:
+        return DataLoader(Points(), num_workers=1, worker_init_fn=doubled, timeout=60, prefetch_factor=3)
+
+
 class Points(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 21
@@ -83,7 +98,7 @@ class Points(torch.utils.data.Dataset[Any]):
     @override
     def __getitem__(self, index: int) -> Any:
         x = torch.linspace(-1, 1, 84).reshape(21, 4)[index]
-        return x + 0.1 * torch.rand(4), x.sum().reshape(1)
+        return SCALE[0] * x + 0.1 * torch.rand(4), x.sum().reshape(1)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def _sentence(m: _Mistake, model: type[BaseModel], prefix: str, where: Where) ->
     if kind == "missing":
         return f"{key}{place} is missing; wanted {m.kind.described()}"
     if kind == "value_error":
-        return f"{key}{place}: {m.error['ctx']['error']}"
+        return f"{key}{place}: {m.error['ctx']['error']}" if key else str(m.error["ctx"]["error"])
     if kind == "union_tag_invalid":
         tags = [x.tag for x in m.kind.members() if x.tag]
         name = given["name"]

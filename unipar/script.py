@@ -41,6 +41,9 @@ class Outline:
     loader: bool
     """Whether data() returns a DataLoader."""
 
+    taken: tuple[str, ...]
+    """Its further arguments that are in force: worker_init_fn, timeout and such."""
+
     blocks: tuple[str, ...]
     parameters: int
     autocast: bool = False
@@ -95,6 +98,7 @@ def shared_flags(outline: Outline) -> dict[str, bool]:
         "moves": outline.cuda or precision in _CAST,
         "weighs": "weight" in gives,
         "prepares": "prepare" in gives,
+        "taken": bool(outline.taken),
         "accumulates": outline.sizes.accumulate > 1,
         "default": "collate" not in gives and not outline.loader,
     }
@@ -258,6 +262,7 @@ def _batches(outline: Outline) -> Iterator[str]:
         source[1] = source[1] if "collate" in outline.gives else "data.collate_fn"
     words = [*source, "total=TOTAL", "micro=MICRO", "rank=rank", "ranks=ranks", "seed=SEED"]
     words += [f"shuffle={data.shuffle}", f"drop_last={data.ragged == 'drop'}", f"workers={data.workers}"]
+    words += [f"{name}=data.{name}" for name in outline.taken]
     if "weight" not in outline.gives:
         yield call("    batches = Batches", words)
         return

@@ -36,6 +36,9 @@ class Depth:
     data: Mapping[str, Any]
     """Keys of `data` that the task's DataLoader says; they hold where the config does not."""
 
+    taken: tuple[str, ...]
+    """Its further arguments that are in force."""
+
 
 def loaded(config: Config) -> Task:
     """The task, made; what its code prints goes to stderr, what it raises becomes a TaskError."""
@@ -77,7 +80,12 @@ def look_into(config: Config, sizes: Sizes) -> Depth:
         per_epoch=per_epoch,
         streams=STATED[settings.stream] if source.streams else "",
         data={name: getattr(theirs, name) for name in sorted(theirs.model_fields_set)},
+        taken=tuple(name for name, value in source.taken.items() if value != _USUAL.get(name)),
     )
+
+
+_USUAL = {"timeout": 0, "prefetch_factor": 2}
+"""What a DataLoader says where nobody does; None of all others."""
 
 
 def _shapes(task: Task) -> dict[str, Any]:

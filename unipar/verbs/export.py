@@ -137,14 +137,18 @@ def _outlined(source: Source) -> tuple[Outline, dict[str, str]]:
     depth = look_into(config, sizes)
     if depth.parts:
         raise TaskError(
-            f"{ref.task.shown}: model() returned several parts ({', '.join(depth.parts)}), which no script trains"
+            f"{ref.task.shown}: model() returned several parts ({', '.join(depth.parts)}), and a script trains one "
+            "module: export a task whose model() returns one of them"
         )
     if depth.streams:
         raise TaskError(f"{ref.task.shown}: data() returns a stream, which a script divides by rules of its own")
     assert depth.per_epoch is not None
     task = loaded(config)
     if task.gives("train"):
-        raise TaskError(f"{ref.task.shown}: train() is a loop of its own over unipar's Run, which a script has not")
+        raise TaskError(
+            f"{ref.task.shown}: train() is a loop of its own over unipar's Run, which a script has not: export a task "
+            "without it, and write the loop into train.py"
+        )
     _defined_here(type(task), file)
     told = {name: value for name, value in depth.data.items() if name not in config.data.model_fields_set}
     config = config.model_copy(update={"data": config.data.model_copy(update=told)})
@@ -157,6 +161,7 @@ def _outlined(source: Source) -> tuple[Outline, dict[str, str]]:
         task=ref.task.name,
         gives=frozenset(name for name in (*FUNCTIONS, "prepare") if task.gives(name)),
         loader=bool(depth.data),
+        taken=depth.taken,
         blocks=depth.blocks,
         parameters=depth.parameters,
     )
