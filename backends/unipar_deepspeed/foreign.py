@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unipar import devices
+from unipar.complaint import shown
 from unipar.config import SHARDS
 from unipar.foreign import AUTO, Keys, Reading
 from unipar_deepspeed.options import OF_STAGE, SIZES
@@ -75,9 +77,16 @@ KNOWN = frozenset({*LOOKS, *NOT_CARRIED, *EXPECTED, *CARRIED})
 _SPEED = "it is about speed"
 _OTHER_STAGE = "it has no effect at this stage"
 _SCALED = "unipar scales it to the model"
+_ZERO_OWN = ("stage", "overlap_comm", "contiguous_gradients")
 _ZERO_SPEED = (
-    *("overlap_comm", "contiguous_gradients", "reduce_scatter", "stage3_model_persistence_threshold"),
-    *("allgather_partitions", "sub_group_size", "round_robin_gradients", "use_multi_rank_bucket_allreduce"),
+    *(
+        "reduce_scatter",
+        "stage3_model_persistence_threshold",
+        "allgather_partitions",
+        "sub_group_size",
+        "round_robin_gradients",
+        "use_multi_rank_bucket_allreduce",
+    ),
     *(
         "stage3_module_granularity_threshold",
         "stage3_use_all_reduce_for_fetch_params",
@@ -325,10 +334,11 @@ def zero(keys: Keys) -> None:
     _sizes(section, stage)
     for name in OFFLOADS:
         offload(section, name)
+    _gradients(section, stage)
     section.expect("ignore_unused_parameters", True, "unipar allows parameters that the loss does not use")
     section.expect("compute_grad_norm", True, "unipar logs the norm")
     section.expect("override_module_apply", True, "unipar fills the model itself")
-    section.end(("stage", *OFFLOADS, *SIZES.values(), *_ZERO_SPEED, *_ZERO_FILES, *_ZERO_NOT))
+    section.end((*_ZERO_OWN, *OFFLOADS, *SIZES.values(), *_ZERO_SPEED, *_ZERO_FILES, *_ZERO_NOT))
 
 
 def _sizes(section: Keys, stage: int) -> None:
@@ -342,6 +352,28 @@ def _sizes(section: Keys, stage: int) -> None:
             section.omit({theirs: _OTHER_STAGE})
         else:
             section.reading.put(f"options.deepspeed.{ours}", int(section.take(theirs, float, 0.0)), theirs)
+
+
+def _gradients(section: Keys, stage: int) -> None:
+    """How they travel, where that is not what DeepSpeed does by itself."""
+    reading = section.reading
+    device = reading.said.get("device", reading.config.get("device", "auto"))
+    cpu = device == "cpu" or (device == "auto" and not devices.visible_gpus())
+    copied = stage < 3 and "options.deepspeed.offload_optimizer" in reading.config
+    for theirs, ours, usual, idle in (
+        ("overlap_comm", "overlap", stage == 3, "the CPU has no streams" if cpu else ""),
+        ("contiguous_gradients", "contiguous", True, "DeepSpeed always copies what is offloaded" if copied else ""),
+    ):
+        if theirs not in section:
+            continue
+        if section.data[theirs] == AUTO or stage == 0:
+            section.omit({theirs: "DeepSpeed decides" if stage else _OTHER_STAGE})
+        elif (wanted := section.take(theirs, bool, default=usual)) == usual:
+            reading.omit(section.name(theirs), f"{shown(wanted)} is what DeepSpeed does at this stage by itself")
+        elif idle:
+            reading.omit(section.name(theirs), idle)
+        else:
+            reading.put(f"options.deepspeed.{ours}", wanted, theirs)
 
 
 OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
