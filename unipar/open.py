@@ -35,6 +35,9 @@ class Open(Engine):
     copies: int = 1
     """How often the ranks' parts make the whole model, where it is split."""
 
+    apart: bool = False
+    """Whether weights are whole on every rank, and the optimizer's state of each lies with one of them."""
+
     def __init__(self, part: Part, config: Config, world: World) -> None:
         """After the parameters are where they stay; before the library wraps model and optimizer."""
         self.world, self.model = world, part.module
@@ -126,7 +129,7 @@ class Open(Engine):
                 if not isinstance(value, Tensor):
                     continue
                 shape, where, local = span(value)
-                if first_copy(value, self.world):
+                if (self.apart and kind != "weight") or first_copy(value, self.world):
                     yield Piece(name, kind, shape, where, local)
         yield from buffers(self.model, self.world)
 
@@ -136,8 +139,9 @@ class Open(Engine):
     def restore(self, read: Read) -> None:
         self.at_rest()
         state: Any = self.base.state
+        mine = {id(p) for group in self.base.param_groups for p in group["params"]}
         for name, p in self.model.named_parameters():
-            for kind in sorted(read.kinds(name)):
+            for kind in sorted(read.kinds(name) if id(p) in mine else {"weight"}):
                 if kind == "weight":
                     value: Tensor = p
                 else:

@@ -1,4 +1,4 @@
-"""PyTorch itself: one process, DistributedDataParallel, FSDP2. A description; the engines are in engine.py."""
+"""PyTorch itself: one process, DDP, ZeroRedundancyOptimizer, FSDP2. A description; the engines are in engine.py."""
 
 from __future__ import annotations
 
@@ -152,9 +152,10 @@ class Native(Backend):
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         if config.train.sync_every is not None:
             return {"mean of parameters and moments": f"every {config.train.sync_every} steps, and after the last"}
-        if config.parallel.shard == "nothing":
-            return {"DistributedDataParallel": ddp_settings(options_of(config))}
-        return {"fully_shard": fsdp_settings(config)}
+        if not replicated(config):
+            return {"fully_shard": fsdp_settings(config)}
+        told = {"DistributedDataParallel": ddp_settings(options_of(config))}
+        return told | ({"ZeroRedundancyOptimizer": ZERO_SETTINGS} if config.parallel.shard == "optimizer" else {})
 
     @override
     def join(self, config: Config, place: Place) -> World:
@@ -166,11 +167,21 @@ class Native(Backend):
 
         if config.train.sync_every is not None:
             return Local(part, config, world)
-        return DDP(part, config, world) if config.parallel.shard == "nothing" else FSDP2(part, config, world)
+        return DDP(part, config, world) if replicated(config) else FSDP2(part, config, world)
 
 
 def options_of(config: Config) -> NativeOptions:
     return NativeOptions.model_validate(config.options.get("native", {}))
+
+
+ZERO_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
+"""What ZeroRedundancyOptimizer is told besides groups and optimizer: one broadcast a rank, not one a parameter."""
+
+
+def replicated(config: Config) -> bool:
+    """Whether DDP keeps the parameters; FSDP2 alone has masters beside bf16 ones, and copies x shards."""
+    alike = config.train.precision != "bf16-master" and config.parallel.shard_over is None
+    return config.parallel.shard == "nothing" or (config.parallel.shard == "optimizer" and alike)
 
 
 def ddp_settings(options: NativeOptions) -> dict[str, Any]:

@@ -35,16 +35,15 @@ class Mark:
 
 
 ZERO = ("deepspeed/optimizer*", "deepspeed/gradients*", "deepspeed/parameters*", "accelerate/*+zero")
-NATIVE_FSDP2 = ("native/optimizer", "native/gradients", "native/parameters")
-FSDP2 = (*NATIVE_FSDP2, "accelerate/gradients", "accelerate/parameters")
+FSDP2 = ("native/gradients", "native/parameters", "accelerate/gradients", "accelerate/parameters")
 
 MARKS = (
     Mark("never", ("native/parameters", "accelerate/parameters"), ("block read in the loss",), "TaskError",
          "FSDP2 gathers a block's parameters for that block's forward alone"),
     Mark("notyet", (*FSDP2, "deepspeed/*", "accelerate/*+zero"), ("scalar parameter",), "TaskError",
          "FSDP2 and DeepSpeed do not take parameters without dimensions"),
-    Mark("never", ("native/nothing", "accelerate/nothing"), ("unused at times, unsaid",), "TaskError",
-         "DDP must be told to search for unused parameters: options.NAME.find_unused"),
+    Mark("never", ("native/nothing", "native/optimizer", "accelerate/nothing"), ("unused at times, unsaid",),
+         "TaskError", "DDP must be told to search for unused parameters: options.NAME.find_unused"),
     Mark("never", ZERO, ("fp64", "several parts, fp64"), "Unsupported", "ZeRO's masters are fp32"),
     Mark("never", ("single", "native/nothing", "horovod/*", "accelerate/nothing"),
          ("bf16-master", "bf16-master, float inputs", "state out and in, bf16-master",

@@ -15,8 +15,8 @@ from unipar.errors import NonFinite
 BITS = {
     "bits, one microbatch": [
         ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", *FSDP2,
-         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "accelerate/optimizer+zero",
-         "accelerate/gradients+zero", "accelerate/parameters+zero"],
+         "native/optimizer", "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters",
+         "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
     "bits, four microbatches": [
         ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "native/optimizer",
