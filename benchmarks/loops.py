@@ -27,9 +27,9 @@ def flat(optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda _: 1.0)
 
 
-def plain(model: nn.Module, loss: Loss, batch: Any) -> Loop:
+def plain(model: nn.Module, loss: Loss, batch: Any, optimizer: Optimizer | None = None) -> Loop:
     """One process, DDP and FSDP2: they differ in what was done to the model before."""
-    optimizer = adamw(model)
+    optimizer = optimizer or adamw(model)
     schedule, parameters = flat(optimizer), tuple(model.parameters())
 
     def step() -> None:
@@ -45,7 +45,15 @@ def plain(model: nn.Module, loss: Loss, batch: Any) -> Loop:
 def ddp(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
     from torch.nn.parallel import DistributedDataParallel
 
-    return plain(DistributedDataParallel(model, gradient_as_bucket_view=True), loss, batch)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return plain(wrapped, loss, batch, zero(wrapped) if config.parallel.shard == "optimizer" else None)
+
+
+def zero(model: nn.Module) -> Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    told: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "fused": True, "parameters_as_bucket_view": True}
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **told)
 
 
 def fsdp2(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
@@ -121,7 +129,7 @@ def by_hand(cell: str, model: nn.Module, loss: Loss, batch: Any, config: Config)
     if at.backend == "single":
         return plain(model, loss, batch)
     if at.backend == "native":
-        return (ddp if at.shard == "nothing" else fsdp2)(model, loss, batch, config)
+        return (ddp if at.shard in ("nothing", "optimizer") else fsdp2)(model, loss, batch, config)
     return {"deepspeed": deepspeed, "horovod": horovod, "accelerate": accelerate}[at.backend](
         model, loss, batch, config
     )

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from unipar_native import ZERO_SETTINGS
 
 from benchmarks.gpt import config_of
 from benchmarks.overhead import worked
@@ -34,7 +35,7 @@ def _replicated(model: nn.Module, *, split: bool) -> tuple[nn.Module, Any, Sync]
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     settings: dict[str, Any] = {"lr": 1e-3, "fused": True}
     optimizer: Any = (
-        ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **settings)
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ZERO_SETTINGS, **settings)
         if split
         else torch.optim.AdamW(model.parameters(), **settings)
     )

@@ -95,6 +95,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ("to", "shard"),
     [
         ("torchrun", "nothing"),
+        ("torchrun", "optimizer"),
         ("torchrun", "parameters"),
         ("deepspeed", "gradients"),
         ("accelerate", "nothing"),

@@ -157,9 +157,14 @@ def optimizer_kind(config: Config) -> str:
 
 
 def optimizer(outline: Outline, *, split: bool = False) -> str:
-    settings = {"lr": rate_text(outline), **_reprs(optimizer_settings(outline.config, split=split))}
-    words = ["groups", *(f"{name}={text}" for name, text in settings.items())]
+    words = ["groups", *optimizer_words(outline, split=split)]
     return call(f"    optimizer = torch.optim.{optimizer_kind(outline.config)}", words)
+
+
+def optimizer_words(outline: Outline, *, split: bool = False) -> list[str]:
+    """Its arguments besides the groups."""
+    settings = {"lr": rate_text(outline), **_reprs(optimizer_settings(outline.config, split=split))}
+    return [f"{name}={text}" for name, text in settings.items()]
 
 
 def rate_scale(outline: Outline) -> float:
@@ -174,11 +179,15 @@ def _reprs(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: repr(value) for name, value in values.items()}
 
 
-def groups(outline: Outline) -> str:
+def groups(outline: Outline, *, listed: bool = False) -> str:
+    """What the optimizer is given; `listed`, where a group's parameters may be looked at twice."""
     if "groups" in outline.gives:
-        if rate_scale(outline) == 1.0:
+        words = ["**group", *['"params": list(group["params"])'] * listed]
+        words += ['"lr": group.get("lr", LR) * SCALE'] * (rate_scale(outline) != 1.0)
+        if len(words) == 1:
             return "    groups = list(task.groups(model))"
-        return '    groups = [{**group, "lr": group.get("lr", LR) * SCALE} for group in task.groups(model)]'
+        one = f"{{{', '.join(words)}}} for group in task.groups(model)"
+        return f"    groups = [{one}]" if len(one) + 15 <= WIDTH else f"    groups = [\n        {one}\n    ]"
     trained = "[p for p in model.parameters() if p.requires_grad]"
     if outline.config.train.optimizer.decay == "all":
         return f"    groups = {trained}"

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, with a whole optimizer or its states split; and what all have in common that wrap so."""
+"""DistributedDataParallel, and what wrappers have in common that must know of unused parameters in advance."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from unipar.backend import Part
@@ -19,7 +17,7 @@ from unipar.config import Config
 from unipar.errors import TaskError
 from unipar.open import Open
 from unipar.world import World
-from unipar_native import ZERO_SETTINGS, ddp_settings, options_of
+from unipar_native import ddp_settings, options_of
 
 
 class FirstByHand(Open):
@@ -87,11 +85,15 @@ class FirstByHand(Open):
 
 @final
 class DDP(FirstByHand):
+    """With a whole optimizer on every rank, or with its states split."""
+
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
         options = options_of(config)
         self.settings = ddp_settings(options)
         if config.parallel.shard == "optimizer":
+            from unipar_native.zero import shared_out  # 6 MB and a fifth of a second that DDP alone does not need
+
             self.optimizer, self.apart = shared_out(self.base), True
         if options.find_unused != "auto":
             self.settle(find_unused=options.find_unused)
@@ -106,26 +108,3 @@ class DDP(FirstByHand):
     @override
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.ddp.no_sync()
-
-
-def shared_out(whole: Optimizer) -> ZeroRedundancyOptimizer:
-    """Each rank steps some of the parameters with what is left of `whole`, and sends them to all."""
-    dtypes = sorted({str(p.dtype) for group in whole.param_groups for p in group["params"]})
-    if len(dtypes) > 1:
-        raise TaskError(
-            f"native/optimizer cannot hold parameters of {' and '.join(dtypes)} together, as ZeroRedundancyOptimizer "
-            "takes one dtype: give all the same, or set parallel.shard: nothing"
-        )
-
-    def mine(groups: list[dict[str, Any]]) -> Optimizer:
-        """The optimizer itself, whatever its class, less the parameters of other ranks."""
-        for group, own in zip(whole.param_groups, groups, strict=True):
-            group["params"] = own["params"]
-        kept = {p for group in groups for p in group["params"]}
-        for p in set(whole.state) - kept:
-            del whole.state[p]
-        return whole
-
-    groups = [dict(group) for group in whole.param_groups]
-    make: Any = mine  # annotated as a class; any callable will do
-    return ZeroRedundancyOptimizer(groups, make, **ZERO_SETTINGS)

@@ -1,11 +1,22 @@
-"""Scripts for PyTorch alone, started by torchrun: DistributedDataParallel or FSDP2."""
+"""Scripts for PyTorch alone, started by torchrun: DistributedDataParallel, ZeroRedundancyOptimizer or FSDP2."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from unipar.script import Outline, Script, call, optimizer, refuse_options, samples, written
-from unipar_native import options_of
+from unipar.script import (
+    Outline,
+    Script,
+    call,
+    groups,
+    optimizer,
+    optimizer_kind,
+    optimizer_words,
+    refuse_options,
+    samples,
+    written,
+)
+from unipar_native import ZERO_SETTINGS, options_of, replicated
 
 _CARRIED = frozenset({"find_unused", "bucket_mb"})
 
@@ -15,7 +26,7 @@ def script(outline: Outline) -> Script:
     shard = config.parallel.shard
     refuse_options("native", f"native/{shard}", config.options.get("native", {}), _CARRIED)
     outline = replace(outline, autocast=config.train.precision == "bf16-mixed")
-    text = _ddp(outline) if shard == "nothing" else _fsdp2(outline)
+    text = _ddp(outline) if replicated(config) else _fsdp2(outline)
     command = ["torchrun", "--standalone", "--nproc-per-node", str(outline.sizes.ranks), "$@", "train.py"]
     return Script({"train.py": text, "samples.py": samples(outline)}, command)
 
@@ -25,7 +36,14 @@ def _ddp(outline: Outline) -> str:
     words = ["Loss(task, model)", f"bucket_cap_mb={options.bucket_mb}", "gradient_as_bucket_view=True"]
     words += ["find_unused_parameters=True"] * (options.find_unused is True)
     wrap = call("    wrapped = DistributedDataParallel", words)
-    return written(outline, "unipar_native", "ddp.txt", {"unused": options.find_unused is True}, {"wrap": wrap})
+    zero = outline.config.parallel.shard == "optimizer"
+    flags, values = {"unused": options.find_unused is True, "zero": zero}, {"wrap": wrap}
+    if zero:
+        told = [*optimizer_words(outline), *(f"{name}={value!r}" for name, value in ZERO_SETTINGS.items())]
+        words = ["groups", f"torch.optim.{optimizer_kind(outline.config)}", *told]
+        values["optimizer"] = call("    optimizer = ZeroRedundancyOptimizer", words)
+        values["groups"] = groups(outline, listed=True)  # it goes through them twice
+    return written(outline, "unipar_native", "ddp.txt", flags, values)
 
 
 def _fsdp2(outline: Outline) -> str:
