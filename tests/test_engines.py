@@ -61,12 +61,13 @@ def test_a_parameter_without_dimensions(cell: str, tmp_path: Path) -> None:
     )
 
 
-def test_the_first_step_settles_the_search(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["nothing", "optimizer"])
+def test_the_first_step_settles_the_search(shard: str, tmp_path: Path) -> None:
     """DDP searches for unused parameters if the first step had some, and not otherwise."""
     from unipar_native.engine import DDP
 
     for task, wanted in ((tasks.Plain(), False), (tasks.Unused(), True)):
-        with running(task, tmp_path, backend="native") as run:
+        with running(task, tmp_path, backend="native", parallel={"shard": shard}) as run:
             engine = run.engine
             assert isinstance(engine, DDP)
             assert engine.find_unused is None

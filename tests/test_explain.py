@@ -155,6 +155,11 @@ def test_cells_that_are_asked_for(source: Source) -> None:
     told = compared[4].told
     assert told["zero_optimization"] == {"stage": 2}
     assert told["gradient_clipping"] == 1.0
+    assert compared[1].told == {
+        "DistributedDataParallel": compared[0].told["DistributedDataParallel"],
+        "ZeroRedundancyOptimizer": {"parameters_as_bucket_view": True},
+    }
+    assert list(compared[2].told) == ["fully_shard"]
     assert compared[4].dtypes == {
         "parameter": "fp32",
         "master": "fp32 shards",

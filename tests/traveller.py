@@ -57,7 +57,7 @@ class Words20(unipar.Task):
     @override
     def groups(self, model: nn.Module) -> list[Mapping[str, Any]]:
         one, *others = [p for p in model.parameters() if p.requires_grad]
-        return [{"params": [one], "lr": 0.05}, {"params": others}]
+        return [{"params": [one], "lr": 0.05}, {"params": (p for p in others)}]
 
 
 class Line(unipar.Task):

@@ -165,6 +165,7 @@ CASES = {
         Case("unused at times, unsaid", tasks.AtTimes, accumulate=1),
         Case("unused on one rank", tasks.OneRank, accumulate=1, options=_ALL_FIND, micro=True, sizes=(2,), apart=True),
         Case("scalar parameter", tasks.Scalar),
+        Case("one parameter", tasks.OneWeight, hop=3, sizes=(4,), cells=("native/*",)),
         Case("batch norm", tasks.Normed, micro=True),
         Case("dropout", lambda: tasks.Plain(dropout=0.3), micro=True),
         Case("random transforms", tasks.Transformed),

@@ -376,3 +376,11 @@ class Regression(unipar.Task):
     def loss(self, model: Any, batch: Any) -> Tensor:
         x, y = batch
         return (sharp(model(x)) - y).square().mean()
+
+
+class OneWeight(Regression):
+    """A single parameter, which most ranks have no part of where whole ones are given away."""
+
+    @override
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 3, bias=False))
