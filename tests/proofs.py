@@ -43,3 +43,16 @@ class Fresh(tasks.Plain):
     @override
     def data(self) -> Any:
         return Unseeded()
+
+
+class Wind(tasks.Flow):
+    """The same, one after another."""
+
+    def __init__(self, count: int) -> None:
+        self.inner = Unseeded(count)
+
+
+class Blowing(tasks.Plain):
+    @override
+    def data(self) -> Any:
+        return Wind(40)

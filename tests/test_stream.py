@@ -23,7 +23,7 @@ from unipar.errors import ConfigError, TaskError, UniparError
 from unipar.ledger import Ledger, ledger_of
 from unipar.loop import Position
 from unipar.place import Place
-from unipar.proof.looking import looked
+from unipar.proof.holding import held
 from unipar.source import given, read
 from unipar.stream import STATED, digest, shard
 from unipar.streaming import Stream
@@ -330,15 +330,26 @@ def test_explained(tmp_path: Path) -> None:
     assert told["train.steps"] == (12, "derived: epochs x batches an epoch = 2 x 6")
 
 
-def test_verify_and_export_refuse_a_stream(tmp_path: Path) -> None:
-    """One reads samples by index, the other writes a script that divides them."""
-    config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}})
-    with pytest.raises(TaskError) as e:
-        looked(Streamed(), config, _alone(0, 1))
-    assert str(e.value) == (
-        "verify reads a sample twice and in other cuts, by its index, and data() returns a stream: verify a task "
-        "whose data() returns list(islice(stream, n))"
-    )
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"data": {"stream": "shards"}, "train": {"steps": 1}},
+         "data.stream: shards gives each rank samples of its own, and verify needs the same ones in one process; "
+         "verify with --set data.stream=whole"),
+        ({"train": {"epochs": 1}},
+         "train.epochs: verify holds a stream's first samples, whatever an epoch is; say train.steps"),
+    ],
+)  # fmt: skip
+def test_streams_that_verify_refuses(sections: dict[str, Any], sentence: str) -> None:
+    """It trains one process on the same samples."""
+    config = Config.model_validate({"batch": {"total": 4}} | sections)
+    with pytest.raises(ConfigError) as e:
+        held(Streamed(), config, _alone(0, 1), 3)
+    assert str(e.value) == sentence
+
+
+def test_export_refuses_a_stream(tmp_path: Path) -> None:
+    """It would write a script that divides samples."""
     file = tmp_path / "task.py"
     file.write_text(
         "import unipar\nfrom torch import nn\n\n\nclass Flow(unipar.Task):\n"

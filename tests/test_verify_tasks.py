@@ -30,10 +30,10 @@ ONLY = ("native/nothing", "native/parameters")
 
 @pytest.fixture
 def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdicts]:
-    """A proof of a task over five steps of 16 samples, on two ranks."""
+    """A proof of a task over five steps of 16 samples."""
     monkeypatch.setenv("PYTHONPATH", FOUND["PYTHONPATH"])
 
-    def proved(task: type[unipar.Task], **args: Any) -> Verdicts:
+    def proved(task: type[unipar.Task], *, world: int = 2, **args: Any) -> Verdicts:
         optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "decay": "matrices"}
         config = {
             "device": "cpu",
@@ -42,7 +42,7 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verd
             "out": str(tmp_path / "out"),
             "task": {"use": f"{task.__module__}:{task.__name__}", "args": args},
         }
-        return verify(config, cells=ONLY, world=2, steps=5)
+        return verify(config, cells=ONLY, world=world, steps=5)
 
     return proved
 
@@ -65,6 +65,13 @@ def test_a_healthy_engine_is_given_no_name(
     agreed(found)
     assert [row.bits for row in found.rows] == ["shares", "micros"]
     assert found.remarks == []
+
+
+def test_four_ranks(prove: Callable[..., Verdicts]) -> None:
+    """More than two may be added in an order of the library's own; the spread of one process decides then."""
+    found = prove(tasks.Plain, world=4)
+    agreed(found)
+    assert found.ranks == 4
 
 
 def test_batch_norm_and_dropout_are_named(prove: Callable[..., Verdicts]) -> None:
@@ -95,6 +102,23 @@ def test_a_loss_that_draws_is_named(prove: Callable[..., Verdicts]) -> None:
     found = prove(proofs.Drawing)
     agreed(found)
     assert found.remarks[0].startswith("the loss draws random numbers by itself; one process that cuts batches in ")
+
+
+def test_a_stream(prove: Callable[..., Verdicts]) -> None:
+    """Its first samples are held: two and a half batches an epoch, and two epochs of them."""
+    found = prove(tasks.Streamed)
+    agreed(found)
+    assert [row.bits for row in found.rows] == ["shares", "micros"]
+    assert found.remarks == [
+        "data() returns a stream: its first samples were read once and held, and cells take theirs from these; how "
+        "ranks and workers read the stream itself is not compared"
+    ]
+
+
+def test_a_stream_that_is_random_per_read(prove: Callable[..., Verdicts]) -> None:
+    """Held samples are the same again; the stream is not."""
+    found = prove(proofs.Blowing)
+    assert found.stopped.startswith("the data is random at each read: the same samples, read twice under the same")
 
 
 def test_data_that_is_random_per_read_is_named(prove: Callable[..., Verdicts]) -> None:

@@ -21,6 +21,7 @@ from unipar.loop import Run
 from unipar.opening import assembled
 from unipar.place import Place
 from unipar.proof import replay
+from unipar.proof.holding import held
 from unipar.proof.jobs import JOBS, Job, result_of
 from unipar.proof.looking import calmed, looked
 from unipar.proof.watching import Notebook
@@ -63,8 +64,10 @@ def _done(job: Job, ref: TaskRef, world: World, folder: Path, heart: Heart) -> d
     config = Config.model_validate_json(job.config)
     task = ref.load()
     quiet = calmed(task) if job.calm else []
+    config, again = held(task, config, world, job.steps)
     if job.kind == "look":
-        return {"quiet": quiet, **looked(task, config, world)}
+        found = {"quiet": quiet, "stream": again is not None, **looked(task, config, world)}
+        return found | {"again": found["again"] and again is not False}
     build = replay.build(job.ranks, job.order, apart=job.apart) if job.kind == "replay" else None
     with Ledger(ledger_of(folder, world.rank)) as ledger:
         trackers = Trackers((), folder, world.rank)

@@ -15,7 +15,6 @@ from unipar.birth import born
 from unipar.call import Call, Held, moved
 from unipar.config import Config
 from unipar.data import Feed, source_of
-from unipar.errors import TaskError
 from unipar.precision import batch_as
 from unipar.proof.digest import fingerprint
 from unipar.seeds import sow
@@ -63,11 +62,6 @@ def looked(task: Task, config: Config, world: World) -> dict[str, Any]:
     sizes = config.batch.settle(world.size)
     collate = task.collate if task.gives("collate") else None
     source = source_of(task.data(), collate, task.collate, config, sizes)
-    if source.streams:
-        raise TaskError(
-            "verify reads a sample twice and in other cuts, by its index, and data() returns a stream: verify a task "
-            "whose data() returns list(islice(stream, n))"
-        )
     feed = Feed(source, sizes, 0, config.train.seed)
     keys = next(feed.plans(0))[0].keys
     again = fingerprint(feed.read(keys)) == fingerprint(feed.read(keys))

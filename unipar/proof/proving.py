@@ -154,6 +154,11 @@ def remarks(looked: Mapping[str, Any]) -> list[str]:
     said: list[str] = []
     if quiet := looked["quiet"]:
         said.append(f"dropout is set to 0 for this proof: {_some(quiet)}")
+    if looked["stream"]:
+        said.append(
+            "data() returns a stream: its first samples were read once and held, and cells take theirs from these; how "
+            "ranks and workers read the stream itself is not compared"
+        )
     if len(looked["parts"]) > 1:
         said.append(
             f"the parts ({_some(looked['parts'])}) have losses of their own, so whether these depend on how a batch is "

@@ -1,0 +1,52 @@
+"""A stream's first samples, read once and held: every cell, rank and replay takes its own from the same ones."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from unipar.config import Config, Data
+from unipar.data import Source, training_source
+from unipar.errors import ConfigError
+from unipar.proof.digest import fingerprint
+from unipar.stream import sown
+from unipar.task import Task
+from unipar.world import World
+
+
+def held(task: Task, config: Config, world: World, steps: int) -> tuple[Config, bool | None]:
+    """The config for the task, whose `data()` has an index from now on; and whether the stream is the same again.
+
+    None: it is no stream, and nothing is held.
+    """
+    original: Any = task.data
+    sizes = config.batch.settle(world.size)
+
+    def read() -> Source:
+        collate = task.collate if task.gives("collate") else None
+        return training_source(original(), collate, task.collate, config, sizes)
+
+    def first(count: int, source: Source) -> list[Any]:
+        return list(islice(sown(source.dataset, config.train.seed, 0), count))
+
+    source = read()
+    if not source.streams:
+        return config, None
+    if source.settings.stream != "whole":
+        raise ConfigError(
+            f"data.stream: {source.settings.stream} gives each rank samples of its own, and verify needs the same ones "
+            "in one process; verify with --set data.stream=whole"
+        )
+    if config.train.steps is None:
+        raise ConfigError("train.epochs: verify holds a stream's first samples, whatever an epoch is; say train.steps")
+    samples: Any = first(sizes.total * max(1, steps), source)
+    loader: Any = DataLoader(
+        samples, batch_size=1, collate_fn=source.collate, drop_last=source.settings.ragged == "drop"
+    )
+    vars(task)["data"] = lambda: loader
+    count = min(len(samples), sizes.micro)
+    again = fingerprint(source.collate(samples[:count])) == fingerprint(source.collate(first(count, read())))
+    said = config.data.model_dump(exclude_unset=True, exclude={"stream"})
+    return config.model_copy(update={"data": Data(**said)}), again
