@@ -273,6 +273,13 @@ class Engine(ABC):
     def restore(self, read: Read) -> None:
         """State in: asks for what this rank holds."""
 
+    @abstractmethod
+    def holdings(self) -> Iterator[Holding]:
+        """All tensors that this rank keeps just now, without a collective and without changing anything.
+
+        Asked where phases meet, too: between forward and backward, backward and update.
+        """
+
     def rated(self) -> list[float]:
         """The rate of each group as the optimizer itself holds it; empty where nobody can tell."""
         return []
@@ -313,6 +320,10 @@ class Around(Engine):
     @override
     def restore(self, read: Read) -> None:
         self.inner.restore(read)
+
+    @override
+    def holdings(self) -> Iterator[Holding]:
+        return self.inner.holdings()
 
     @override
     def rated(self) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import inf, prod
 from typing import Any, final
@@ -17,7 +17,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Mark, Micro, Part, Piece, Read, Step
+from unipar.backend import Engine, Fn, Holding, Mark, Micro, Part, Piece, Read, Step
+from unipar.birth import plain_of
 from unipar.call import Call, Held, resting
 from unipar.config import Config
 from unipar.optim import Rates, rates_of
@@ -46,6 +47,7 @@ class Open(Engine):
         self.wrapped: nn.Module = self.call
         self.optimizer: Any = part.optimizer(part.module)
         self.base: Optimizer = self.optimizer
+        self.kept: Mapping[str, nn.Parameter] = dict(part.module.named_parameters())  # between steps, frozen ones too
         self.rates = Rates(self.base)
         self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
         clip = config.train.clipping
@@ -151,6 +153,25 @@ class Open(Engine):
                 local.view(-1).copy_(read(name, kind, where))
         restore_buffers(self.model, read)
 
+    @override
+    @final
+    def holdings(self) -> Iterator[Holding]:
+        names: dict[Any, str] = {p: name for name, p in self.kept.items()}
+        for name, p in self.kept.items():
+            yield Holding("parameters", name, local(p))
+            if p.grad is not None:
+                yield Holding("gradients", name, local(p.grad))
+        for p, state in self.base.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield Holding("optimizer", f"{names[p]}.{key}", local(value))
+        yield from held_by_modules(self.model)
+        yield from self.held_beside()
+
+    def held_beside(self) -> Iterator[Holding]:
+        """What only this library keeps: gathered parameters, buckets."""
+        yield from ()
+
     def _placed(self, kind: str, value: Tensor) -> Tensor:
         """A fused optimizer keeps its step counts beside the parameters."""
         fused = any(g.get("fused") or g.get("capturable") for g in self.base.param_groups)
@@ -202,6 +223,12 @@ def span(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
     return tuple(t.shape), (start, start + prod(local)), t.to_local()
 
 
+def local(t: Tensor) -> Tensor:
+    """What of it is here."""
+    with torch.no_grad():
+        return t.to_local() if isinstance(t, DTensor) else t
+
+
 def first_copy(t: Tensor, world: World) -> bool:
     """Whether this rank's part belongs to the copy that speaks for all."""
     if not isinstance(t, DTensor):
@@ -216,6 +243,24 @@ def buffers(model: nn.Module, world: World) -> Iterator[Piece]:
     if world.rank == 0:
         for name, b in model.named_buffers():
             yield Piece(name, "buffer", tuple(b.shape), (0, b.numel()), b)
+
+
+def held_by_modules(model: nn.Module) -> Iterator[Holding]:
+    """Buffers, and tensors that the user's code keeps on a module."""
+    for name, b in model.named_buffers():
+        yield Holding("buffers", name, b)
+    for prefix, module in model.named_modules():
+        for name, value in plain_of(module).items():
+            for tensor in _tensors_in(value):
+                yield Holding("buffers", f"{prefix}.{name}".removeprefix("."), tensor)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield local(value)
+    elif isinstance(value, list | tuple | dict):
+        for inner in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors_in(inner)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from typing_extensions import override
 from unipar_deepspeed import backend as deepspeed
+from unipar_native import SITES
 
 from unipar import registry
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
@@ -70,6 +71,7 @@ class Accelerate(Backend):
             ),
         ),
         waits=("torch/distributed/", "accelerate/"),
+        sites={**SITES, **deepspeed.capabilities.sites},
     )
 
     @override

@@ -39,6 +39,7 @@ class Split(Sharded):
         if config.train.precision == "bf16-master":
             lower(part.module, torch.bfloat16)
         self.trained = tuple(p for g in self.base.param_groups for p in g["params"])
+        self.kept = dict(part.module.named_parameters())
         if isinstance(self.base, SGD) and config.train.optimizer.fused == "auto":
             for group in self.base.param_groups:
                 group["fused"] = None  # PyTorch has no fused SGD for split parameters

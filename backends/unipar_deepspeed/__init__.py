@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from typing_extensions import override
 
-from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
+from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.place import Launcher, Place
 from unipar.precision import stated
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
 _SPLIT: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
+_SITES: dict[str, Category] = {
+    "deepspeed/runtime/engine.py:allreduce_bucket": "communication",
+    "deepspeed/runtime/zero/stage_1_and_2.py:setup_buckets": "communication",
+    "deepspeed/runtime/zero/stage_1_and_2.py:average_tensor": "communication",
+    "deepspeed/runtime/zero/stage_1_and_2.py:allreduce_bucket": "communication",
+    "deepspeed/runtime/zero/stage_1_and_2.py:copy_grads_in_partition": "gradients",
+    "deepspeed/runtime/zero/stage_1_and_2.py:_build_compact_grad_partition_buffer": "gradients",
+    "deepspeed/runtime/zero/stage_1_and_2.py:get_flat_partition": "gradients",
+    "deepspeed/runtime/zero/stage3.py:__reduce_and_partition_ipg_grads": "communication",
+    "deepspeed/runtime/zero/partitioned_param_coordinator.py:fetch_sub_module": "communication",
+    "deepspeed/runtime/zero/partition_parameters.py:all_gather_coalesced": "communication",
+    "deepspeed/runtime/zero/partition_parameters.py:_all_gather": "communication",
+    "deepspeed/runtime/zero/partition_parameters.py:wait": "communication",
+}
 
 
 @final
@@ -49,6 +63,7 @@ class DeepSpeed(Backend):
             ),
         ),
         waits=("torch/distributed/", "deepspeed/comm/"),
+        sites=_SITES,
     )
 
     @override

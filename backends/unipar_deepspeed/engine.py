@@ -17,17 +17,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from unipar import registry
-from unipar.backend import Backend, Engine, Fn, Mark, Micro, Part, Piece, Read, Step
+from unipar.backend import Backend, Engine, Fn, Holding, Mark, Micro, Part, Piece, Read, Step
 from unipar.birth import arrive, lower, refuse_scalars, settle, travel
 from unipar.call import Call, Held, resting
 from unipar.config import SHARDS, Config
 from unipar.errors import TaskError
-from unipar.open import buffers, clip64, clipped, restore_buffers, scaled
+from unipar.open import buffers, clip64, clipped, held_by_modules, restore_buffers, scaled
 from unipar.optim import Rates, rates_of
 from unipar.place import Place
 from unipar.precision import autocast_as, batch_as
 from unipar.scaling import Scaler
 from unipar.world import World, meet
+from unipar_deepspeed.held import held
 from unipar_deepspeed.offload import offloaded
 from unipar_deepspeed.options import options_of
 from unipar_deepspeed.state import Holder, keep_masters
@@ -155,6 +156,11 @@ class Zero(Engine):
             )
         self.holder.restore(read)
         restore_buffers(self.model, read)
+
+    @override
+    def holdings(self) -> Iterator[Holding]:
+        yield from held(self.model, self.engine)
+        yield from held_by_modules(self.model)
 
     @override
     def rated(self) -> list[float]:

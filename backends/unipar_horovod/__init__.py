@@ -67,6 +67,7 @@ class Horovod(Backend):
             ),
         ),
         waits=("torch/distributed/", "horovod/torch/"),
+        sites={"horovod/torch/compression.py:compress": "communication"},
     )
 
     @override

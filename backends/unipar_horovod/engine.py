@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
 
 import horovod.torch as hvd
+from horovod.torch import mpi_ops
+from torch import Tensor
 from typing_extensions import override
 
-from unipar.backend import Part
+from unipar.backend import Holding, Part
 from unipar.birth import arrive
 from unipar.config import Config
 from unipar.errors import Unsupported
@@ -49,6 +52,15 @@ class Ring(Open):
     @override
     def reduced(self) -> None:
         self.optimizer.synchronize()
+
+    @override
+    def held_beside(self) -> Iterator[Holding]:
+        """What is on its way; the fusion buffer is the library's own, out of reach."""
+        known: Any = mpi_ops
+        for p, (handle, _) in self.optimizer._handles.items():
+            for t in known._handle_map.get(handle, ()):
+                if isinstance(t, Tensor):
+                    yield Holding("communication", f"{self.optimizer._parameter_names[p]}, on its way", t)
 
     @override
     def update(self) -> None:

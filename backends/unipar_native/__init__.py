@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 from pydantic import PositiveInt
 from typing_extensions import override
 
-from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
+from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part
 from unipar.config import Config, Section
 from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
@@ -69,6 +69,17 @@ LAUNCHERS = (
         "all of them, or use torchrun",
     ),
 )
+
+
+_FSDP = "torch/distributed/fsdp/_fully_shard"
+SITES: dict[str, Category] = {
+    f"{_FSDP}/_fsdp_collectives.py:foreach_all_gather": "communication",
+    f"{_FSDP}/_fsdp_collectives.py:foreach_reduce": "communication",
+    f"{_FSDP}/_fsdp_param_group.py:wait_for_unshard": "communication",
+    f"{_FSDP}/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",
+    "torch/nn/parallel/distributed.py:_ddp_init_helper": "gradients",  # its buckets, before gradients are views of them
+    "torch/nn/parallel/distributed.py:_pre_forward": "gradients",
+}
 
 
 class NativeOptions(Section):
@@ -132,6 +143,7 @@ class Native(Backend):
         },
         launchers=LAUNCHERS,
         waits=("torch/distributed/",),
+        sites=SITES,
     )
 
     @override

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from unipar.backend import Part
+from unipar.backend import Holding, Part
 from unipar.birth import arrive
 from unipar.config import Config
 from unipar.errors import TaskError
@@ -36,6 +38,8 @@ class FirstByHand(Open):
         self.backend = config.backend
         self.names = {id(p): n for n, p in part.module.named_parameters()}
         self.divisor = float(world.size)
+        self._wrapped_steps = 0
+        self._buckets: list[StorageWeakRef] = []
 
     @abstractmethod
     def wrap(self, *, find_unused: bool) -> nn.Module: ...
@@ -73,14 +77,31 @@ class FirstByHand(Open):
     @override
     @final
     def update(self) -> None:
+        if self.find_unused is not None and self._wrapped_steps < 2:  # the reducer makes its buckets anew once
+            self._wrapped_steps += 1
+            storages = {p.grad.untyped_storage().data_ptr(): p.grad for p in self.trained if p.grad is not None}
+            self._buckets = [StorageWeakRef(grad.untyped_storage()) for grad in storages.values()]
         super().update()
         if self.find_unused is None:
             self.settle(find_unused=self._unused)
+
+    @override
+    @final
+    def held_beside(self) -> Iterator[Holding]:
+        """The reducer keeps its buckets when gradients, views of them, are gone."""
+        known: Any = torch.UntypedStorage
+        for i, bucket in enumerate(self._buckets):
+            if (storage := known._new_with_weak_ptr(bucket.cdata)) is not None:
+                yield Holding("gradients", f"bucket {i}", _bytes_of(storage))
 
     @final
     def settle(self, *, find_unused: bool) -> None:
         self.find_unused = find_unused
         self.wrapped = self.wrap(find_unused=find_unused)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, final
@@ -13,12 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from unipar.backend import Part
+from unipar.backend import Holding, Part
 from unipar.birth import lower, parameters_of, refuse_scalars, settle, travel
 from unipar.call import Call
 from unipar.config import Config
 from unipar.errors import TaskError
-from unipar.open import Open, clipped, span
+from unipar.open import Open, clipped, local, span
 from unipar.world import World
 
 _REACHED_IN = (
@@ -62,6 +63,20 @@ class Sharded(Open):
         return [span(p.grad)[2] for p in self.trained if p.grad is not None], True
 
     @override
+    def held_beside(self) -> Iterator[Holding]:
+        names = {id(p): name for name, p in self.kept.items()}
+        modules: tuple[Any, ...] = self._groups
+        states = [module._get_fsdp_state() for module in modules]
+        for group in (group for state in states for group in state._fsdp_param_groups):
+            yield from _held_by(group, names)
+        for state in states[:1]:  # they share one context, which is empty until the first forward
+            context = vars(state._comm_ctx)
+            if (gathered := context.get("all_gather_state")) is not None:
+                yield Holding("communication", "all-gather", gathered.all_gather_result.all_gather_output)
+            for reduced in context.get("reduce_scatter_states", ()):
+                yield Holding("communication", "reduce-scatter", reduced.reduce_scatter_input)
+
+    @override
     def at_rest(self) -> None:
         for module in self._groups:
             module.reshard()  # a forward may have left parameters whole; the optimizer knows the shards
@@ -87,6 +102,23 @@ class FSDP2(Sharded):
         self.call = self.wrapped = shell
         self.divisor = float(world.size)
         self.copies = world.size // (config.parallel.shard_over or world.size)
+
+
+def _held_by(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:
+    """What one group of parameters keeps besides its shards."""
+    for p in group.fsdp_params:
+        for whole in p.all_gather_outputs:
+            yield Holding("communication", f"{names[id(p.sharded_param)]}, gathered", whole)
+        alone = getattr(getattr(p, "_unsharded_param", None), "grad", None)
+        for grad in (alone, p.unsharded_accumulated_grad):
+            if grad is not None:
+                yield Holding("gradients", f"{names[id(p.sharded_param)]}, not reduced", local(grad))
+    if group._all_gather_result is not None:
+        yield Holding("communication", "all-gather", group._all_gather_result.all_gather_output)
+    if group._partial_reduce_output is not None:
+        yield Holding("gradients", "reduced among those that split", group._partial_reduce_output)
+    if group._all_reduce_state is not None:
+        yield Holding("communication", "all-reduce", group._all_reduce_state.all_reduce_input)
 
 
 def _mesh(world: World, over: int | None) -> DeviceMesh:

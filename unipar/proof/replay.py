@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, final
 
 from torch import Tensor
 from typing_extensions import override
 
-from unipar.backend import Part
+from unipar.backend import Holding, Part
 from unipar.birth import arrive
 from unipar.config import Config
 from unipar.open import Open
@@ -68,6 +68,13 @@ class Replay(Open):
             self._sums.append(grads)
         else:
             self._sums[rank] = _added(self._sums[rank], grads)
+
+    @override
+    def held_beside(self) -> Iterator[Holding]:
+        for grads in (*self._sums, self._total or []):
+            for p, g in zip(self.trained, grads, strict=False):
+                if g is not None:
+                    yield Holding("gradients", self._names[id(p)], g)
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups by name, with the decay of each."""

@@ -1,0 +1,67 @@
+"""Where ZeRO 0 to 3 keeps its tensors, and what each is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from unipar.backend import Category, Holding
+
+_KEPT: tuple[tuple[Category, str], ...] = (
+    ("parameters", "bit16_groups_flat"),  # stages 1 and 2: all parameters are views of it
+    ("parameters", "lp_param_buffer"),  # stage 3
+    ("parameters", "fp16_partitioned_groups_flat"),
+    ("parameters", "param_groups_fp16_flat_cpu_memory"),
+    ("masters", "fp32_groups"),  # stage 0
+    ("masters", "single_partition_of_fp32_groups"),
+    ("masters", "fp32_partitioned_groups_flat"),
+    ("gradients", "averaged_gradients"),
+    ("gradients", "all_grad_tensors"),
+    ("gradients", "grads_in_partition"),
+    ("gradients", "accumulated_grads_in_cpu"),
+    ("gradients", "grad_partitions_flat_buffer"),
+    ("communication", "param_buffer_of_bit16_for_cpu_offload_groups"),
+    ("communication", "temp_grad_buffer_for_cpu_offload"),
+    ("communication", "temp_grad_buffer_for_gpu_offload"),
+)
+"""Attributes of its optimizer: tensors, or lists and dicts of some."""
+
+
+def held(model: nn.Module, engine: Any) -> Iterator[Holding]:
+    """Parameters, masters, gradients, states and buckets; several names may be views of one buffer."""
+    zero, base = engine.optimizer, engine.basic_optimizer
+    for name, p in model.named_parameters():
+        yield from _of(name, p)
+    for category, attribute in _KEPT:
+        for i, t in enumerate(_tensors_in(getattr(zero, attribute, None))):
+            yield Holding(category, f"{attribute}[{i}]", t)
+            if category == "masters" and t.grad is not None:
+                yield Holding("gradients", f"{attribute}[{i}].grad", t.grad)
+    for i, state in enumerate(base.state.values()):
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                yield Holding("optimizer", f"{key}[{i}]", value)
+    for dtype, bucket in getattr(zero, "ipg_buckets", {}).items():
+        for t in _tensors_in(bucket.buffer):
+            yield Holding("communication", f"bucket of {dtype}", t)
+
+
+def _of(name: str, p: Any) -> Iterator[Holding]:
+    if hasattr(p, "ds_tensor"):
+        yield Holding("parameters", name, p.ds_tensor)
+        yield Holding("communication", f"{name}, gathered", p.data)  # empty where it is not
+    else:
+        yield Holding("parameters", name, p.data)
+    for grad in (p.grad, getattr(p, "grad_accum", None)):
+        if grad is not None:
+            yield Holding("gradients", name, grad)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(inner)
