@@ -256,3 +256,58 @@ def test_what_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "offload_param": {"device": "cpu", "pin_memory": True},
     }
+
+
+NEUTRAL: dict[str, Any] = {"backend": "deepspeed", "device": "cuda", "batch": {"total": 8}, "train": {"steps": 1}}
+
+
+@pytest.mark.parametrize(
+    ("offload", "shard", "told"),
+    [
+        ("optimizer", "optimizer", {"offload_optimizer"}),
+        ("optimizer", "parameters", {"offload_optimizer"}),
+        ("parameters", "parameters", {"offload_optimizer", "offload_param"}),
+    ],
+)
+def test_the_neutral_key_is_obeyed(offload: str, shard: str, told: set[str]) -> None:
+    """model.offload is offload_optimizer, or both, and may be said twice in the same words."""
+    made = NEUTRAL | {"parallel": {"shard": shard}, "model": {"offload": offload}}
+    for options in ({}, {"deepspeed": {"offload_optimizer": "cpu"}}):
+        config = Config.model_validate(made | {"options": options})
+        zero = registry.check(config).native_config(config)["zero_optimization"]
+        found = {key: value for key, value in zero.items() if key.startswith("offload")}
+        assert found == {key: {"device": "cpu", "pin_memory": True} for key in told}
+
+
+@pytest.mark.parametrize(
+    ("offload", "shard", "options", "reason"),
+    [
+        ("parameters", "gradients", {},
+         "model.offload: parameters needs parallel.shard: parameters, as gradients leaves them whole on every rank"),
+        ("optimizer", "nothing", {},
+         "model.offload: optimizer cannot be had here; what can: deepspeed/optimizer, deepspeed/gradients, "
+         "deepspeed/parameters, native/parameters"),
+        ("optimizer", "gradients", {"offload_optimizer": "none"},
+         "options.deepspeed.offload_optimizer: none contradicts model.offload: optimizer, which is offload_optimizer: "
+         "cpu; leave one of them out"),
+        ("optimizer", "parameters", {"offload_parameters": "cpu"},
+         "options.deepspeed.offload_parameters: cpu contradicts model.offload: optimizer, which is "
+         "offload_parameters: none; leave one of them out"),
+    ],
+)  # fmt: skip
+def test_the_neutral_key_is_refused(offload: str, shard: str, options: dict[str, Any], reason: str) -> None:
+    """Where nothing is split that could be moved, and where both say another thing."""
+    neutral = NEUTRAL | {"parallel": {"shard": shard}, "model": {"offload": offload}}
+    assert _refused(options, neutral) == reason
+
+
+def test_the_neutral_key_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, whether the device was given or found."""
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
+    neutral = NEUTRAL | ZERO3 | {"model": {"offload": "parameters"}}
+    assert _refused({}, neutral | {"device": "cpu"}) == (
+        "model.offload: parameters needs CUDA: on the CPU all is in the host's memory; leave it out"
+    )
+    assert _refused({}, neutral | {"device": "auto"}) == (
+        "model.offload: parameters has no effect on the CPU, where they are; leave it out"
+    )

@@ -49,6 +49,7 @@ class DeepSpeed(Backend):
             "library": Variant(options={"buckets": "library"}, shards=_SPLIT, says="with DeepSpeed's own bucket sizes")
         },
         gaps={(shard, "fp64"): _NO_FP64 for shard in _SPLIT},
+        also={"model.offload": _SPLIT},
         launchers=(
             Launcher(
                 name="deepspeed",

@@ -78,7 +78,18 @@ OF_STAGE: dict[int, tuple[str, ...]] = {
 
 
 def options_of(config: Config) -> DeepSpeedOptions:
-    return DeepSpeedOptions.model_validate(config.options.get("deepspeed", {}))
+    """Its options, and what model.offload means among them."""
+    return DeepSpeedOptions.model_validate(_offloads(config) | config.options.get("deepspeed", {}))
+
+
+def _offloads(config: Config) -> dict[str, Offload]:
+    """What model.offload asks for, in our options."""
+    if config.model.offload == "none":
+        return {}
+    return {
+        "offload_optimizer": "cpu",
+        "offload_parameters": "cpu" if config.model.offload == "parameters" else "none",
+    }
 
 
 def zero_settings(config: Config, parameters: int | None) -> dict[str, Any]:
@@ -125,8 +136,9 @@ def _has_cuda(config: Config) -> bool:
 def refusals(config: Config) -> Iterator[str]:
     """Each option that would be without effect in this cell, or cannot be had."""
     stage, options = SHARDS.index(config.parallel.shard), options_of(config)
+    own = DeepSpeedOptions.model_validate(config.options.get("deepspeed", {}))
     here = f"parallel.shard: {config.parallel.shard}"
-    given = {name: value for name, value in options.model_dump(exclude_defaults=True).items() if value is not None}
+    given = {name: value for name, value in own.model_dump(exclude_defaults=True).items() if value is not None}
     if stage == 0:
         for name, value in given.items():
             yield f"options.deepspeed.{name}: {_shown(value)} has no effect, as nothing is split; leave it out"
@@ -143,15 +155,20 @@ def refusals(config: Config) -> Iterator[str]:
 
 
 def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> Iterator[str]:
-    optimizer, parameters = options.offload_optimizer, options.offload_parameters
+    optimizer, parameters, neutral = options.offload_optimizer, options.offload_parameters, config.model.offload
+    for name, wanted in _offloads(config).items():
+        if (said := getattr(options, name)) != wanted:
+            yield (
+                f"options.deepspeed.{name}: {said} contradicts model.offload: {neutral}, which is {name}: {wanted}; "
+                "leave one of them out"
+            )
+    asked = f"options.deepspeed.offload_parameters: {parameters}" if neutral == "none" else f"model.offload: {neutral}"
     disk = "disk" in (optimizer, parameters)
     if parameters != "none" and stage < 3:
-        yield (
-            f"options.deepspeed.offload_parameters: {parameters} needs parallel.shard: parameters, "
-            f"as {config.parallel.shard} leaves them whole on every rank"
-        )
-    if parameters == "cpu" and not _has_cuda(config):
-        yield "options.deepspeed.offload_parameters: cpu has no effect on the CPU, where they are; leave it out"
+        yield (f"{asked} needs parallel.shard: parameters, as {config.parallel.shard} leaves them whole on every rank")
+    told = neutral != "none" and config.device == "cpu"  # for every backend
+    if parameters == "cpu" and not _has_cuda(config) and not told:
+        yield f"{asked} has no effect on the CPU, where they are; leave it out"
     if optimizer == "disk" and stage < 3:
         yield (
             "options.deepspeed.offload_optimizer: disk needs parallel.shard: parameters (DeepSpeed takes it for cpu "
