@@ -311,3 +311,18 @@ def test_the_neutral_key_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _refused({}, neutral | {"device": "auto"}) == (
         "model.offload: parameters has no effect on the CPU, where they are; leave it out"
     )
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "accelerate"])
+def test_what_ranks_leave_on_the_disk(backend: str, tmp_path: Path) -> None:
+    """The parent removes it when a rank fails or is killed; what is not theirs stays."""
+    for name in ("optimizer/rank0", "bfloat16params/rank1", "optimizer/rank2"):
+        (tmp_path / "zero_stage_3" / name).mkdir(parents=True)
+        (tmp_path / "zero_stage_3" / name / "1.tensor.swp").touch()
+    options = {"deepspeed": {"offload_optimizer": "disk", "offload_to": str(tmp_path)}}
+    config = Config.model_validate(
+        NEUTRAL | ZERO3 | {"options": options | {"accelerate": {"through": "deepspeed"}}, "backend": backend}
+    )
+    with pytest.raises(KeyboardInterrupt), registry.find(backend).host(config, 2):
+        raise KeyboardInterrupt
+    assert [f.parent.name for f in tmp_path.rglob("*.swp")] == ["rank2"]

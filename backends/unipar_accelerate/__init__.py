@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from typing_extensions import override
@@ -105,6 +106,10 @@ class Accelerate(Backend):
         return told | {
             "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": found}
         }
+
+    @override
+    def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
+        return deepspeed.host(config, size) if over_zero(config) else super().host(config, size)
 
     @override
     def join(self, config: Config, place: Place) -> World:

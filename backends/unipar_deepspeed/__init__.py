@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from typing_extensions import override
@@ -12,7 +13,7 @@ from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.place import Launcher, Place
 from unipar.precision import stated
-from unipar_deepspeed.options import DeepSpeedOptions, refusals, zero_settings
+from unipar_deepspeed.options import DeepSpeedOptions, clear, refusals, zero_settings
 
 if TYPE_CHECKING:
     from unipar.world import World
@@ -98,6 +99,15 @@ class DeepSpeed(Backend):
         if config.train.precision == "bf16-master":
             told["bf16"] = {"enabled": True}
         return told
+
+    @override
+    @contextmanager
+    def host(self, config: Config, size: int) -> Generator[Mapping[str, str]]:
+        """Whatever becomes of the ranks, their files on the disk go."""
+        try:
+            yield {}
+        finally:
+            clear(config, range(size))
 
     @override
     def join(self, config: Config, place: Place) -> World:

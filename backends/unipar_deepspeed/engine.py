@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from pathlib import Path
 from typing import Any, final
 
 import deepspeed
@@ -30,7 +28,7 @@ from unipar.scaling import Scaler
 from unipar.world import World, meet
 from unipar_deepspeed.held import held
 from unipar_deepspeed.offload import offloaded
-from unipar_deepspeed.options import options_of
+from unipar_deepspeed.options import clear, options_of
 from unipar_deepspeed.state import Holder, keep_masters
 
 Start = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
@@ -73,8 +71,7 @@ class Zero(Engine):
             self.engine.communication_data_type = torch.float64
         self.zero, self.base = self.engine.optimizer, self.engine.basic_optimizer
         self.bare = self.zero is self.base  # stage 0 in full precision: gradients lie in the open
-        folder = options_of(config).offload_to
-        self.disk = None if folder is None else Path(folder).resolve()
+        world.alone.append(lambda: clear(config, [world.rank]))
         self.swapped = options_of(config).offload_optimizer == "disk"
         self.holder = Holder(self.model, self.engine, self.stage, world, swapped=self.swapped)
         self.holder.forget_first_step()
@@ -169,9 +166,6 @@ class Zero(Engine):
     @override
     def close(self) -> None:
         self.engine.destroy()
-        if self.disk is not None:
-            for folder in self.disk.glob(f"zero_stage_3/*/rank{self.world.rank}"):
-                shutil.rmtree(folder)  # it leaves its files
 
 
 def join(config: Config, place: Place) -> World:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes.util
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -116,6 +117,14 @@ def zero_settings(config: Config, parameters: int | None) -> dict[str, Any]:
             if device == "disk":
                 told[key]["nvme_path"] = str(Path(options.offload_to or "").resolve())
     return told
+
+
+def clear(config: Config, ranks: Iterable[int]) -> None:
+    """Remove what these ranks have on the disk."""
+    folder = options_of(config).offload_to
+    for rank in () if folder is None else ranks:
+        for left in Path(folder or "").resolve().glob(f"zero_stage_3/*/rank{rank}"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _scaled(name: str, parameters: int | None) -> int | str:
