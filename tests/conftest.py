@@ -48,7 +48,7 @@ def _played(config: pytest.Config) -> list[Any]:
             raise pytest.UsageError(f"a {mark.kind} mark names {unknown or mark.kind}")
     made: list[Any] = []
     for cell in cells:
-        alone = registry.find(cell.backend).capabilities.alone
+        alone = registry.alone(cell)
         two = cell.variant in SAME_ENGINE or (cell.variant and not whole)
         for size in (1,) if alone else (2,) if two else SIZES:
             for name, case in CASES.items():

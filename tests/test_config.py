@@ -247,8 +247,8 @@ def test_expand() -> None:
         ),
         (
             {"train.precision": "bf16-master"},
-            "native/nothing: train.precision: bf16-master cannot be had: DDP keeps one copy of the parameters, "
-            "so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*",
+            "native/nothing: train.precision: bf16-master cannot be had: DDP, as nn.DataParallel, keeps one copy of "
+            "the parameters, so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*",
         ),
         (
             {"backend": "single", "parallel.data": 2},

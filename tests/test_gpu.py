@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+from unipar_native.dp import Replicas, Round
 
 import unipar
 from tests.conformance.tasks import Grouped, Normed
 from unipar import registry
+from unipar.backend import Micro
+from unipar.call import Call, Held
 from unipar.config import Cell, Config
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +64,59 @@ def test_one_device(cell: str, alone: list[float], tmp_path: Path) -> None:
 def test_two_ranks_share_a_device(cell: str, alone: list[float], tmp_path: Path) -> None:
     """`device: cuda:0` lets ranks meet over gloo, where NCCL would want a device for each."""
     assert _losses(cell, tmp_path / "run", "cuda:0", 2) == pytest.approx(alone, abs=1e-4)
+
+
+def test_dataparallel_on_one_device(alone: list[float], tmp_path: Path) -> None:
+    """nn.DataParallel has one device: it calls the model."""
+    assert _losses("native/nothing+dp", tmp_path / "run", "cuda:0", 1) == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_dataparallel_over_several(
+    devices: int, alone: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process, four microbatches dealt over its devices; over three the last round has one."""
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"{devices} GPUs are needed, and {torch.cuda.device_count()} are here")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices))))
+    assert _losses("native/nothing+dp", tmp_path / "run", "cuda", 1) == pytest.approx(alone, abs=1e-4)
+
+
+class Scaled(nn.Module):
+    """A table that is no buffer, and statistics that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.table = nn.Linear(4, 3), nn.BatchNorm1d(3), torch.arange(3.0)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x)) * self.table
+
+
+def test_dataparallels_copies_share_a_device() -> None:
+    """Two copies on one device, a round of two and one of one: gradients are those of the model itself."""
+    device = torch.device("cuda:0")
+    torch.manual_seed(0)
+    model = Scaled().to(device)
+    model.table = model.table.to(device)
+    call = Call(model, device)
+    batches = [torch.randn(5, 4, device=device) for _ in range(3)]
+    micros = [Micro(batch, scale) for batch, scale in zip(batches, (0.5, 0.3, 0.2), strict=True)]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) - 1).square().mean() + sum(p.square().sum() for p in model.parameters())
+
+    for micro in micros:
+        (call(loss, Held(micro.batch)) * micro.scale).backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    replicas = Replicas(call, [0, 0])
+    for some in (micros[:2], micros[2:]):
+        replicas(loss, Held(Round(some))).backward()
+    for p, grad in zip(model.parameters(), wanted, strict=True):
+        assert grad is not None
+        assert torch.allclose(p.grad, grad, atol=1e-5)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-master"])

@@ -96,8 +96,8 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
     ("backend", "sections", "message"),
     [
         ("native", {"train": {"steps": 1, "precision": "bf16-master"}},
-         "native/nothing: train.precision: bf16-master cannot be had: DDP keeps one copy of the parameters, so there "
-         "is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
+         "native/nothing: train.precision: bf16-master cannot be had: DDP, as nn.DataParallel, keeps one copy of the "
+         "parameters, so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
         ("native", {"parallel": {"data": 4, "shard_over": 2}},
          "native/nothing: parallel.shard_over: 2 cannot be had here; what can: native/optimizer, native/gradients, "
          "native/parameters"),
@@ -116,7 +116,7 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
          "accelerate/nothing: options.accelerate.through: deepspeed has no effect, as nothing is split; leave it out"),
         ("accelerate", {"train": {"steps": 1, "precision": "fp64"}, "parallel": {"shard": "gradients"},
                         "options": {"accelerate": {"through": "deepspeed"}}},
-         "accelerate/gradients: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
+         "accelerate/gradients+zero: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
          "deepspeed/nothing, native/* or fp32"),
         ("deepspeed", {"options": {"deepspeed": {"buckets": "library"}}},
          "deepspeed/nothing: options.deepspeed.buckets: library has no effect, as nothing is split; leave it out"),
@@ -150,7 +150,7 @@ def test_a_library_that_another_goes_through_may_be_missing(monkeypatch: pytest.
     with pytest.raises(Unsupported) as e:
         registry.check(through)
     assert str(e.value) == (
-        "accelerate/gradients: options.accelerate.through: deepspeed: backend 'deepspeed' needs deepspeed, not "
+        "accelerate/gradients+zero: options.accelerate.through: deepspeed: backend 'deepspeed' needs deepspeed, not "
         "installed here: pip install 'unipar[deepspeed]'"
     )
 

@@ -63,6 +63,8 @@ class Variant:
     options: Mapping[str, object]
     shards: tuple[Shard, ...]
     says: str
+    alone: bool = False
+    """One process, whatever the config says about ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

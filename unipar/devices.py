@@ -30,8 +30,8 @@ class Ranks:
 def ranks(config: Config, place: Place | None = None) -> Ranks:
     """The ranks of a run: what the config says, or the world found, or the visible GPUs, or one."""
     said = config.parallel.data
-    if registry.find(config.backend).capabilities.alone:
-        return Ranks(1, f"{config.backend} is one process")
+    if registry.alone(cell := registry.cell_of(config)):
+        return Ranks(1, f"{cell} is one process")
     if place is not None:
         if said not in ("auto", place.size):
             raise WorldMismatch(

@@ -59,6 +59,10 @@ class Open(Engine):
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
         """Around one microbatch: gradients are reduced in the last one's backward."""
 
+    def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
+        """What goes forward at a time: each microbatch by itself, unless one rank has several devices."""
+        return micros
+
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
@@ -77,6 +81,7 @@ class Open(Engine):
     @final
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         share: Tensor | None = None
+        micros = self.rounds(micros)
         count = len(micros)
         divisor = self.divisor if self.scaler is None else self.divisor * self.scaler.scale
         for i, micro in enumerate(micros, 1):

@@ -89,26 +89,32 @@ def cell_of(config: Config) -> Cell:
     return Cell(backend.name, config.parallel.shard)
 
 
+def alone(cell: Cell) -> bool:
+    """Whether the cell is one process, whatever a config says about ranks."""
+    can = find(cell.backend).capabilities
+    return can.alone or (cell.variant is not None and can.variants[cell.variant].alone)
+
+
 def at(config: Config, cell: Cell) -> Config:
     """`config`, run in another cell; what it says about batch and data keeps its meaning."""
     backend = find(existing(cell).backend)
-    can = backend.capabilities
+    can, one = backend.capabilities, alone(cell)
     shard: Shard = cell.shard
     data, over = config.parallel.data, config.parallel.shard_over
     # ranks that split nothing have nothing to say about how many of them share it
-    parallel = Parallel(data=1 if can.alone else data, shard=shard, shard_over=None if shard == "nothing" else over)
+    parallel = Parallel(data=1 if one else data, shard=shard, shard_over=None if shard == "nothing" else over)
     options = dict(config.options)
     if cell.variant:
         options[backend.name] = _with_variant(options.get(backend.name, {}), can.variants[cell.variant], cell)
     elif backend.name in options:
         options[backend.name] = _without_variants(options[backend.name], can.variants.values())
     batch = config.batch
-    if can.alone and batch.total is None and isinstance(config.parallel.data, int):
+    if one and batch.total is None and isinstance(config.parallel.data, int):
         sizes = batch.settle(config.parallel.data)  # the same global batch and the same microbatches, one after another
         batch = batch.model_copy(update={"total": sizes.total, "accumulate": None})
-    elif can.alone and batch.micro is None and isinstance(config.parallel.data, int):
+    elif one and batch.micro is None and isinstance(config.parallel.data, int):
         batch = batch.model_copy(update={"micro": batch.settle(config.parallel.data).micro, "accumulate": None})
-    elif can.alone and batch.micro is not None:
+    elif one and batch.micro is not None:
         batch = batch.model_copy(update={"accumulate": None})
     return config.model_copy(update={"backend": cell.backend, "parallel": parallel, "options": options, "batch": batch})
 
@@ -132,10 +138,11 @@ def check(config: Config) -> Backend:
     """The backend of `config`, or every reason why it cannot run. Starts nothing, imports no library."""
     backend = load(config.backend)
     check_options(config)
-    reasons = list(refusals(backend, config))
+    reasons, cell = list(refusals(backend, config)), cell_of(config)
     if reasons:
-        raise Unsupported(str(Cell(backend.name, config.parallel.shard)), reasons)
-    existing(cell_of(config))
+        plain = Cell(backend.name, config.parallel.shard)
+        raise Unsupported(str(cell if cell in cells(backend) else plain), reasons)
+    existing(cell)
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
         config.parallel.settle(config.parallel.data)
@@ -158,7 +165,8 @@ def refusals(backend: Backend, config: Config) -> Iterator[str]:
     """Each reason why a backend cannot run a config."""
     can = backend.capabilities
     shard, precision = config.parallel.shard, config.train.precision
-    if shard not in can.shards and cell_of(config).variant is None:
+    cell = cell_of(config)
+    if shard not in can.shards and cell.variant is None:
         yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(_shards(backend))}"
     keys: tuple[tuple[Shard | None, Precision], ...] = ((None, precision), (shard, precision))
     for key in keys:
@@ -167,8 +175,8 @@ def refusals(backend: Backend, config: Config) -> Iterator[str]:
     kind = config.device.partition(":")[0]
     if kind != "auto" and kind not in can.devices:
         yield f"device: {config.device} is not among its devices ({', '.join(can.devices)})"
-    if can.alone and config.parallel.data not in (1, "auto"):
-        yield f"parallel.data: {config.parallel.data} contradicts it: {backend.name} is one process"
+    if alone(cell) and config.parallel.data not in (1, "auto"):
+        yield f"parallel.data: {config.parallel.data} contradicts it: {cell} is one process"
     for key, value in _asked(config).items():
         if value is not None and shard not in can.also.get(key, ()):
             have = [str(Cell(n, s)) for n in names() for s in find(n).capabilities.also.get(key, ())]

@@ -1,4 +1,4 @@
-"""PyTorch itself: one process, DDP, ZeroRedundancyOptimizer, FSDP2. A description; the engines are in engine.py."""
+"""PyTorch itself: one process, DDP, ZeroRedundancyOptimizer, FSDP2, DataParallel. Engines are in engine.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 from pydantic import PositiveInt
 from typing_extensions import override
 
-from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part
+from unipar import devices
+from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant
 from unipar.config import Config, Section
 from unipar.place import TORCH_VARIABLES, Launcher, Place
 from unipar.precision import stated
@@ -92,6 +93,9 @@ class NativeOptions(Section):
     bucket_mb: PositiveInt = 25
     """DDP's bucket size in MiB: how much gradient is reduced at once."""
 
+    wrapper: Literal["auto", "dp"] = "auto"
+    """auto: DDP or FSDP2, by what is split; dp: nn.DataParallel, one process over all its CUDA devices."""
+
 
 @final
 class Single(Backend):
@@ -139,7 +143,12 @@ class Native(Backend):
             "model.offload": ("parameters",),
         },
         gaps={
-            ("nothing", "bf16-master"): f"DDP {_NO_MASTER}; use another shard, or deepspeed/*",
+            ("nothing", "bf16-master"): f"DDP, as nn.DataParallel, {_NO_MASTER}; use another shard, or deepspeed/*",
+        },
+        variants={
+            "dp": Variant(
+                options={"wrapper": "dp"}, shards=("nothing",), says="nn.DataParallel in one process", alone=True
+            )
         },
         launchers=LAUNCHERS,
         waits=("torch/distributed/",),
@@ -153,6 +162,8 @@ class Native(Backend):
                 "model.offload: optimizer cannot be had: FSDP2 moves parameters, gradients and the optimizer's states "
                 "together; say model.offload: parameters"
             )
+        if options_of(config).wrapper == "dp":
+            yield from _dp_refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -164,6 +175,8 @@ class Native(Backend):
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         if config.train.sync_every is not None:
             return {"mean of parameters and moments": f"every {config.train.sync_every} steps, and after the last"}
+        if options_of(config).wrapper == "dp":
+            return {"DataParallel": {"device_ids": dp_devices(config)}}
         if not replicated(config):
             return {"fully_shard": fsdp_settings(config)}
         told = {"DistributedDataParallel": ddp_settings(options_of(config))}
@@ -175,8 +188,10 @@ class Native(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        from unipar_native.engine import DDP, FSDP2, Local
+        from unipar_native.engine import DDP, DP, FSDP2, Local
 
+        if options_of(config).wrapper == "dp":
+            return DP(part, config, world)
         if config.train.sync_every is not None:
             return Local(part, config, world)
         return DDP(part, config, world) if replicated(config) else FSDP2(part, config, world)
@@ -215,6 +230,37 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
         "offload_policy": "CPUOffloadPolicy" if config.model.offload == "parameters" else None,
         "blocks": config.model.blocks,
     }
+
+
+def dp_devices(config: Config) -> list[int]:
+    """Which CUDA devices nn.DataParallel has: the one that `device` names, or all that are visible."""
+    _, _, index = devices.device(config)[0].partition(":")
+    return [int(index)] if index else list(range(devices.visible_gpus()))
+
+
+def _dp_refusals(config: Config) -> Iterator[str]:
+    shard, model = config.parallel.shard, config.model
+    if shard != "nothing":
+        yield f"parallel.shard: {shard} cannot be had: nn.DataParallel splits nothing; leave options.native.wrapper out"
+    if config.train.sync_every is not None:
+        yield f"train.sync_every: {config.train.sync_every} cannot be had: nn.DataParallel is one process"
+    forwards = [f"model.recompute: {model.recompute}"] * (model.recompute != "none")
+    forwards += ["model.compile"] * (model.compiling is not None)
+    for key in forwards:
+        yield f"{key} cannot be had: nn.DataParallel's copies would call the original's forward; leave it out"
+    if model.sync_batchnorm:
+        yield "model.sync_batchnorm: true has no effect: it works between processes, and this is one; leave it out"
+    kind, why = devices.device(config)
+    if kind == "cpu":
+        because = f" ({why})" if why else ""
+        yield f"device: cpu{because} cannot be had: nn.DataParallel is for CUDA devices; use native/nothing, or single"
+        return
+    wanted, sizes = len(dp_devices(config)), config.batch.settle(1)
+    if sizes.accumulate < wanted:
+        yield (
+            f"batch: total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} leaves some of {wanted} "
+            "GPUs without a microbatch; lower batch.micro, or say device: cuda:0"
+        )
 
 
 def _meet(config: Config, place: Place) -> World:

@@ -1,10 +1,11 @@
-"""Engines of PyTorch itself: one process, DDP and FSDP2."""
+"""Engines of PyTorch itself: one process, DDP, FSDP2 and nn.DataParallel."""
 
 from __future__ import annotations
 
 from unipar_native.ddp import DDP, FirstByHand
+from unipar_native.dp import DP
 from unipar_native.fsdp2 import FSDP2, Sharded
 from unipar_native.local import Local
 from unipar_native.one import One
 
-__all__ = ["DDP", "FSDP2", "FirstByHand", "Local", "One", "Sharded"]
+__all__ = ["DDP", "DP", "FSDP2", "FirstByHand", "Local", "One", "Sharded"]

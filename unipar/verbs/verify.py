@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unipar import devices, folder, registry
-from unipar.config import Config, Eval
+from unipar.config import Cell, Config, Eval
 from unipar.errors import ConfigError, OutExists, WorldMismatch
 from unipar.report.board import Board
+from unipar.report.comparison import Row
 from unipar.report.verdicts import Verdict, Verdicts
 from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
@@ -43,8 +45,7 @@ def verify(
     settled = _settled(source.config, world)
     ref = TaskRef.of(task, settled.task, {})
     ref.look()
-    entrants = entered(settled, tuple(cells) or settled.compare.cells)
-    del entrants[str(ONE)]
+    entrants = of_ranks(settled, tuple(cells) or settled.compare.cells)
     wanted = min(steps or STEPS, settled.train.steps or steps or STEPS)
     out = source.out / "verify"
     assert isinstance(settled.parallel.data, int)
@@ -62,6 +63,17 @@ def verify(
         now = _proved(settled, ref, configs, first) if configs else first
         _write(out, now)
     return now
+
+
+def of_ranks(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Config]]:
+    """Compare's cells; what is one process has no ranks that could be held to one."""
+    found = entered(config, patterns)
+    del found[str(ONE)]
+    for name, (row, at) in found.items():
+        if row.outcome == "waits" and registry.alone(Cell.parse(name)):
+            note = "it is one process, and verify holds several ranks to one; `unipar compare` runs it"
+            found[name] = replace(row, outcome="refused", note=note), at
+    return found
 
 
 def _outcome(said: str) -> Any:
