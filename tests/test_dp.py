@@ -189,10 +189,11 @@ def test_the_library_cuts_no_batch() -> None:
 
 
 def test_losses_are_added_in_fp32() -> None:
-    """0.5 x 1 + 0.25 x 2049: in half precision 2049 is not a number, nor is the sum 512.75."""
-    losses = [torch.tensor(1.0, dtype=torch.float16), torch.tensor(2049.0)]
-    whole = added(losses, [Micro(None, 0.5), Micro(None, 0.25)])
-    assert (whole.dtype, whole.item()) == (torch.float32, 512.75)
+    """A tenth of 1 and a fifth of 2; in half precision they are 0.4998."""
+    losses = [torch.tensor(1.0, dtype=torch.float16), torch.tensor(2.0, dtype=torch.float16)]
+    whole = added(losses, [Micro(None, 0.1), Micro(None, 0.2)])
+    assert whole.dtype == torch.float32
+    assert whole.item() == pytest.approx(0.5, abs=1e-6)
 
 
 class Side(nn.Module):
