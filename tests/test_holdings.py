@@ -25,7 +25,7 @@ WHOLE, BUCKETS = (4, 0, 8, 4, 0), (4, 0, 8, 4, 4)
 FSDP2, FSDP2_HALF = (4, 0, 8, 4, 0), (2, 0, 4, 2, 0)
 HELD: dict[str, tuple[Bytes, Bytes]] = {  # in worlds of one and of two
     "native/nothing fp32": (BUCKETS, BUCKETS),
-    "native/optimizer fp32": (FSDP2, FSDP2_HALF),
+    "native/optimizer fp32": (BUCKETS, (4, 0, -8, 4, 4)),
     "native/gradients fp32": (FSDP2, FSDP2_HALF),
     "native/parameters fp32": (FSDP2, FSDP2_HALF),
     "native/optimizer bf16-master": (FSDP2, FSDP2_HALF),
@@ -45,12 +45,15 @@ HELD: dict[str, tuple[Bytes, Bytes]] = {  # in worlds of one and of two
     "accelerate/optimizer+zero fp32": ((4, 4, 8, 4, 0), (4, 2, 4, -4, 0)),
     "horovod/nothing fp32": (WHOLE, WHOLE),
 }
+OWNED = (655_360, 524_544)
+"""A minus above: ZeroRedundancyOptimizer gives each rank the states of whole parameters, of so many elements."""
+
 PARTLY = (655_616, 786_432)
 """A minus above: ZeRO-1 and -2 keep whole gradients of all parameters of which a rank owns a part: so many elements."""
 
 MORE: list[tuple[str, str, int]] = [
     ("native/nothing", "fp32", 2),
-    ("native/optimizer", "fp32", 2),
+    ("native/optimizer", "bf16-master", 2),
     ("native/gradients", "bf16-master", 1),
     ("deepspeed/optimizer", "fp32", 2),
 ]
@@ -102,12 +105,13 @@ def test_bytes_a_parameter(played: Any, row: str, size: int) -> None:
     zero = cell.startswith("deepspeed/") or cell.endswith("+zero")
     steps = 4 if zero and cell != "deepspeed/nothing" else 24  # one flat group, or six tensors
     for rank, said in enumerate(_of(played, cell, precision, 1, size)):
+        states = optimizer * TRAINED + steps if optimizer > 0 else -optimizer * OWNED[rank] + 12
         partly = -before * PARTLY[rank]
         for phase, gradients in (("update", before * TRAINED if before > 0 else partly), ("rest", after * TRAINED)):
             held = {"masters": 0, "gradients": 0} | said["seen"][phase]
             assert held["parameters"] == parameters * ALL
             assert held["masters"] == masters * TRAINED
-            assert held["optimizer"] == optimizer * TRAINED + steps
+            assert held["optimizer"] == states
             assert held["gradients"] == gradients, phase
             assert held["buffers"] == (768 if precision == "bf16-master" else 1280)
 
@@ -129,8 +133,8 @@ def test_between_two_microbatches(played: Any, size: int) -> None:
     ddp = [said["seen"] for said in _of(played, "native/nothing", "fp32", 2, size)]
     assert [seen["forward"]["gradients"] for seen in ddp] == [8 * TRAINED] * size
     assert [seen["update"]["gradients"] for seen in ddp] == [4 * TRAINED] * size
-    whole = [said["seen"]["forward"] for said in _of(played, "native/optimizer", "fp32", 2, size)]
-    assert [(seen["gradients"], seen["communication"]) for seen in whole] == [(4 * TRAINED, 4 * ALL)] * size
+    whole = [said["seen"]["forward"] for said in _of(played, "native/optimizer", "bf16-master", 2, size)]
+    assert [(seen["gradients"], seen["communication"]) for seen in whole] == [(4 * TRAINED, 2 * ALL)] * size
     zero = [said["seen"]["forward"] for said in _of(played, "deepspeed/optimizer", "fp32", 2, size)]
     assert [(seen["gradients"], seen["communication"]) for seen in zero] == [(4 * TRAINED, 77_840 * 4)] * size
 
