@@ -85,7 +85,8 @@ def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"train": {"steps": 1, "sync_every": 2}},
          "train.sync_every: 2 cannot be had: nn.DataParallel is one process"),
         ({"model": {"offload": "parameters"}},
-         "model.offload: parameters cannot be had here; what can: native/parameters"),
+         "model.offload: parameters cannot be had here; what can: deepspeed/optimizer, deepspeed/gradients, "
+         "deepspeed/parameters, native/parameters"),
         ({"parallel": {"shard_over": 2}},
          "parallel.shard_over: 2 cannot be had here; what can: native/optimizer, native/gradients, native/parameters"),
         ({"model": {"recompute": "blocks"}},
