@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.comparisons import made
 from unipar import cli
 from unipar.errors import Hung, NonFinite, Stopped, WorkerFailed
 
@@ -27,7 +28,8 @@ class Net:
     def loss(self, model, batch): ...
 """
 COMMANDS = (
-    *("run", "compare", "verify", "check", "explain", "export", "import", "schema", "backends", "doctor", "install"),
+    *("run", "compare", "report", "verify", "check", "explain", "export", "import", "schema", "backends", "doctor"),
+    "install",
 )
 
 
@@ -224,6 +226,16 @@ def test_check(unipar: Any) -> None:
     answer = unipar("check", "x.yaml")
     assert answer.code == 0
     assert answer.out.startswith("x.yaml: good\n  cell     native/nothing, 2 ranks on cpu\n")
+
+
+def test_report(unipar: Any, folder: Path) -> None:
+    """It says where the page lies; exit 2 where there is nothing to show."""
+    made(folder / "runs/x")
+    assert unipar("report", "runs/x").out == "page: runs/x/compare/report.html\n"
+    assert unipar("report", "runs/x", "runs/x", "--out", "y.html").out == "page: y.html\n"
+    assert Path("y.html").read_text("utf-8").startswith("<!doctype html>")
+    answer = unipar("report", "runs/y")
+    assert (answer.code, answer.err) == (2, "unipar: runs/y is not there; give the run folder of a comparison\n")
 
 
 def test_explain(unipar: Any) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from unipar import errors
-from unipar.config import Config
+from unipar import errors, registry
+from unipar.config import Cell, Config
+from unipar.source import read
 from unipar.verbs.compare import Turns, compare, entered, rotated
 
 TASK = '''
@@ -180,6 +181,11 @@ def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd
     assert told["cells"][1]["agreement"]["within"] is True
     assert told["finished"] is False
     assert (tmp_path / "out/compare/native-nothing/rank-1.log").exists()
+    assert found.note == f"page: {tmp_path}/out/compare/report.html"
+    assert "native/nothing agrees with one process" in (tmp_path / "out/compare/report.html").read_text("utf-8")
+    again = read(tmp_path / "out/compare/config.json")
+    assert (again.config.train.steps, again.config.compare.repeat) == (8, 2)
+    assert registry.at(again.config, Cell.parse("native/nothing")).parallel.data == 2
     said = [line[11:] for line in capfd.readouterr().err.splitlines()]
     order = [line.partition(" ")[0] for line in said if "round" in line]
     assert order == ["single", "native/nothing", "native/nothing", "single"]

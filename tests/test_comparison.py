@@ -168,6 +168,21 @@ def test_a_finished_comparison_is_shown_again(tmp_path: Path) -> None:
     assert again == replace(found, note=f"from {tmp_path}/compare.json; --overwrite runs it again")
 
 
+@pytest.mark.parametrize("text", ['{"of": {"ce', '{"of": {}}', "[]"])
+def test_a_truncated_comparison_is_replaced_only_when_asked(tmp_path: Path, text: str) -> None:
+    """It is a sentence without --overwrite, and stays."""
+    file = tmp_path / "compare.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(errors.OutExists) as e:
+        kept.earlier(tmp_path, OF, overwrite=False)
+    assert str(e.value) == (
+        f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
+    )
+    assert file.read_text("utf-8") == text
+    assert kept.earlier(tmp_path, OF, overwrite=True) is None
+    assert not file.exists()
+
+
 def test_an_unfinished_comparison_runs_anew(tmp_path: Path) -> None:
     """A failed cell may run today, also with other versions of its library."""
     kept.write(tmp_path, OF, compared(ONE, Row(cell="native/nothing", outcome="failed")))

@@ -60,6 +60,11 @@ def test_each_root_says_that_it_is_typed(wheel: zipfile.ZipFile) -> None:
     assert {f"{root}/py.typed" for root in roots} <= set(wheel.namelist())
 
 
+def test_the_page_s_style_is_inside(wheel: zipfile.ZipFile) -> None:
+    """report.html is made with it."""
+    assert wheel.read("unipar/report/page.css") == (ROOT / "unipar/report/page.css").read_bytes()
+
+
 def test_the_extras(about: Message) -> None:
     """By name, and none asks for horovod: its source on the index does not build."""
     assert set(about.get_all("Provides-Extra", [])) == EXTRAS

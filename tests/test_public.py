@@ -20,6 +20,7 @@ NAMES = {
     "NonFinite",
     "OutExists",
     "Report",
+    "ReportError",
     "Run",
     "Stopped",
     "Task",

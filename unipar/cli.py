@@ -144,6 +144,28 @@ def compare(
 
 
 @app.command(epilog=EXITS)
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder of a comparison.", show_default=False)],
+    after: Annotated[
+        Path | None, typer.Argument(metavar="[AFTER]", help="A later one: RUN is laid below it.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Instead of report.html in it.")] = None,
+) -> None:
+    """The page of a comparison, made again from its folder.
+
+    One file with figures and tables, to be opened in a browser or sent on: memory by category,
+    losses, time, configs, versions. With two comparisons, what changed from the first to the second.
+
+    \b
+    unipar report runs/quickstart
+    unipar report runs/before runs/after --out change.html
+    """
+    from unipar.verbs.report import report as reported
+
+    typer.echo(f"page: {reported(run, after, out)}")
+
+
+@app.command(epilog=EXITS)
 def verify(
     file: File,
     cells: Annotated[

@@ -4,6 +4,7 @@
   + ConfigError          the config is not one: a key, a value, arithmetic that does not work out   (exit 2)
   + TaskError            the user's task: absent, incomplete, or its arguments do not fit            (exit 2)
   + OutExists            the run folder is there already                                             (exit 2)
+  + ReportError          a run folder that cannot be read, or a page that cannot be written          (exit 2)
   + BackendNotFound      no installed package offers that name                                       (exit 3)
   + BackendNotInstalled  it is known, its library is missing or broken                               (exit 3)
   + Unsupported          the backend cannot do what the config asks                                  (exit 3)
@@ -38,6 +39,10 @@ class TaskError(UniparError, ValueError):
 
 
 class OutExists(UniparError, FileExistsError):
+    code = 2
+
+
+class ReportError(UniparError):
     code = 2
 
 
@@ -93,6 +98,7 @@ def rebuild(kind: str, message: str) -> UniparError | None:
         ConfigError,
         TaskError,
         OutExists,
+        ReportError,
         BackendNotFound,
         BackendNotInstalled,
         WorldMismatch,

@@ -197,7 +197,7 @@ class Comparison:
     def remarks(self) -> list[str]:
         """What the table means, and what is wrong."""
         lines = [f"{row.cell}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
-        lines += self._verdict()
+        lines += self.verdict()
         ran = next((row for row in self.rows if row.outcome == "ran"), None)
         if ran is not None:
             turns = f"{counted(len(ran.timed), 'step')} in {counted(len(ran.seconds), 'turn')}"
@@ -208,7 +208,8 @@ class Comparison:
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         return [*lines, *([self.note] if self.note else [])]
 
-    def _verdict(self) -> list[str]:
+    def verdict(self) -> list[str]:
+        """Whether the cells agree, in a sentence or several."""
         if self.interrupted:
             return ["interrupted: cells without figures did not come to their end"]
         if self.reference is None:

@@ -18,11 +18,13 @@ from unipar.folder import owned
 from unipar.plan import look_at_weights
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row, spread
+from unipar.report.seen import CONFIG
 from unipar.report.table import duration
 from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
 from unipar.verbs import kept
 from unipar.verbs.contestant import Contestant
+from unipar.verbs.report import beside
 
 ONE = Cell("single")
 """One process without a wrapper: what all others are held to."""
@@ -86,17 +88,23 @@ def compare(
     )
     with owned(folder):
         if (earlier := kept.earlier(folder, of, overwrite=overwrite)) is not None:
-            return earlier
+            return _with_page(folder, earlier)
         runs = {
             name: Contestant(Cell.parse(name), at, ref, folder / Cell.parse(name).slug)
             for name, (row, at) in entrants.items()
             if row.outcome == "waits"
         }
         kept.write(folder, of, first)
+        (folder / CONFIG).write_text(source.config.written(), encoding="utf-8")
         with terminable(), Board() as board:
             now = _Contest(first, board, runs).play(turns)
         kept.write(folder, of, now)
-    return now
+        return _with_page(folder, now)
+
+
+def _with_page(folder: Path, now: Comparison) -> Comparison:
+    """With a word on its page."""
+    return replace(now, note="; ".join(filter(None, [now.note, beside(folder)])))
 
 
 def _settled(config: Config) -> Config:

@@ -81,9 +81,17 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
         if folder.exists() and any(folder.iterdir()):
             raise OutExists(f"{folder} is there and holds no {NAME}: move it away, or give another out")
         return None
-    data: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    try:
+        data: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        old: dict[str, Any] = data["of"]
+        cells: list[str] = old["cells"]
+    except (ValueError, LookupError, TypeError):
+        if not overwrite:
+            said = "is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
+            raise OutExists(f"{file} {said}") from None
+        file.unlink()
+        return None
     if not overwrite:
-        old = data["of"]
         differ = [key for key in ("config", "cells", "task") if old[key] != of[key]]
         if not differ and data["finished"]:
             differ = [key for key in ("versions", "machine") if old.get(key) != of[key]]
@@ -94,7 +102,7 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
                 f"{folder} holds another comparison (other {', '.join(differ)}): "
                 "give --overwrite to replace it, or another out"
             )
-    for cell in data["of"]["cells"]:
+    for cell in cells:
         shutil.rmtree(folder / Cell.parse(cell).slug, ignore_errors=True)
     file.unlink()
     return None

@@ -1,0 +1,358 @@
+"""report.html: what it says, what it holds, and what it does with folders that are not as they should be."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.comparisons import P, account, made
+from unipar.errors import ReportError
+from unipar.report import change
+from unipar.report.answer import answer
+from unipar.report.bars import bridge, stacked
+from unipar.report.cuda import Predicted, predicted
+from unipar.report.page import page
+from unipar.report.plots import front, parted, shade, spots, thinned
+from unipar.report.seen import Told
+from unipar.report.svg import Scale, doubled, marks
+from unipar.verbs.report import beside, report
+
+MIB = 2**20
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return made(tmp_path / "run")
+
+
+def rewritten(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    file = run / "compare/compare.json"
+    data = json.loads(file.read_text("utf-8"))
+    change(data)
+    file.write_text(json.dumps(data), encoding="utf-8")
+    return run
+
+
+def test_the_first_sentence(run: Path) -> None:
+    """Smallest of the cells that are not the one process, fastest, and why."""
+    assert answer(Told.read(run)) == (
+        "native/parameters is smallest: 97 MiB on its largest rank, 45 % less than native/nothing, above all "
+        "optimizer states (68 MiB to 34 MiB); native/nothing is fastest: 526 ms a step, though horovod/nothing is too "
+        "near to tell."
+    )
+
+
+def test_the_first_sentence_without_memory(tmp_path: Path) -> None:
+    """Time alone."""
+    told = Told.read(made(tmp_path / "run", memory=False))
+    assert answer(told) == "native/nothing is fastest: 526 ms a step, though horovod/nothing is too near to tell."
+
+
+def test_the_baseline_itself_may_be_smallest(run: Path) -> None:
+    """Then it is held to the next one; where nothing ran, that is said."""
+
+    def only(data: dict[str, Any]) -> None:
+        data["cells"] = [c for c in data["cells"] if c["cell"] in ("single", "native/nothing", "horovod/nothing")]
+        data["cells"][2]["seconds"] = [[0.9]]
+
+    assert answer(Told.read(rewritten(run, only))) == (
+        "native/nothing is smallest: 178 MiB on its largest rank, 3 % less than horovod/nothing, above all "
+        "communication buffers (39 MiB to 34 MiB); native/nothing is fastest: 526 ms a step."
+    )
+    nothing = rewritten(run, lambda data: [c.update(outcome="failed") for c in data["cells"]])
+    for file in nothing.rglob("*.memory.json"):
+        file.unlink()
+    assert answer(Told.read(nothing)) == "No cell came to its end, so there is nothing to rank."
+
+
+def test_the_prediction_for_cuda_adds_what_is_assumed() -> None:
+    """The peak, 500 MiB of context, 200 MiB of NCCL in a world of several, blocks of 512 bytes, segments of 2 MiB."""
+    one = account("single", 0)
+    assert predicted(one, 1).nccl == 0
+    # 16.853 bytes for each of 8,926,848 parameters; a block of 1,000,001 bytes is rounded up by 447
+    assert predicted(one, 2) == Predicted(150_444_169, 500 * MIB, 200 * MIB, 550_775)
+    assert predicted(one, 2).total == 734_003_200 + 72 * 2 * MIB
+
+
+def test_nothing_is_fetched_and_nothing_runs(run: Path) -> None:
+    """One file: no script, no address, no import."""
+    text = page(Told.read(run))
+    assert re.findall(r"<script|<link|<img|https?:|@import|url\(|\son\w+=", text) == []
+
+
+def test_a_table_behind_each_figure(run: Path) -> None:
+    """And each figure has words for those who do not see it."""
+    text = page(Told.read(run))
+    figures = re.split("<figure>", text)[1:]
+    assert len(figures) == 11
+    for figure in figures:
+        assert re.match(r".*?</figure>\n<details><summary>The same as a table</summary><div", figure, re.DOTALL)
+    assert text.count('<svg viewBox="') == text.count('role="img" aria-label="') == 2 * len(figures)
+
+
+def test_memory_is_told_in_three_columns(run: Path) -> None:
+    """What was allocated and resident here, and what is predicted for CUDA, with what is assumed for it."""
+    text = page(Told.read(run))
+    assert "allocated here</th>" in text
+    assert "resident here</th>" in text
+    assert "on CUDA (predicted)</th>" in text
+    assert (
+        '<th scope="row" class="text">native/parameters</th><td class="text">7 digits</td><td>826 ms</td>'
+        "<td>1.57</td><td>9.7</td><td>97 MiB</td><td>424 MiB</td><td>798 MiB</td>"
+    ) in text
+    assert "<h3>On CUDA: assumed, not measured</h3>" in text
+    assert "NCCL takes 200 MiB in each process of a world of several" in text
+    assert "Measured on A Processor, 2 cores, 24 GiB of memory, memory counted on the CPU, torch 2.13.0." in text
+
+
+def test_a_library_s_own_sizes_are_marked(run: Path) -> None:
+    """In the first figure, and in its variant's own words below."""
+    text = page(Told.read(run))
+    assert "deepspeed/gradients+library †</text>" in text
+    assert "† deepspeed/gradients+library runs with DeepSpeed&#x27;s own bucket sizes" in text
+
+
+def test_agreement_is_a_badge(run: Path) -> None:
+    """And disagreement is one of another colour, with a cross in the figure of differences."""
+    text = page(Told.read(run))
+    assert '<p class="badge good"><b aria-hidden="true">✓</b> all 5 cells agree with one process' in text
+    assert 'class="cross"' not in text
+    far = rewritten(run, lambda data: data["cells"][1]["losses"].__setitem__(4, 9.0))
+    text = page(Told.read(far))
+    assert '<p class="badge bad"><b aria-hidden="true">✗</b> DISAGREES: native/nothing by' in text
+    assert text.count('class="cross"') == 2 * 2
+
+
+def test_what_others_wrote_is_only_text(run: Path) -> None:
+    """A note with angle brackets stays one."""
+    text = page(Told.read(run))
+    assert "refused: train.precision: fp64 &lt;cannot&gt; be had" in text
+    assert "<cannot>" not in text
+
+
+def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
+    """As older ones are: nothing of versions, of the machine or of the config."""
+
+    def old(data: dict[str, Any]) -> None:
+        del data["of"]
+
+    run = rewritten(made(tmp_path / "run", memory=False), old)
+    (run / "compare/config.json").unlink()
+    text = page(Told.read(run))
+    assert "Memory was not measured in this comparison" in text
+    assert "Measured on a machine that was not written down." in text
+    assert re.findall('<section id="([a-z]+)">', text) == ["memory", "cells", "losses", "times", "configs", "how"]
+    assert "<td>–</td><td>~640 MiB</td><td>–</td>" in text
+
+
+def test_the_config_and_the_command_to_repeat_it(run: Path) -> None:
+    """Every key as it was asked, what differs in a cell, and a line to type."""
+    text = page(Told.read(run))
+    assert "train.steps: 12\ntrain.optimizer.fused: false</pre>" in text
+    assert '<th scope="row" class="text">horovod/nothing</th><td class="text">backend</td>' in text
+    assert f"unipar compare {run}/compare/config.json --out {run} --cell native/nothing --cell" in text
+
+
+def test_a_truncated_account_leaves_the_rest(run: Path) -> None:
+    """A sentence on the page; the other ranks and cells are shown."""
+    cut = run / "compare/native-parameters/rank-0.memory.json"
+    cut.write_bytes(cut.read_bytes()[:500])
+    foreign = run / "compare/native-nothing/rank-1.memory.json"
+    account("native/nothing", 7).write(foreign.parent)
+    (foreign.parent / "rank-7.memory.json").replace(foreign)
+    told = Told.read(run)
+    assert told.problems == (
+        f"{foreign} tells of rank 7: it is left out",
+        f"{cut} cannot be read as a rank's memory: it is left out",
+    )
+    assert [len(cell.memory) for cell in told.cells] == [1, 1, 1, 2, 2, 2, 0]
+    assert f'<p class="worry">{cut} cannot be read as a rank&#x27;s memory: it is left out</p>' in page(told)
+
+
+def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
+    """Parameters come from the other cells; the config's sentence is on the page."""
+    (run / "compare/single/rank-0.jsonl").write_text('{"event": "sta', encoding="utf-8")
+    (run / "compare/single/config.json").write_text("[1", encoding="utf-8")
+    told = Told.read(run)
+    assert told.parameters == P
+    (problem,) = told.problems
+    assert problem.startswith(f"{run}/compare/single/config.json cannot be read: it is cut short or is no JSON (")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"name": "x"', "cannot be read: it is cut short or is no JSON ("),
+        ("[]", "is no comparison: it holds no mapping"),
+        ("{}", "is no comparison that unipar wrote: no key 'cells'"),
+        ('{"cells": []}', "is no comparison that unipar wrote: no key 'name'"),
+        ('{"cells": 3}', "is no comparison that unipar wrote: 'int' object is not iterable"),
+    ],
+)
+def test_a_foreign_comparison_is_a_sentence(run: Path, text: str, sentence: str) -> None:
+    """It is not touched."""
+    file = run / "compare/compare.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ReportError) as e:
+        report(run)
+    assert str(e.value).startswith(f"{file} {sentence}")
+    assert file.read_text("utf-8") == text
+    assert beside(run / "compare").startswith(f"no page: {file} {sentence}")
+
+
+def test_foreign_figures_are_a_sentence(run: Path) -> None:
+    """Losses that are words; losses of another number of steps; no cells at all."""
+    file = run / "compare/compare.json"
+    rewritten(run, lambda data: data["cells"][2].update(losses=["a", "b"]))
+    with pytest.raises(ReportError, match="is no comparison that unipar wrote: 2 validation errors for "):
+        Told.read(run)
+    rewritten(run, lambda data: data["cells"][2].update(losses=[1.0]))
+    said = "is no comparison that unipar wrote: native/parameters has 1 losses, single has 12"
+    with pytest.raises(ReportError, match=re.escape(f"{file} {said}")):
+        Told.read(run)
+    rewritten(run, lambda data: data.update(cells=[]))
+    with pytest.raises(ReportError, match="is no comparison that unipar wrote: it has no cells"):
+        Told.read(run)
+
+
+def test_what_is_no_run_is_a_sentence(tmp_path: Path) -> None:
+    """With the way out."""
+    with pytest.raises(ReportError) as e:
+        report(tmp_path / "none")
+    assert str(e.value) == f"{tmp_path}/none is not there; give the run folder of a comparison"
+    with pytest.raises(ReportError) as e:
+        report(tmp_path)
+    assert str(e.value) == f"{tmp_path} holds no comparison: there is no compare.json in it or in its folder compare"
+
+
+def test_a_page_that_cannot_be_written_is_a_sentence(run: Path) -> None:
+    """Nothing half written stays, and compare goes on with the sentence."""
+    (run / "compare/report.html").mkdir()
+    (run / "compare/report.html/x").touch()
+    with pytest.raises(ReportError) as e:
+        report(run)
+    assert str(e.value) == (
+        f"{run}/compare/report.html cannot be written: Is a directory; --out FILE takes another place"
+    )
+    assert beside(run / "compare") == f"no page: {e.value}"
+    with pytest.raises(ReportError, match=r"no/where\.html cannot be written: No such file or directory; --out FILE"):
+        report(run, out=run / "no/where.html")
+    assert list(run.glob("**/.report*")) == []
+
+
+def test_the_page_lies_where_it_is_wanted(run: Path, tmp_path: Path) -> None:
+    """Beside compare.json, whichever way the run is named; or at --out."""
+    assert report(run) == report(run / "compare") == report(run / "compare/compare.json") == run / "compare/report.html"
+    assert report(run, out=tmp_path / "x.html") == tmp_path / "x.html"
+    assert (tmp_path / "x.html").read_text("utf-8") == (run / "compare/report.html").read_text("utf-8")
+
+
+def test_two_comparisons_over_one_another(run: Path, tmp_path: Path) -> None:
+    """What changed, in a sentence, a table, the configs' keys and the figures; the page is the later one's."""
+    later = made(tmp_path / "later", scale=0.9, quicker=0.95, fused=True)
+    assert report(run, later) == later / "compare/report.html"
+    before, now = Told.read(run), Told.read(later)
+    assert change.sentence(before, now) == (
+        f"Since {run}/compare: deepspeed/gradients+library holds 10.0 % less memory (704 MiB to 634 MiB), "
+        "single takes 5.0 % less time a step."
+    )
+    assert change.rows(before, now)[1] == [
+        *("native/nothing", "178 MiB", "160 MiB", "-10.0 %", "526 ms", "500 ms", "-5.0 %")
+    ]
+    assert change.keys(before.config, now.config) == [["train.optimizer.fused", "false", "true"]]
+    assert "was native/nothing, parameters: 34 MiB" in stacked(now, before, 900)
+    text = page(now, before)
+    assert 'class="curve before"' in text
+    assert 'class="point before"' in text
+
+
+def test_two_machines_are_a_warning(run: Path, tmp_path: Path) -> None:
+    """Other versions, too."""
+    later = rewritten(
+        made(tmp_path / "later"),
+        lambda data: data["of"].update(machine={"cpu": "Another"}, versions={"python": "3.11.7", "torch": "2.14.0"}),
+    )
+    assert change.warnings(Told.read(run), Told.read(later)) == [
+        "They were measured on different machines: differences in time say nothing.",
+        "Other versions: torch 2.13.0 to 2.14.0.",
+    ]
+
+
+def test_a_bridge_ends_where_the_other_cell_is(run: Path) -> None:
+    """Its steps add up: from the first bar's end to the second's."""
+    told = Told.read(run)
+    one, two = told.cell("native/nothing"), told.cell("native/parameters")
+    assert one is not None
+    assert two is not None
+    text = bridge(one, two, 920)
+    assert re.findall(r'class="value[^>]*>([^<]*)<', text) == [
+        *("178 MiB", "−12 MiB", "−32 MiB", "−34 MiB", "−23 MiB", "+17 MiB", "+1.4 MiB", "+2.4 MiB", "+218 KiB"),
+        "97 MiB",
+    ]
+
+
+def test_differences_have_shades(run: Path) -> None:
+    """The same bits first, then powers of ten."""
+    assert [shade(off) for off in (0.0, 6e-8, 1e-7, 2e-6, 1e-5, 1e-4, 0.5)] == [0, 1, 2, 3, 4, 5, 6]
+    assert [name for name, _ in parted(Told.read(run))] == [
+        *("native/nothing", "native/parameters", "deepspeed/gradients", "deepspeed/gradients+library"),
+        "horovod/nothing",
+    ]
+
+
+def test_each_part_has_a_row_of_differences(run: Path) -> None:
+    """Where a task has several, a cell's parts are held to the same part of one process."""
+
+    def split(data: dict[str, Any]) -> None:
+        data["cells"][0]["parts"] = {"maker": [1.0, 2.0], "critic": [3.0]}
+        data["cells"][1]["parts"] = {"maker": [1.0, 2.5], "critic": [3.0]}
+
+    told = Told.read(rewritten(run, split))
+    assert parted(told)[:2] == [("native/nothing, maker", [0.0, 0.25]), ("native/nothing, critic", [0.0])]
+
+
+def test_a_long_curve_keeps_its_peak() -> None:
+    """Of many points few are drawn, the fullest of each stretch."""
+    curve = [(i / 9999, 7 if i == 1234 else 1) for i in range(10_000)]
+    drawn = thinned(curve)
+    assert len(drawn) == 240
+    assert max(drawn, key=lambda point: point[1]) == (1234 / 9999, 7)
+    assert thinned(curve[:5]) == curve[:5]
+
+
+def test_the_front_holds_what_no_other_beats() -> None:
+    """Memory first, samples a second after it: more of the one must buy more of the other."""
+    assert front({"a": (10, 5), "b": (20, 4), "c": (20, 9), "d": (30, 9), "e": (5, 1)}) == ["e", "a", "c"]
+
+
+def test_words_do_not_lie_upon_one_another() -> None:
+    """Ten points in one place: each finds room nearby."""
+    places = {f"a cell {i}": (300.0, 150.0) for i in range(10)}
+    found = spots(places, {n: n for n in places}, Scale(0, 1, 50, 900), Scale(0, 1, 320, 10))
+    boxes = [(x - 65 * ends, y) for (x, y), ends in found.values()]
+    assert len(found) == 10
+    assert all(abs(a[0] - b[0]) > 57 or abs(a[1] - b[1]) >= 13 for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "unit", "expected"),
+    [
+        (0, 97, 1, [0, 20, 40, 60, 80]),
+        (0.31, 0.49, 1, [0.35, 0.4, 0.45]),
+        (0, 704 * MIB, MIB, [0, 200 * MIB, 400 * MIB, 600 * MIB]),
+        (3, 3, 1, [3]),
+    ],
+)
+def test_marks_are_round(low: float, high: float, unit: float, expected: list[float]) -> None:
+    """Steps of 1, 2 or 5."""
+    assert marks(low, high, 5, unit) == pytest.approx(expected)
+
+
+def test_marks_of_a_logarithm_double() -> None:
+    """In powers of two."""
+    assert doubled(100 * MIB, 700 * MIB, MIB) == [128 * MIB, 256 * MIB, 512 * MIB]

@@ -1,0 +1,50 @@
+"""What report.html is put together from: sections, sentences, tables, figures that are drawn twice."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+WIDE, NARROW = 920, 350
+"""How wide a figure is drawn for a screen, and for a phone."""
+
+e = html.escape
+
+
+def section(name: str, title: str, *parts: str) -> str:
+    return "\n".join([f'<section id="{name}"><h2>{e(title)}</h2>', *filter(None, parts), "</section>"])
+
+
+def said(words: str, kind: str = "") -> str:
+    return f"<p{classed(kind)}>{e(words)}</p>" if words else ""
+
+
+def classed(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+def figure(draw: Callable[[int], str], table: str) -> str:
+    """Drawn twice, for a screen and for a phone; the table behind it opens."""
+    return (
+        f'<figure><div class="wide">{draw(WIDE)}</div><div class="narrow">{draw(NARROW)}</div></figure>\n'
+        f"<details><summary>The same as a table</summary>{table}</details>"
+    )
+
+
+def tabled(head: Sequence[str], rows: Iterable[Sequence[str]], label: str, text: Collection[int] = (0,)) -> str:
+    """Figures end in line; the columns in `text` begin in line. A short row's last cell takes the rest."""
+
+    def cells(row: Sequence[str]) -> str:
+        made: list[str] = []
+        for i, words in enumerate(row):
+            short = f' colspan="{len(head) - i}"' if i == len(row) - 1 and len(row) < len(head) else ""
+            kind = classed("text" if i in text or short else "")
+            made.append(f'<th scope="row"{kind}>{e(words)}</th>' if i == 0 else f"<td{kind}{short}>{e(words)}</td>")
+        return f"<tr>{''.join(made)}</tr>"
+
+    tops = "".join(f'<th scope="col"{classed("text" if i in text else "")}>{e(h)}</th>' for i, h in enumerate(head))
+    body = "\n".join(cells(row) for row in rows)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{e(label)}"><table><caption>{e(label)}</caption>'
+        f"<thead><tr>{tops}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+    )

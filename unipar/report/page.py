@@ -1,0 +1,381 @@
+"""report.html: one page that needs nothing else, no network and no script."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib.resources import files
+from statistics import median
+
+from unipar.backend import Category
+from unipar.memory.account import CATEGORIES, PHASES
+from unipar.report import change
+from unipar.report.answer import WORDS, answer, base_of, halves, moves, ranked
+from unipar.report.bars import balance, bridge, stacked, times
+from unipar.report.comparison import tolerance
+from unipar.report.cuda import ASSUMED, predicted
+from unipar.report.markup import e, figure, said, section, tabled
+from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
+from unipar.report.seen import CONFIG, Seen, Told
+from unipar.report.table import counted, duration, size
+
+NONE = "–"
+
+
+def page(told: Told, before: Told | None = None) -> str:
+    """All of it; with `before`, an earlier comparison laid below this one."""
+    sections = [
+        _memory(told, before),
+        _cells(told),
+        _changed(told, before),
+        _bridges(told),
+        _through(told, before),
+        _balance(told),
+        _losses(told),
+        _pareto(told, before),
+        _times(told, before),
+        _sent(told),
+        _configs(told),
+        _how(told),
+    ]
+    style = files("unipar.report").joinpath("page.css").read_text("utf-8")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>unipar compare: {e(told.found.name)}</title>",
+            f"<style>{style}</style></head><body>",
+            _head(told, before),
+            "<main>",
+            *filter(None, sections),
+            "</main>",
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def _head(told: Told, before: Told | None) -> str:
+    found = told.found
+    facts = [counted(told.ranks, "rank"), found.precision, f"{counted(found.samples, 'sample')} a step"]
+    facts += [f"{told.parameters:,} parameters"] if told.parameters else []
+    sure = found.reference is not None and any(found.agreement(row) is not None for row in found.rows)
+    kind, sign = ("bad", "✗") if found.disagree else ("good", "✓") if sure else ("open", "?")
+    first = found.verdict()
+    worries = [*told.problems, *(before.problems if before is not None else ())]
+    return "\n".join(
+        [
+            "<header>",
+            f'<p class="kicker">unipar compare · {e(found.name)} · {e(" · ".join(facts))}</p>',
+            f"<h1>{e(answer(told))}</h1>",
+            *([f'<p class="since">{e(change.sentence(before, told))}</p>'] if before is not None else []),
+            *(f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {e(line)}</p>' for line in first[:1]),
+            *(
+                f'<p class="badge bad"><b aria-hidden="true">{sign}</b> {e(line)}</p>'
+                for line in first[1:]
+                if kind == "bad"
+            ),
+            f'<p class="where">Measured on {e(where(told))}.</p>',
+            *(f'<p class="worry">{e(worry)}</p>' for worry in worries),
+            "</header>",
+        ]
+    )
+
+
+def where(told: Told) -> str:
+    """The machine, in words."""
+    m = told.machine
+    said = [str(m["cpu"])] if "cpu" in m else []
+    said += [counted(int(m["cores"]), "core")] if isinstance(m.get("cores"), int) else []
+    said += [f"{size(float(m['memory']))} of memory"] if isinstance(m.get("memory"), int) else []
+    devices = sorted({a.device.upper() for c in told.cells for a in c.memory})
+    said += [f"memory counted on the {' and '.join(devices)}"] if devices else []
+    said += [f"torch {told.versions['torch']}"] if "torch" in told.versions else []
+    return ", ".join(said) or "a machine that was not written down"
+
+
+def _key(told: Told) -> str:
+    """The colours, in the order in which they are drawn."""
+    items = "".join(f'<li><i class="c-{c}"></i>{e(WORDS[c])}</li>' for c in _held(told))
+    return f'<ul class="key">{items}</ul>'
+
+
+def _held(told: Told) -> list[Category]:
+    """Those that any cell holds at its peak."""
+    held = {c for cell in told.measured if cell.fullest is not None for c in cell.fullest.peak.held}
+    return [c for c in CATEGORIES if c in held]
+
+
+def _memory(told: Told, before: Told | None) -> str:
+    title = "Memory at the peak"
+    if not told.measured:
+        return section(
+            "memory", title, said("Memory was not measured in this comparison: no cell has an account of it.")
+        )
+    missing = [c.cell for c in told.cells if c.row.outcome == "ran" and c.fullest is None]
+    own = [c for c in told.cells if c.own]
+    shown: list[Category] = [
+        c for c in CATEGORIES if any(c in cell.fullest.peak.held for cell in told.measured if cell.fullest)
+    ]
+    rows: list[list[str]] = []
+    for cell in told.measured:
+        assert cell.fullest is not None
+        peak = cell.fullest.peak
+        parts = [size(peak.held[c]) if c in peak.held else NONE for c in shown]
+        rows.append([cell.cell, peak.name, size(peak.peak), *parts])
+    table = tabled(["cell", "phase", "peak", *(WORDS[c] for c in shown)], rows, "Bytes by category at the peak", (0, 1))
+    return section(
+        "memory",
+        title,
+        said(
+            "What the fullest rank had allocated at its fullest moment, beyond what it held before training. "
+            + ("The thin bar is the earlier comparison." if before is not None and before.measured else "")
+        ),
+        _key(told),
+        figure(lambda width: stacked(told, before, width), table),
+        "".join(said(f"† {c.cell} runs {c.says}; these sizes are the library's default.", "own") for c in own),
+        said(f"Not measured: {', '.join(missing)}." if missing else ""),
+    )
+
+
+def _cells(told: Told) -> str:
+    head = ["cell", "loss", "median step", "× time", "samples/s"]
+    memory = ["allocated here", "resident here", "on CUDA (predicted)"]
+    base = told.found.baseline
+    rows: list[list[str]] = []
+    for cell in told.cells:
+        row = cell.row
+        if row.outcome != "ran" or not row.timed:
+            rows.append([cell.cell, f"{row.outcome}: {row.note}" if row.note else row.outcome])
+            continue
+        found = told.found.agreement(row)
+        verdict = "reference" if row is told.found.reference else str(found or NONE)
+        factor = f"{cell.middle / median(base.timed):.2f}" if base is not None else NONE
+        rows.append(
+            [
+                cell.cell,
+                verdict + (" ✗" if found is not None and not found.within else ""),
+                duration(cell.middle),
+                factor,
+                f"{told.found.samples / cell.middle:.1f}",
+                *three(cell, told.ranks),
+            ]
+        )
+    return section(
+        "cells",
+        "Every cell",
+        tabled([*head, *memory], rows, "What each cell costs, and whether it agrees", (0, 1)),
+        said(
+            "Allocated: measured, by tensors of the largest rank. Resident: what the system counts for the process, "
+            "its files left out; where memory was not measured the peak RSS of the timed run (~), which is no ranking. "
+            "On CUDA: not measured, see the assumptions below.",
+            "note",
+        ),
+    )
+
+
+def three(cell: Seen, ranks: int) -> list[str]:
+    """The columns in which memory is always shown."""
+    account = cell.fullest
+    rss = f"~{size(max(cell.row.peak_rss))}" if cell.row.peak_rss else NONE
+    if account is None:
+        return [NONE, rss, NONE]
+    resident = size(account.resident.peak) if account.resident is not None else rss
+    return [size(cell.peak), resident, size(predicted(account, 1 if len(cell.memory) == 1 else ranks).total)]
+
+
+def _changed(told: Told, before: Told | None) -> str:
+    if before is None:
+        return ""
+    head = ["cell", "memory before", "now", "change", "step before", "now", "change"]
+    differ = change.keys(before.config, told.config)
+    known = bool(before.config and told.config)
+    return section(
+        "changed",
+        "Before and after",
+        *(said(text, "worry") for text in change.warnings(before, told)),
+        tabled(head, change.rows(before, told), f"Since {before.folder}"),
+        tabled(["key", "before", "now"], differ, "What the configs say differently", (0, 1, 2)) if differ else "",
+        said("Both configs say the same." if known and not differ else "" if known else "One config was not kept."),
+    )
+
+
+def _bridges(told: Told) -> str:
+    base = base_of(told)
+    others = [c for c in ranked(told.measured, told) if c is not base]
+    if base is None or not others:
+        return ""
+
+    def one(cell: Seen) -> str:
+        moved = [[WORDS[c], f"{'−' if d < 0 else '+'}{size(abs(d))}"] for c, d in moves(base, cell).items()]
+        table = tabled(["category", "difference"], moved, f"From {base.cell} to {cell.cell}")
+        return figure(lambda width: bridge(base, cell, width), table)
+
+    first, *rest = others
+    return section(
+        "bridge",
+        "Which bytes moved where",
+        said(f"From {base.cell} to {first.cell}, the smallest other: each row begins where the last one ended."),
+        one(first),
+        *(f"<details><summary>From {e(base.cell)} to {e(c.cell)}</summary>{one(c)}</details>" for c in rest),
+    )
+
+
+def _through(told: Told, before: Told | None) -> str:
+    drawn = drawable(told.measured)
+    if not drawn:
+        return ""
+    rows = [
+        [c.cell, *(size(p.peak) if (p := next((p for p in a.phases if p.name == n), None)) else NONE for n in PHASES)]
+        for c, a in drawn
+    ]
+    dashed = " Dashed: the earlier comparison." if before is not None else ""
+    return section(
+        "through",
+        "Memory through a step",
+        said(
+            f"Along one step of the fullest rank, by its allocations; panels share a scale unless they say so.{dashed}"
+        ),
+        figure(
+            lambda width: through(told, before, width),
+            tabled(["cell", *PHASES], rows, "The fullest moment of each phase"),
+        ),
+    )
+
+
+def _balance(told: Told) -> str:
+    if not any(len(c.memory) > 1 for c in told.measured):
+        return ""
+    ranks = sorted({a.rank for c in told.measured for a in c.memory})
+    rows = [
+        [c.cell, *(next((size(a.peak.peak) for a in c.memory if a.rank == r and a.phases), NONE) for r in ranks)]
+        for c in told.measured
+    ]
+    return section(
+        "balance",
+        "Balance between ranks",
+        said("A dot a rank; at the right, how much more the fullest holds than the emptiest."),
+        figure(
+            lambda width: balance(told, width), tabled(["cell", *(f"rank {r}" for r in ranks)], rows, "Peak by rank")
+        ),
+    )
+
+
+def _losses(told: Told) -> str:
+    ran = [c.row for c in told.cells if c.row.outcome == "ran" and c.row.losses]
+    if not ran:
+        return ""
+    head = ["step", *(row.cell for row in ran)]
+    rows = [[str(i + 1), *(f"{row.losses[i]:.8g}" for row in ran)] for i in range(len(ran[0].losses))]
+    parts = [figure(lambda width: losses(told, width), tabled(head, rows, "Loss by step"))]
+    if series := parted(told):
+        worst = [[n, f"{max(v):.1e}" if max(v) else "same bits", str(v.index(max(v)) + 1)] for n, v in series if v]
+        bounds = ["same bits", f"< {SHADES[0]:g}", *(f"< {b:g}" for b in SHADES[1:]), f"≥ {SHADES[-1]:g}"]
+        key = "".join(f'<li><i class="s{i}"></i>{e(words)}</li>' for i, words in enumerate(bounds))
+        parts += [
+            "<h3>How far each is from one process</h3>",
+            said(
+                "Relative to the loss where that is above 1. Allowed over the first 20 steps in "
+                f"{told.found.precision}: {tolerance(told.found.precision):g}; a cross is beyond that."
+            ),
+            f'<ul class="key">{key}</ul>',
+            figure(
+                lambda width: differences(told, width),
+                tabled(["cell", "largest difference", "at step"], worst, "The largest difference of each cell"),
+            ),
+        ]
+    return section(
+        "losses",
+        "Losses",
+        said("One process as a dark line, every cell above it: where they agree, one line is seen."),
+        *parts,
+    )
+
+
+def _pareto(told: Told, before: Told | None) -> str:
+    cells = [c for c in told.measured if c.timed]
+    if not cells:
+        return ""
+    rows = [[c.cell, size(c.peak), f"{told.found.samples / c.middle:.1f}"] for c in cells]
+    table = tabled(["cell", "memory at the peak", "samples/s"], rows, "Throughput and memory")
+    moved = " A line leads from where a cell was before." if before is not None and before.measured else ""
+    return section(
+        "pareto",
+        "Throughput against memory",
+        said(f"Better is up and to the left. Filled: no other cell beats it in both.{moved}"),
+        figure(lambda width: pareto(told, before, width), table),
+    )
+
+
+def _times(told: Told, before: Told | None) -> str:
+    if not told.timed:
+        return ""
+    rows = [
+        [c.cell, *(duration(s) for s in (min(c.timed), halves(c)[0], c.middle, halves(c)[1], max(c.timed)))]
+        for c in told.timed
+    ]
+    head = ["cell", "fastest", "middle half from", "median", "to", "slowest"]
+    below = " Below it, the middle half before." if before is not None else ""
+    return section(
+        "times",
+        "Time of a step",
+        said(f"A dot a step, of the slowest rank; the bar is the middle half, the line the median.{below}"),
+        figure(lambda width: times(told, before, width), tabled(head, rows, "Time of a step")),
+    )
+
+
+def _sent(told: Told) -> str:
+    kinds = sorted({kind for c in told.measured for a in c.memory for kind in a.sent})
+    if not kinds:
+        return ""
+    rows = [
+        [c.cell, *(size(a.sent[k]) if k in a.sent else NONE for k in kinds)] for c in told.measured if (a := c.fullest)
+    ]
+    return section("sent", "What a rank sends in a step", tabled(["cell", *kinds], rows, "Payload bytes by collective"))
+
+
+def _configs(told: Told) -> str:
+    whose = "what was asked"
+    asked = dict(told.config)
+    if not asked:
+        known = next((c for c in told.cells if c.config), None)
+        if known is None:
+            return ""
+        asked, whose = dict(known.config), known.cell
+    rows = [[c.cell, key, now] for c in told.cells if c.config for key, _, now in change.keys(asked, c.config)]
+    text = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in asked.items())
+    return section(
+        "configs",
+        "Configs",
+        tabled(["cell", "key", "is"], rows, f"Where a cell's config differs from {whose}", (0, 1, 2)) if rows else "",
+        f"<details><summary>All keys of {e(whose)}</summary><pre class='keys'>{e(text)}</pre></details>",
+    )
+
+
+def _how(told: Told) -> str:
+    accounts = [(c, a) for c in told.cells if (a := c.fullest) is not None]
+    methods = sorted({a.method for _, a in accounts})
+    notes = sorted({f"{c.cell}: {note}" for c, a in accounts for note in a.notes})
+    saved = [[c.cell, *(size(s) for s in a.saved)] for c, a in accounts if a.saved is not None]
+    asked = [f"--cell {shlex.quote(c.cell)}" for c in told.cells if c.row is not told.found.rows[0]]
+    command = ["unipar compare", str(told.folder / CONFIG), f"--out {told.folder.parent}", *asked, "--overwrite"]
+    machine = [[str(k), size(v) if k == "memory" and isinstance(v, int) else str(v)] for k, v in told.machine.items()]
+    return section(
+        "how",
+        "How it was measured",
+        "<ul>" + "".join(f"<li>{e(m)}</li>" for m in [*methods, *told.found.remarks(), *notes]) + "</ul>",
+        tabled(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
+        if saved
+        else "",
+        "<h3>On CUDA: assumed, not measured</h3>" if accounts else "",
+        "<ul>" + "".join(f"<li>{e(a)}</li>" for a in ASSUMED) + "</ul>" if accounts else "",
+        '<div class="pair">',
+        tabled(["what", "version"], [[k, v] for k, v in told.versions.items()], "Versions", (0, 1))
+        if told.versions
+        else "",
+        tabled(["machine", ""], machine, "Machine", (0, 1)) if machine else "",
+        "</div>",
+        f"<h3>To repeat it</h3><pre>{e(' '.join(command))}</pre>" if told.config else "",
+    )

@@ -1,0 +1,224 @@
+"""What a comparison left in its folder, read for its page: what cannot be read is a sentence, and the rest is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from unipar import registry
+from unipar.config import Cell
+from unipar.errors import ConfigError, ReportError, UniparError
+from unipar.ledger import ledger_of
+from unipar.memory.account import Account, account_of
+from unipar.report.comparison import Comparison, Row
+
+NAME: Final = "compare.json"
+CONFIG: Final = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One cell, with what lies in its folder."""
+
+    row: Row
+    memory: tuple[Account, ...] = ()
+    """Of its ranks, as many as can be read, the lowest first."""
+
+    config: Mapping[str, Any]
+    """Dotted keys, as its processes were given them; empty where they cannot be read."""
+
+    says: str = ""
+    """What its variant does otherwise, in its backend's words."""
+
+    own: bool = False
+    """Whether a size in it is its library's default and not ours."""
+
+    parameters: int = 0
+
+    @property
+    def cell(self) -> str:
+        return self.row.cell
+
+    @property
+    def timed(self) -> list[float]:
+        return self.row.timed if self.row.outcome == "ran" else []
+
+    @property
+    def middle(self) -> float:
+        return median(self.timed)
+
+    @cached_property
+    def fullest(self) -> Account | None:
+        """Of the rank that held most."""
+        return max((a for a in self.memory if a.phases), key=lambda a: a.peak.peak, default=None)
+
+    @property
+    def peak(self) -> int:
+        assert self.fullest is not None, self.cell
+        return self.fullest.peak.peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """A comparison as its page shows it."""
+
+    folder: Path
+    found: Comparison
+    cells: tuple[Seen, ...]
+    versions: Mapping[str, str]
+    machine: Mapping[str, Any]
+    config: Mapping[str, Any]
+    """What was asked, with dotted keys; empty where it was not kept."""
+
+    problems: tuple[str, ...] = ()
+    """What could not be read."""
+
+    @classmethod
+    def read(cls, place: Path) -> Self:
+        """From a run folder, its folder `compare` or the file in that."""
+        file = _file(place)
+        data = _mapping(file)
+        problems: list[str] = []
+        found, folder = _comparison(file, data), file.parent
+        of = data.get("of")
+        of = of if isinstance(of, dict) else {}
+        return cls(
+            folder=folder,
+            found=found,
+            cells=tuple(_seen(folder, row, problems) for row in found.rows),
+            versions={str(k): str(v) for k, v in _inner(of, "versions").items()},
+            machine=_inner(of, "machine"),
+            config=_config(folder / CONFIG, problems) if (folder / CONFIG).exists() else {},
+            problems=tuple(problems),
+        )
+
+    @property
+    def ranks(self) -> int:
+        return max((len(c.memory) or len(c.row.peak_rss) for c in self.cells), default=1)
+
+    @cached_property
+    def measured(self) -> list[Seen]:
+        """The cells whose memory is known, the smallest first."""
+        return sorted((c for c in self.cells if c.fullest is not None), key=lambda c: c.peak)
+
+    @cached_property
+    def timed(self) -> list[Seen]:
+        """The cells whose steps were timed, the fastest first."""
+        return sorted((c for c in self.cells if c.timed), key=lambda c: c.middle)
+
+    def cell(self, name: str) -> Seen | None:
+        return next((c for c in self.cells if c.cell == name), None)
+
+    @property
+    def parameters(self) -> int:
+        return max((c.parameters for c in self.cells), default=0)
+
+
+def flat(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} is {"a.b": 1}."""
+    made: dict[str, Any] = {}
+    for key, value in data.items():
+        made |= flat(value, f"{before}{key}.") if isinstance(value, dict) and value else {f"{before}{key}": value}
+    return made
+
+
+def _file(place: Path) -> Path:
+    tried = [place] if place.is_file() else [place / "compare" / NAME, place / NAME]
+    for file in tried:
+        if file.is_file():
+            return file
+    if not place.exists():
+        raise ReportError(f"{place} is not there; give the run folder of a comparison")
+    raise ReportError(f"{place} holds no comparison: there is no {NAME} in it or in its folder compare")
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or f"it is cut short or is no JSON ({e})"
+        raise ReportError(f"{file} cannot be read: {why}") from None
+    if not isinstance(data, dict):
+        raise ReportError(f"{file} is no comparison: it holds no mapping")
+    return data
+
+
+def _comparison(file: Path, data: dict[str, Any]) -> Comparison:
+    try:
+        found = TypeAdapter(Comparison).validate_python(Comparison.from_json(data), from_attributes=True)
+        TypeAdapter(list[Row]).validate_python([vars(row) for row in found.rows])
+    except (LookupError, TypeError, ValidationError) as e:
+        said = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
+        raise ReportError(f"{file} is no comparison that unipar wrote: {said}") from None
+    if not found.rows:
+        raise ReportError(f"{file} is no comparison that unipar wrote: it has no cells")
+    if (one := found.reference) is not None:
+        for row in found.rows:
+            if row.outcome == "ran" and len(row.losses) != len(one.losses):
+                raise ReportError(
+                    f"{file} is no comparison that unipar wrote: {row.cell} has {len(row.losses)} losses, "
+                    f"{one.cell} has {len(one.losses)}"
+                )
+    return found
+
+
+def _seen(folder: Path, row: Row, problems: list[str]) -> Seen:
+    try:
+        cell = Cell.parse(row.cell)
+    except ConfigError:
+        return Seen(row=row, config={})
+    at = folder / cell.slug
+    seen = Seen(row=row, memory=tuple(_memory(at, problems)), config={}, parameters=_parameters(at))
+    if (at / CONFIG).exists():
+        seen = replace(seen, config=_config(at / CONFIG, problems))
+    try:
+        variant = registry.find(cell.backend).capabilities.variants.get(cell.variant or "")
+    except UniparError:  # a backend that is not known where the page is made
+        variant = None
+    return seen if variant is None else replace(seen, says=variant.says, own="library" in variant.options.values())
+
+
+def _memory(at: Path, problems: list[str]) -> Iterator[Account]:
+    """Rank by rank; one that cannot be read leaves the others."""
+    files = sorted(at.glob("rank-*.memory.json"), key=lambda f: (len(f.name), f.name))
+    for file in files:
+        try:
+            account = Account.model_validate_json(file.read_bytes())
+        except (OSError, ValidationError):
+            problems.append(f"{file} cannot be read as a rank's memory: it is left out")
+            continue
+        if file != account_of(at, account.rank):
+            problems.append(f"{file} tells of rank {account.rank}: it is left out")
+        else:
+            yield account
+
+
+def _config(file: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        return flat(_mapping(file))
+    except ReportError as e:
+        problems.append(str(e))
+        return {}
+
+
+def _parameters(at: Path) -> int:
+    """As rank 0's first line says; 0 where it says nothing."""
+    try:
+        with ledger_of(at, 0).open(encoding="utf-8") as lines:
+            first = json.loads(next(lines, "{}"))
+    except (OSError, ValueError):
+        return 0
+    said = first.get("parameters") if isinstance(first, dict) else None
+    return said if isinstance(said, int) else 0
+
+
+def _inner(of: Mapping[str, Any], key: str) -> dict[str, Any]:
+    said = of.get(key)
+    return said if isinstance(said, dict) else {}

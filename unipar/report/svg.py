@@ -1,0 +1,111 @@
+"""Drawings in SVG, shape by shape, and the scales for them. Colours are classes of page.css."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from typing_extensions import override
+
+LETTER = 7.2
+"""How wide a letter is at most, about, in the size that drawings use; fonts differ."""
+
+Anchor = Literal["start", "middle", "end"]
+Point = tuple[float, float]
+
+
+def wide(words: str) -> float:
+    return LETTER * len(words)
+
+
+class Drawing:
+    """One figure; `label` is what a screen reader says of it."""
+
+    def __init__(self, width: float, height: float, label: str) -> None:
+        self.width, self.height, self.label = width, height, label
+        self._shapes: list[str] = []
+
+    def text(self, x: float, y: float, words: str, kind: str = "", anchor: Anchor = "start") -> None:
+        self._shapes.append(f'<text x="{x:.1f}" y="{y:.1f}"{_kind(kind)}{_anchor(anchor)}>{html.escape(words)}</text>')
+
+    def rect(self, x: float, y: float, width: float, height: float, kind: str, tip: str = "") -> None:
+        where = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
+        self._shapes.append(_with_tip("rect", where + _kind(kind), tip))
+
+    def line(self, start: Point, end: Point, kind: str) -> None:
+        (x1, y1), (x2, y2) = start, end
+        self._shapes.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{_kind(kind)}/>')
+
+    def dot(self, at: Point, radius: float, kind: str, tip: str = "") -> None:
+        where = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="{radius:g}"'
+        self._shapes.append(_with_tip("circle", where + _kind(kind), tip))
+
+    def way(self, points: Sequence[Point], kind: str, tip: str = "") -> None:
+        """A line through all points; one point alone is a dot."""
+        if len(points) == 1:
+            self.dot(points[0], 2, kind, tip)
+        elif points:
+            where = f'points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"'
+            self._shapes.append(_with_tip("polyline", where + _kind(kind), tip))
+
+    def area(self, points: Sequence[Point], kind: str) -> None:
+        self._shapes.append(f'<polygon points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"{_kind(kind)}/>')
+
+    @override
+    def __str__(self) -> str:
+        head = f'<svg viewBox="0 0 {self.width:g} {self.height:g}" role="img" aria-label="{html.escape(self.label)}"'
+        return "\n".join([f"{head}>", *self._shapes, "</svg>"])
+
+
+def _kind(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+def _anchor(anchor: Anchor) -> str:
+    return "" if anchor == "start" else f' text-anchor="{anchor}"'
+
+
+def _with_tip(shape: str, attributes: str, tip: str) -> str:
+    return f"<{shape} {attributes}><title>{html.escape(tip)}</title></{shape}>" if tip else f"<{shape} {attributes}/>"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From a figure's values to places in a drawing."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, at = self.low, self.high, min(max(value, self.low), self.high)
+        if self.log:
+            low, high, at = math.log(low), math.log(high), math.log(at)
+        return self.start + (self.end - self.start) * (at - low) / ((high - low) or 1.0)
+
+
+def marks(low: float, high: float, about: int = 5, unit: float = 1.0) -> list[float]:
+    """Round values between two others: steps of 1, 2 or 5, times a power of ten, times `unit`."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(about, 1) / unit
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(s for s in (power, 2 * power, 5 * power, 10 * power) if s >= rough * 0.999) * unit
+    first = math.ceil(low / step - 1e-9)
+    return [step * i for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def doubled(low: float, high: float, unit: float) -> list[float]:
+    """Marks for a logarithmic scale: powers of two times `unit`."""
+    first, last = math.ceil(math.log2(low / unit) - 1e-9), math.floor(math.log2(high / unit) + 1e-9)
+    return [unit * 2.0**i for i in range(first, last + 1)]
+
+
+def unit_of(size: float) -> float:
+    """The power of 1024 in which a number of bytes is said."""
+    return next((float(u) for u in (2**30, 2**20, 2**10) if size >= 0.98 * u), 1.0)
