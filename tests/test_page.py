@@ -47,6 +47,11 @@ def test_the_first_sentence(run: Path) -> None:
     )
 
 
+def test_a_number_stays_with_its_unit(run: Path) -> None:
+    """In one line, in the sentence above all."""
+    assert "97\N{NO-BREAK SPACE}MiB on its largest rank, 45\N{NO-BREAK SPACE}% less" in page(Told.read(run))
+
+
 def test_the_first_sentence_without_memory(tmp_path: Path) -> None:
     """Time alone."""
     told = Told.read(made(tmp_path / "run", memory=False))

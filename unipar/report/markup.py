@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 WIDE, NARROW = 920, 350
@@ -16,7 +17,12 @@ def section(name: str, title: str, *parts: str) -> str:
 
 
 def said(words: str, kind: str = "") -> str:
-    return f"<p{classed(kind)}>{e(words)}</p>" if words else ""
+    return f"<p{classed(kind)}>{e(together(words))}</p>" if words else ""
+
+
+def together(words: str) -> str:
+    """A number and its unit stay in one line."""
+    return re.sub(r"(?<=\d) (?=%|[KMG]iB|B\b|m?s\b|us\b)", "\N{NO-BREAK SPACE}", words)
 
 
 def classed(kind: str) -> str:

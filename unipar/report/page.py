@@ -14,7 +14,7 @@ from unipar.report.answer import WORDS, answer, base_of, halves, moves, ranked
 from unipar.report.bars import balance, bridge, stacked, times
 from unipar.report.comparison import tolerance
 from unipar.report.cuda import ASSUMED, predicted
-from unipar.report.markup import e, figure, said, section, tabled
+from unipar.report.markup import e, figure, said, section, tabled, together
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
 from unipar.report.seen import CONFIG, Seen, Told
 from unipar.report.table import counted, duration, size
@@ -69,8 +69,8 @@ def _head(told: Told, before: Told | None) -> str:
         [
             "<header>",
             f'<p class="kicker">unipar compare · {e(found.name)} · {e(" · ".join(facts))}</p>',
-            f"<h1>{e(answer(told))}</h1>",
-            *([f'<p class="since">{e(change.sentence(before, told))}</p>'] if before is not None else []),
+            f"<h1>{e(together(answer(told)))}</h1>",
+            *([said(change.sentence(before, told), "since")] if before is not None else []),
             *(f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {e(line)}</p>' for line in first[:1]),
             *(
                 f'<p class="badge bad"><b aria-hidden="true">{sign}</b> {e(line)}</p>'
