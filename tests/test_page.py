@@ -12,6 +12,7 @@ import pytest
 
 from tests.comparisons import P, account, made
 from unipar.errors import ReportError
+from unipar.memory.account import Block, Phase
 from unipar.report import change
 from unipar.report.answer import answer
 from unipar.report.bars import bridge, stacked
@@ -82,6 +83,13 @@ def test_the_prediction_for_cuda_adds_what_is_assumed() -> None:
     # 16.853 bytes for each of 8,926,848 parameters; a block of 1,000,001 bytes is rounded up by 447
     assert predicted(one, 2) == Predicted(150_444_169, 500 * MIB, 200 * MIB, 550_775)
     assert predicted(one, 2).total == 734_003_200 + 72 * 2 * MIB
+
+
+def test_a_block_may_need_a_segment_more() -> None:
+    """A peak of just one segment, with a block of a byte in it, takes a second one."""
+    block = Block(category="buffers", name="step", size=1)
+    phase = Phase(name="built", peak=2 * MIB, held={"buffers": 2 * MIB}, largest=(block,))
+    assert predicted(account("single", 0).model_copy(update={"phases": (phase,)}), 1).rounding == 2 * MIB
 
 
 def test_nothing_is_fetched_and_nothing_runs(run: Path) -> None:
@@ -220,7 +228,10 @@ def test_foreign_figures_are_a_sentence(run: Path) -> None:
     said = "is no comparison that unipar wrote: native/parameters has 1 losses, single has 12"
     with pytest.raises(ReportError, match=re.escape(f"{file} {said}")):
         Told.read(run)
-    rewritten(run, lambda data: data.update(cells=[]))
+    rewritten(run, lambda data: (data.update(samples="many"), data["cells"][2].update(losses=[1.0] * 12)))
+    with pytest.raises(ReportError, match="1 validation error for Comparison"):
+        Told.read(run)
+    rewritten(run, lambda data: data.update(samples=8, cells=[]))
     with pytest.raises(ReportError, match="is no comparison that unipar wrote: it has no cells"):
         Told.read(run)
 
@@ -299,6 +310,24 @@ def test_a_bridge_ends_where_the_other_cell_is(run: Path) -> None:
         *("178 MiB", "−12 MiB", "−32 MiB", "−34 MiB", "−23 MiB", "+17 MiB", "+1.4 MiB", "+2.4 MiB", "+218 KiB"),
         "97 MiB",
     ]
+
+
+def test_the_steps_of_a_bridge_join(run: Path) -> None:
+    """Each begins where the last one ended, down to the other cell's own bar."""
+    told = Told.read(run)
+    one, two = told.cell("native/nothing"), told.cell("native/parameters")
+    assert one is not None
+    assert two is not None
+    shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)".*? class="(\S+)"', bridge(one, two, 920))
+    at = [(float(x), float(x) + float(width), kind) for x, width, kind in shapes]
+    assert [kind for *_, kind in at] == [
+        *("whole", "c-parameters", "c-gradients", "c-optimizer", "c-communication", "c-activations", "c-temporaries"),
+        *("c-unattributed", "c-runtime", "whole"),
+    ]
+    less, more = at[1:5], at[5:9]
+    assert [end for _, end, _ in less] == pytest.approx([at[0][1], *(start for start, _, _ in less[:-1])], abs=0.2)
+    assert [start for start, _, _ in more] == pytest.approx([less[-1][0], *(e for _, e, _ in more[:-1])], abs=0.2)
+    assert at[-1][1] == pytest.approx(more[-1][1], abs=1.0)  # a bar is at least a pixel wide
 
 
 def test_differences_have_shades(run: Path) -> None:

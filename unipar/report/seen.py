@@ -152,8 +152,8 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 def _comparison(file: Path, data: dict[str, Any]) -> Comparison:
     try:
-        found = TypeAdapter(Comparison).validate_python(Comparison.from_json(data), from_attributes=True)
-        TypeAdapter(list[Row]).validate_python([vars(row) for row in found.rows])
+        raw = Comparison.from_json(data)
+        found = TypeAdapter(Comparison).validate_python(vars(raw) | {"rows": [vars(row) for row in raw.rows]})
     except (LookupError, TypeError, ValidationError) as e:
         said = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
         raise ReportError(f"{file} is no comparison that unipar wrote: {said}") from None
