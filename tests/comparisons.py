@@ -146,7 +146,8 @@ def made(run: Path, *, memory: bool = True, scale: float = 1.0, quicker: float =
             for rank in range(1 if cell == "single" else 2):
                 account(cell, rank, scale).write(at)
     asked = {"backend": "native", "train": {"steps": 12, "optimizer": {"fused": fused}}}
-    (folder / "config.json").write_text(json.dumps(asked), encoding="utf-8")
+    (folder / "asked").mkdir()
+    (folder / "asked/quickstart.json").write_text(json.dumps(asked), encoding="utf-8")
     refused = {"cell": "accelerate/parameters", "outcome": "refused", "note": "train.precision: fp64 <cannot> be had"}
     data = {
         "of": {

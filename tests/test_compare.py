@@ -183,7 +183,7 @@ def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd
     assert (tmp_path / "out/compare/native-nothing/rank-1.log").exists()
     assert found.note == f"page: {tmp_path}/out/compare/report.html"
     assert "native/nothing agrees with one process" in (tmp_path / "out/compare/report.html").read_text("utf-8")
-    again = read(tmp_path / "out/compare/config.json")
+    again = read(tmp_path / "out/compare/asked/run.json")
     assert (again.config.train.steps, again.config.compare.repeat) == (8, 2)
     assert registry.at(again.config, Cell.parse("native/nothing")).parallel.data == 2
     said = [line[11:] for line in capfd.readouterr().err.splitlines()]

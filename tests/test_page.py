@@ -155,7 +155,7 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
         del data["of"]
 
     run = rewritten(made(tmp_path / "run", memory=False), old)
-    (run / "compare/config.json").unlink()
+    (run / "compare/asked/quickstart.json").unlink()
     text = page(Told.read(run))
     assert "Memory was not measured in this comparison" in text
     assert "Measured on a machine that was not written down." in text
@@ -168,7 +168,7 @@ def test_the_config_and_the_command_to_repeat_it(run: Path) -> None:
     text = page(Told.read(run))
     assert "train.steps: 12\ntrain.optimizer.fused: false</pre>" in text
     assert '<th scope="row" class="text">horovod/nothing</th><td class="text">backend</td>' in text
-    assert f"unipar compare {run}/compare/config.json --out {run} --cell native/nothing --cell" in text
+    assert f"unipar compare {run}/compare/asked/quickstart.json --out {run} --cell native/nothing --cell" in text
 
 
 def test_a_truncated_account_leaves_the_rest(run: Path) -> None:

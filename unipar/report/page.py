@@ -16,7 +16,7 @@ from unipar.report.comparison import tolerance
 from unipar.report.cuda import ASSUMED, predicted
 from unipar.report.markup import e, figure, said, section, tabled, together
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
-from unipar.report.seen import CONFIG, Seen, Told
+from unipar.report.seen import Seen, Told, asked_of
 from unipar.report.table import counted, duration, size
 
 NONE = "–"
@@ -170,7 +170,7 @@ def _cells(told: Told) -> str:
         said(
             "Allocated: measured, by tensors of the largest rank. Resident: what the system counts for the process, "
             "its files left out; where memory was not measured the peak RSS of the timed run (~), which is no ranking. "
-            "On CUDA: not measured, see the assumptions below.",
+            + ("On CUDA: not measured, see the assumptions below." if told.measured else ""),
             "note",
         ),
     )
@@ -360,7 +360,9 @@ def _how(told: Told) -> str:
     notes = sorted({f"{c.cell}: {note}" for c, a in accounts for note in a.notes})
     saved = [[c.cell, *(size(s) for s in a.saved)] for c, a in accounts if a.saved is not None]
     asked = [f"--cell {shlex.quote(c.cell)}" for c in told.cells if c.row is not told.found.rows[0]]
-    command = ["unipar compare", str(told.folder / CONFIG), f"--out {told.folder.parent}", *asked, "--overwrite"]
+    config, out = asked_of(told.folder, told.found.name), told.folder.parent
+    places = [shlex.quote(str(config)), f"--out {shlex.quote(str(out))}"]
+    command = ["unipar compare", *places, *asked, "--overwrite"]
     machine = [[str(k), size(v) if k == "memory" and isinstance(v, int) else str(v)] for k, v in told.machine.items()]
     return section(
         "how",

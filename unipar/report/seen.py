@@ -23,6 +23,11 @@ NAME: Final = "compare.json"
 CONFIG: Final = "config.json"
 
 
+def asked_of(folder: Path, name: str) -> Path:
+    """Where a comparison's own config lies: named as it was, so that one who runs it again gets the same name."""
+    return folder / "asked" / f"{Path(name).name}.json"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """One cell, with what lies in its folder."""
@@ -89,13 +94,14 @@ class Told:
         found, folder = _comparison(file, data), file.parent
         of = data.get("of")
         of = of if isinstance(of, dict) else {}
+        asked = asked_of(folder, found.name)
         return cls(
             folder=folder,
             found=found,
             cells=tuple(_seen(folder, row, problems) for row in found.rows),
             versions={str(k): str(v) for k, v in _inner(of, "versions").items()},
             machine=_inner(of, "machine"),
-            config=_config(folder / CONFIG, problems) if (folder / CONFIG).exists() else {},
+            config=_config(asked, problems) if asked.exists() else {},
             problems=tuple(problems),
         )
 

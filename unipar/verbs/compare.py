@@ -18,7 +18,7 @@ from unipar.folder import owned
 from unipar.plan import look_at_weights
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row, spread
-from unipar.report.seen import CONFIG
+from unipar.report.seen import asked_of
 from unipar.report.table import duration
 from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
@@ -95,7 +95,8 @@ def compare(
             if row.outcome == "waits"
         }
         kept.write(folder, of, first)
-        (folder / CONFIG).write_text(source.config.written(), encoding="utf-8")
+        asked_of(folder, source.name).parent.mkdir(exist_ok=True)
+        asked_of(folder, source.name).write_text(source.config.written(), encoding="utf-8")
         with terminable(), Board() as board:
             now = _Contest(first, board, runs).play(turns)
         kept.write(folder, of, now)
