@@ -71,6 +71,24 @@ def test_steps_are_cut_into_warm_up_and_rounds(steps: int, repeat: int, warmup: 
     assert (made.warmup, made.rounds) == (warmup, rounds)
 
 
+@pytest.mark.parametrize(
+    ("steps", "watched", "rounds"),
+    [
+        (14, ("plain", "plain", "placed", "saved"), (3, 3, 2)),
+        (9, ("plain", "plain", "placed", "saved"), (1, 1, 1)),
+        (7, ("placed", "saved"), (1, 1, 1)),
+        (6, ("placed",), (1, 1, 1)),
+        (5, (), (1, 1, 1)),
+    ],
+)
+def test_memory_is_watched_before_the_timed_steps(
+    steps: int, watched: tuple[str, ...], rounds: tuple[int, ...]
+) -> None:
+    """Four steps, or of few what matters most."""
+    made = Turns.of(config(train={"steps": steps}), memory=True)
+    assert (made.warmup, made.watched, made.rounds) == (2, watched, rounds)
+
+
 def test_too_few_steps_are_an_error_with_the_arithmetic() -> None:
     """One step more than there are rounds is the least."""
     with pytest.raises(errors.ConfigError) as e:
@@ -156,7 +174,7 @@ def given(tmp_path: Path) -> dict[str, Any]:
         "parallel": {"data": 2},
         "batch": {"total": 8},
         "train": {"steps": 8, "optimizer": {"lr": 0.01}},
-        "compare": {"repeat": 2},
+        "compare": {"repeat": 2, "memory": False},
         "out": str(tmp_path / "out"),
     }
 

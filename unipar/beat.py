@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,10 +33,15 @@ class Heart:
             file.flush()
             self._map = mmap.mmap(file.fileno(), _ROW.size)
         self.step = 0
+        self.heed: Callable[[str], None] | None = None
+        """Told of each phase, too."""
+
         self.mark("start")
 
     def mark(self, phase: str) -> None:
         _ROW.pack_into(self._map, 0, self.step, _CODE[phase], time.monotonic())
+        if self.heed is not None:
+            self.heed(phase)
 
 
 def beat_of(run: Path, rank: int) -> Path:

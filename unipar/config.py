@@ -279,6 +279,9 @@ class Compare(Section):
     repeat: PositiveInt = 3
     """Timed rounds; the cells take turns in each."""
 
+    memory: bool = True
+    """Whether some steps before the timed ones are watched: what each rank allocates, and what for."""
+
 
 class Config(Section):
     """One run: what is trained, what is split and who does it."""

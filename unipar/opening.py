@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Generator
@@ -34,8 +35,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened(config: Config, task: Task, place: Place, run: Path) -> Generator[Run]:
-    """A run that is ready to train; its world is left in order when the body ends well."""
+def opened(
+    config: Config, task: Task, place: Place, run: Path, *, met: Callable[[World, Heart], None] | None = None
+) -> Generator[Run]:
+    """A run that is ready to train; its world is left in order when the body ends well.
+
+    `met` is called when the ranks have met and nothing is built.
+    """
     heart = Heart(beat_of(run, place.rank))
     backend = registry.check(config)
     with listening(), Ledger(ledger_of(run, place.rank)) as ledger, ExitStack() as failed:
@@ -43,8 +49,11 @@ def opened(config: Config, task: Task, place: Place, run: Path) -> Generator[Run
             failed.callback(abandon)
         with _library(backend):
             world = backend.join(config, place)
+        if met is not None:
+            met(world, heart)
         trackers = Trackers(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
         made = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers)
+        gc.collect()  # what building left in cycles: rank 0's whole model, where it was split
         try:
             yield made
         except Stopped:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from unipar.backend import Category
+from unipar.errors import ReportError
 from unipar.training import Section
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
@@ -15,6 +16,16 @@ CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 PhaseName = Literal["built", "forward", "backward", "update", "steady"]
 PHASES: Final[tuple[PhaseName, ...]] = get_args(PhaseName)
 """built: from the start until the first step; steady: between two steps."""
+
+
+Pass = Literal["plain", "placed", "saved"]
+"""How a watched step is watched: as it is; with the place of each operation; with what autograd saves."""
+
+PASSES: Final[tuple[Pass, ...]] = ("placed", "saved", "plain", "plain")
+"""What matters most comes first, for those who have few steps."""
+
+ORDER: Final[tuple[Pass, ...]] = get_args(Pass)
+"""In which they are done: what is resident is read while steps are plain."""
 
 
 class Block(Section):
@@ -95,6 +106,19 @@ class Account(Section):
 
     def write(self, run: Path) -> None:
         account_of(run, self.rank).write_text(self.model_dump_json(), encoding="utf-8")
+
+
+def read_account(run: Path, rank: int) -> Account:
+    """What a rank wrote down; an error where it wrote nothing, or not all of it."""
+    file = account_of(run, rank)
+    try:
+        return Account.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        raise ReportError(f"rank {rank} wrote down nothing of its memory: there is no {file}") from None
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the whole file"
+        raise ReportError(f"{file} is not the account of a rank's memory ({where}: {first['msg']})") from None
 
 
 def account_of(run: Path, rank: int) -> Path:

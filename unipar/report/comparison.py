@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from statistics import median, quantiles
@@ -13,6 +13,8 @@ from typing import Any, Literal, Self
 from typing_extensions import override
 
 from unipar.config import Precision
+from unipar.memory.account import Account
+from unipar.report.memory import REMARKS, largest, memory_tables
 from unipar.report.table import blocks, counted, size
 
 Outcome = Literal["waits", "ran", "refused", "absent", "failed"]
@@ -49,6 +51,9 @@ class Row:
 
     peak_rss: list[int] = field(default_factory=list[int])
     """By rank, in bytes."""
+
+    memory: list[Account] = field(default_factory=list[Account])
+    """What each rank allocated, and what for."""
 
     started: float = 0.0
     """Seconds from its first process's start until all ranks were ready."""
@@ -114,6 +119,9 @@ class Comparison:
 
     rows: list[Row]
     note: str = ""
+    unwatched: str = ""
+    """Why no memory is shown."""
+
     interrupted: bool = False
 
     @property
@@ -165,11 +173,14 @@ class Comparison:
         rows = ["\n".join(lines) for lines in made]
         remarks = [text for text in self.remarks() if not text.startswith("x:") or " x " in made[0][0]]
         said = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        return "\n".join([*rows, "", *said])
+        watched = [(row.cell, row.memory) for row in self.rows if row.memory and row.outcome in ("ran", "waits")]
+        memory = ["", *memory_tables(watched, width)] if watched else []
+        return "\n".join([*rows, *memory, "", *said])
 
     def blocks(self, width: int) -> list[list[str]]:
         """The lines of the header, then of each row; where they would be too wide, without x."""
-        rows = [("cell", "loss", "step ms", "x", "samples/s", "RSS"), *map(self._shown, self.rows)]
+        last = "allocated" if self._watched else "RSS"
+        rows = [("cell", "loss", "step ms", "x", "samples/s", last), *map(self._shown, self.rows)]
         made = blocks(rows[0], rows[1:], right=(2, 3, 4, 5), width=width)
         if max(len(line) for block in made for line in block) <= width:
             return made
@@ -191,8 +202,17 @@ class Comparison:
             spread(row.timed),
             factor,
             f"{self.samples / middle:.{1 if self.samples / middle < 100 else 0}f}",
-            size(max(row.peak_rss)) if row.peak_rss else "-",
+            self._held(row),
         )
+
+    @property
+    def _watched(self) -> bool:
+        return any(row.memory for row in self.rows)
+
+    def _held(self, row: Row) -> str:
+        if self._watched:
+            return size(largest(row.memory)) if row.memory else "-"
+        return size(max(row.peak_rss)) if row.peak_rss else "-"
 
     def remarks(self) -> list[str]:
         """What the table means, and what is wrong."""
@@ -204,8 +224,12 @@ class Comparison:
             lines.append(f"step ms: median [middle half] of {turns}, of the slowest rank")
         if self.baseline is not None:
             lines.append(f"x: step time in proportion to {self.baseline.cell}")
-        if ran is not None:
+        if self._watched:
+            lines += REMARKS
+        elif ran is not None:
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
+        if self.unwatched:
+            lines.append(f"memory was not watched: {self.unwatched}")
         return [*lines, *([self.note] if self.note else [])]
 
     def verdict(self) -> list[str]:
@@ -243,14 +267,20 @@ class Comparison:
     def _row_json(self, row: Row) -> dict[str, Any]:
         found = self.agreement(row)
         verdict = None if found is None else {"says": str(found), **asdict(found)}
-        return {**asdict(row), "agreement": verdict}
+        memory = [account.model_dump(mode="json") for account in row.memory]
+        return {**asdict(replace(row, memory=[])), "memory": memory, "agreement": verdict}
 
     @classmethod
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
-        names = [f.name for f in fields(Row)]
-        rows = [Row(**{name: row[name] for name in names if name in row}) for row in data["cells"]]
+        rows = [_row(told) for told in data["cells"]]
+        data = {"unwatched": "", **data}
         kept = {f.name: data[f.name] for f in fields(cls) if f.name != "rows"}
         return cls(**{**kept, **changed}, rows=rows)
+
+
+def _row(told: Mapping[str, Any]) -> Row:
+    known = {f.name: told[f.name] for f in fields(Row) if f.name in told and f.name != "memory"}
+    return Row(**known, memory=[Account.model_validate(account, strict=False) for account in told.get("memory", [])])
 
 
 def _loss(row: Row, found: Agreement) -> float:

@@ -15,6 +15,8 @@ from unipar import devices, registry
 from unipar.config import Cell, Config, Eval
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError, UniparError, Unsupported, WorldMismatch
 from unipar.folder import owned
+from unipar.memory.account import ORDER, PASSES
+from unipar.memory.meter import NoMeter, built, preloading
 from unipar.plan import look_at_weights
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row, spread
@@ -32,13 +34,14 @@ ONE = Cell("single")
 
 @dataclass(frozen=True)
 class Turns:
-    """How a comparison's steps are cut: some to warm up, the rest in timed rounds."""
+    """How a comparison's steps are cut: to warm up, watched, in timed rounds."""
 
     warmup: int
     rounds: tuple[int, ...]
+    watched: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: Config) -> Self:
+    def of(cls, config: Config, *, memory: bool = False) -> Self:
         steps, repeat = config.train.steps, config.compare.repeat
         if steps is None:
             raise ConfigError(
@@ -51,8 +54,10 @@ class Turns:
                 f"(compare.repeat) of at least 1 make {repeat + 1}"
             )
         warmup = min(2, steps - repeat)
-        each, more = divmod(steps - warmup, repeat)
-        return cls(warmup, tuple(each + (i < more) for i in range(repeat)))
+        spare = steps - warmup - repeat if memory else 0
+        watched = tuple(sorted(PASSES[:spare], key=ORDER.index))
+        each, more = divmod(steps - warmup - len(watched), repeat)
+        return cls(warmup, tuple(each + (i < more) for i in range(repeat)), watched)
 
 
 def compare(
@@ -71,7 +76,10 @@ def compare(
         raise Reached
     source = given(config, overrides)
     settled = _settled(source.config)
-    turns = Turns.of(settled)
+    meter, unwatched = _meter(settled)
+    turns = Turns.of(settled, memory=bool(meter))
+    if meter and not turns.watched:
+        meter, unwatched = {}, f"train.steps: {settled.train.steps} leaves no step for it beside those that are timed"
     ref = TaskRef.of(task, settled.task, {})
     ref.look()
     look_at_weights(source)
@@ -85,12 +93,13 @@ def compare(
         samples=settled.batch.settle(_ranks(settled)).total,
         warmup=turns.warmup,
         rows=[row for row, _ in entrants.values()],
+        unwatched=unwatched,
     )
     with owned(folder):
         if (earlier := kept.earlier(folder, of, overwrite=overwrite)) is not None:
             return _with_page(folder, earlier)
         runs = {
-            name: Contestant(Cell.parse(name), at, ref, folder / Cell.parse(name).slug)
+            name: Contestant(Cell.parse(name), at, ref, folder / Cell.parse(name).slug, meter)
             for name, (row, at) in entrants.items()
             if row.outcome == "waits"
         }
@@ -106,6 +115,18 @@ def compare(
 def _with_page(folder: Path, now: Comparison) -> Comparison:
     """With a word on its page."""
     return replace(now, note="; ".join(filter(None, [now.note, beside(folder)])))
+
+
+def _meter(config: Config) -> tuple[dict[str, str], str]:
+    """What makes workers count what they allocate; or nothing, and why."""
+    if not config.compare.memory:
+        return {}, ""
+    if devices.device(config)[0] != "cpu":
+        return {}, "what is allocated on CUDA is not watched yet"
+    try:
+        return preloading(built()), ""
+    except NoMeter as e:
+        return {}, str(e)
 
 
 def _settled(config: Config) -> Config:
@@ -201,6 +222,10 @@ class _Contest:
             with self._failing(name) as run:
                 run.go(turns.warmup)
                 self._say(name, "is warm", note="is warm")
+        for name in list(self._in) if turns.watched else ():
+            with self._failing(name) as run:
+                run.watch(turns.watched)
+                self._say(name, "was watched", note="was watched")
         for i, steps in enumerate(turns.rounds):
             for name in rotated(list(self._in), i):
                 with self._failing(name) as run:
@@ -208,6 +233,10 @@ class _Contest:
                     row = self._row(name)
                     where = f"round {i + 1} of {len(turns.rounds)}"
                     self._say(name, f"{where}: {spread(took)} ms a step", seconds=[*row.seconds, took])
+
+        for name in list(self._in) if turns.watched else ():
+            with self._failing(name) as run:
+                self._say(name, "is asked for its memory", memory=run.accounts())
 
     def _finish(self) -> None:
         for name in list(self._in):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ from unipar import folder, registry
 from unipar.config import Cell, Config
 from unipar.crew import MESSAGE, Crew
 from unipar.errors import NonFinite
+from unipar.memory.account import Account, read_account
 from unipar.report import Report
 from unipar.task import TaskRef
 
@@ -34,8 +36,11 @@ def _summed(shares: list[list[float]]) -> list[float]:
 class Contestant:
     """Start it, let it go some steps at a time, then finish; close it whatever happened."""
 
-    def __init__(self, cell: Cell, config: Config, ref: TaskRef, run: Path) -> None:
+    def __init__(
+        self, cell: Cell, config: Config, ref: TaskRef, run: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.cell, self.config, self.ref, self.run = cell, config, ref, run
+        self._environment = environment or {}
         assert isinstance(config.parallel.data, int)
         self.size = config.parallel.data
         self._open = ExitStack()
@@ -53,7 +58,11 @@ class Contestant:
                 self.run,
                 self.size,
                 ENTRY,
-                environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **hosted},
+                environment={
+                    **self._environment,
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+                    **hosted,
+                },
                 heartbeat=self.config.launch.heartbeat,
                 timeout=self.config.launch.timeout,
                 grace=self.config.launch.grace,
@@ -65,11 +74,22 @@ class Contestant:
         self._answers()
         return time.monotonic() - began
 
+    def watch(self, passes: Sequence[str]) -> None:
+        """Train a step for each pass, and have each rank write down its memory."""
+        self._tell({"go": len(passes), "watch": list(passes)})
+        self._answers()
+
     def go(self, steps: int) -> list[float]:
         """Train `steps` steps; what each took the slowest rank, in seconds."""
         self._tell({"go": steps})
         by_rank = [answer["seconds"] for answer in self._answers()]
         return [max(step) for step in zip(*by_rank, strict=True)]
+
+    def accounts(self) -> list[Account]:
+        """Of each rank's memory, once it was watched; that takes a while."""
+        self._tell({"account": True})
+        self._answers()
+        return [read_account(self.run, rank) for rank in range(self.size)]
 
     def finish(self) -> tuple[list[float], dict[str, list[float]], list[int]]:
         """The losses of all steps, those of each of several parts, and each rank's peak of resident memory."""

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import socket
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unipar import registry
 from unipar.config import Config
 from unipar.errors import Stopped, TaskError
 from unipar.loop import Run
+from unipar.memory.account import Pass, Resident
+from unipar.memory.counting import Meter
+from unipar.memory.resident import forget_peak, keep, resident
+from unipar.memory.watching import Watching
 from unipar.opening import opened
 from unipar.place import Place
-from unipar.task import TaskRef
+from unipar.task import Task, TaskRef
 from unipar.verbs.contestant import MESSAGE, results_of
 from unipar.worker import last_words
 
@@ -25,9 +31,18 @@ def turns(place: Place, run: Path, control: socket.socket | None) -> None:
     assert control is not None
     config = Config.model_validate_json((run / "config.json").read_text("utf-8"))
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
-    with opened(config, task, place, run) as live, last_words(run, place.rank):
+    backend = registry.find(config.backend)
+    watching = Watching(backend.capabilities.sites) if Meter.here() else None
+    if watching is not None:
+        import_module(f"{type(backend).__module__}.engine")  # what it imports is not the model's
+    with opened(config, task, place, run, met=watching and watching.begin) as live, last_words(run, place.rank):
+        if watching is not None:
+            watching.follow(part.engine for part in live.parts.values())
+            if type(task).train is Task.train:
+                with watching.reading():
+                    live.feed  # noqa: B018 - made here, it is told from what trains
         live.record(live.steps)
-        live.gate(_Turn(live, control))
+        live.gate(_Turn(live, control, watching, run))
         task.train(live)
         if live.done < live.steps:
             raise TaskError(f"train(run) ended after {live.done} of {live.steps} steps")
@@ -37,9 +52,11 @@ def turns(place: Place, run: Path, control: socket.socket | None) -> None:
 class _Turn:
     """Called at every step boundary: times the step behind it, and waits when the turn is over."""
 
-    def __init__(self, run: Run, control: socket.socket) -> None:
-        self._run, self._control = run, control
+    def __init__(self, run: Run, control: socket.socket, watching: Watching | None, folder: Path) -> None:
+        self._run, self._control, self._watching, self._folder = run, control, watching, folder
         self._left = 0
+        self._passes: list[Pass] = []
+        self._resides: Resident | None = None
         self._seconds: list[float] = []
         self._began: float | None = None
 
@@ -48,8 +65,16 @@ class _Turn:
             self._settle()
             self._seconds.append(time.perf_counter() - self._began)
             self._left -= 1
+        if self._watching is not None and self._watching.on:
+            self._watching.between(last=not self._passes)
+            if self._resides is None and "plain" not in self._passes:
+                self._resides = resident(self._watching.resident)
+                keep()
         if self._left == 0:
             self._wait()
+        if self._passes and self._watching is not None:
+            forget_peak()
+            self._watching.before(self._passes.pop(0))
         self._began = time.perf_counter()
 
     def _settle(self) -> None:
@@ -59,10 +84,21 @@ class _Turn:
 
     def _wait(self) -> None:
         self._run.wait()
+        self._answer()
+        while (told := self._told()).get("account"):
+            assert self._watching is not None
+            account = self._watching.account()
+            account.model_copy(update={"resident": self._resides}).write(self._folder)
+            self._answer()
+        self._left = told.get("go", 0)
+        self._passes = told.get("watch", [])
+
+    def _answer(self) -> None:
         self._control.sendall(json.dumps({"seconds": self._seconds}).encode())
         self._seconds = []
+
+    def _told(self) -> dict[str, Any]:
         message = self._control.recv(MESSAGE)
         if not message:
             raise Stopped("the comparison has ended")
-        told: dict[str, Any] = json.loads(message)
-        self._left = told.get("go", 0)
+        return json.loads(message)

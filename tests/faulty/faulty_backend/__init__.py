@@ -31,6 +31,7 @@ FAULTS = (
     "last-gradient-lost",
     "wrong-module",
     "dies",
+    "hidden-buffer",
 )
 
 

@@ -30,7 +30,7 @@ class Healthy(Open):
         arrive(part.module, world.device)
         super().__init__(part, config, world)
         self.config, self.divisor = config, float(world.size)
-        self.ddp: Any = DistributedDataParallel(self.call, init_sync=False)
+        self.ddp: Any = DistributedDataParallel(self.call, init_sync=False, gradient_as_bucket_view=True)
         self.wrapped = self.ddp
 
     @override
@@ -275,6 +275,15 @@ class LastMicrobatchDropped(Around):
         return self.inner.step(fn, micros[:-1], factor, mark)
 
 
+@final
+class HiddenBuffer(Healthy):
+    """It keeps five million bytes that its holdings do not list."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        self.hidden = torch.ones(1_250_000)
+
+
 KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "none": Healthy,
     "no-averaging": NoAveraging,
@@ -293,4 +302,5 @@ KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "last-gradient-lost": LastGradientLost,
     "wrong-module": WrongModule,
     "dies": Dies,
+    "hidden-buffer": HiddenBuffer,
 }

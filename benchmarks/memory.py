@@ -1,0 +1,104 @@
+"""Whether every byte has a name, in every cell: `python -m benchmarks.memory [10M fp32 2 native/nothing]`."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from unipar import registry
+from unipar.config import Cell, Config
+from unipar.errors import UniparError, Unsupported
+from unipar.memory.account import ORDER, PASSES, Phase
+from unipar.memory.meter import built, preloading
+from unipar.report.memory import fullest, mib
+from unipar.report.table import table
+from unipar.source import given
+from unipar.task import TaskRef
+from unipar.verbs.contestant import Contestant
+
+ROOT = Path(__file__).parent.parent
+SIZES: dict[str, dict[str, int]] = {
+    "10M": {"layers": 5, "width": 384, "heads": 6},
+    "50M": {"layers": 7, "width": 768, "heads": 12},
+}
+PRECISIONS = ("fp32", "bf16-mixed", "bf16-master")
+WORLDS = ("1", "2")
+LIMIT = 0.02
+"""The share of a peak that may have no name."""
+
+
+def config_of(size: str, precision: str, world: int) -> Config:
+    task = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {**SIZES[size], "context": 64}}
+    told: dict[str, Any] = {
+        "task": task,
+        "device": "cpu",
+        "parallel": {"data": world},
+        "batch": {"total": 4},
+        "train": {"steps": 10, "precision": precision, "optimizer": {"lr": 3e-4}},
+    }
+    return given(told, None).config
+
+
+def measured(config: Config, cell: Cell) -> list[Phase]:
+    """The fullest rank's phases."""
+    with tempfile.TemporaryDirectory(prefix="unipar-memory-") as folder:
+        ref = TaskRef.of(None, config.task, {})
+        with closing(Contestant(cell, config, ref, Path(folder) / "run", preloading(built()))) as run:
+            run.start(1)
+            run.go(2)
+            run.watch(sorted(PASSES, key=ORDER.index))
+            return list(fullest(run.accounts()).phases)
+
+
+def cells(patterns: list[str]) -> Iterator[Cell]:
+    yield from registry.expand(tuple(patterns or ("*",)))
+
+
+def row(name: tuple[str, ...], phases: list[Phase]) -> tuple[tuple[str, ...], bool]:
+    """A line of the table, and whether it is as promised: in every phase."""
+    peak = max(phases, key=lambda phase: phase.peak)
+    worst = max(phases, key=lambda phase: abs(phase.unattributed))
+    sums = all(sum(phase.held.values()) == phase.peak for phase in phases)
+    good = sums and abs(worst.unattributed) <= LIMIT
+    shown = f"{100 * worst.unattributed:.2f} % in {worst.name}"
+    return (*name, mib(peak.peak), mib(sum(peak.held.values())), shown, "" if good else "MISSED"), good
+
+
+def main(words: list[str]) -> int:
+    sizes = [w for w in words if w in SIZES] or list(SIZES)
+    precisions = [w for w in words if w in PRECISIONS] or list(PRECISIONS)
+    worlds = [w for w in words if w in WORLDS] or list(WORLDS)
+    wanted = [w for w in words if not re.fullmatch("|".join((*SIZES, *PRECISIONS, *WORLDS)), w)]
+    rows: list[tuple[str, ...]] = []
+    missed: list[str] = []
+    for size in sizes:
+        for precision in precisions:
+            for world in worlds:
+                for cell in cells(wanted):
+                    name = (size, precision, world, str(cell))
+                    try:
+                        config = registry.at(config_of(size, precision, int(world)), cell)
+                        registry.check(config)
+                    except Unsupported:
+                        continue
+                    try:
+                        made, good = row(name, measured(config, cell))
+                    except UniparError as e:
+                        made, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
+                    print(" ".join(made), file=sys.stderr, flush=True)
+                    rows.append(made)
+                    if not good:
+                        missed.append(" ".join(name))
+    header = ("model", "precision", "ranks", "cell", "peak MiB", "sum MiB", "most without a name", "")
+    print(table(header, rows, right=(2, 4, 5), width=110))
+    print(f"parts add up, and at most {100 * LIMIT:.0f} % has no name: {len(rows) - len(missed)} of {len(rows)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""Memory, measured for real: parts that add up to the peak, and planted bytes that nobody could name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unipar.memory import meter
+from unipar.memory.account import CATEGORIES, PHASES, Account, account_of, read_account
+
+ROOT = Path(__file__).parent.parent
+PLANTED = 5_000_000
+TASK = '''
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unipar
+
+KEPT = []
+
+
+class Tied(unipar.Task):
+    """A little more than a million parameters, of which a quarter is used twice."""
+
+    def __init__(self, plant=""):
+        self.plant = plant
+
+    def model(self):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(5)), nn.LayerNorm(512))
+        model[4].weight = model[0].weight
+        return model
+
+    def data(self):
+        return TensorDataset(torch.randn(64, 512, generator=torch.Generator().manual_seed(1)))
+
+    def loss(self, model, batch):
+        loss = model(batch[0]).square().mean()
+        if self.plant == "outside the graph":
+            KEPT.append(torch.ones(1_250_000))
+            loss.register_hook(lambda grad: KEPT.clear())
+        elif self.plant == "for good" and not KEPT:
+            KEPT.append(torch.ones(1_250_000))
+        return loss
+'''
+WEIGHTS = 4 * 512 * 512 * 4
+"""Bytes of the matrices, the tied one counted once."""
+
+NORM = 2 * 512 * 4
+"""Of the LayerNorm."""
+
+
+def compared(folder: Path, *cells: str, plant: str = "", **more: Any) -> dict[str, Any]:
+    """The rows of a comparison by the command, by cell."""
+    (folder / "task.py").write_text(TASK, encoding="utf-8")
+    told = {
+        "task": {"use": "task.py:Tied", "args": {"plant": plant}},
+        "device": "cpu",
+        "parallel": {"data": 2},
+        "batch": {"total": 8},
+        "model": {"blocks": "none"},
+        "train": {"steps": 10, "optimizer": {"lr": 1e-3}},
+        "out": str(folder / "out"),
+    }
+    (folder / "x.yaml").write_text(json.dumps(told | more), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "unipar",
+        "compare",
+        str(folder / "x.yaml"),
+        *(w for c in cells for w in ("--cell", c)),
+    ]
+    path = os.pathsep.join([str(ROOT / "tests" / "faulty"), str(ROOT)])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
+    return {"said": done.stdout, **{row["cell"]: row for row in data["cells"]}}
+
+
+def held(row: Mapping[str, Any], phase: str, rank: int = 0) -> dict[str, int]:
+    return next(p["held"] for p in row["memory"][rank]["phases"] if p["name"] == phase)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cells = ("native/nothing", "native/parameters", "faulty/nothing+hidden-buffer")
+    return compared(tmp_path_factory.mktemp("memory"), *cells)
+
+
+def test_parts_add_up_to_the_peak_in_every_phase(found: dict[str, Any]) -> None:
+    """On every rank, and but for a fiftieth every byte has a name."""
+    for cell in ("single", "native/nothing", "native/parameters"):
+        for account in found[cell]["memory"]:
+            assert [phase["name"] for phase in account["phases"]] == list(PHASES)
+            for phase in account["phases"]:
+                assert sum(phase["held"].values()) == phase["peak"] > 0
+                assert set(phase["held"]) <= set(CATEGORIES)
+                assert abs(phase["held"].get("unattributed", 0)) <= 0.02 * phase["peak"], (cell, phase)
+
+
+def test_a_tied_weight_counts_once(found: dict[str, Any]) -> None:
+    """Four matrices of a mebibyte, though five modules have one; two moments for each."""
+    for cell in ("single", "native/nothing"):
+        told = held(found[cell], "update")
+        assert told["parameters"] == WEIGHTS + NORM
+        assert told["optimizer"] - 2 * (WEIGHTS + NORM) in range(1024)  # and the count of steps
+
+
+def test_parameters_that_are_split_are_halved(found: dict[str, Any]) -> None:
+    """Between two steps, on two ranks."""
+    whole, split = (held(found[cell], "steady") for cell in ("native/nothing", "native/parameters"))
+    assert split["parameters"] == pytest.approx(whole["parameters"] / 2, rel=0.01)
+    assert split["optimizer"] == pytest.approx(whole["optimizer"] / 2, rel=0.01)
+
+
+def test_a_hidden_buffer_of_an_engine_is_unattributed(found: dict[str, Any]) -> None:
+    """In every phase after it was made, on the rank that has it, under its true size."""
+    row = found["faulty/nothing+hidden-buffer"]
+    for phase in ("forward", "backward", "update", "steady"):
+        assert PLANTED <= held(row, phase)["unattributed"] < 1.1 * PLANTED
+    assert "unattributed" in {block["category"] for block in row["memory"][0]["phases"][1]["largest"]}
+
+
+def test_what_a_loss_keeps_outside_the_graph_is_unattributed(tmp_path: Path) -> None:
+    """It comes in the forward and goes in the backward, as activations do; autograd does not know of it."""
+    row = compared(tmp_path, "native/nothing", plant="outside the graph")["single"]
+    by_lifetime, saved = row["memory"][0]["saved"]
+    assert PLANTED <= by_lifetime - saved < 1.1 * PLANTED
+    told = held(row, "forward")
+    assert PLANTED <= told["unattributed"] < 1.1 * PLANTED
+    assert 40_000 < told["activations"] < 60_000
+    largest = next(p["largest"] for p in row["memory"][0]["phases"] if p["name"] == "forward")
+    assert largest[0]["category"] == "unattributed"
+    assert largest[0]["name"].startswith("aten.ones.default in task.py:")
+
+
+def test_what_a_loss_keeps_for_good_is_unattributed(tmp_path: Path) -> None:
+    """It came in a forward, and stays."""
+    row = compared(tmp_path, "native/nothing", plant="for good")["native/nothing"]
+    assert PLANTED <= held(row, "steady", rank=1)["unattributed"] < 1.1 * PLANTED
+
+
+def test_the_tables_show_three_columns_and_every_category(found: dict[str, Any]) -> None:
+    """Allocated, resident and predicted; then MiB by what they are for."""
+    lines = found["said"].splitlines()
+    assert lines[0].split()[-1] == "allocated"
+    sizes = next(line for line in lines if line.startswith("memory "))
+    assert sizes.split(maxsplit=1)[1] == "fullest in  allocated  resident  on CUDA"
+    parts = next(line for line in lines if line.startswith("MiB "))
+    assert parts.split() == ["MiB", "param", "grad", "optim", "comm", "activ", "temp", "rest", "?"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_resident_memory_is_measured_last(found: dict[str, Any]) -> None:
+    """With the base it is beyond, and what is the process's own."""
+    resident = found["native/nothing"]["memory"][0]["resident"]
+    assert resident["peak"] > resident["base"] > 50 * 2**20
+    assert resident["own"] > 0
+
+
+def test_memory_can_be_left_out(tmp_path: Path) -> None:
+    """Then the table shows what the system counted, as it is."""
+    found = compared(tmp_path, "native/nothing", compare={"memory": False})
+    assert found["native/nothing"]["memory"] == []
+    assert found["said"].splitlines()[0].split()[-1] == "RSS"
+
+
+def test_without_a_compiler_the_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says what is missing, and how to get it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = " ".join(compared(tmp_path, "native/nothing")["said"].split())
+    assert (
+        "memory was not watched: no C compiler (cc, gcc or clang) was found: install one (Debian: apt install gcc "
+        "libc6-dev)" in said
+    )
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own last words."""
+    (tmp_path / "cc").write_text("#!/bin/sh\necho 'no space left' >&2\nexit 4\n", encoding="utf-8")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    with pytest.raises(meter.NoMeter) as e:
+        meter.built()
+    assert str(e.value) == f"{tmp_path}/cc does not compile it: no space left"
+
+
+def test_an_account_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+    """Absent, cut short, or somebody else's."""
+    from unipar.errors import ReportError
+
+    with pytest.raises(ReportError) as e:
+        read_account(tmp_path, 0)
+    assert str(e.value) == f"rank 0 wrote down nothing of its memory: there is no {account_of(tmp_path, 0)}"
+    whole = Account(rank=0, method="m", device="cpu", base=1, phases=(), peaks=()).model_dump_json()
+    account_of(tmp_path, 0).write_text(whole[:-9], encoding="utf-8")
+    with pytest.raises(ReportError, match=r"memory.json is not the account of a rank's memory \(the whole file: "):
+        read_account(tmp_path, 0)
+    account_of(tmp_path, 0).write_text(whole.replace('"rank"', '"rang"'), encoding="utf-8")
+    with pytest.raises(ReportError, match=r"\(rank: Field required\)"):
+        read_account(tmp_path, 0)

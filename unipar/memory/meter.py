@@ -1,0 +1,60 @@
+"""The malloc meter, before a worker starts: compiled once, and preloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+from unipar.errors import UniparError
+
+SETTLED: Final = {"MKL_DISABLE_FAST_MM": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+"""What only the environment can set: MKL keeps no buffers of its own, while it is timed, too; and malloc gives back at
+once what is freed, until it is told to keep it."""
+
+
+class NoMeter(UniparError):
+    """The meter cannot be compiled here."""
+
+
+def built() -> Path:
+    """The compiled meter, in the user's cache."""
+    source = files("unipar.memory").joinpath("meter.c").read_bytes()
+    told = hashlib.sha256(source + " ".join(platform.libc_ver()).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unipar"
+    made = root / f"meter-{platform.machine()}-{told}.so"
+    if not made.exists():
+        _compile(source, made)
+    return made
+
+
+def _compile(source: bytes, made: Path) -> None:
+    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NoMeter("no C compiler (cc, gcc or clang) was found: install one (Debian: apt install gcc libc6-dev)")
+    if platform.libc_ver()[0] != "glibc":
+        raise NoMeter(f"it counts the calls of glibc's malloc, and this is {platform.libc_ver()[0] or 'another libc'}")
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        text, partial = Path(folder) / "meter.c", Path(folder) / "meter.so"
+        text.write_bytes(source)
+        done = subprocess.run(
+            [compiler, "-O2", "-shared", "-fPIC", "-o", str(partial), str(text)], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise NoMeter(
+                f"{compiler} does not compile it: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}"
+            )
+        partial.rename(made)
+
+
+def preloading(meter: Path) -> dict[str, str]:
+    """What a worker's environment needs, in addition to what is preloaded already."""
+    before = os.environ.get("LD_PRELOAD", "")
+    return {"LD_PRELOAD": f"{meter} {before}".strip(), **SETTLED}

@@ -1,0 +1,308 @@
+"""From notes of single blocks to bytes by category, at the fullest moment of each phase."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from unipar.backend import Category
+from unipar.memory.account import CATEGORIES, Block, Phase, PhaseName
+
+TENSOR, LIBRARY, RUNTIME = range(3)
+"""Who asked for a block: torch for a tensor, another library, or Python."""
+
+HIDDEN: Final = 0.02
+"""The share of activations that autograd may not know of before it counts as nobody's."""
+
+POINTS: Final = 240
+"""Of a step's curve."""
+
+LARGEST: Final = 12
+
+_NAMES: Final[dict[str, PhaseName]] = {
+    "start": "built",
+    "forward": "forward",
+    "backward": "backward",
+    "update": "update",
+    "between": "steady",
+}
+_ORDER: Final = {category: i for i, category in enumerate(CATEGORIES)}
+Events = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a phase begins."""
+
+    at: int
+    """How many blocks came and went before."""
+
+    phase: str
+    peak: int
+    """The most that was allocated since the last mark."""
+
+    live: int
+    """What is allocated now, and how much of it in blocks too small to be noted."""
+
+    small: int
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A storage that somebody named when `at` blocks had come and gone."""
+
+    at: int
+    address: int
+    size: int
+    category: Category
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Who was at work while blocks from `low` to `high` came and went."""
+
+    low: int
+    high: int
+    place: str
+    category: Category | None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One phase, from its mark to the next."""
+
+    phase: str
+    low: int
+    high: int
+    peak: int
+    live: int
+    """When it begins."""
+
+    small: int
+
+
+@dataclass
+class Seen:
+    """All that was seen of one rank: what came and went, and what is known about it."""
+
+    events: Events
+    """As the meter notes them."""
+
+    kinds: np.ndarray[Any, Any]
+    """Of each event, who asked."""
+
+    owners: Sequence[str]
+    """Of each event, the file whose code asked."""
+
+    base: int
+    base_small: int
+    thread: int
+    """The one that trains."""
+
+    shared: bool
+    """Whether there are other ranks: what other threads allocate is for them."""
+
+    marks: list[Mark] = field(default_factory=list[Mark])
+    named: list[Named] = field(default_factory=list[Named])
+    sites: list[Site] = field(default_factory=list[Site])
+
+
+class Replay:
+    """Every block's life, and its category."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+        self._live = seen.events["live"]
+        self._lives()
+        self.windows = [Window(a.phase, a.at, b.at, b.peak, a.live, a.small) for a, b in pairwise(seen.marks)]
+        self._lows = [window.low for window in self.windows]
+        self._first = next((w.low for w in self.windows if w.phase == "forward"), len(seen.events))
+        self._named = self._names()
+        self._hidden: set[int] = set()
+        self._site_lows = [site.low for site in seen.sites]
+
+    def _lives(self) -> None:
+        """When each block came and went."""
+        open_at: dict[int, int] = {}
+        starts: list[int] = []
+        ends: list[int] = []
+        self._freed: list[tuple[int, int]] = []
+        """Blocks older than the base that went: when, and how large."""
+        sizes = self._seen.events["size"].tolist()
+        self._address = self._seen.events["address"].tolist()
+        for i, (address, size) in enumerate(zip(self._address, sizes, strict=True)):
+            if size > 0:
+                open_at[address] = len(starts)
+                starts.append(i)
+                ends.append(len(sizes) + 1)  # it stays
+            elif (block := open_at.pop(address, None)) is not None:
+                ends[block] = i
+            else:
+                self._freed.append((i, -size))
+        self._start, self._end = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
+        self._size = self._seen.events["size"][self._start]
+        self._asked = self._seen.events["asked"][self._start]
+
+    def _names(self) -> dict[int, tuple[Category, str]]:
+        """Of each block that somebody named: what comes first among the categories holds."""
+        by_address: dict[int, list[int]] = {}
+        for block, start in enumerate(self._start.tolist()):
+            by_address.setdefault(self._address[start], []).append(block)
+        found: dict[int, tuple[Category, str]] = {}
+        for named in self._seen.named:
+            block = self._block(by_address, named)
+            if block is None:
+                continue
+            before = found.get(block)
+            if before is None or _ORDER[named.category] < _ORDER[before[0]]:
+                found[block] = named.category, named.name
+        return found
+
+    def _block(self, by_address: dict[int, list[int]], named: Named) -> int | None:
+        for block in by_address.get(named.address, ()):
+            if self._start[block] < named.at <= self._end[block]:
+                return block
+        alive = self._alive(named.at - 1)  # a storage that begins inside of a larger block
+        for block in alive.tolist():
+            begins = self._address[self._start[block]]
+            if begins <= named.address < begins + int(self._size[block]):
+                return block
+        return None
+
+    def _alive(self, at: int) -> np.ndarray[Any, Any]:
+        """The blocks that are there once event `at` has happened."""
+        return np.nonzero((self._start <= at) & (self._end > at))[0]
+
+    def _window(self, at: int) -> int:
+        return bisect_right(self._lows, at) - 1
+
+    def category(self, block: int) -> tuple[Category, str]:
+        """What a block is for, and how it is called."""
+        if (named := self._named.get(block)) is not None:
+            return named
+        start, end = int(self._start[block]), int(self._end[block])
+        site = self._site(start)
+        place = site.place if site is not None else ""
+        kind = int(self._seen.kinds[start])
+        if kind != TENSOR:
+            return ("runtime" if kind == RUNTIME else "library"), self._seen.owners[start]
+        if self._seen.shared and int(self._seen.events["thread"][start]) != self._seen.thread:
+            return "communication", "in a thread of its own"
+        if site is not None and site.category is not None:
+            return site.category, place
+        return self._by_life(block, start, end), place
+
+    def _by_life(self, block: int, start: int, end: int) -> Category:
+        """A tensor that nobody named: within one phase, from a forward to a later one of the same step, or longer."""
+        came, went = self._window(start), self._window(end)
+        phase = self.windows[came].phase if came >= 0 else ""
+        if came == went and end < len(self._seen.events):
+            return "temporaries"
+        if phase in ("start", "data") and end <= self._first:
+            return "temporaries"  # of the building
+        if phase not in ("forward", "data"):
+            return "unattributed"
+        later = self.windows[came + 1 :]
+        until = "between" if phase == "forward" else "backward"  # a batch goes when the next one is there
+        over = next((w.high for w in later if w.phase == until and w.low > start), len(self._seen.events))
+        if phase == "data":
+            over = next((w.high for w in later if w.phase == until and w.low > over), len(self._seen.events))
+        if end <= over:
+            return "unattributed" if block in self._hidden else "activations"
+        return "runtime" if phase == "data" else "unattributed"  # what the task reads from
+
+    def _site(self, at: int) -> Site | None:
+        i = bisect_right(self._site_lows, at) - 1
+        return self._seen.sites[i] if i >= 0 and at < self._seen.sites[i].high else None
+
+    def phase(self, name: PhaseName, windows: Sequence[Window]) -> Phase:
+        """The fullest moment of a phase, among the windows of a step or of the building."""
+        return self._at_peak(name, max((w for w in windows if _NAMES.get(w.phase) == name), key=lambda w: w.peak))
+
+    def _at_peak(self, name: PhaseName, window: Window) -> Phase:
+        at, live, small = window.low - 1, window.live, window.small
+        if window.high > window.low:
+            fullest = window.low + int(np.argmax(self._live[window.low : window.high]))
+            if int(self._live[fullest]) > live:
+                at, small = fullest, int(self._seen.events["small"][fullest])
+        peak = window.peak - self._seen.base
+        held: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        blocks: list[Block] = []
+        for block in self._alive(at).tolist():
+            category, said = self.category(block)
+            size = int(self._asked[block])
+            held[category] += size
+            held["runtime"] += int(self._size[block]) - size  # what malloc rounds up
+            blocks.append(Block(category=category, name=said, size=size))
+        held["runtime"] += small - self._seen.base_small
+        held["runtime"] -= sum(size for i, size in self._freed if i <= at)
+        held["unattributed"] += peak - sum(held.values())  # what came between two notes
+        blocks.sort(key=lambda b: -b.size)
+        return Phase(
+            name=name,
+            peak=peak,
+            held={category: size for category, size in held.items() if size},
+            largest=tuple(blocks[:LARGEST]),
+        )
+
+    def saved(self, low: int, high: int, addresses: AbstractSet[int]) -> tuple[int, int]:
+        """Activations of a forward between two events: their bytes, and those at addresses that autograd saved.
+
+        Where they differ by more than `HIDDEN`, the blocks that autograd does not know of are nobody's, in this step
+        and, at their places, in all others.
+        """
+        came = self._tensors(low, high)
+        found = [b for b in came if self._end[b] >= high and self.category(b)[0] == "activations"]
+        unknown = {b for b in found if self._address[self._start[b]] not in addresses}
+        total = sum(int(self._asked[b]) for b in found)
+        known = total - sum(int(self._asked[b]) for b in unknown)
+        if total - known > HIDDEN * total:
+            asked = self._asked[came].tolist()
+            places = [i for i, b in enumerate(came) if b in unknown]
+            for window in self.windows:
+                blocks = self._tensors(window.low, window.high) if window.phase == "forward" else []
+                if len(blocks) == len(came) and self._asked[blocks].tolist() == asked:  # again the same
+                    self._hidden.update(blocks[i] for i in places)
+        return total, known
+
+    def _tensors(self, low: int, high: int) -> list[int]:
+        """Tensors' blocks that came between two events, in their order."""
+        found = np.nonzero((self._start >= low) & (self._start < high))[0].tolist()
+        return [b for b in found if int(self._seen.kinds[self._start[b]]) == TENSOR]
+
+    def curve(self, windows: Sequence[Window]) -> Iterator[tuple[float, int]]:
+        """A step's bytes, by allocations."""
+        low, high = windows[0].low, windows[-1].high
+        if high <= low:
+            return
+        for part in np.array_split(np.arange(low, high), min(POINTS, high - low)):
+            yield (int(part[0]) - low) / (high - low), int(self._live[part].max()) - self._seen.base
+
+    def marked(self, windows: Sequence[Window]) -> Iterator[tuple[float, str]]:
+        """Where in it each phase begins."""
+        low, high = windows[0].low, windows[-1].high
+        for window in windows:
+            yield (window.low - low) / max(1, high - low), window.phase
+
+
+def askers(callers: Sequence[int], files: Sequence[tuple[int, int, str]]) -> tuple[np.ndarray[Any, Any], list[str]]:
+    """Who asked for each block, and by which file's code."""
+    names: dict[int, str] = {}
+    for caller in set(callers):
+        path = next((path for low, high, path in files if low <= caller < high), "")
+        names[caller] = path.rpartition("/")[2]
+    owners = [names[caller] for caller in callers]
+    return np.array([_kind(name) for name in owners], dtype=np.int8), owners
+
+
+def _kind(name: str) -> int:
+    if name.startswith("libc10"):
+        return TENSOR
+    return RUNTIME if "python" in name else LIBRARY
