@@ -61,6 +61,32 @@ def test_a_parameter_without_dimensions(cell: str, tmp_path: Path) -> None:
     )
 
 
+class _Shared(tasks.Plain):
+    """Two blocks with one matrix."""
+
+    @override
+    def model(self) -> nn.Module:
+        model = tasks.Tiny()
+        first, second = model.blocks
+        assert isinstance(first, tasks.Block)
+        assert isinstance(second, tasks.Block)
+        second.up.weight = first.up.weight
+        return model
+
+
+@pytest.mark.parametrize("backend", ["native", "accelerate"])
+def test_blocks_that_share_a_parameter(backend: str, tmp_path: Path) -> None:
+    """Each would be split by itself, and the library ends in its own words; as one they train."""
+    split = {"backend": backend, "parallel": {"shard": "parameters"}}
+    assert _refused(_Shared(), tmp_path, **split) == (
+        f"{backend}/parameters splits each block by itself, and 'blocks.1' shares its 'up.weight' with 'blocks.0': "
+        "set model.blocks: none, or name blocks that share nothing"
+    )
+    with running(_Shared(), tmp_path, **split, model={"blocks": "none"}) as run:
+        run.task.train(run)
+        assert run.done == 3
+
+
 @pytest.mark.parametrize("shard", ["nothing", "optimizer"])
 def test_the_first_step_settles_the_search(shard: str, tmp_path: Path) -> None:
     """DDP searches for unused parameters if the first step had some, and not otherwise."""

@@ -116,7 +116,7 @@ def test_memory_is_told_in_three_columns(run: Path) -> None:
     assert "on CUDA (predicted)</th>" in text
     assert (
         '<th scope="row" class="text">native/parameters</th><td class="text">7 digits</td><td>826 ms</td>'
-        "<td>1.57</td><td>9.7</td><td>97 MiB</td><td>424 MiB</td><td>798 MiB</td>"
+        "<td>1.57</td><td>9.7</td><td>97 MiB</td><td>104 MiB</td><td>798 MiB</td>"
     ) in text
     assert "<h3>On CUDA: assumed, not measured</h3>" in text
     assert "NCCL takes 200 MiB in each process of a world of several" in text

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
+from unipar.backend import Part
 from unipar.config import Config
 from unipar.errors import ConfigError, TaskError
 from unipar.precision import born_as
@@ -227,6 +228,19 @@ def lower(root: nn.Module, dtype: torch.dtype) -> None:
 def arrive(root: nn.Module, device: torch.device) -> None:
     """A whole copy on each rank."""
     settle(root, lambda p: travel(p, device), device)
+
+
+def refuse_shared(part: Part, cell: str) -> None:
+    """For libraries that split each block by itself: a parameter of two blocks would have two owners."""
+    owners: dict[int, str] = {}
+    for block in part.blocks:
+        for name, p in part.module.get_submodule(block).named_parameters():
+            first = owners.setdefault(id(p), block)
+            if first != block:
+                raise TaskError(
+                    f"{cell} splits each block by itself, and {block!r} shares its {name!r} with {first!r}: "
+                    "set model.blocks: none, or name blocks that share nothing"
+                )
 
 
 def refuse_scalars(module: nn.Module, cell: str) -> None:

@@ -17,7 +17,7 @@ from unipar_native.fsdp2 import Sharded
 
 from unipar import registry
 from unipar.backend import Part
-from unipar.birth import arrive, lower, refuse_scalars
+from unipar.birth import arrive, lower, refuse_scalars, refuse_shared
 from unipar.config import Config
 from unipar.world import World
 from unipar_accelerate import fsdp_settings, mixed
@@ -28,6 +28,7 @@ from unipar_accelerate.engine import alone, bound, forget
 class Split(Sharded):
     def __init__(self, part: Part, config: Config, world: World) -> None:
         refuse_scalars(part.module, str(registry.cell_of(config)))
+        refuse_shared(part, str(registry.cell_of(config)))
         arrive(part.module, world.device)  # whole on every rank: it splits only what is there already
         super().__init__(part, config, world)
         self.divisor = float(world.size)

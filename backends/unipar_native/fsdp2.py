@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from unipar.backend import Holding, Part
-from unipar.birth import lower, parameters_of, refuse_scalars, settle, travel
+from unipar.birth import lower, parameters_of, refuse_scalars, refuse_shared, settle, travel
 from unipar.call import Call
 from unipar.config import Config
 from unipar.errors import TaskError
@@ -87,6 +87,7 @@ class FSDP2(Sharded):
     def __init__(self, part: Part, config: Config, world: World) -> None:
         shard = config.parallel.shard
         refuse_scalars(part.module, f"native/{shard}")
+        refuse_shared(part, f"native/{shard}")
         self.once = shard == "optimizer"
         mixed = config.train.precision == "bf16-master"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()

@@ -15,6 +15,7 @@ from unipar.report.bars import balance, bridge, stacked, times
 from unipar.report.comparison import tolerance
 from unipar.report.cuda import ASSUMED, predicted
 from unipar.report.markup import e, figure, said, section, tabled, together
+from unipar.report.memory import resident
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
 from unipar.report.seen import Seen, Told, asked_of
 from unipar.report.table import counted, duration, size
@@ -168,8 +169,9 @@ def _cells(told: Told) -> str:
         "Every cell",
         tabled([*head, *memory], rows, "What each cell costs, and whether it agrees", (0, 1)),
         said(
-            "Allocated: measured, by tensors of the largest rank. Resident: what the system counts for the process, "
-            "its files left out; where memory was not measured the peak RSS of the timed run (~), which is no ranking. "
+            "Allocated: measured, on the largest rank, beyond what it held before the model was built. Resident: the "
+            "same as the system counts it, files left out; where memory was not measured the peak RSS of the timed "
+            "run (~), which is no ranking. "
             + ("On CUDA: not measured, see the assumptions below." if told.measured else ""),
             "note",
         ),
@@ -182,8 +184,9 @@ def three(cell: Seen, ranks: int) -> list[str]:
     rss = f"~{size(max(cell.row.peak_rss))}" if cell.row.peak_rss else NONE
     if account is None:
         return [NONE, rss, NONE]
-    resident = size(account.resident.peak) if account.resident is not None else rss
-    return [size(cell.peak), resident, size(predicted(account, 1 if len(cell.memory) == 1 else ranks).total)]
+    resides = resident(cell.memory)
+    here = rss if resides is None else size(resides)
+    return [size(cell.peak), here, size(predicted(account, 1 if len(cell.memory) == 1 else ranks).total)]
 
 
 def _changed(told: Told, before: Told | None) -> str:
