@@ -90,7 +90,7 @@ def config_of(cell: str, precision: str, size: int) -> Config:
 def engine_of(config: Config, world: World, build: Build) -> Engine:
     task = Task()
     (name, module), *_ = born(task, config, world).items()
-    part = Part(name, module, optimizer_of(grouped(task, module, config), config, world.device),
+    part = Part(name, module, optimizer_of(task, grouped(task, module, config), config, world.device),
                 blocks_of(task, module, config))  # fmt: skip
     return build(part, config, world)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,3 +57,24 @@ class Blowing(tasks.Plain):
     @override
     def data(self) -> Any:
         return Wind(40)
+
+
+class _ByNorm(torch.optim.Optimizer):
+    """Each tensor moves by its rate, whatever the size of its gradient."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 1e-2, "weight_decay": 0.0})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm().clamp(min=1e-12), alpha=group["lr"])
+
+
+class ByNorm(tasks.Plain):
+    @override
+    def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        return _ByNorm(groups)

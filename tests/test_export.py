@@ -239,6 +239,11 @@ class Own(Whole):
         pass
 
 
+class Owner(Whole):
+    def optimizer(self, groups):
+        return None
+
+
 class Several(Own):
     def model(self):
         return {"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)}
@@ -256,6 +261,11 @@ class Derived(Line):
             "Own",
             "tasks.py:Own: train() is a loop of its own over unipar's Run, which a script has not: export a task "
             "without it, and write the loop into train.py",
+        ),
+        (
+            "Owner",
+            "tasks.py:Owner: optimizer() makes one of the task's own, and a script makes the config's: export a task "
+            "without it, and make yours in train.py",
         ),
         (
             "Several",

@@ -68,7 +68,7 @@ def test_groups_keep_their_ratio() -> None:
     task = _Task(groups)
     config = _config(optimizer={"name": "sgd", "lr": 0.1}, lr_scale={"rule": "linear", "at_batch": 4})
     module = task.model()
-    optimizer = optimizer_of(grouped(task, module, config), config, CPU)(module)
+    optimizer = optimizer_of(task, grouped(task, module, config), config, CPU)(module)
     rates = Rates(optimizer)
     assert [g["lr"] for g in optimizer.param_groups] == [0.0, 0.0]
     rates.set(optimizer, 0.5)
@@ -110,8 +110,80 @@ def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
     task = _Task()
     config = _config(optimizer={"fused": fused, "foreach": foreach})
     module = task.model()
-    defaults = optimizer_of(grouped(task, module, config), config, CPU)(module).defaults
+    defaults = optimizer_of(task, grouped(task, module, config), config, CPU)(module).defaults
     assert (defaults["fused"], defaults["foreach"]) == wanted
+
+
+class _Owner(_Task):
+    """An optimizer made as the test says."""
+
+    def __init__(self, make: Callable[[Any], Any], groups: Groups | None = None) -> None:
+        super().__init__(groups)
+        self._make = make
+
+    @override
+    def optimizer(self, groups: Any) -> Any:
+        return self._make(groups)
+
+
+def _owned(make: Callable[[Any], Any], groups: Groups | None = None, **train: Any) -> Any:
+    task, config = _Owner(make, groups), _config(**train)
+    module = task.model()
+    return optimizer_of(task, grouped(task, module, config), config, CPU)(module)
+
+
+def test_an_optimizer_of_the_tasks_own() -> None:
+    """It is given parameters, rates that are scaled, and decay; a group may hold keys of its own."""
+
+    def groups(m: Any) -> Any:
+        return [{"params": m[0].parameters(), "nesterov": True}, {"params": m[1:].parameters(), "lr": 0.4}]
+
+    scaled = {"rule": "linear", "at_batch": 4}
+    made = _owned(torch.optim.RMSprop, groups, optimizer={"lr": 0.1, "weight_decay": 0.3}, lr_scale=scaled)
+    assert isinstance(made, torch.optim.RMSprop)
+    assert [(g["lr"], g["weight_decay"]) for g in made.param_groups] == [(0.2, 0.3), (0.8, 0.3)]
+    assert made.param_groups[0]["nesterov"] is True
+
+
+_STRANGE = nn.Parameter(torch.ones(1))
+
+
+def _none(groups: Any) -> Any:
+    return 3
+
+
+def _first(groups: Any) -> Any:
+    return torch.optim.SGD(groups[:1], lr=1.0)
+
+
+def _more(groups: Any) -> Any:
+    return torch.optim.SGD([*groups, {"params": [_STRANGE]}], lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_none, "optimizer() returned 3; a torch.optim.Optimizer over the groups that it is given is wanted"),
+        (_first, "optimizer() leaves out '0.bias': give it all groups, or freeze the parameter"),
+        (_more, "optimizer() holds a parameter that is in none of the groups that it was given"),
+    ],
+)
+def test_an_optimizer_that_is_none(make: Any, message: str) -> None:
+    """Over all groups, and nothing else."""
+    with pytest.raises(TaskError) as e:
+        _owned(make, optimizer={"decay": "matrices"})
+    assert str(e.value) == message
+
+
+@pytest.mark.parametrize(("key", "value", "shown"), [("name", "sgd", "sgd"), ("betas", [0.8, 0.9], "(0.8, 0.9)")])
+def test_keys_of_an_optimizer_that_is_not_made(key: str, value: Any, shown: str) -> None:
+    """They would have no effect."""
+    with pytest.raises(TaskError) as e:
+        _owned(torch.optim.RMSprop, optimizer={key: value})
+    assert str(e.value) == (
+        f"train.optimizer.{key}: {shown} has no effect, as the task makes an optimizer of its own: leave it out; lr, "
+        "weight_decay and decay are in the groups that it is given"
+    )
 
 
 def test_schedules() -> None:

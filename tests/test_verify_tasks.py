@@ -33,7 +33,7 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verd
     """A proof of a task over five steps of 16 samples."""
     monkeypatch.setenv("PYTHONPATH", FOUND["PYTHONPATH"])
 
-    def proved(task: type[unipar.Task], *, world: int = 2, **args: Any) -> Verdicts:
+    def proved(task: type[unipar.Task], *, world: int = 2, cells: tuple[str, ...] = ONLY, **args: Any) -> Verdicts:
         optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "decay": "matrices"}
         config = {
             "device": "cpu",
@@ -42,7 +42,7 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verd
             "out": str(tmp_path / "out"),
             "task": {"use": f"{task.__module__}:{task.__name__}", "args": args},
         }
-        return verify(config, cells=ONLY, world=world, steps=5)
+        return verify(config, cells=cells, world=world, steps=5)
 
     return proved
 
@@ -95,6 +95,30 @@ def test_a_loss_across_samples_is_named(prove: Callable[..., Verdicts]) -> None:
     found = prove(proofs.Contrast)
     agreed(found)
     assert found.remarks[0].startswith("the loss of a batch is not the mean of its halves' losses: it goes across ")
+
+
+def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
+    """One that goes element by element agrees wherever it is."""
+    found = prove(tasks.Owning)
+    agreed(found)
+    assert found.remarks == []
+
+
+def test_an_optimizer_that_uses_a_tensors_norm_is_named(prove: Callable[..., Verdicts]) -> None:
+    """On flat parts it has other norms; where tensors are whole, on one rank or on all, it agrees."""
+    found = prove(proofs.ByNorm, cells=("native/nothing", "native/optimizer", "deepspeed/optimizer"))
+    assert [row.outcome for row in found.rows] == ["agrees", "agrees", "disagrees"]
+    finding = found.rows[2].finding
+    assert finding is not None
+    assert (finding.kind, finding.step) == ("an optimizer that uses a tensor's norm", 1)
+    assert finding.says == (
+        f"step 1 moves {finding.parameter} otherwise, though losses and norms are the same: the task's optimizer goes "
+        "by whole tensors, and this cell keeps them in parts; take shard: nothing, or one that goes element by element"
+    )
+    assert found.remarks == [
+        "the task's optimizer goes by whole tensors (a step on a tensor is another than on its halves): cells that "
+        "keep a tensor in parts cannot give one process's numbers"
+    ]
 
 
 def test_a_loss_that_draws_is_named(prove: Callable[..., Verdicts]) -> None:

@@ -109,7 +109,7 @@ def assembled(
         own = config.of_part(name)
         groups, blocks = grouped(task, module, own), blocks_of(task, module, own)
         reworked(module, blocks, own)
-        part = Part(name, module, optimizer_of(groups, own, world.device), blocks)
+        part = Part(name, module, optimizer_of(task, groups, own, world.device), blocks)
         with _library(backend):
             engine = (build or backend.build)(part, own, world)
             parts[name] = Trained(part, engine, own, world, alone=len(modules) == 1)

@@ -33,7 +33,7 @@ def grouped(task: Task, module: nn.Module, config: Config) -> tuple[Group, ...]:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     given = task.groups(module)
     if given is not None:
-        return _given(given, trained, module, config)
+        return _given(given, trained, module, config, own=task.gives("optimizer"))
     if config.train.optimizer.decay == "all":
         return (Group(tuple(trained), {}),)
     thick = tuple(n for n, p in trained.items() if p.ndim > 1)
@@ -43,10 +43,15 @@ def grouped(task: Task, module: nn.Module, config: Config) -> tuple[Group, ...]:
 
 
 def _given(
-    given: Iterable[Mapping[str, Any]], trained: Mapping[str, nn.Parameter], module: nn.Module, config: Config
+    given: Iterable[Mapping[str, Any]],
+    trained: Mapping[str, nn.Parameter],
+    module: nn.Module,
+    config: Config,
+    *,
+    own: bool,
 ) -> tuple[Group, ...]:
     names = {id(p): n for n, p in module.named_parameters()}
-    allowed = set(_settings(config)) - {"fused", "foreach"}
+    allowed = None if own else set(_settings(config)) - {"fused", "foreach"}
     seen: set[str] = set()
     made: list[Group] = []
     for i, group in enumerate(given):
@@ -54,8 +59,8 @@ def _given(
         if params is None:
             raise TaskError(f"groups(): group {i} has no 'params'")
         members = [params] if isinstance(params, nn.Parameter) else list(params)
-        unknown = [k for k in group if k != "params" and k not in allowed]
-        if unknown:
+        unknown = [k for k in group if k != "params" and allowed is not None and k not in allowed]
+        if unknown and allowed is not None:
             raise TaskError(f"groups(): group {i} sets {unknown[0]!r}; this optimizer has {', '.join(sorted(allowed))}")
         for p in members:
             if id(p) not in names:
@@ -73,8 +78,12 @@ def _given(
     return tuple(g for g in made if g.names)
 
 
-def optimizer_of(groups: tuple[Group, ...], config: Config, device: torch.device) -> Callable[[nn.Module], Optimizer]:
+def optimizer_of(
+    task: Task, groups: tuple[Group, ...], config: Config, device: torch.device
+) -> Callable[[nn.Module], Optimizer]:
     """Makes the optimizer once the parameters are where they stay."""
+    if task.gives("optimizer"):
+        _refuse_idle(config)
     settings = _settings(config)
     settings["fused"], settings["foreach"] = _kernels(config, device)
     scale = config.train.lr_scale.factor(config.batch.total or 1)
@@ -87,12 +96,47 @@ def optimizer_of(groups: tuple[Group, ...], config: Config, device: torch.device
         for group in groups:
             lr = group.settings.get("lr", settings["lr"]) * scale
             made.append({"params": [now[n] for n in group.names], **group.settings, "lr": lr})
+        if task.gives("optimizer"):
+            decay = {"weight_decay": settings["weight_decay"]}
+            return _own(task, [decay | group for group in made], now)
         split = any(isinstance(p, DTensor) for group in made for p in group["params"])
         if split and kind is torch.optim.SGD and config.train.optimizer.fused == "auto":
             own["fused"] = None  # PyTorch has no fused SGD for split parameters
         return kind(made, **own)
 
     return make
+
+
+def _own(task: Task, groups: list[dict[str, Any]], names: Mapping[str, nn.Parameter]) -> Optimizer:
+    """The task's optimizer, over all that is trained and nothing else."""
+    wanted = {id(p) for group in groups for p in group["params"]}
+    made: Any = task.optimizer(groups)
+    if not isinstance(made, Optimizer):
+        raise TaskError(
+            f"optimizer() returned {made!r}; a torch.optim.Optimizer over the groups that it is given is wanted"
+        )
+    held = {id(p) for group in made.param_groups for p in group["params"]}
+    if left := [name for name, p in names.items() if id(p) in wanted - held]:
+        raise TaskError(f"optimizer() leaves out {left[0]!r}: give it all groups, or freeze the parameter")
+    if held - wanted:
+        raise TaskError("optimizer() holds a parameter that is in none of the groups that it was given")
+    return made
+
+
+def _refuse_idle(config: Config) -> None:
+    """What the config says of an optimizer that is not made."""
+    said = config.train.optimizer
+    idle = {"name": "adamw", **{k: f.default for k, f in type(said).model_fields.items() if k not in _OBEYED}}
+    for key, default in idle.items():
+        if (value := getattr(said, key)) != default:
+            raise TaskError(
+                f"train.optimizer.{key}: {value} has no effect, as the task makes an optimizer of its own: leave it "
+                "out; lr, weight_decay and decay are in the groups that it is given"
+            )
+
+
+_OBEYED = ("name", "lr", "weight_decay", "decay", "fused", "foreach")
+"""What a task's own optimizer is given, or what decides on kernels alone."""
 
 
 def _settings(config: Config) -> dict[str, Any]:

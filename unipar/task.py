@@ -22,6 +22,7 @@ from unipar.parcel import called, handed, packed, typed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from unipar.loop import Run
 
@@ -67,6 +68,10 @@ class Task(ABC):
 
     def groups(self, model: nn.Module) -> Iterable[Mapping[str, Any]] | None:
         """The optimizer's groups, as PyTorch takes them; None: as `train.optimizer` says."""
+        return None
+
+    def optimizer(self, groups: Sequence[dict[str, Any]]) -> Optimizer | None:
+        """An optimizer of your own over these groups: parameters, rate, decay. None: as `train.optimizer` says."""
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[str] | None:

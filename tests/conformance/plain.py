@@ -46,7 +46,8 @@ def plain(case: Case, size: int) -> Result:
         if tensor.is_floating_point():  # .to() would take the imaginary part of complex ones
             tensor.data = tensor.data.to(dtype_of(case))
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optimizer_of(config, _groups(config, task, model, trained), trained)
+    groups = _groups(config, task, model, trained)
+    optimizer = _own(config, task, groups) if task.gives("optimizer") else optimizer_of(config, groups, trained)
     base = [g["lr"] for g in optimizer.param_groups]
     data = task.data()
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
@@ -98,6 +99,11 @@ def _groups(config: Config, task: Any, model: Any, trained: list[Any]) -> Any:
         thick, thin = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
         return [{"params": thick}, {"params": thin, "weight_decay": 0.0}]
     return groups
+
+
+def _own(config: Config, task: Any, groups: Any) -> torch.optim.Optimizer:
+    told = {"lr": config.train.optimizer.lr, "weight_decay": config.train.optimizer.weight_decay}
+    return task.optimizer([told | group for group in groups])
 
 
 def optimizer_of(config: Config, groups: Any, trained: list[Any]) -> torch.optim.Optimizer:

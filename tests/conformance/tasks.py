@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,6 +181,14 @@ class Grouped(Plain):
         thin = [p for _, p in named if p.ndim < 2]
         wide = [p for _, p in named if p.ndim > 1]
         return [{"params": wide}, {"params": thin, "lr": 3e-3, "weight_decay": 0.0}]
+
+
+class Owning(Grouped):
+    """An optimizer of the task's own, which goes element by element."""
+
+    @override
+    def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(groups, alpha=0.9, eps=1e-4)
 
 
 class Distilled(Plain):

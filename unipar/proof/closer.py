@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from unipar.config import Config
 from unipar.errors import UniparError
@@ -22,8 +23,16 @@ from unipar.report.verdicts import Finding
 class Looks:
     """Runs again what is needed, up to the first bad step of each."""
 
-    def __init__(self, runs: Runs, worlds: Worlds, configs: Mapping[str, Config], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        runs: Runs,
+        worlds: Worlds,
+        configs: Mapping[str, Config],
+        looked: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
         self._runs, self._worlds, self._configs, self._say = runs, worlds, configs, say
+        self._own: bool | None = looked["optimizer"]
 
     def findings(self, found: Mapping[str, Held], allowance: Allowance) -> Iterator[tuple[str, Finding]]:
         """By name of the run that parted."""
@@ -44,7 +53,9 @@ class Looks:
             limit = allowance.norms[step - 1] / max(allowance.base.norms[step - 1][0], 1e-300)
             ranks, micros = self._runs.ranks, self._runs.accumulate
             parted = partings(run, own, exact, ranks)
-            case = fault.Case(run, allowance.base, exact, held, self._config(name), ranks, micros, limit, parted)
+            case = fault.Case(
+                run, allowance.base, exact, held, self._config(name), ranks, micros, limit, parted, self._own
+            )
             finding = _finding(held, parted)
             kind = fault.kind_of(case)
             if kind is not None:

@@ -50,6 +50,8 @@ class Case:
     """How far the ranks' norms may lie apart, in proportion."""
 
     partings: Mapping[str, Parting]
+    own: bool | None
+    """Of a task that makes its own optimizer: whether that goes by whole tensors."""
 
     def groups(self, step: int) -> list[dict[str, Any]]:
         """The optimizer's that is at work in this step."""
@@ -76,6 +78,8 @@ def kind_of(case: Case) -> Kind | None:
             f"{place.module} puts out something else on rank {place.rank}, off by {place.off:.1e}, though samples and "
             f"weights are the same before step {at}",
         )
+    if case.own is not None:  # what it was given cannot be read off its state
+        return _left_out(case, at) or _by_wholes(case, at)
     return _left_out(case, at) or _norms(case, at) or _gradient(case, at)
 
 
@@ -146,6 +150,18 @@ def _left_out(case: Case, step: int) -> Kind | None:
             f"step {step} does not move the {len(gone)} parameters of group {which} of {len(groups)} ({gone[0]} first)",
         )
     return Kind("parameters left out", f"step {step} does not move {len(gone)} parameters, {gone[0]} first")
+
+
+def _by_wholes(case: Case, step: int) -> Kind | None:
+    first = case.held.first
+    assert first is not None
+    if not case.own or case.config.parallel.shard == "nothing" or first.what in ("loss", "norm", "ranks' norms"):
+        return None
+    return Kind(
+        "an optimizer that uses a tensor's norm",
+        f"step {step} moves {first.name} otherwise, though losses and norms are the same: the task's optimizer goes by "
+        "whole tensors, and this cell keeps them in parts; take shard: nothing, or one that goes element by element",
+    )
 
 
 def _norms(case: Case, step: int) -> Kind | None:

@@ -3,7 +3,7 @@ and is the loss of a batch the mean of its halves' losses?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ def looked(task: Task, config: Config, world: World) -> dict[str, Any]:
         "parts": list(modules),
         "norms": [n for n, m in module.named_modules() if _of_batch(m)],
         "apart": None,
+        "optimizer": goes_by_wholes(task) if task.gives("optimizer") else None,
     }
     if len(modules) > 1:  # their losses are in the task's own loop
         return found
@@ -90,6 +91,27 @@ def looked(task: Task, config: Config, world: World) -> dict[str, Any]:
             found["apart"] = not _near(first, mean)
             found["batch_loss"], found["halves_loss"] = first, mean
     return found
+
+
+def goes_by_wholes(task: Task) -> bool:
+    """Whether a step of the task's own optimizer on a tensor is another than on flat halves of it."""
+    made = torch.Generator().manual_seed(0)
+    weight, *grads = (torch.randn(8, 4, generator=made, dtype=torch.float64) for _ in range(3))
+
+    def stepped(cut: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
+        parts = [nn.Parameter(part.clone()) for part in cut(weight)]
+        optimizer: Any = task.optimizer([{"params": parts, "lr": 0.1, "weight_decay": 0.1}])
+        for grad in grads:
+            for part, mine in zip(parts, cut(grad), strict=True):
+                part.grad = mine.clone()
+            optimizer.step()
+        return torch.cat([part.detach().flatten() for part in parts])
+
+    whole = stepped(lambda t: [t])
+    try:
+        return not torch.allclose(whole, stepped(lambda t: t.flatten().chunk(2)), rtol=SAME, atol=0.0)
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return True  # it takes matrices only
 
 
 class _Loss:

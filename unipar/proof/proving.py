@@ -142,7 +142,9 @@ class Proof:
     # Those that part
 
     def _closer(self) -> None:
-        looks = closer.Looks(self._runs, self._worlds, self._configs, lambda line: self._show(self.now, line))
+        looks = closer.Looks(
+            self._runs, self._worlds, self._configs, self._looked, lambda line: self._show(self.now, line)
+        )
         for name, finding in looks.findings(self._found, self._allowance):
             cell = name.removeprefix(BITS)
             row = next(row for row in self.now.rows if row.cell == cell)
@@ -163,6 +165,11 @@ def remarks(looked: Mapping[str, Any]) -> list[str]:
         said.append(
             f"the parts ({_some(looked['parts'])}) have losses of their own, so whether these depend on how a batch is "
             "cut was not looked at; steps are counted one for each part's"
+        )
+    if looked["optimizer"]:
+        said.append(
+            "the task's optimizer goes by whole tensors (a step on a tensor is another than on its halves): cells that "
+            "keep a tensor in parts cannot give one process's numbers"
         )
     if not looked["readable"]:
         said.append("batches hold no tensors that can be found, so which samples are seen is not compared")

@@ -149,6 +149,11 @@ def _outlined(source: Source) -> tuple[Outline, dict[str, str]]:
             f"{ref.task.shown}: train() is a loop of its own over unipar's Run, which a script has not: export a task "
             "without it, and write the loop into train.py"
         )
+    if task.gives("optimizer"):
+        raise TaskError(
+            f"{ref.task.shown}: optimizer() makes one of the task's own, and a script makes the config's: export "
+            "a task without it, and make yours in train.py"
+        )
     _defined_here(type(task), file)
     told = {name: value for name, value in depth.data.items() if name not in config.data.model_fields_set}
     config = config.model_copy(update={"data": config.data.model_copy(update=told)})
