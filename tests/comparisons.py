@@ -98,6 +98,7 @@ def account(cell: str, rank: int, scale: float = 1.0) -> Account:
         marks=((0.0, "forward"), (0.36, "backward"), (0.82, "update")),
         resident=Resident(base=320 * 2**20, peak=320 * 2**20 + round(peak * 1.07), own=rest),
         sent={} if cell == "single" else {"all_reduce": 4 * P} if "nothing" in cell else {"reduce_scatter": 2 * P},
+        sent_by="" if cell == "single" else "records of a profiler",
         saved=(round(2 * P), round(1.9 * P)),
         notes=("a note of the one who measured",) if cell == "native/parameters" else (),
     )

@@ -18,10 +18,10 @@ PHASES: Final[tuple[PhaseName, ...]] = get_args(PhaseName)
 """built: from the start until the first step; steady: between two steps."""
 
 
-Pass = Literal["plain", "placed", "saved"]
-"""How a watched step is watched: as it is; with the place of each operation; with what autograd saves."""
+Pass = Literal["plain", "placed", "saved", "sent"]
+"""How a watched step is watched: as it is; with each operation's place; with what autograd saves; with what is sent."""
 
-PASSES: Final[tuple[Pass, ...]] = ("placed", "saved", "plain", "plain")
+PASSES: Final[tuple[Pass, ...]] = ("placed", "saved", "plain", "sent", "plain")
 """What matters most comes first, for those who have few steps."""
 
 ORDER: Final[tuple[Pass, ...]] = get_args(Pass)
@@ -89,7 +89,10 @@ class Account(Section):
 
     resident: Resident | None = None
     sent: dict[str, int] = Field(default_factory=dict)
-    """Payload bytes of one step by collective."""
+    """Payload bytes of one step by collective: of each call the whole tensor that it is about."""
+
+    sent_by: str = ""
+    """How that was seen, in words; empty where it was not."""
 
     saved: tuple[int, int] | None = None
     """Bytes of activations at the end of a forward: by lifetime, and as autograd saved them, in a pass apart."""

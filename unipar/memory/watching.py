@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import currentframe
@@ -17,12 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from unipar.backend import Category, Engine, Holding
+from unipar.backend import Backend, Category, Engine, Holding
 from unipar.beat import Heart
 from unipar.memory.account import PHASES, Account, Pass
 from unipar.memory.counting import MOST, Meter, code
 from unipar.memory.replay import Mark, Named, Replay, Seen, Site, askers
 from unipar.memory.resident import anonymous
+from unipar.memory.sent import METHOD, Sent
 from unipar.world import World
 
 
@@ -30,8 +32,9 @@ from unipar.world import World
 class Watching:
     """From the base mark to the last watched step."""
 
-    def __init__(self, sites: Mapping[str, Category]) -> None:
-        self._sites = dict(sites)
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._sites = dict(backend.capabilities.sites)
         self._marks: list[Mark] = []
         self._named: list[Named] = []
         self._placed: list[Site] = []
@@ -42,6 +45,7 @@ class Watching:
         self._saved_at: tuple[int, int] | None = None
         """Where the first forward of that pass begins and ends."""
 
+        self._sent: Counter[str] = Counter()
         self._forward = 0
         self._around: AbstractContextManager[Any] | None = None
         self._holdings: Callable[[], Iterable[Holding]] = tuple
@@ -89,6 +93,8 @@ class Watching:
             self._around = _Places(self._meter, self._placed, self._sites)
         elif how == "saved":
             self._around = torch.autograd.graph.saved_tensors_hooks(self._save, _same)
+        elif how == "sent":
+            self._around = self._sending()
         self._around.__enter__()
 
     def between(self, *, last: bool) -> None:
@@ -115,6 +121,16 @@ class Watching:
                     self._saved_at = self._forward, meter.at()
             self._name()
 
+    @contextmanager
+    def _sending(self) -> Generator[None]:
+        """Nobody is there to send to in a world of one."""
+        if self._world.size == 1:
+            yield
+            return
+        with self._backend.sends(self._world) as apart, Sent(self._sent):
+            yield
+        self._sent.update(apart)
+
     def _save(self, tensor: Tensor) -> Tensor:
         if self._saved_at is None:
             self._saved.update(storage.data_ptr() for storage in _storages(tensor))
@@ -126,6 +142,13 @@ class Watching:
             for storage in _storages(holding.tensor):
                 if size := storage.nbytes():
                     self._named.append(Named(at, storage.data_ptr(), size, holding.category, holding.name))
+
+    @property
+    def _sent_by(self) -> str:
+        if not any(how == "sent" for how, _, _ in self._steps):
+            return ""
+        records = self._backend.capabilities.records
+        return f"{METHOD}, and {records}" if records else METHOD
 
     def account(self) -> Account:
         """What was seen, named."""
@@ -152,7 +175,7 @@ class Watching:
         notes = [] if saved is not None else ["activations are told by lifetime alone"]
         if len(events) == MOST:
             notes.append(f"only the first {MOST} blocks were noted")
-        peaks = [max(window.peak for window in windows) for how, windows in steps if how != "saved"]
+        peaks = [max(window.peak for window in windows) for how, windows in steps if how in ("plain", "placed")]
         return Account(
             rank=self._world.rank,
             method=self._meter.method,
@@ -163,6 +186,8 @@ class Watching:
             curve=tuple(replay.curve(shown)),
             marks=tuple(replay.marked(shown)),
             saved=saved,
+            sent=dict(self._sent),
+            sent_by=self._sent_by,
             notes=tuple(notes),
         )
 

@@ -333,10 +333,18 @@ def _sent(told: Told) -> str:
     kinds = sorted({kind for c in told.measured for a in c.memory for kind in a.sent})
     if not kinds:
         return ""
-    rows = [
-        [c.cell, *(size(a.sent[k]) if k in a.sent else NONE for k in kinds)] for c in told.measured if (a := c.fullest)
-    ]
-    return section("sent", "What a rank sends in a step", tabled(["cell", *kinds], rows, "Payload bytes by collective"))
+    known = [(c.cell, a) for c in told.measured if (a := c.fullest)]
+    rows = [[cell, *(size(a.sent[k]) if k in a.sent else NONE for k in kinds)] for cell, a in known]
+    ways = {a.sent_by: [cell for cell, b in known if b.sent and b.sent_by == a.sent_by] for _, a in known if a.sent_by}
+    return section(
+        "sent",
+        "What a step sends",
+        tabled(["cell", *kinds], rows, "Payload bytes of one step by collective"),
+        said(
+            "Of each call the whole tensor that it is about: of what a rank gives and what it gets the larger.", "note"
+        ),
+        *(said(f"{', '.join(cells)}: by {way}.", "note") for way, cells in ways.items()),
+    )
 
 
 def _configs(told: Told) -> str:
