@@ -28,7 +28,20 @@ class Net:
     def loss(self, model, batch): ...
 """
 COMMANDS = (
-    *("run", "compare", "report", "verify", "check", "explain", "export", "import", "schema", "backends", "doctor"),
+    *(
+        "run",
+        "compare",
+        "scale",
+        "report",
+        "verify",
+        "check",
+        "explain",
+        "export",
+        "import",
+        "schema",
+        "backends",
+        "doctor",
+    ),
     "install",
 )
 
@@ -96,6 +109,11 @@ def test_a_wrong_command(unipar: Any, words: list[str], sentence: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
+        (
+            ["scale", "x.yaml", "--world", "2"],
+            2,
+            "--world: 2 does not scale: give two sizes or more, each of at least 1 (--world 1,2)",
+        ),
         (["check", "y.yaml"], 2, "there is no file y.yaml; did you mean x.yaml?"),
         (
             ["check", "x.yaml", "--set", "train.stps=3"],

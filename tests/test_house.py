@@ -16,7 +16,7 @@ FOLDERS = ("unipar", "backends", "examples", "benchmarks", "tests")
 LIBRARIES = ("deepspeed", "horovod", "accelerate")
 BACKENDS = ("unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
 MAY_REUSE = {"unipar_accelerate": {"unipar_native", "unipar_deepspeed"}}
-HELP = {ROOT / "unipar/cli.py"}
+HELP = {ROOT / "unipar/cli.py", ROOT / "unipar/flags.py"}
 """Where names may stand in a text: `--help` teaches by example."""
 
 BEFORE_TORCH = (
@@ -117,7 +117,7 @@ def test_a_file_is_one_room(file: Path) -> None:
 
 @pytest.mark.parametrize("file", files("unipar"), ids=lambda file: file.name)
 def test_the_core_names_no_library(file: Path) -> None:
-    """No identifier, import or text in unipar/ holds a backend's library; docstrings may, and help texts in cli.py."""
+    """No identifier, import or text in unipar/ holds a backend's library; docstrings may, and help texts of the command line."""
     tree = ast.parse(file.read_text("utf-8"))
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     guilty: list[str] = []

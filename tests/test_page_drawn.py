@@ -10,12 +10,15 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.comparisons import made
+from tests.test_scale import two_cells
 from unipar.report.page import page
 from unipar.report.seen import Told
+from unipar.report.worlds_page import page as scaled
 
 ROOT = Path(__file__).parent.parent
 CSS = (ROOT / "unipar/report/page.css").read_text("utf-8")
@@ -79,6 +82,17 @@ def browse(tmp_path: Path, *words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path).stdout
 
 
+def looked_at(whole: str, tmp_path: Path, width: int, *flags: str) -> dict[str, Any]:
+    """What LOOK finds in a page of this width."""
+    inner = whole.replace("</body>", f"<script>{LOOK}</script></body>")
+    frame = f'<iframe srcdoc="{html.escape(inner)}" style="border:0;width:{width}px;height:900px"></iframe>'
+    (tmp_path / "host.html").write_text(f"<!doctype html><title>-</title><body>{frame}</body>", encoding="utf-8")
+    drawn = browse(tmp_path, *flags, "--window-size=1400,1000", "--dump-dom", f"file://{tmp_path}/host.html")
+    title = re.search("<title>(.*?)</title>", drawn)
+    assert title is not None
+    return json.loads(html.unescape(title[1]))
+
+
 @needs_browser
 @pytest.mark.parametrize(
     ("width", "flags", "paper"),
@@ -96,16 +110,20 @@ def test_everything_can_be_read(
 ) -> None:
     """No words are cut off, small, pale or on one another, and nothing is wider than the window."""
     before = Told.read(made(tmp_path / "before", scale=1.1, quicker=1.2)) if over else None
-    inner = page(told, before).replace("</body>", f"<script>{LOOK}</script></body>")
-    frame = f'<iframe srcdoc="{html.escape(inner)}" style="border:0;width:{width}px;height:900px"></iframe>'
-    (tmp_path / "host.html").write_text(f"<!doctype html><title>-</title><body>{frame}</body>", encoding="utf-8")
-    drawn = browse(tmp_path, *flags, "--window-size=1400,1000", "--dump-dom", f"file://{tmp_path}/host.html")
-    title = re.search("<title>(.*?)</title>", drawn)
-    assert title is not None
-    found = json.loads(html.unescape(title[1]))
+    found = looked_at(page(told, before), tmp_path, width, *flags)
     assert found["wrong"] == []
     assert (found["width"], found["paper"]) == (width, paper)
     assert found["seen"] > 150
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("flags", [(), (DARK,)], ids=["light", "dark"])
+def test_a_page_of_scaling_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...]) -> None:
+    """As the other page is."""
+    found = looked_at(scaled(two_cells()), tmp_path, width, *flags)
+    assert (found["wrong"], found["width"]) == ([], width)
+    assert found["seen"] > 30
 
 
 @needs_browser

@@ -34,6 +34,7 @@ NAMES = {
     "compare",
     "join",
     "launch",
+    "scale",
     "verify",
 }
 

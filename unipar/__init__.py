@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unipar.task import Task
     from unipar.track import Tracker
     from unipar.verbs.compare import compare
+    from unipar.verbs.scale import scale
     from unipar.verbs.verify import verify
 
     __version__: str
@@ -55,6 +56,7 @@ __all__ = [
     "compare",
     "join",
     "launch",
+    "scale",
     "verify",
 ]
 
@@ -68,6 +70,7 @@ _HOMES = {
     "compare": "verbs.compare",
     "join": "launcher",
     "launch": "launcher",
+    "scale": "verbs.scale",
     "verify": "verbs.verify",
 }
 """The module of each name that is not an error."""

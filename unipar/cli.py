@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unipar.errors import UniparError
+from unipar.flags import EXITS, AsJson, Cells, File, InCell, Out, Overwrite, Sets
 from unipar.place import without_launcher_arguments
 
 if TYPE_CHECKING:
     from unipar.source import Source
-
-EXITS = """Exit codes: 0 all is well; 1 a run failed, or something unforeseen; 2 the config, the task or the command is
-wrong; 3 the backend or this machine cannot do it; 130 stopped by a signal at a step boundary, or Ctrl-C."""
 
 app = typer.Typer(
     help="""One PyTorch training loop under many backends, from one config.
@@ -35,18 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The config.", show_default=False)]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: train.steps=100. Repeat it for more."),
-]
-InCell = Annotated[
-    str | None, typer.Option("--backend", metavar="CELL", help="Another cell: native/parameters, horovod.")
-]
-Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Another run folder.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the run folder holds.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
 def main() -> None:
@@ -119,9 +105,7 @@ def run(file: File, cell: InCell = None, sets: Sets = None, out: Out = None, *, 
 @app.command(epilog=EXITS)
 def compare(
     file: File,
-    cells: Annotated[
-        list[str] | None, typer.Option("--cell", metavar="CELL", help="Instead of compare.cells. Repeat it for more.")
-    ] = None,
+    cells: Cells = None,
     sets: Sets = None,
     out: Out = None,
     *,
@@ -139,6 +123,35 @@ def compare(
     from unipar.verbs.compare import compare as compared
 
     found = compared(source, cells=cells or (), overwrite=overwrite)
+    typer.echo(found.table(shutil.get_terminal_size().columns))
+    raise typer.Exit(found.code)
+
+
+@app.command(epilog=EXITS)
+def scale(
+    file: File,
+    world: Annotated[
+        str, typer.Option("--world", metavar="N,N,...", help="Sizes of worlds: 1,2,4.", show_default=False)
+    ],
+    cells: Cells = None,
+    sets: Sets = None,
+    out: Out = None,
+    *,
+    overwrite: Overwrite = False,
+) -> None:
+    """How much faster do more ranks train?
+
+    Strong scaling keeps the total batch, and each rank's share shrinks; weak scaling keeps each
+    rank's share, and the batch grows. All worlds are alive at once and take turns. Efficiency is
+    samples/s, against so many times those of the smallest world as there are more ranks.
+
+    \b
+    unipar scale configs/quickstart.yaml --world 1,2,4
+    unipar scale configs/quickstart.yaml --world 1,2 --cell native/nothing --cell native/parameters
+    """
+    from unipar.verbs.scale import scale as scaled
+
+    found = scaled(_read(file, sets, out=out), worlds=world, cells=cells or (), overwrite=overwrite)
     typer.echo(found.table(shutil.get_terminal_size().columns))
     raise typer.Exit(found.code)
 

@@ -62,8 +62,8 @@ def device(config: Config) -> tuple[str, str]:
     return ("cuda" if gpus else "cpu"), f"auto: {_gpus(gpus)} visible here"
 
 
-def check_enough(config: Config, number: int, local: int | None = None) -> None:
-    """Refuse ranks that would find no GPU of their own; `local` of them are on this machine."""
+def check_enough(config: Config, number: int, local: int | None = None, asked: str = "parallel.data") -> None:
+    """Refuse ranks that would find no GPU of their own; `local` of them are here, and `asked` said how many."""
     kind, _ = device(config)
     if kind == "cpu":
         return
@@ -74,7 +74,7 @@ def check_enough(config: Config, number: int, local: int | None = None) -> None:
             raise _too_few(config, f"device: {kind} is not there; {_gpus(gpus)} visible here", "say device: cpu")
     elif wanted > gpus:
         ways = "say device: cpu" if not gpus else "lower it, say device: cpu, or share one GPU by device: cuda:0"
-        raise _too_few(config, f"parallel.data: {wanted} ranks on cuda; {_gpus(gpus)} visible here", ways)
+        raise _too_few(config, f"{asked}: {wanted} ranks on cuda; {_gpus(gpus)} visible here", ways)
 
 
 def _too_few(config: Config, what: str, way: str) -> Unsupported:

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from unipar.errors import ConfigError, OutExists
 MARKS = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
 """What a run's folder holds: files, and the keys that they have, one set of them at least."""
 
-BESIDE = ("compare", "verify")
+BESIDE = ("compare", "verify", "scale")
 """What may lie in it before a run, and stays when the run is overwritten."""
 
 
@@ -72,6 +72,22 @@ def _strange(out: Path) -> str:
         if not isinstance(held, dict) or not any(keys <= held.keys() for keys in choices):
             return f"its {name} is not a run's"
     return ""
+
+
+def make_room(out: Path, whose: str, names: Collection[str], earlier: str, *, overwrite: bool) -> None:
+    """A verb's own files of an earlier time, `names` and world-*, may go when that is said; nothing else does."""
+    there = sorted(path.name for path in out.iterdir())
+    strange = [name for name in there if name not in names and not name.startswith("world-")]
+    if strange:
+        raise OutExists(f"{out} holds {strange[0]}, which is not {whose}'s: move it away, or give another out")
+    if there and not overwrite:
+        raise OutExists(f"{out} holds an earlier {earlier}: give --overwrite to replace it, or another out")
+    for name in there:
+        path = out / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 @contextmanager

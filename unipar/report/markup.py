@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from unipar.report.table import counted, size
 
 WIDE, NARROW = 920, 350
 """How wide a figure is drawn for a screen, and for a phone."""
 
 e = html.escape
+
+
+def whole(title: str, head: str, sections: Iterable[str]) -> str:
+    """A page that needs nothing else, no network and no script."""
+    style = files("unipar.report").joinpath("page.css").read_text("utf-8")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{e(title)}</title>",
+            f"<style>{style}</style></head><body>",
+            head,
+            "<main>",
+            *filter(None, sections),
+            "</main>",
+            "</body></html>",
+            "",
+        ]
+    )
 
 
 def section(name: str, title: str, *parts: str) -> str:
@@ -53,4 +78,26 @@ def tabled(head: Sequence[str], rows: Iterable[Sequence[str]], label: str, text:
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{e(label)}"><table><caption>{e(label)}</caption>'
         f"<thead><tr>{tops}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def located(machine: Mapping[str, Any], versions: Mapping[str, str], more: Sequence[str] = ()) -> str:
+    """The machine, in words."""
+    words = [str(machine["cpu"])] if "cpu" in machine else []
+    words += [counted(int(machine["cores"]), "core")] if isinstance(machine.get("cores"), int) else []
+    words += [f"{size(float(machine['memory']))} of memory"] if isinstance(machine.get("memory"), int) else []
+    words += [*more, *([f"torch {versions['torch']}"] if "torch" in versions else [])]
+    return ", ".join(words) or "a machine that was not written down"
+
+
+def installed(machine: Mapping[str, Any], versions: Mapping[str, str]) -> str:
+    """The same as tables, beside each other."""
+    rows = [[str(k), size(v) if k == "memory" and isinstance(v, int) else str(v)] for k, v in machine.items()]
+    return "\n".join(
+        [
+            '<div class="pair">',
+            tabled(["what", "version"], [[k, v] for k, v in versions.items()], "Versions", (0, 1)) if versions else "",
+            tabled(["machine", ""], rows, "Machine", (0, 1)) if machine else "",
+            "</div>",
+        ]
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from importlib.resources import files
 from statistics import median
 
 from unipar.backend import Category
@@ -14,7 +13,7 @@ from unipar.report.answer import WORDS, answer, base_of, halves, moves, ranked
 from unipar.report.bars import balance, bridge, stacked, times
 from unipar.report.comparison import tolerance
 from unipar.report.cuda import ASSUMED, predicted
-from unipar.report.markup import e, figure, said, section, tabled, together
+from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
 from unipar.report.memory import resident
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
 from unipar.report.seen import Seen, Told, asked_of
@@ -39,23 +38,7 @@ def page(told: Told, before: Told | None = None) -> str:
         _configs(told),
         _how(told),
     ]
-    style = files("unipar.report").joinpath("page.css").read_text("utf-8")
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>unipar compare: {e(told.found.name)}</title>",
-            f"<style>{style}</style></head><body>",
-            _head(told, before),
-            "<main>",
-            *filter(None, sections),
-            "</main>",
-            "</body></html>",
-            "",
-        ]
-    )
+    return whole(f"unipar compare: {told.found.name}", _head(told, before), sections)
 
 
 def _head(told: Told, before: Told | None) -> str:
@@ -87,14 +70,8 @@ def _head(told: Told, before: Told | None) -> str:
 
 def where(told: Told) -> str:
     """The machine, in words."""
-    m = told.machine
-    said = [str(m["cpu"])] if "cpu" in m else []
-    said += [counted(int(m["cores"]), "core")] if isinstance(m.get("cores"), int) else []
-    said += [f"{size(float(m['memory']))} of memory"] if isinstance(m.get("memory"), int) else []
     devices = sorted({a.device.upper() for c in told.cells for a in c.memory})
-    said += [f"memory counted on the {' and '.join(devices)}"] if devices else []
-    said += [f"torch {told.versions['torch']}"] if "torch" in told.versions else []
-    return ", ".join(said) or "a machine that was not written down"
+    return located(told.machine, told.versions, [f"memory counted on the {' and '.join(devices)}"] if devices else ())
 
 
 def _key(told: Told) -> str:
@@ -374,7 +351,6 @@ def _how(told: Told) -> str:
     config, out = asked_of(told.folder, told.found.name), told.folder.parent
     places = [shlex.quote(str(config)), f"--out {shlex.quote(str(out))}"]
     command = ["unipar compare", *places, *asked, "--overwrite"]
-    machine = [[str(k), size(v) if k == "memory" and isinstance(v, int) else str(v)] for k, v in told.machine.items()]
     return section(
         "how",
         "How it was measured",
@@ -384,11 +360,6 @@ def _how(told: Told) -> str:
         else "",
         "<h3>On CUDA: assumed, not measured</h3>" if accounts else "",
         "<ul>" + "".join(f"<li>{e(a)}</li>" for a in ASSUMED) + "</ul>" if accounts else "",
-        '<div class="pair">',
-        tabled(["what", "version"], [[k, v] for k, v in told.versions.items()], "Versions", (0, 1))
-        if told.versions
-        else "",
-        tabled(["machine", ""], machine, "Machine", (0, 1)) if machine else "",
-        "</div>",
+        installed(told.machine, told.versions),
         f"<h3>To repeat it</h3><pre>{e(' '.join(command))}</pre>" if told.config else "",
     )

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from unipar import devices, registry
 from unipar.config import Cell, Config, Eval
@@ -22,6 +22,7 @@ from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row, spread
 from unipar.report.seen import asked_of
 from unipar.report.table import duration
+from unipar.report.worlds import Scaling
 from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
 from unipar.verbs import kept
@@ -30,6 +31,8 @@ from unipar.verbs.report import beside
 
 ONE = Cell("single")
 """One process without a wrapper: what all others are held to."""
+
+Now = TypeVar("Now", Comparison, Scaling)
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,7 @@ def compare(
         raise Reached
     source = given(config, overrides)
     settled = _settled(source.config)
-    meter, unwatched = _meter(settled)
-    turns = Turns.of(settled, memory=bool(meter))
-    if meter and not turns.watched:
-        meter, unwatched = {}, f"train.steps: {settled.train.steps} leaves no step for it beside those that are timed"
+    turns, meter, unwatched = cut(settled)
     ref = TaskRef.of(task, settled.task, {})
     ref.look()
     look_at_weights(source)
@@ -107,7 +107,7 @@ def compare(
         asked_of(folder, source.name).parent.mkdir(exist_ok=True)
         asked_of(folder, source.name).write_text(source.config.written(), encoding="utf-8")
         with terminable(), Board() as board:
-            now = _Contest(first, board, runs).play(turns)
+            now = Contest(first, board, runs).play(turns)
         kept.write(folder, of, now)
         return _with_page(folder, now)
 
@@ -115,6 +115,15 @@ def compare(
 def _with_page(folder: Path, now: Comparison) -> Comparison:
     """With a word on its page."""
     return replace(now, note="; ".join(filter(None, [now.note, beside(folder)])))
+
+
+def cut(config: Config) -> tuple[Turns, dict[str, str], str]:
+    """Its turns; what makes workers count what they allocate, or nothing and why."""
+    meter, unwatched = _meter(config)
+    turns = Turns.of(config, memory=bool(meter))
+    if meter and not turns.watched:
+        return turns, {}, f"train.steps: {config.train.steps} leaves no step for it beside those that are timed"
+    return turns, meter, unwatched
 
 
 def _meter(config: Config) -> tuple[dict[str, str], str]:
@@ -160,11 +169,12 @@ def entered(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Con
             continue
         for cell in cells:
             if str(cell) not in found:
-                found[str(cell)] = _checked(config, cell)
+                found[str(cell)] = checked(config, cell)
     return found
 
 
-def _checked(config: Config, cell: Cell) -> tuple[Row, Config]:
+def checked(config: Config, cell: Cell) -> tuple[Row, Config]:
+    """What runs in it, or its sentence."""
     name = str(cell)
     try:
         at = registry.at(config, cell)
@@ -188,16 +198,20 @@ def _ranks(config: Config) -> int:
     return config.parallel.data
 
 
-class _Contest:
-    """The comparison as it stands, and the cells that are still in it."""
+def each(widest: int) -> int:
+    """Threads of a rank, so that those of the largest world share the cores."""
+    return max(1, len(os.sched_getaffinity(0)) // widest)
 
-    def __init__(self, now: Comparison, board: Board, runs: Mapping[str, Contestant]) -> None:
+
+class Contest(Generic[Now]):
+    """What is found so far, a row for each world by its name, and the worlds that are still in it."""
+
+    def __init__(self, now: Now, board: Board, runs: Mapping[str, Contestant]) -> None:
         self.now, self._board, self._in = now, board, dict(runs)
         self._notes = {row.cell: row.note for row in now.rows}
-        widest = max(run.size for run in runs.values())
-        self._threads = max(1, len(os.sched_getaffinity(0)) // widest)  # in `single` too: the same arithmetic
+        self._threads = each(max(run.size for run in runs.values()))  # in `single` too: the same arithmetic
 
-    def play(self, turns: Turns) -> Comparison:
+    def play(self, turns: Turns) -> Now:
         with ExitStack() as stack:
             for run in self._in.values():
                 stack.callback(run.close)
@@ -248,14 +262,14 @@ class _Contest:
 
     @contextmanager
     def _failing(self, name: str) -> Generator[Contestant]:
-        """A cell at work: what it raises ends it, and it alone. What is wrong in `single` is wrong in all."""
+        """A cell at work: what it raises ends it, and it alone. What is wrong in the first is wrong in all."""
         run = self._in[name]
         try:
             yield run
         except Stopped:
             raise
         except (UniparError, OSError) as e:
-            if name == str(ONE) and isinstance(e, TaskError | ConfigError):
+            if name == self.now.rows[0].cell and isinstance(e, TaskError | ConfigError):
                 raise
             del self._in[name]
             self._say(name, f"has failed: {str(e).splitlines()[0]}", outcome="failed", note=str(e))

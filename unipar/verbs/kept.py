@@ -30,7 +30,7 @@ def identity(config: Config, cells: Sequence[str], ref: TaskRef) -> dict[str, An
         "cells": list(cells),
         "task": _task(ref),
         "weights": _stamp(config),
-        "versions": _versions(cells),
+        "versions": versions(cells),
         "machine": machine(),
     }
 
@@ -52,7 +52,7 @@ def _stamp(config: Config) -> list[int] | None:
     return [seen.st_size, seen.st_mtime_ns]
 
 
-def _versions(cells: Sequence[str]) -> dict[str, str]:
+def versions(cells: Sequence[str]) -> dict[str, str]:
     backends = {Cell.parse(cell).backend for cell in cells}
     needed = {module for name in backends for module in registry.find(name).requires}
     made = {"python": platform.python_version()}

@@ -17,7 +17,7 @@ def report(run: Path, after: Path | None = None, out: Path | None = None) -> Pat
     """The page of `run`, beside its compare.json or at `out`; of two, that of `after` with `run` laid below."""
     first = Told.read(run)
     told = first if after is None else Told.read(after)
-    return _written(page(told, None if after is None else first), out or told.folder / NAME)
+    return written(page(told, None if after is None else first), out or told.folder / NAME)
 
 
 def beside(folder: Path) -> str:
@@ -28,7 +28,7 @@ def beside(folder: Path) -> str:
         return f"no page: {e}" if isinstance(e, ReportError) else f"no page: {type(e).__name__}: {e}"
 
 
-def _written(text: str, to: Path) -> Path:
+def written(text: str, to: Path) -> Path:
     """All of it or none."""
     partial = to.with_name(f".{to.name}.{os.getpid()}")
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from unipar import devices, folder, registry
 from unipar.config import Cell, Config, Eval
-from unipar.errors import ConfigError, OutExists, WorldMismatch
+from unipar.errors import ConfigError, WorldMismatch
 from unipar.report.board import Board
 from unipar.report.comparison import Row
 from unipar.report.verdicts import Verdict, Verdicts
@@ -59,7 +58,7 @@ def verify(
     )
     configs = {name: at for name, (row, at) in entrants.items() if row.outcome == "waits"}
     with folder.owned(out):
-        _make_room(out, overwrite=overwrite)
+        folder.make_room(out, "verify", NAMES, "proof", overwrite=overwrite)
         now = _proved(settled, ref, configs, first) if configs else first
         _write(out, now)
     return now
@@ -98,22 +97,6 @@ def _settled(config: Config, world: int | None) -> Config:
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": number})})
     config.batch.settle(number)
     return config.model_copy(update={"eval": Eval(), "log": config.log.model_copy(update={"to": ()})})
-
-
-def _make_room(out: Path, *, overwrite: bool) -> None:
-    """Our own files of an earlier time may go when that is said; nothing else does."""
-    there = sorted(path.name for path in out.iterdir())
-    strange = [name for name in there if name not in NAMES and not name.startswith("world-")]
-    if strange:
-        raise OutExists(f"{out} holds {strange[0]}, which is not verify's: move it away, or give another out")
-    if there and not overwrite:
-        raise OutExists(f"{out} holds an earlier proof: give --overwrite to replace it, or another out")
-    for name in there:
-        path = out / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _proved(config: Config, ref: TaskRef, configs: Mapping[str, Config], first: Verdicts) -> Verdicts:

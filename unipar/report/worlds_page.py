@@ -1,0 +1,182 @@
+"""report.html of `unipar scale`: speed-up, efficiency and memory by the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from unipar.report.bars import SMALL, sizes
+from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
+from unipar.report.svg import Drawing, Scale, marks, wide
+from unipar.report.table import counted, duration, size
+from unipar.report.worlds import KINDS, Kind, Scaling, World, percent
+
+NONE = "–"
+COLOURS = 6
+"""Lines of more cells begin with the first colour again, dashed."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a figure is of."""
+
+    label: str
+    of: Callable[[World], float | None]
+    words: Callable[[float], str]
+    high: float
+    ideal: Callable[[World], float] | None = None
+
+
+def page(found: Scaling) -> str:
+    """All of it."""
+    return whole(f"unipar scale: {found.name}", _head(found), [*_figures(found), _worlds(found), _how(found)])
+
+
+def answer(found: Scaling) -> str:
+    """How near the widest worlds come to the ideal, the best cell first."""
+    said: list[str] = []
+    for kind in KINDS:
+        last = [worlds[-1] for cell in found.cells if len(worlds := found.of(cell, kind)) > 1]
+        by = {world: share for world in last if (share := found.efficiency(world)) is not None}
+        best = sorted(by, key=lambda world: -by[world])
+        told = [f"{percent(by[world])} for {world.cell} on {counted(world.ranks, 'rank')}" for world in best]
+        said += [f"{kind} scaling: {', '.join(told)}"] if told else []
+    return f"Of the ideal, {'; '.join(said)}." if said else "No cell ran in two worlds, so there is nothing to hold."
+
+
+def _head(found: Scaling) -> str:
+    ranks = sorted({world.ranks for world in found.worlds})
+    worlds = f"worlds of {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if len(ranks) > 1 else "one world"
+    facts = [found.name, worlds, found.precision]
+    right = all(a.within for _, a in found.agreements)
+    kind, sign = ("open", "?") if not found.agreements else ("good", "✓") if right else ("bad", "✗")
+    return "\n".join(
+        [
+            "<header>",
+            f'<p class="kicker">unipar scale · {e(" · ".join(facts))}</p>',
+            f"<h1>{e(together(answer(found)))}</h1>",
+            *(f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {e(line)}</p>' for line in found.verdict()),
+            f'<p class="where">Measured on {e(located(found.machine, found.versions))}.</p>',
+            said(f"On {found.shared()}.", "worry"),
+            "</header>",
+        ]
+    )
+
+
+def _key(found: Scaling) -> str:
+    items = "".join(f'<li><i class="{_line(i)}"></i>{e(cell)}</li>' for i, cell in enumerate(found.cells))
+    return f'<ul class="key">{items}</ul>'
+
+
+def _line(i: int) -> str:
+    return f"w{i % COLOURS}" + (" again" if i >= COLOURS else "")
+
+
+def _figures(found: Scaling) -> Iterator[str]:
+    def ideal(world: World) -> float:
+        return world.ranks / found.base(world).ranks
+
+    worlds = found.worlds
+    faster = [v for w in worlds if (v := found.faster(w)) is not None]
+    share = [v for w in worlds if (v := found.efficiency(w)) is not None]
+    held = [v for w in worlds if (v := found.memory(w)) is not None]
+    yield _section(
+        found,
+        Shown("Speed-up", found.faster, lambda v: f"{v:.2f}", max([*map(ideal, worlds), *faster]), ideal),
+        "Samples a second in proportion to the smallest world. Dashed: the ideal, twice as much on twice the ranks.",
+    )
+    yield _section(
+        found,
+        Shown("Efficiency", found.efficiency, percent, max([1.0, *share]), lambda _: 1.0),
+        "The speed-up in proportion to the ranks. Dashed: all of it.",
+    )
+    if held:
+        yield _section(
+            found,
+            Shown("Memory", found.memory, size, max(held)),
+            "What the fullest rank had allocated at its fullest moment, beyond what it held before training.",
+        )
+
+
+def _section(found: Scaling, shown: Shown, words: str) -> str:
+    drawn = figure(lambda width: panels(found, shown, width), _table(found, shown))
+    return section(shown.label.lower(), shown.label, said(words), _key(found), drawn)
+
+
+def _how(found: Scaling) -> str:
+    listed = "".join(f"<li>{e(together(remark))}</li>" for remark in found.remarks())
+    return section("how", "How it was measured", f"<ul>{listed}</ul>", installed(found.machine, found.versions))
+
+
+def _worlds(found: Scaling) -> str:
+    head = [
+        "cell",
+        "scaling",
+        "ranks",
+        "samples a step",
+        "a rank",
+        "median step",
+        "samples/s",
+        "speed-up",
+        "efficiency",
+    ]
+    rows: list[list[str]] = []
+    for world in found.worlds:
+        row, rate = found.row(world), found.rate(world)
+        share = f"{world.micro} × {world.accumulate}"
+        start = [world.cell, " and ".join(world.kinds), str(world.ranks), str(world.samples), share]
+        if rate is None:
+            rows.append([*start, f"{row.outcome}: {row.note}"])
+            continue
+        faster, efficient = found.faster(world), found.efficiency(world)
+        told = [NONE if faster is None else f"{faster:.2f}", NONE if efficient is None else percent(efficient)]
+        rows.append([*start, duration(world.samples / rate), f"{rate:.1f}", *told])
+    return section("worlds", "Every world", tabled(head, rows, "What each world took", (0, 1)))
+
+
+def _table(found: Scaling, shown: Shown) -> str:
+    ranks = sorted({world.ranks for world in found.worlds})
+    rows: list[list[str]] = []
+    for cell in found.cells:
+        for kind in KINDS:
+            by = {world.ranks: shown.of(world) for world in found.of(cell, kind)}
+            rows.append([cell, kind, *(NONE if (v := by.get(n)) is None else shown.words(v) for n in ranks)])
+    return tabled(["cell", "scaling", *(counted(n, "rank") for n in ranks)], rows, f"{shown.label} by ranks", (0, 1))
+
+
+def panels(found: Scaling, shown: Shown, width: int) -> str:
+    """Strong scaling at the left, weak at the right; below it where it is narrow. A line a cell."""
+    across, tall, gap = (1, 190, 56) if width < SMALL else (2, 230, 56)
+    at = sizes(shown.high) if shown.ideal is None else [(v, shown.words(v)) for v in marks(0, shown.high, 4)]
+    left = max(wide(words) for _, words in at) + 12
+    each = (width - across * left - 20) / across
+    drawing = Drawing(width, (tall + gap) * (2 // across), f"{shown.label} by ranks")
+    ranks = sorted({world.ranks for world in found.worlds})
+    for i, kind in enumerate(KINDS):
+        start, top = left + (i % across) * (each + left + 10), 26 + (i // across) * (tall + gap)
+        x = Scale(ranks[0], max(ranks[-1], ranks[0] + 1), start, start + each)
+        y = Scale(0, shown.high * 1.04, top + tall, top)
+        drawing.text(start, top - 10, f"{kind} scaling, by ranks", "name")
+        for value, words in at:
+            drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
+            drawing.text(start - 6, y(value) + 4, words, "tick", "end")
+        free = 0.0
+        for n in ranks:
+            half = wide(str(n)) / 2
+            if x(n) - half >= free:
+                drawing.text(x(n), top + tall + 18, str(n), "tick", "middle")
+                free = x(n) + half + 8
+        _lines(drawing, found, shown, kind, x, y)
+    return str(drawing)
+
+
+def _lines(drawing: Drawing, found: Scaling, shown: Shown, kind: Kind, x: Scale, y: Scale) -> None:
+    own = [[w for w in found.worlds if w.cell == cell and kind in w.kinds] for cell in found.cells]
+    if shown.ideal is not None:
+        drawing.way([(x(w.ranks), y(shown.ideal(w))) for w in max(own, key=len)], "ideal")
+    for i, cell in enumerate(found.cells):
+        points = [(w, v) for w in found.of(cell, kind) if (v := shown.of(w)) is not None]
+        drawing.way([(x(w.ranks), y(v)) for w, v in points], f"way {_line(i)}")
+        for w, v in points:
+            tip = f"{cell}, {counted(w.ranks, 'rank')}: {shown.words(v)}"
+            drawing.dot((x(w.ranks), y(v)), 4, f"at {_line(i)}", tip)
