@@ -117,7 +117,7 @@ def test_a_file_is_one_room(file: Path) -> None:
 
 @pytest.mark.parametrize("file", files("unipar"), ids=lambda file: file.name)
 def test_the_core_names_no_library(file: Path) -> None:
-    """No identifier, import or text in unipar/ holds a backend's library; docstrings may, and help texts of the command line."""
+    """No identifier, import or text in unipar/ holds a backend's library; docstrings and help texts may."""
     tree = ast.parse(file.read_text("utf-8"))
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     guilty: list[str] = []

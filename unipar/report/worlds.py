@@ -78,10 +78,8 @@ class Scaling:
         return next(row for row in self.rows if row.cell == world.name)
 
     def of(self, cell: str, kind: Kind) -> list[World]:
-        """The worlds of one cell that were timed, the smallest first; none where that has no figures."""
-        own = [w for w in self.worlds if w.cell == cell]
-        timed = [w for w in own if kind in w.kinds and self.rate(w) is not None]
-        return timed if timed and timed[0] is own[0] else []
+        """The worlds of one cell that were timed, the smallest first."""
+        return [w for w in self.worlds if w.cell == cell and kind in w.kinds and self.rate(w) is not None]
 
     @property
     def cells(self) -> list[str]:
