@@ -1,4 +1,4 @@
-"""compare.json: what a comparison leaves in its folder, and whether what lies there still answers the question."""
+"""compare.json and compare.csv: what a comparison leaves in its folder, and whether that still answers the question."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from unipar import registry
 from unipar.config import Cell, Config
 from unipar.errors import OutExists
 from unipar.report.comparison import Comparison
+from unipar.report.sheet import sheet
 from unipar.task import TaskRef
 
 NAME = "compare.json"
+SHEET = "compare.csv"
 _LIBRARIES = ("unipar", "torch", "numpy")
 
 
@@ -89,7 +91,7 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
         if not overwrite:
             said = "is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
             raise OutExists(f"{file} {said}") from None
-        file.unlink()
+        _remove(folder)
         return None
     if not overwrite:
         differ = [key for key in ("config", "cells", "task") if old[key] != of[key]]
@@ -104,14 +106,21 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
             )
     for cell in cells:
         shutil.rmtree(folder / Cell.parse(cell).slug, ignore_errors=True)
-    file.unlink()
+    _remove(folder)
     return None
 
 
+def _remove(folder: Path) -> None:
+    """What `write` wrote; the file that says whose it is goes last."""
+    (folder / SHEET).unlink(missing_ok=True)
+    (folder / NAME).unlink()
+
+
 def write(folder: Path, of: dict[str, Any], now: Comparison) -> None:
-    """All of it or none."""
+    """All of it or none; a row a cell beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {"of": of, "finished": now.finished, **now.to_json()}
-    partial = folder / f".{NAME}.{os.getpid()}"
-    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    partial.rename(folder / NAME)
+    for name, text in ((NAME, json.dumps(data, indent=2) + "\n"), (SHEET, sheet(now))):
+        partial = folder / f".{name}.{os.getpid()}"
+        partial.write_text(text, encoding="utf-8")
+        partial.rename(folder / name)

@@ -1,0 +1,39 @@
+"""compare.csv: its text, to the letter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.test_comparison import FAR, ONE, SAME, compared
+from unipar.memory.account import Account, Phase, Resident
+from unipar.report.comparison import Row
+from unipar.report.sheet import sheet
+from unipar.verbs import kept
+
+
+def test_a_row_a_cell(tmp_path: Path) -> None:
+    """Beside compare.json: what is not known is empty, and a note with a comma stays out."""
+    phase = Phase(name="backward", peak=3_000_000, held={"parameters": 1_000_000, "activations": 2_000_000})
+    account = Account(
+        rank=0,
+        method="m",
+        device="cpu",
+        base=0,
+        phases=(phase,),
+        peaks=(3_000_000,),
+        resident=Resident(base=1_000, peak=3_501_000, own=9),
+    )
+    ddp = replace(SAME, memory=[account, account])
+    found = compared(ONE, ddp, FAR, Row(cell="horovod/nothing", outcome="absent", note="not here, so"))
+    kept.write(tmp_path, {}, found)
+    text = (tmp_path / "compare.csv").read_text("utf-8")
+    assert text == sheet(found)
+    assert text.splitlines() == [
+        "cell,outcome,digits,within,median_step_s,samples_per_s,allocated,resident,predicted_on_cuda,parameters,masters,"
+        "gradients,optimizer,communication,buffers,activations,temporaries,library,runtime,unattributed",
+        "single,ran,,,0.02,400,,,,,,,,,,,,,,",
+        "native/nothing,ran,all,yes,0.01,800,3000000,3500000,738197504,1000000,0,0,0,0,0,2000000,0,0,0,0",
+        "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,",
+        "horovod/nothing,absent,,,,,,,,,,,,,,,,,,",
+    ]
