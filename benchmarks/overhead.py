@@ -26,6 +26,11 @@ CELLS = (
     "deepspeed/parameters",
     "horovod/nothing",
     "accelerate/nothing",
+    "accelerate/gradients",
+    "accelerate/parameters",
+    "accelerate/optimizer+zero",
+    "accelerate/gradients+zero",
+    "accelerate/parameters+zero",
 )
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"

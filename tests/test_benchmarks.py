@@ -1,12 +1,18 @@
-"""The arithmetic of `make bench`."""
+"""The arithmetic of `make bench`, and what its loops by hand train."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
+from benchmarks.overhead import CELLS
 from benchmarks.timing import interleaved, interval, ratio
+from tests.world import FOUND
+from unipar import registry
+from unipar.crew import Crew
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(6, 1, 6), (12, 3, 10), (20, 6, 15), (100, 40, 61)])
@@ -36,3 +42,37 @@ def test_a_ratio_stops_when_its_interval_is_narrow_or_time_is_up() -> None:
     assert found.rounds == 12
     assert 0.5 < found.middle < 2
     assert ratio(work, work, half=0.0, least=2, seconds=0).rounds == 2
+
+
+def test_every_cell_has_a_loop_by_hand() -> None:
+    """Left out: what is another cell with other settings, and one process without a library."""
+    left = {str(cell) for cell in registry.expand(("*",))} - set(CELLS)
+    assert {cell for cell in left if not cell.endswith("+library")} == {"native/nothing+dp", "single"}
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        {
+            "accelerate/nothing": "DistributedDataParallel",
+            "accelerate/gradients": "FSDP2, 3 groups, 0 resharded",
+            "accelerate/parameters": "FSDP2, 3 groups, 2 resharded",
+        },
+        {
+            "accelerate/optimizer+zero": "DeepSpeedEngine 1",
+            "accelerate/gradients+zero": "DeepSpeedEngine 2",
+            "accelerate/parameters+zero": "DeepSpeedEngine 3",
+        },
+    ],
+    ids=["torch", "zero"],
+)
+def test_like_is_held_against_like(models: dict[str, str], tmp_path: Path) -> None:
+    """Both loops wrap the model in the same way, and their losses are the same bits."""
+    (tmp_path / "cells").write_text(" ".join(models), "utf-8")
+    with Crew(tmp_path, 1, "tests.loops_inside:run", environment=FOUND) as crew:
+        crew.wait()
+    for cell, said in json.loads((tmp_path / "said.json").read_text("utf-8")).items():
+        ours, theirs = said["losses"]
+        assert ours == theirs
+        assert ours[3] < ours[0]
+        assert said["models"] == [models[cell], models[cell]]
