@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _played(config: pytest.Config) -> list[Any]:
-    from tests.conformance.cases import AT_FOUR, CASES, SIZES
+    from tests.conformance.cases import CASES, SIZES, SOME
     from tests.conformance.marks import MARKS, more
     from unipar import errors, registry
 
@@ -53,7 +53,8 @@ def _played(config: pytest.Config) -> list[Any]:
         for size in (1,) if alone else (2,) if two else SIZES:
             for name, case in CASES.items():
                 elsewhere = not any(fnmatchcase(str(cell), pattern) for pattern in case.cells)
-                if elsewhere or (size == 4 and name not in AT_FOUR and case.sizes == SIZES and not whole):
+                fewer = not whole and (size != 2 or cell.variant) and case.sizes == SIZES
+                if elsewhere or (fewer and name not in SOME):
                     continue
                 if size in case.sizes or (alone and case.sizes == SIZES):
                     marks = [m for m in known if m.fits(cell, name, size)]

@@ -204,12 +204,12 @@ CASES = {
     )
 }  # fmt: skip
 
-AT_FOUR = (
+SOME = (
     "four microbatches", "two groups", "ragged last batch", "token weights, ragged", "method in the loss", "unused",
     "several parts",
     "batch norm", "evaluation in the middle", "state out and in", "bf16-mixed", "bf16-master", "not a number",
 )  # fmt: skip
-"""What worlds of four play in `make test`; in `make conformance` they play all."""
+"""What worlds of one and of four, and variants, play in `make test`; in `make conformance` they play all."""
 
 
 def dtype_of(case: Case) -> torch.dtype:
