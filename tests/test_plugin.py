@@ -43,7 +43,7 @@ def test_a_lying_mark_fails(tmp_path: Path) -> None:
     """A mark for what the backend can do fails the suite."""
     text = (TOY / "marks.toml").read_text("utf-8").replace('cases = ["', 'cases = ["tied weights", "')
     (tmp_path / "marks.toml").write_text(text, "utf-8")
-    words = ("-m", "pytest", "tests/conformance", "-q", "-p", "no:cacheprovider", "--cells", "toy", "-k", "1-tied")
+    words = ("-m", "pytest", "tests/conformance", "-q", "-p", "no:cacheprovider", "--cells", "toy", "-k", "2-tied")
     out = _run(*words, "--marks", str(tmp_path / "marks.toml"))
     assert out.returncode == 1
     assert "[XPASS(strict)] a toy has no masters" in out.stdout
