@@ -82,8 +82,6 @@ class Zero(Engine):
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         engine, share, count = self.engine, None, len(micros)
         divisor = self.world.size * (1.0 if self.scaler is None else self.scaler.scale)
-        if self.stage == 3:
-            self.zero.grad_partitions_flat_buffer.zero_()  # an unused parameter's gradient of the last step
         for i, micro in enumerate(micros, 1):
             engine.set_gradient_accumulation_boundary(i == count)
             mark("forward")
@@ -91,6 +89,8 @@ class Zero(Engine):
             mark("backward")
             mine, share = scaled(loss, micro.scale, divisor, share)
             engine.backward(mine, scale_wrt_gas=False)
+            if i == 1 and self.stage == 3:
+                self.holder.forget_gradients()
         mark("update")
         self.rates.set(self.base, factor)
         norm = self._clip()

@@ -40,6 +40,12 @@ class Holder:
             if "step" in state:
                 state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
 
+    def forget_gradients(self) -> None:
+        """Stage 3 writes over the gradients of what the first microbatch uses; others' are still the last step's."""
+        kept = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        for id_ in kept.keys() - self.zero._offload_boundary_param_ids:
+            kept[id_].zero_()
+
     def whole(self, p: nn.Parameter) -> bool:
         return self.stage == 0 or (self.stage < 3 and not p.requires_grad)
 
