@@ -127,9 +127,8 @@ class Watching:
         if self._world.size == 1:
             yield
             return
-        with self._backend.sends(self._world) as apart, Sent(self._sent):
+        with Sent(self._sent):
             yield
-        self._sent.update(apart)
 
     def _save(self, tensor: Tensor) -> Tensor:
         if self._saved_at is None:
@@ -147,8 +146,7 @@ class Watching:
     def _sent_by(self) -> str:
         if not any(how == "sent" for how, _, _ in self._steps):
             return ""
-        records = self._backend.capabilities.records
-        return f"{METHOD}, and {records}" if records else METHOD
+        return METHOD
 
     def account(self) -> Account:
         """What was seen, named."""

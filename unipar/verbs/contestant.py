@@ -60,7 +60,6 @@ class Contestant:
                 ENTRY,
                 environment={
                     **self._environment,
-                    **(backend.capabilities.recording if self._environment else {}),
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
                     **hosted,
                 },
