@@ -20,6 +20,11 @@ BESIDE = ("compare", "verify", "scale")
 """What may lie in it before a run, and stays when the run is overwritten."""
 
 
+def cache() -> Path:
+    """Where what is compiled is kept for the next run of this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unipar"
+
+
 def look(out: Path, *, overwrite: bool) -> None:
     """Raise unless a run may be written to `out`."""
     if not os.path.lexists(out):

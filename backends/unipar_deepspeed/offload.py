@@ -12,6 +12,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch.optim import Adam, AdamW, Optimizer
 
 from unipar.config import Config
+from unipar.folder import cache
 from unipar_deepspeed.options import options_of
 
 STALE = 900.0
@@ -34,8 +35,7 @@ def offloaded(optimizer: Optimizer, config: Config) -> Optimizer:
 def keep_compiled() -> None:
     """One folder for each torch under the user's cache, unless the environment names one; stale locks go."""
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(cache / "unipar" / "torch_extensions" / torch.__version__)
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(cache() / "torch_extensions" / torch.__version__)
     for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
         try:
             if time.time() - lock.stat().st_mtime > STALE:

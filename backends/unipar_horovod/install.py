@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from unipar.errors import BackendNotInstalled
+from unipar.folder import cache
 from unipar.machine import path_of_tools
 from unipar_horovod.building import CommandFailed, Say, run, step
 from unipar_horovod.toolchain import Features, Torch, features, jobs, key, needs, only_asked, torch_here
@@ -222,7 +223,6 @@ def _attempt(
 
 
 def _cache(part: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "unipar" / part
+    folder = cache() / part
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -104,9 +104,6 @@ class Account(Section):
         """The fullest phase of all."""
         return max(self.phases, key=lambda phase: phase.peak)
 
-    def phase(self, name: PhaseName) -> Phase | None:
-        return next((phase for phase in self.phases if phase.name == name), None)
-
     def write(self, run: Path) -> None:
         account_of(run, self.rank).write_text(self.model_dump_json(), encoding="utf-8")
 

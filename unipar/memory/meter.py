@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from unipar.errors import UniparError
+from unipar.folder import cache
 
 SETTLED: Final = {"MKL_DISABLE_FAST_MM": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 """What only the environment can set: MKL keeps no buffers of its own, while it is timed, too; and malloc gives back at
@@ -27,8 +28,7 @@ def built() -> Path:
     """The compiled meter, in the user's cache."""
     source = files("unipar.memory").joinpath("meter.c").read_bytes()
     told = hashlib.sha256(source + " ".join(platform.libc_ver()).encode()).hexdigest()[:16]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unipar"
-    made = root / f"meter-{platform.machine()}-{told}.so"
+    made = cache() / f"meter-{platform.machine()}-{told}.so"
     if not made.exists():
         _compile(source, made)
     return made

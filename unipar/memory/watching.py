@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from unipar.backend import Backend, Category, Engine, Holding
+from unipar.backend import Category, Engine, Holding
 from unipar.beat import Heart
 from unipar.memory.account import PHASES, Account, Pass
 from unipar.memory.counting import MOST, Meter, code
@@ -32,9 +32,8 @@ from unipar.world import World
 class Watching:
     """From the base mark to the last watched step."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._sites = dict(backend.capabilities.sites)
+    def __init__(self, sites: Mapping[str, Category]) -> None:
+        self._sites = sites
         self._marks: list[Mark] = []
         self._named: list[Named] = []
         self._placed: list[Site] = []
@@ -93,8 +92,8 @@ class Watching:
             self._around = _Places(self._meter, self._placed, self._sites)
         elif how == "saved":
             self._around = torch.autograd.graph.saved_tensors_hooks(self._save, _same)
-        elif how == "sent":
-            self._around = self._sending()
+        elif how == "sent" and self._world.size > 1:
+            self._around = Sent(self._sent)
         self._around.__enter__()
 
     def between(self, *, last: bool) -> None:
@@ -121,15 +120,6 @@ class Watching:
                     self._saved_at = self._forward, meter.at()
             self._name()
 
-    @contextmanager
-    def _sending(self) -> Generator[None]:
-        """Nobody is there to send to in a world of one."""
-        if self._world.size == 1:
-            yield
-            return
-        with Sent(self._sent):
-            yield
-
     def _save(self, tensor: Tensor) -> Tensor:
         if self._saved_at is None:
             self._saved.update(storage.data_ptr() for storage in _storages(tensor))
@@ -141,12 +131,6 @@ class Watching:
             for storage in _storages(holding.tensor):
                 if size := storage.nbytes():
                     self._named.append(Named(at, storage.data_ptr(), size, holding.category, holding.name))
-
-    @property
-    def _sent_by(self) -> str:
-        if not any(how == "sent" for how, _, _ in self._steps):
-            return ""
-        return METHOD
 
     def account(self) -> Account:
         """What was seen, named."""
@@ -185,7 +169,7 @@ class Watching:
             marks=tuple(replay.marked(shown)),
             saved=saved,
             sent=dict(self._sent),
-            sent_by=self._sent_by,
+            sent_by=METHOD if any(how == "sent" for how, _ in steps) else "",
             notes=tuple(notes),
         )
 

@@ -75,7 +75,7 @@ class Contestant:
         return time.monotonic() - began
 
     def watch(self, passes: Sequence[str]) -> None:
-        """Train a step for each pass, and have each rank write down its memory."""
+        """Train a step for each pass, each rank watching its memory."""
         self._tell({"go": len(passes), "watch": list(passes)})
         self._answers()
 
