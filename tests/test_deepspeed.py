@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,28 @@ def test_it_is_offloaded(shard: str, offloads: str, tmp_path: Path) -> None:
                      options={"deepspeed": options}) as run:  # fmt: skip
             engine: Any = run.engine
             assert bool(getattr(engine.zero, offloads)) is wanted
+
+
+class Early(tasks.Grouped):
+    """Its optimizer makes its states in the constructor."""
+
+    @override
+    def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(groups)
+
+
+def test_states_before_the_first_step(tmp_path: Path) -> None:
+    """ZeRO cannot take them over, and says so; stage 0 can."""
+    told: dict[str, Any] = {"backend": "deepspeed", "train": {"steps": 2, "optimizer": {}}}
+    with pytest.raises(TaskError) as e, running(Early(), tmp_path, parallel={"shard": "gradients"}, **told):
+        pass
+    assert str(e.value) == (
+        "deepspeed/gradients cannot take Adagrad: it makes its states before the first step, for parameters that ZeRO "
+        "then replaces; set parallel.shard: nothing, or backend: native"
+    )
+    (tmp_path / "whole").mkdir()
+    with running(Early(), tmp_path / "whole", **told) as run:
+        run.task.train(run)
 
 
 def test_a_lock_that_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

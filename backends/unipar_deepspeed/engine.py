@@ -60,6 +60,11 @@ class Zero(Engine):
         if config.train.precision == "bf16-master":
             lower(part.module, torch.bfloat16)
         optimizer = offloaded(part.optimizer(part.module), config)
+        if self.stage and optimizer.state:
+            raise TaskError(
+                f"{registry.cell_of(config)} cannot take {type(optimizer).__name__}: it makes its states before the "
+                "first step, for parameters that ZeRO then replaces; set parallel.shard: nothing, or backend: native"
+            )
         self.rates = Rates(optimizer)
         self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
         self.call = Call(part.module, world.device, autocast=autocast_as(config.train.precision))
