@@ -141,7 +141,7 @@ def main(words: list[str]) -> NoReturn:
     except BaseException:
         _say(asked, {"error": traceback.format_exc()})
         os._exit(1)
-    gc.freeze()  # the forks' collector leaves these pages alone, so that they stay shared
+    gc.freeze()  # the forks' collector leaves these pages alone: they stay shared, and it is quick
     while True:
         raw, fds, _, _ = socket.recv_fds(asked, MESSAGE, 1 + len(_FDS), socket.MSG_CMSG_CLOEXEC)
         if not raw:
@@ -197,7 +197,6 @@ def _live(asked: socket.socket, orders: Orders, said: dict[str, Any], log: int) 
     os.environ.clear()
     os.environ.update(said["environment"])
     os.chdir(said["folder"])
-    gc.unfreeze()
     if "torch" in sys.modules:  # it counted its threads when it was imported
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from unipar import worker
