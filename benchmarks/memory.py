@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from unipar.errors import UniparError, Unsupported
 from unipar.memory.account import ORDER, PASSES, Phase
 from unipar.memory.meter import built, preloading
 from unipar.report.memory import fullest, mib
-from unipar.report.table import table
+from unipar.report.table import duration, table
 from unipar.source import given
 from unipar.task import TaskRef
 from unipar.verbs.contestant import Contestant
@@ -55,10 +56,6 @@ def measured(config: Config, cell: Cell) -> list[Phase]:
             return list(fullest(run.accounts()).phases)
 
 
-def cells(patterns: list[str]) -> Iterator[Cell]:
-    yield from registry.expand(tuple(patterns or ("*",)))
-
-
 def row(name: tuple[str, ...], phases: list[Phase]) -> tuple[tuple[str, ...], bool]:
     """A line of the table, and whether it is as promised: in every phase."""
     peak = max(phases, key=lambda phase: phase.peak)
@@ -69,34 +66,40 @@ def row(name: tuple[str, ...], phases: list[Phase]) -> tuple[tuple[str, ...], bo
     return (*name, mib(peak.peak), mib(sum(peak.held.values())), shown, "" if good else "MISSED"), good
 
 
-def main(words: list[str]) -> int:
+def asked(words: list[str]) -> Iterator[tuple[tuple[str, ...], Config, Cell]]:
+    """Each row's name, and what runs in it; cells that say no to a precision have none."""
     sizes = [w for w in words if w in SIZES] or list(SIZES)
     precisions = [w for w in words if w in PRECISIONS] or list(PRECISIONS)
     worlds = [w for w in words if w in WORLDS] or list(WORLDS)
-    wanted = [w for w in words if not re.fullmatch("|".join((*SIZES, *PRECISIONS, *WORLDS)), w)]
+    wanted = [w for w in words if w not in (*SIZES, *PRECISIONS, *WORLDS)]
+    for size, precision, world in product(sizes, precisions, worlds):
+        for cell in registry.expand(tuple(wanted or ("*",))):
+            try:
+                config = registry.at(config_of(size, precision, int(world)), cell)
+                registry.check(config)
+            except Unsupported:
+                continue
+            yield (size, precision, world, str(cell)), config, cell
+
+
+def main(words: list[str]) -> int:
     rows: list[tuple[str, ...]] = []
-    missed: list[str] = []
-    for size in sizes:
-        for precision in precisions:
-            for world in worlds:
-                for cell in cells(wanted):
-                    name = (size, precision, world, str(cell))
-                    try:
-                        config = registry.at(config_of(size, precision, int(world)), cell)
-                        registry.check(config)
-                    except Unsupported:
-                        continue
-                    try:
-                        made, good = row(name, measured(config, cell))
-                    except UniparError as e:
-                        made, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
-                    print(" ".join(made), file=sys.stderr, flush=True)
-                    rows.append(made)
-                    if not good:
-                        missed.append(" ".join(name))
+    missed = 0
+    began = time.monotonic()
+    todo = list(asked(words))
+    for i, (name, config, cell) in enumerate(todo, 1):
+        try:
+            made, good = row(name, measured(config, cell))
+        except UniparError as e:
+            made, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
+        took = duration(time.monotonic() - began)
+        print(f"{i} of {len(todo)}, {took}:", *filter(None, made), file=sys.stderr, flush=True)
+        rows.append(made)
+        missed += not good
     header = ("model", "precision", "ranks", "cell", "peak MiB", "sum MiB", "most without a name", "")
     print(table(header, rows, right=(2, 4, 5), width=110))
-    print(f"parts add up, and at most {100 * LIMIT:.0f} % has no name: {len(rows) - len(missed)} of {len(rows)}")
+    took = duration(time.monotonic() - began)
+    print(f"parts add up, and at most {LIMIT:.0%} has no name: {len(rows) - missed} of {len(rows)}, in {took}")
     return 1 if missed else 0
 
 
