@@ -1,4 +1,4 @@
-"""What a step sends: bytes by collective, from torch's operators."""
+"""What a step sends: bytes by collective, in every kind of cell, from torch's operators and from Horovod's timeline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unipar_horovod.timeline import OURS, read
 
 from tests.comparisons import made
 from tests.test_memory import compared
@@ -42,10 +43,9 @@ SENT: dict[str, dict[str, int]] = {
     "native/gradients": {"all_gather": 65536, "reduce_scatter": 65536, "all_reduce": 16},
     "native/parameters": {"all_gather": 131072, "reduce_scatter": 65536, "all_reduce": 16},
     "deepspeed/gradients": {"all_reduce": 65540, "all_gather": 65536},
-    "horovod/nothing": {},
+    "horovod/nothing": {"all_reduce": 65536},
 }
-"""FSDP2 gathers once more for the backward where parameters are split; 16 and 4 bytes are norms.
-Horovod's own collectives are none of torch's."""
+"""FSDP2 gathers once more for the backward where parameters are split; 16 and 4 bytes are norms."""
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,12 @@ def test_bytes_by_collective(found: dict[str, Any], cell: str) -> None:
 
 
 def test_the_method_is_stated(found: dict[str, Any]) -> None:
-    """In words."""
-    assert found["native/nothing"]["memory"][1]["sent_by"] == "each call of torch.distributed's operators"
+    """Horovod's collectives are its own, and only its timeline knows of them."""
+    by = {cell: found[cell]["memory"][1]["sent_by"] for cell in ("native/nothing", "horovod/nothing")}
+    assert by == {
+        "native/nothing": "each call of torch.distributed's operators",
+        "horovod/nothing": "each call of torch.distributed's operators, and Horovod's timeline",
+    }
 
 
 def test_one_process_sends_nothing(found: dict[str, Any]) -> None:
@@ -92,6 +96,28 @@ def test_one_process_sends_nothing(found: dict[str, Any]) -> None:
 def test_operators_and_what_they_are_called(operator: str, kind: str | None) -> None:
     """A barrier carries nothing, what is received was sent by another, and aten's scatter stays here."""
     assert kind_of(operator) == kind
+
+
+def test_a_timeline_is_read() -> None:
+    """Sizes come at a collective's end; phases inside it and before it have none, and our own beginning is left out."""
+    events = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 1}},
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.model.0.weight"}},
+        {"name": "process_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": 1}},
+        {"name": "process_name", "ph": "M", "pid": 2, "args": {"name": f"allreduce.{OURS}"}},
+        {"ph": "E", "ts": 1, "pid": 1},
+        {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 1, "pid": 1},
+        {"ph": "E", "ts": 2, "pid": 1},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 3, "pid": 1},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 3, "pid": 2},
+        {"ph": "B", "name": "GLOO_ALLREDUCE", "ts": 4, "pid": 1},
+        {"ph": "E", "ts": 5, "pid": 1},
+        {"ph": "E", "ts": 6, "pid": 1, "args": {"dtype": "float16", "shape": "[3, 5]"}},
+        {"ph": "E", "ts": 6, "pid": 2, "args": {"dtype": "float32", "shape": "[1]"}},
+        {"ph": "B", "name": "ALLGATHER", "ts": 7, "pid": 1},
+        {"ph": "E", "ts": 8, "pid": 1, "args": {"dtype": "float64", "shape": "[]"}},
+    ]
+    assert read(events) == {"all_reduce": 30, "all_gather": 8}
 
 
 def test_the_page_shows_it_with_the_method(tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ class Capabilities:
     sites: Mapping[str, Category] = field(default_factory=dict[str, Any])
     """Where its library allocates what lives too short to be held: the end of `path:function`, and what it is for."""
 
+    records: str = ""
+    """What `Backend.sends` reads, in words."""
+
+    recording: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables without which its library does not record that. Those are set in a world of its own, where nothing is
+    timed."""
+
 
 @dataclass(frozen=True)
 class Dtypes:
@@ -171,6 +178,13 @@ class Backend(ABC):
     @abstractmethod
     def join(self, config: Config, place: Place) -> World:
         """Meet the other processes; assert that the library sees the same world."""
+
+    def sends(self, world: World) -> AbstractContextManager[Mapping[str, int]]:
+        """Around one step: payload bytes by collective of what its library sends without torch.distributed.
+
+        They are there once it is closed. All ranks open and close it together, where `recording` is set.
+        """
+        return nullcontext({})
 
     @abstractmethod
     def build(self, part: Part, config: Config, world: World) -> Engine:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field, PositiveFloat
@@ -68,6 +69,8 @@ class Horovod(Backend):
         ),
         waits=("torch/distributed/", "horovod/torch/"),
         sites={"horovod/torch/compression.py:compress": "communication"},
+        records="Horovod's timeline",
+        recording={"HOROVOD_TIMELINE": "DYNAMIC"},
     )
 
     @override
@@ -119,6 +122,12 @@ class Horovod(Backend):
         from unipar_horovod.engine import join
 
         return join(config, place)
+
+    @override
+    def sends(self, world: World) -> AbstractContextManager[Mapping[str, int]]:
+        from unipar_horovod.timeline import sends
+
+        return sends(world)
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from unipar.backend import Category, Engine, Holding
+from unipar.backend import Backend, Category, Engine, Holding
 from unipar.beat import Heart
 from unipar.memory.account import PHASES, Account, Pass
 from unipar.memory.counting import MOST, Meter, code
@@ -32,8 +33,8 @@ from unipar.world import World
 class Watching:
     """From the base mark to the last watched step."""
 
-    def __init__(self, sites: Mapping[str, Category]) -> None:
-        self._sites = sites
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._marks: list[Mark] = []
         self._named: list[Named] = []
         self._placed: list[Site] = []
@@ -89,11 +90,11 @@ class Watching:
         self._steps.append((how, len(self._marks), 0))
         self._around = nullcontext()
         if how == "placed":
-            self._around = _Places(self._meter, self._placed, self._sites)
+            self._around = _Places(self._meter, self._placed, self._backend.capabilities.sites)
         elif how == "saved":
             self._around = torch.autograd.graph.saved_tensors_hooks(self._save, _same)
         elif how == "sent" and self._world.size > 1:
-            self._around = Sent(self._sent)
+            self._around = self._sending()
         self._around.__enter__()
 
     def between(self, *, last: bool) -> None:
@@ -119,6 +120,24 @@ class Watching:
                 elif phase == "backward":
                     self._saved_at = self._forward, meter.at()
             self._name()
+
+    @property
+    def _recorded(self) -> bool:
+        """Whether the library was told to record what it sends itself."""
+        told = self._backend.capabilities.recording
+        return bool(told) and told.items() <= os.environ.items()
+
+    @contextmanager
+    def _sending(self) -> Generator[None]:
+        with self._backend.sends(self._world) if self._recorded else nullcontext({}) as apart, Sent(self._sent):
+            yield
+        self._sent.update(apart)
+
+    @property
+    def _sent_by(self) -> str:
+        if not any(how == "sent" for how, _, _ in self._steps):
+            return ""
+        return f"{METHOD}, and {self._backend.capabilities.records}" if self._recorded else METHOD
 
     def _save(self, tensor: Tensor) -> Tensor:
         if self._saved_at is None:
@@ -169,7 +188,7 @@ class Watching:
             marks=tuple(replay.marked(shown)),
             saved=saved,
             sent=dict(self._sent),
-            sent_by=METHOD if any(how == "sent" for how, _ in steps) else "",
+            sent_by=self._sent_by,
             notes=tuple(notes),
         )
 

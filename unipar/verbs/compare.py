@@ -28,6 +28,7 @@ from unipar.task import Reached, Task, TaskRef, importing
 from unipar.verbs import kept
 from unipar.verbs.contestant import Contestant
 from unipar.verbs.report import beside
+from unipar.verbs.sending import completed
 
 ONE = Cell("single")
 """One process without a wrapper: what all others are held to."""
@@ -250,7 +251,7 @@ class Contest(Generic[Now]):
 
         for name in list(self._in) if turns.watched else ():
             with self._failing(name) as run:
-                self._say(name, "is asked for its memory", memory=run.accounts())
+                self._say(name, "is asked for its memory", memory=completed(run, run.accounts(), self._threads))
 
     def _finish(self) -> None:
         for name in list(self._in):

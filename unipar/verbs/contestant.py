@@ -74,6 +74,10 @@ class Contestant:
         self._answers()
         return time.monotonic() - began
 
+    def again(self, run: Path, more: Mapping[str, str]) -> Contestant:
+        """The same cell in another world, with more in its environment."""
+        return Contestant(self.cell, self.config, self.ref, run, {**self._environment, **more})
+
     def watch(self, passes: Sequence[str]) -> None:
         """Train a step for each pass, each rank watching its memory."""
         self._tell({"go": len(passes), "watch": list(passes)})
