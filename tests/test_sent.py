@@ -10,9 +10,16 @@ from unipar_horovod.timeline import OURS, read
 
 from tests.comparisons import made
 from tests.test_memory import compared
+from unipar import registry
+from unipar.config import Cell
+from unipar.memory.account import Account
 from unipar.memory.sent import kind_of
 from unipar.report.page import page
 from unipar.report.seen import Told
+from unipar.source import given
+from unipar.task import TaskRef
+from unipar.verbs.contestant import Contestant
+from unipar.verbs.sending import completed
 
 TASK = '''
 import torch
@@ -70,6 +77,22 @@ def test_the_method_is_stated(found: dict[str, Any]) -> None:
         "native/nothing": "each call of torch.distributed's operators",
         "horovod/nothing": "each call of torch.distributed's operators, and Horovod's timeline",
     }
+
+
+def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path) -> None:
+    """The world of its own fails, with its sentence; what was known before is kept."""
+    told = {"task": {"use": f"{tmp_path}/tiny.py:Gone"}, "parallel": {"data": 2}, "device": "cpu"}
+    cell = Cell.parse("horovod/nothing")
+    config = registry.at(given(told | {"batch": {"total": 2}, "train": {"steps": 4}}, None).config, cell)
+    (tmp_path / "tiny.py").write_text("", encoding="utf-8")
+    run = Contestant(cell, config, TaskRef.of(None, config.task, {}), tmp_path / "run")
+    before = [Account(rank=r, method="m", device="cpu", base=1, phases=(), peaks=(), sent={"x": 3}) for r in (0, 1)]
+    after = completed(run, before, 1)
+    assert [account.sent for account in after] == [{"x": 3}, {"x": 3}]
+    for account in after:
+        (note,) = account.notes
+        assert note.startswith("what it sends is not whole: Horovod's timeline could not be had (")
+        assert "Gone" in note
 
 
 def test_one_process_sends_nothing(found: dict[str, Any]) -> None:
