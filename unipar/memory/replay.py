@@ -106,7 +106,7 @@ class Seen:
     thread: int
     """The one that trains."""
 
-    shared: bool
+    shared: bool = False
     """Whether there are other ranks: what other threads allocate is for them."""
 
     marks: list[Mark] = field(default_factory=list[Mark])

@@ -1,62 +1,47 @@
-"""A run whose memory is watched: phases, names and places are written down beside what the meter notes."""
+"""A run whose memory is watched: phases, names and places are written down beside what sources of events see."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from inspect import currentframe
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
-from pathlib import Path
-from threading import get_native_id
-from types import FrameType
-from typing import Any, Final, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
 
-from unipar.backend import Backend, Category, Engine, Holding
+from unipar.backend import Backend, Engine, Holding
 from unipar.beat import Heart
 from unipar.memory.account import PHASES, Account, Pass
-from unipar.memory.counting import MOST, Meter, code
-from unipar.memory.replay import Mark, Named, Replay, Seen, Site, askers
+from unipar.memory.replay import Named, Replay
 from unipar.memory.resident import anonymous
 from unipar.memory.sent import METHOD, Sent
+from unipar.memory.source import Source
 from unipar.world import World
 
 
 @final
 class Watching:
-    """From the base mark to the last watched step."""
+    """From the base mark to the last watched step, in one memory or several: each has its source."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, sources: Sequence[Source]) -> None:
         self._backend = backend
-        self._marks: list[Mark] = []
-        self._named: list[Named] = []
-        self._placed: list[Site] = []
-        self._steps: list[tuple[Pass, int, int]] = []
-        """How each was watched; its marks, from and to."""
-
-        self._saved: set[int] = set()
-        self._saved_at: tuple[int, int] | None = None
-        """Where the first forward of that pass begins and ends."""
-
+        self._watched = [_Watched(source) for source in sources]
+        self._marks = 0
+        self._steps: list[Step] = []
         self._sent: Counter[str] = Counter()
-        self._forward = 0
-        self._around: AbstractContextManager[Any] | None = None
+        self._around: ExitStack | None = None
         self._holdings: Callable[[], Iterable[Holding]] = tuple
 
     def begin(self, world: World, heart: Heart) -> None:
         """The base mark: the world has met, and nothing is built."""
         self._world, self._heart = world, heart
         warm(world)
-        self._meter = Meter()
-        self._small = self._meter.small()
-        self._base = self._meter.begin()
+        for watched in self._watched:
+            watched.source.begin()
         self._anonymous = anonymous()
 
         self._mark("start")
@@ -77,8 +62,8 @@ class Watching:
 
     @property
     def resident(self) -> int:
-        """What the system counted at the base, and the meter's own notes."""
-        return self._anonymous + self._meter.bytes
+        """What the system counted at the base, and the sources' own notes."""
+        return self._anonymous + sum(watched.source.bytes for watched in self._watched)
 
     @property
     def on(self) -> bool:
@@ -87,38 +72,38 @@ class Watching:
 
     def before(self, how: Pass) -> None:
         """A step that is watched begins."""
-        self._steps.append((how, len(self._marks), 0))
-        self._around = nullcontext()
+        self._steps.append((how, self._marks, 0))
+        self._around = ExitStack()
         if how == "placed":
-            self._around = _Places(self._meter, self._placed, self._backend.capabilities.sites)
+            for watched in self._watched:
+                self._around.enter_context(watched.source.places(self._backend.capabilities.sites))
         elif how == "saved":
-            self._around = torch.autograd.graph.saved_tensors_hooks(self._save, _same)
+            self._around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _same))
         elif how == "sent" and self._world.size > 1:
-            self._around = self._sending()
-        self._around.__enter__()
+            self._around.enter_context(self._sending())
 
     def between(self, *, last: bool) -> None:
         """It is over; after the last one nothing is counted any more."""
         assert self._around is not None
-        self._around.__exit__(None, None, None)
+        self._around.close()
         self._around = None
         how, low, _ = self._steps[-1]
-        self._steps[-1] = how, low, len(self._marks)
+        self._steps[-1] = how, low, self._marks
         if last:
             self._mark("end")
             self._heart.heed = None
-            self._meter.end()
+            for watched in self._watched:
+                watched.source.end()
 
     def _mark(self, phase: str) -> None:
         """A phase begins."""
-        meter = self._meter
-        self._marks.append(Mark(meter.at(), phase, meter.peak(), meter.live(), meter.small()))
+        self._marks += 1
+        saving = self.on and self._steps[-1][0] == "saved"
+        for watched in self._watched:
+            watched.source.mark(phase)
+            if saving:
+                watched.meets(phase)
         if self.on:
-            if self._steps[-1][0] == "saved" and self._saved_at is None:
-                if phase == "forward":
-                    self._forward = meter.at()
-                elif phase == "backward":
-                    self._saved_at = self._forward, meter.at()
             self._name()
 
     @property
@@ -140,56 +125,80 @@ class Watching:
         return f"{METHOD}, and {self._backend.capabilities.records}" if self._recorded else METHOD
 
     def _save(self, tensor: Tensor) -> Tensor:
-        if self._saved_at is None:
-            self._saved.update(storage.data_ptr() for storage in _storages(tensor))
+        for storage in _storages(tensor):
+            for watched in self._watched:
+                watched.save(storage)
         return tensor
 
     def _name(self) -> None:
-        at = self._meter.at()
+        now = [watched.source.at() for watched in self._watched]
         for holding in self._holdings():
             for storage in _storages(holding.tensor):
-                if size := storage.nbytes():
-                    self._named.append(Named(at, storage.data_ptr(), size, holding.category, holding.name))
+                for watched, at in zip(self._watched, now, strict=True):
+                    watched.name(at, storage, holding)
 
     def account(self) -> Account:
-        """What was seen, named."""
-        events = self._meter.events()
-        kinds, owners = askers(events["caller"].tolist(), code())
-        seen = Seen(
-            events=events,
-            kinds=kinds,
-            owners=owners,
-            base=self._base,
-            base_small=self._small,
-            thread=get_native_id(),
-            shared=self._world.size > 1,
-            marks=self._marks,
-            named=self._named,
-            sites=self._placed,
-        )
+        """What was seen, named: of the first memory, with what was sent; another is the host's."""
+        accounts = [watched.account(self._world, self._steps) for watched in self._watched]
+        return accounts[0].model_copy(update={"sent": dict(self._sent), "sent_by": self._sent_by})
+
+
+Step = tuple[Pass, int, int]
+"""How it was watched; its marks, from and to."""
+
+
+class _Watched:
+    """One memory: its source, and what is known of its blocks beside that."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._named: list[Named] = []
+        self._saved: set[int] = set()
+        self._saved_at: tuple[int, int] | None = None
+        """Where the first forward of that pass begins and ends."""
+
+        self._forward = 0
+
+    def meets(self, phase: str) -> None:
+        """In the pass in which autograd says what it saves."""
+        if self._saved_at is None:
+            if phase == "forward":
+                self._forward = self.source.at()
+            elif phase == "backward":
+                self._saved_at = self._forward, self.source.at()
+
+    def save(self, storage: torch.UntypedStorage) -> None:
+        if self._saved_at is None and storage.device.type == self.source.device:
+            self._saved.add(storage.data_ptr())
+
+    def name(self, at: int, storage: torch.UntypedStorage, holding: Holding) -> None:
+        if storage.device.type == self.source.device and (size := storage.nbytes()):
+            self._named.append(Named(at, storage.data_ptr(), size, holding.category, holding.name))
+
+    def account(self, world: World, steps: Sequence[Step]) -> Account:
+        source, seen = self.source, self.source.seen()
+        seen.shared = world.size > 1 and world.device.type == source.device
+        seen.named = [Named(source.index(n.at), n.address, n.size, n.category, n.name) for n in self._named]
         replay = Replay(seen)
-        saved = replay.saved(*self._saved_at, self._saved) if self._saved_at is not None else None
-        steps = [(how, replay.windows[low:high]) for how, low, high in self._steps]
-        shown = next(windows for how, windows in steps if how == "placed")
-        before = replay.windows[: self._steps[0][1]]
-        phases = tuple(replay.phase(name, before if name == "built" else shown) for name in PHASES)
-        notes = [] if saved is not None else ["activations are told by lifetime alone"]
-        if len(events) == MOST:
-            notes.append(f"only the first {MOST} blocks were noted")
-        peaks = [max(window.peak for window in windows) for how, windows in steps if how in ("plain", "placed")]
+        saved = None
+        if self._saved_at is not None:
+            low, high = self._saved_at
+            saved = replay.saved(source.index(low), source.index(high), self._saved)
+        passes = [(how, replay.windows[low:high]) for how, low, high in steps]
+        shown = next(windows for how, windows in passes if how == "placed")
+        before = replay.windows[: steps[0][1]]
+        peaks = [max(window.peak for window in windows) for how, windows in passes if how in ("plain", "placed")]
         return Account(
-            rank=self._world.rank,
-            method=self._meter.method,
-            device="cpu",
-            base=self._base,
-            phases=phases,
-            peaks=tuple(peak - self._base for peak in peaks),
+            rank=world.rank,
+            method=source.method,
+            device=source.device,
+            base=seen.base,
+            phases=tuple(replay.phase(name, before if name == "built" else shown) for name in PHASES),
+            peaks=tuple(peak - seen.base for peak in peaks),
             curve=tuple(replay.curve(shown)),
             marks=tuple(replay.marked(shown)),
             saved=saved,
-            sent=dict(self._sent),
-            sent_by=self._sent_by,
-            notes=tuple(notes),
+            notes=(*source.notes, *(() if saved is not None else ("activations are told by lifetime alone",))),
         )
 
 
@@ -214,35 +223,3 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         tensor = tensor.to_local()
     if tensor.layout == torch.strided and tensor.device.type != "meta":
         yield tensor.untyped_storage()
-
-
-_INSIDE: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-
-
-class _Places(TorchDispatchMode):
-    """Which line asked for an operation that allocated something."""
-
-    def __init__(self, meter: Meter, found: list[Site], sites: Mapping[str, Category]) -> None:
-        super().__init__()
-        self._meter, self._found, self._sites = meter, found, sites
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        low = self._meter.at()
-        out = func(*args, **(kwargs or {}))
-        high = self._meter.at()
-        if high > low and (not self._found or self._found[-1].high <= low):
-            self._found.append(Site(low, high, *self._place(currentframe(), str(func))))
-        return out
-
-    def _place(self, frame: FrameType | None, operation: str) -> tuple[str, Category | None]:
-        nearest = ""
-        while frame is not None:
-            spelled = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
-            for site, category in self._sites.items():
-                if spelled.endswith(site):
-                    return f"{operation} in {frame.f_code.co_name}", category
-            if not nearest and not spelled.startswith(_INSIDE):
-                nearest = f"{operation} in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            frame = frame.f_back
-        return nearest or operation, None

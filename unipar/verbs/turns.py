@@ -32,7 +32,7 @@ def turns(place: Place, run: Path, control: socket.socket | None) -> None:
     config = Config.model_validate_json((run / "config.json").read_text("utf-8"))
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
     backend = registry.find(config.backend)
-    watching = Watching(backend) if Meter.here() else None
+    watching = Watching(backend, [Meter()]) if Meter.here() else None
     if watching is not None:
         import_module(f"{type(backend).__module__}.engine")  # what it imports is not the model's
     with opened(config, task, place, run, met=watching and watching.begin) as live, last_words(run, place.rank):
