@@ -142,7 +142,7 @@ def test_an_exit_without_a_word(crew: Make, tmp_path: Path) -> None:
 def test_killed_from_outside(crew: Make) -> None:
     """SIGKILL is most often the kernel's, for memory."""
     assert str(failure(crew("killed"))).startswith(
-        "rank 1 was killed by SIGKILL: perhaps out of memory (dmesg tells)\n"
+        "rank 1 was killed by SIGKILL: probably out of memory (dmesg tells)\n"
     )
 
 

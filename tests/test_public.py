@@ -19,6 +19,7 @@ NAMES = {
     "Hung",
     "NonFinite",
     "OutExists",
+    "OutOfMemory",
     "Report",
     "ReportError",
     "Run",

@@ -13,6 +13,7 @@ from unipar.beat import beat_of, feel
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
 from unipar.ledger import Ledger, ledger_of
 from unipar.orders import LOST
+from unipar.short import At, of_the_dead
 from unipar.worker import error_of, log_of
 
 SAYINGS = (
@@ -25,6 +26,7 @@ SAYINGS = (
         "unable to mmap",
         "shared memory ran out (df -h /dev/shm): fewer data.workers, or more of it (docker run --shm-size)",
     ),
+    ("std::bad_alloc", "it ran out of memory in a library's code: a smaller batch.micro, or a cell that splits more"),
 )
 """What libraries write before they abort, and what it means."""
 
@@ -136,16 +138,19 @@ def _own(run: Path, rank: int, said: Said, well: Sequence[int]) -> UniparError:
 def _failed(run: Path, rank: int, code: int) -> WorkerFailed:
     """A rank that could not say why."""
     log = log_of(run, rank)
-    by = _signal(code)
+    by, words = _signal(code), ""
+    where = At.of(run, rank)
+    at = f" {where}" if where is not None else ""
     if by == "SIGKILL":
-        how = "was killed by SIGKILL: perhaps out of memory (dmesg tells)"
+        how = f"was killed by SIGKILL{at}: probably out of memory (dmesg tells)"
+        words = f"\n  {told}" if (told := of_the_dead(run, rank)) else ""
     elif by:
-        how = f"was killed by {by}"
+        how = f"was killed by {by}{at}"
     elif code == LOST:
         how = "ended at once: its parent was gone"
     else:
         how = f"ended with exit code {code}, without an error of its own"
-    words = _meaning(log) or _last_words(log)
+    words += _meaning(log) or _last_words(log)
     return WorkerFailed(f"rank {rank} {how}{words}\n  its log: {log}", rank=rank, traceback=tail(log), log=str(log))
 
 

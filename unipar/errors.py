@@ -11,6 +11,7 @@
   + WorldMismatch        the processes found are not the processes asked for                         (exit 3)
   + WorkerFailed         a process of the run ended badly                                            (exit 1)
     - Hung               one fell silent while the others waited for it
+  + OutOfMemory          a rank ran out of memory: where, what held the most, what would have fitted  (exit 1)
   + NonFinite            the loss became NaN or infinite: which step, which rank                     (exit 1)
   + Stopped              a signal ended the run at a step boundary                                   (exit 130)
 """
@@ -85,6 +86,9 @@ class WorkerFailed(UniparError):
 class Hung(WorkerFailed): ...
 
 
+class OutOfMemory(UniparError, MemoryError): ...
+
+
 class NonFinite(UniparError): ...
 
 
@@ -103,6 +107,7 @@ def rebuild(kind: str, message: str) -> UniparError | None:
         BackendNotInstalled,
         WorldMismatch,
         Hung,
+        OutOfMemory,
         NonFinite,
         Stopped,
     )

@@ -21,6 +21,7 @@ from unipar.orders import die_with_parent
 from unipar.place import Place, without_launcher_arguments
 from unipar.plan import Plan
 from unipar.progress import Progress
+from unipar.short import explaining
 from unipar.worker import record
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def trained(plan: Plan, task: Task, *, quiet: bool = False) -> Generator[Run]:
         else:
             _wait(run, place, plan.config.launch.timeout)
         try:
-            with opened(plan.config, task, place, run) as training:
+            with opened(plan.config, task, place, run) as training, explaining(run, place.rank, training):
                 _forget(run, place)  # all have met by now
                 yield training
         except Stopped:

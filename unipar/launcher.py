@@ -165,7 +165,8 @@ def _joined(context: worker.Context, task: type[Task] | None, functions: Mapping
     context.joined = True
     config = Config.model_validate_json((context.run / "config.json").read_text("utf-8"))
     made = task_here(task, functions, config, None)
-    with opened(config, made, context.place, context.run) as run, worker.last_words(context.run, context.place.rank):
+    folder, rank = context.run, context.place.rank
+    with opened(config, made, context.place, folder) as run, worker.last_words(folder, rank, run):
         yield run
 
 

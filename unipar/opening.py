@@ -25,6 +25,8 @@ from unipar.optim import grouped, optimizer_of
 from unipar.parts import Trained
 from unipar.place import Place
 from unipar.rework import reworked
+from unipar.rss import anonymous, peak_rss
+from unipar.short import explaining
 from unipar.stopping import listening
 from unipar.task import Task
 from unipar.track import Trackers
@@ -52,7 +54,8 @@ def opened(
         if met is not None:
             met(world, heart)
         trackers = Trackers(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
-        made = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers)
+        with explaining(run, place.rank):
+            made = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers)
         gc.collect()  # what building left in cycles: rank 0's whole model, where it was split
         try:
             yield made
@@ -99,6 +102,7 @@ def assembled(
     sizes = config.batch.settle(world.size)
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"total": sizes.total})})
     _prepare(task, world)
+    base = anonymous()
     modules = born(task, config, world)
     whole = whole_of(modules)
     wanted = config.model.loading
@@ -117,7 +121,8 @@ def assembled(
         for part in parts.values():  # some libraries settle in their first forward what takes gradients
             part.engine.evaluate(_nothing, None)
     cell = str(registry.cell_of(config))
-    ledger.note("start", rank=world.rank, size=world.size, cell=cell, pid=os.getpid(), parameters=parameters)
+    said = {"rank": world.rank, "size": world.size, "cell": cell, "pid": os.getpid()}
+    ledger.note("start", **said, parameters=parameters, resident=base)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))
     return Run(task, parts, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
@@ -138,9 +143,3 @@ def _prepare(task: Task, world: World) -> None:
             world.store.set(key, "yes")
     while world.store is not None and not world.store.check([key]):
         time.sleep(0.05)
-
-
-def peak_rss() -> int:
-    """The most memory this process ever held, in bytes. (getrusage counts what the parent held at the fork.)"""
-    status = Path("/proc/self/status").read_text("ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))

@@ -18,13 +18,16 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from unipar import parcel
 from unipar.errors import Stopped, TaskError, UniparError
 from unipar.orders import Orders, die_with_parent, watch_lifeline
 from unipar.place import Place
 from unipar.prints import Prints
+
+if TYPE_CHECKING:
+    from unipar.loop import Run
 
 
 @dataclass
@@ -79,14 +82,16 @@ def fail(run: Path, rank: int, error: BaseException) -> NoReturn:
 
 
 @contextlib.contextmanager
-def last_words(run: Path, rank: int) -> Generator[None]:
+def last_words(run: Path, rank: int, live: Run) -> Generator[None]:
     """Around a loop: its error ends this worker before what is around it is closed."""
+    from unipar.short import explained
+
     try:
         yield
     except (Stopped, SystemExit):
         raise  # in order: all ranks stop together, and close what they have open
     except BaseException as e:
-        fail(run, rank, e)
+        fail(run, rank, explained(e, run, rank, live))
 
 
 def _leave(code: int) -> NoReturn:
@@ -176,7 +181,7 @@ def train(place: Place, run: Path, control: socket.socket | None) -> None:
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
     if place.rank == 0:
         sys.stdout = Prints(sys.stdout, run)  # not before: what the user's file prints, the script has printed already
-    with opened(config, task, place, run) as training, last_words(run, place.rank):
+    with opened(config, task, place, run) as training, last_words(run, place.rank, training):
         task.train(training)
 
 

@@ -12,6 +12,8 @@ from unipar.errors import ReportError
 from unipar.training import Section
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
+PRECEDENCE: Final = {category: i for i, category in enumerate(CATEGORIES)}
+"""Of a storage with several names, the category that comes first holds."""
 
 PhaseName = Literal["built", "forward", "backward", "update", "steady"]
 PHASES: Final[tuple[PhaseName, ...]] = get_args(PhaseName)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from unipar.backend import Category
-from unipar.memory.account import CATEGORIES, Block, Phase, PhaseName
+from unipar.memory.account import CATEGORIES, PRECEDENCE, Block, Phase, PhaseName
 
 TENSOR, LIBRARY, RUNTIME = range(3)
 """Who asked for a block: torch for a tensor, another library, or Python."""
@@ -32,7 +32,6 @@ _NAMES: Final[dict[str, PhaseName]] = {
     "update": "update",
     "between": "steady",
 }
-_ORDER: Final = {category: i for i, category in enumerate(CATEGORIES)}
 Events = np.ndarray[Any, Any]
 
 
@@ -161,7 +160,7 @@ class Replay:
             if block is None:
                 continue
             before = found.get(block)
-            if before is None or _ORDER[named.category] < _ORDER[before[0]]:
+            if before is None or PRECEDENCE[named.category] < PRECEDENCE[before[0]]:
                 found[block] = named.category, named.name
         return found
 

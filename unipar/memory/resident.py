@@ -7,18 +7,13 @@ from pathlib import Path
 from typing import Final
 
 from unipar.memory.account import Resident
+from unipar.rss import anonymous
 
 _TRIM, _MMAP = -1, -3
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>."""
 
 _USUAL: Final = 32 * 2**20
 """Up to where malloc raises that by itself, as it sees larger blocks go."""
-
-
-def anonymous(key: str = "VmRSS") -> int:
-    """Bytes of this process that are no pages of files; `VmHWM` is the most so far."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("ascii").splitlines())
-    return (int(rows[key].split()[0]) - int(rows["RssFile"].split()[0])) * 1024
 
 
 def keep() -> None:

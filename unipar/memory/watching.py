@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from unipar.backend import Backend, Engine, Holding
 from unipar.beat import Heart
 from unipar.memory.account import PHASES, Account, Pass
+from unipar.memory.held import storages
 from unipar.memory.replay import Named, Replay
-from unipar.memory.resident import anonymous
 from unipar.memory.sent import METHOD, Sent
 from unipar.memory.source import Source
+from unipar.rss import anonymous
 from unipar.world import World
 
 
@@ -125,7 +125,7 @@ class Watching:
         return f"{METHOD}, and {self._backend.capabilities.records}" if self._recorded else METHOD
 
     def _save(self, tensor: Tensor) -> Tensor:
-        for storage in _storages(tensor):
+        for storage in storages(tensor):
             for watched in self._watched:
                 watched.save(storage)
         return tensor
@@ -133,7 +133,7 @@ class Watching:
     def _name(self) -> None:
         now = [watched.source.at() for watched in self._watched]
         for holding in self._holdings():
-            for storage in _storages(holding.tensor):
+            for storage in storages(holding.tensor):
                 for watched, at in zip(self._watched, now, strict=True):
                     watched.name(at, storage, holding)
 
@@ -216,10 +216,3 @@ def warm(world: World) -> None:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if tensor.layout == torch.strided and tensor.device.type != "meta":
-        yield tensor.untyped_storage()

@@ -35,7 +35,7 @@ def turns(place: Place, run: Path, control: socket.socket | None) -> None:
     watching = Watching(backend, [Meter()]) if Meter.here() else None
     if watching is not None:
         import_module(f"{type(backend).__module__}.engine")  # what it imports is not the model's
-    with opened(config, task, place, run, met=watching and watching.begin) as live, last_words(run, place.rank):
+    with opened(config, task, place, run, met=watching and watching.begin) as live, last_words(run, place.rank, live):
         if watching is not None:
             watching.follow(part.engine for part in live.parts.values())
             if type(task).train is Task.train:

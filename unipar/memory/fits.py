@@ -1,0 +1,101 @@
+"""What would have fitted: an estimate from the config and a few sizes, without running anything."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from unipar import registry
+from unipar.backend import Category
+from unipar.config import SHARDS, Cell, Config, Shard
+from unipar.errors import UniparError
+from unipar.machine import memory_available
+from unipar.report.table import size
+
+_SPLIT: Final[dict[Category, Shard]] = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "masters": "optimizer",
+    "optimizer": "optimizer",
+}
+"""From which kind of splitting on each rank has its share alone."""
+
+
+def kept(config: Config, parameters: int, shard: Shard | None = None) -> dict[Category, int]:
+    """Bytes that a rank keeps from step to step, by what they are for; buckets and the like are left out."""
+    precision, optimizer = config.train.precision, config.train.optimizer
+    weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
+    state = max(4, weight)
+    moments = (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else 2
+    each: dict[Category, int] = {
+        "parameters": weight,
+        "masters": 4 if precision == "bf16-master" else 0,
+        "gradients": weight,
+        "optimizer": moments * state,
+    }
+    assert isinstance(config.parallel.data, int)
+    among = config.parallel.shard_over or config.parallel.data
+    level = SHARDS.index(shard or config.parallel.shard)
+    return {
+        category: parameters * number // (among if level >= SHARDS.index(_SPLIT[category]) else 1)
+        for category, number in each.items()
+        if number
+    }
+
+
+def fitting(config: Config, parameters: int, phase: str, *, moving: int | None = None, lack: int | None = None) -> str:
+    """In words: a smaller micro-batch, another cell, or why neither.
+
+    `moving` is what grows with the microbatch, `lack` how much too little there was. Where they are unknown, what needs
+    less is named, without the claim that it fits.
+    """
+    if not parameters:
+        return "no cell and no batch needs less: the model is built whole before it is split"
+    ways = [*_smaller(config, phase, moving, lack), *_cells(config, parameters, lack)]
+    if not ways:
+        return "by an estimate neither a smaller batch.micro nor another cell that splits more would have fitted"
+    return f"by an estimate {' or '.join(ways)} " + ("needs less" if lack is None else "would have fitted")
+
+
+def _smaller(config: Config, phase: str, moving: int | None, lack: int | None) -> Iterator[str]:
+    """The largest microbatch that takes that much less."""
+    if phase not in ("data", "forward", "backward"):
+        return
+    assert isinstance(config.parallel.data, int)
+    now = config.batch.settle(config.parallel.data).micro
+    for micro in (n for n in range(now - 1, 0, -1) if now % n == 0):
+        if lack is None or moving is None or moving * (now - micro) / now >= lack:
+            yield f"batch.micro: {micro} instead of {now}"
+            return
+
+
+def _cells(config: Config, parameters: int, lack: int | None) -> Iterator[str]:
+    """Of this backend, else of any, the one that splits least and keeps that much less."""
+    here = sum(kept(config, parameters).values())
+    more = SHARDS[SHARDS.index(config.parallel.shard) + 1 :]
+    for backend in sorted(registry.names(), key=lambda name: name != config.backend):
+        for shard in more:
+            there = sum(kept(config, parameters, shard).values())
+            cell = Cell(backend, shard)
+            if here - there >= (lack or 1) and _runs(config, cell):
+                yield f"{cell} (parameters, gradients and optimizer {size(there)} a rank, here {size(here)})"
+                return
+
+
+def _runs(config: Config, cell: Cell) -> bool:
+    try:
+        registry.check(registry.at(config, cell))
+    except UniparError:
+        return False
+    return True
+
+
+def room() -> int:
+    """Bytes that this process could still have had on the host: what its limit, its group and the machine leave."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return memory_available()
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+    return max(0, min(memory_available(), limit - pages * resource.getpagesize()))

@@ -1,0 +1,180 @@
+"""Out of memory, in a sentence: in which phase, what held the most, and what would have fitted."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from unipar.beat import beat_of, feel
+from unipar.config import Config
+from unipar.errors import OutOfMemory, UniparError
+from unipar.ledger import Ledger, ledger_of
+from unipar.memory.fits import fitting, kept, room
+from unipar.report.table import size
+
+if TYPE_CHECKING:
+    from unipar.loop import Run
+
+_SIGNS = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory", "Unable to allocate")
+"""What torch, CUDA, C++, the system and numpy say."""
+
+_ASKED = re.compile(r"(?i)(?:allocate|allocating)\D{0,20}?(\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+_WHERE = {
+    "start": "while it was built",
+    "data": "while it read the data of step {}",
+    "forward": "in the forward of step {}",
+    "backward": "in the backward of step {}",
+    "update": "in the update of step {}",
+    "evaluate": "in the evaluation after step {}",
+    "between": "after step {}",
+    "waiting": "after step {}",
+    "end": "after step {}, its last",
+}
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a rank was, by its own last sign."""
+
+    phase: str
+    step: int
+
+    @classmethod
+    def of(cls, run: Path, rank: int) -> At | None:
+        beat = feel(beat_of(run, rank))
+        return None if beat is None else cls(beat.phase, beat.step)
+
+    @override
+    def __str__(self) -> str:
+        return _WHERE[self.phase].format(self.step)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether that is what it says, or what it comes from."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError):
+        return not isinstance(error, UniparError)
+    if isinstance(error, UniparError):
+        return False
+    said = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return said or (error.__cause__ is not None and ran_out(error.__cause__))
+
+
+def asked(error: BaseException) -> int | None:
+    """The bytes that could not be had, where the error tells."""
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+@contextmanager
+def explaining(run: Path, rank: int, live: Run | None = None) -> Generator[None]:
+    """What runs out of memory in the body leaves it as OutOfMemory; `live` is not there while it is built."""
+    try:
+        yield
+    except BaseException as e:
+        said = explained(e, run, rank, live)
+        if said is e:
+            raise
+        raise said from e
+
+
+def explained(error: BaseException, run: Path, rank: int, live: Run | None = None) -> BaseException:
+    """The same as OutOfMemory where it is that; any other as it is."""
+    if not ran_out(error):
+        return error
+    try:
+        made = OutOfMemory(_sentence(error, run, rank, live))
+    except Exception as e:  # whatever it is: the error itself matters more
+        error.add_note(f"unipar could not say more of it: {type(e).__name__}: {e}")
+        return error
+    made.__cause__ = error
+    return made
+
+
+def _sentence(error: BaseException, run: Path, rank: int, live: Run | None) -> str:
+    at = At.of(run, rank) or At("start", 0)
+    wanted = asked(error)
+    device = live.device.type if live is not None else "cpu"
+    left = _left(live) if live is not None else room()
+    said = f"rank {rank} ran out of memory {at}"
+    if wanted is not None:
+        said += f": {size(wanted)} more were asked for, about {size(left)} were left"
+    if live is None:
+        config, parameters, parts, beside = _config(run), 0, {}, None
+    else:
+        from unipar.memory.held import held
+
+        start = _last(run, rank, "start")
+        config, parameters = live.config, int(start["parameters"])
+        parts = held((part.engine for part in live.parts.values()), device)
+        beside = max(0, _taken(live, int(start["resident"])) - sum(parts.values()))
+    lack = None if wanted is None else max(1, wanted - left)
+    moving = None if beside is None else beside + (wanted or 0)
+    more = [most(parts, beside), fitting(config, parameters, at.phase, moving=moving, lack=lack)]
+    return "; ".join([said, *filter(None, more)])
+
+
+def most(parts: Mapping[Any, int], beside: int | None) -> str:
+    """What held the most, and the rest in order."""
+    named = [*parts.items(), *([("activations and all else", beside)] if beside else [])]
+    ranked = sorted(((name, number) for name, number in named if number), key=lambda item: -item[1])
+    if not ranked:
+        return ""
+    (first, number), *others = ranked
+    about = "about " if beside and first not in parts else ""
+    rest = ", ".join(f"{name} {size(number)}" for name, number in others)
+    return f"the most was held by {first}, {about}{size(number)}" + (f" ({rest})" if rest else "")
+
+
+def of_the_dead(run: Path, rank: int) -> str:
+    """What can be told of a rank that could not say why it ended: nothing, if it did not come so far."""
+    with suppress(FileNotFoundError):
+        config, at, start = _config(run), At.of(run, rank), _last(run, rank, "start")
+        if at is None or not start:
+            return ""
+        parameters = int(start["parameters"])
+        parts = kept(config, parameters)
+        return f"by an estimate {most(parts, None)}; {fitting(config, parameters, at.phase)}"
+    return ""
+
+
+def _config(run: Path) -> Config:
+    return Config.model_validate_json((run / "config.json").read_text("utf-8"))
+
+
+def _last(run: Path, rank: int, event: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = {}
+    for row in Ledger.read(ledger_of(run, rank)):
+        found = row if row["event"] == event else found
+    return found
+
+
+def _left(live: Run) -> int:
+    """Bytes that the device could still have given."""
+    if live.device.type != "cuda":
+        return room()
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(live.device)
+    return free + torch.cuda.memory_reserved(live.device) - torch.cuda.memory_allocated(live.device)
+
+
+def _taken(live: Run, base: int) -> int:
+    """Bytes that this process has now on its device, beyond what it had before the model was built."""
+    if live.device.type == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated(live.device)
+    from unipar.rss import anonymous
+
+    return anonymous() - base
