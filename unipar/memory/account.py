@@ -51,6 +51,15 @@ class Phase(Section):
     largest: tuple[Block, ...] = ()
     """The largest blocks of that moment."""
 
+    reserved: int | None = None
+    """On CUDA the most in this phase, from 0 and not from the base: bytes that the allocator has of the device."""
+
+    active: int | None = None
+    """So, in blocks that are allocated or that another stream has yet to be done with."""
+
+    requested: int | None = None
+    """So, as it was asked for."""
+
     @property
     def unattributed(self) -> float:
         """The share that nobody could name."""
@@ -64,6 +73,22 @@ class Resident(Section):
     peak: int
     own: int
     """Pages that no other process shares, between two steps."""
+
+
+class Device(Section):
+    """A GPU, and what it has of one process when all watched steps are done, in bytes."""
+
+    name: str
+    reserved: int
+    """By torch's allocator."""
+
+    used: int | None = None
+    """By the process, as the driver counts (NVML): with CUDA's context, NCCL's buffers and what else has its own."""
+
+    @property
+    def beside(self) -> int | None:
+        """CUDA's context, NCCL and whoever else does not ask torch."""
+        return None if self.used is None else self.used - self.reserved
 
 
 class Account(Section):
@@ -100,11 +125,35 @@ class Account(Section):
     """Bytes of activations at the end of a forward: by lifetime, and as autograd saved them, in a pass apart."""
 
     notes: tuple[str, ...] = ()
+    on: Device | None = None
+    """On CUDA: the device."""
+
+    pinned: tuple[Phase, ...] = ()
+    """Beside CUDA's: the host's pages that CUDA pins, which malloc does not give; from 0, and not from the base."""
+
+    host: Account | None = None
+    """Beside CUDA's: the same of the host's memory."""
+
+    @property
+    def reserved(self) -> int | None:
+        """The most that CUDA's allocator had of the device."""
+        return max((phase.reserved for phase in self.phases if phase.reserved is not None), default=None)
+
+    def gaps(self, phase: Phase) -> int | None:
+        """What the allocator had of the device and nobody had of it: fragmentation."""
+        return None if phase.reserved is None else phase.reserved - self.base - phase.peak
 
     @property
     def peak(self) -> Phase:
         """The fullest phase of all."""
         return max(self.phases, key=lambda phase: phase.peak)
+
+    def residing(self, resident: Resident | None) -> Account:
+        """With what the system counts, which is of the host's memory."""
+        if self.device == "cpu":
+            return self.model_copy(update={"resident": resident})
+        host = self.host and self.host.residing(resident)
+        return self.model_copy(update={"host": host})
 
     def write(self, run: Path) -> None:
         account_of(run, self.rank).write_text(self.model_dump_json(), encoding="utf-8")

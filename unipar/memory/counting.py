@@ -12,6 +12,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from unipar.backend import Category
+from unipar.memory.account import Device
 from unipar.memory.places import Places
 from unipar.memory.replay import Mark, Seen, Site, askers
 
@@ -27,6 +28,7 @@ class Meter:
 
     method = "malloc, counted by a preloaded meter"
     device = "cpu"
+    on: Device | None = None
 
     def __init__(self) -> None:
         assert self.here(), "it was not preloaded"

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,10 @@ from unipar.folder import cache
 SETTLED: Final = {"MKL_DISABLE_FAST_MM": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 """What only the environment can set: MKL keeps no buffers of its own, while it is timed, too; and malloc gives back at
 once what is freed, until it is told to keep it."""
+
+
+_ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch reads which allocator CUDA's memory has."""
 
 
 class NoMeter(UniparError):
@@ -52,6 +57,14 @@ def _compile(source: bytes, made: Path) -> None:
                 f"{compiler} does not compile it: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}"
             )
         partial.rename(made)
+
+
+def forgetful(environ: Mapping[str, str]) -> str:
+    """Why torch's allocator of CUDA's memory would keep no history; empty where it does."""
+    for name in _ALLOCATORS:
+        if "backend:cudaMallocAsync" in environ.get(name, "").replace(" ", ""):
+            return f"{name} says backend:cudaMallocAsync, which keeps no history; leave it out"
+    return ""
 
 
 def preloading(meter: Path) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ POINTS: Final = 240
 
 LARGEST: Final = 12
 
-_NAMES: Final[dict[str, PhaseName]] = {
+NAMES: Final[dict[str, PhaseName]] = {
     "start": "built",
     "forward": "forward",
     "backward": "backward",
@@ -33,6 +33,15 @@ _NAMES: Final[dict[str, PhaseName]] = {
     "between": "steady",
 }
 Events = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What CUDA's allocator counts beside what is allocated: the most since the last mark, in bytes."""
+
+    reserved: int
+    active: int
+    requested: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,7 @@ class Mark:
     """What is allocated now, and how much of it in blocks too small to be noted."""
 
     small: int
+    pool: Pool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,7 @@ class Window:
     """When it begins."""
 
     small: int
+    pool: Pool | None
 
 
 @dataclass
@@ -111,6 +122,8 @@ class Seen:
     marks: list[Mark] = field(default_factory=list[Mark])
     named: list[Named] = field(default_factory=list[Named])
     sites: list[Site] = field(default_factory=list[Site])
+    slack: Sequence[int] = ()
+    """Of each event by how much the block may be larger than is known; empty where all sizes are exact."""
 
 
 class Replay:
@@ -120,7 +133,7 @@ class Replay:
         self._seen = seen
         self._live = seen.events["live"]
         self._lives()
-        self.windows = [Window(a.phase, a.at, b.at, b.peak, a.live, a.small) for a, b in pairwise(seen.marks)]
+        self.windows = [Window(a.phase, a.at, b.at, b.peak, a.live, a.small, b.pool) for a, b in pairwise(seen.marks)]
         self._lows = [window.low for window in self.windows]
         self._first = next((w.low for w in self.windows if w.phase == "forward"), len(seen.events))
         self._named = self._names()
@@ -223,7 +236,7 @@ class Replay:
 
     def phase(self, name: PhaseName, windows: Sequence[Window]) -> Phase:
         """The fullest moment of a phase, among the windows of a step or of the building."""
-        return self._at_peak(name, max((w for w in windows if _NAMES.get(w.phase) == name), key=lambda w: w.peak))
+        return self._at_peak(name, max((w for w in windows if NAMES.get(w.phase) == name), key=lambda w: w.peak))
 
     def _at_peak(self, name: PhaseName, window: Window) -> Phase:
         at, live, small = window.low - 1, window.live, window.small
@@ -242,14 +255,23 @@ class Replay:
             blocks.append(Block(category=category, name=said, size=size))
         held["runtime"] += small - self._seen.base_small
         held["runtime"] -= sum(size for i, size in self._freed if i <= at)
-        held["unattributed"] += peak - sum(held.values())  # what came between two notes
+        rest = peak - sum(held.values())  # what came between two notes, and what sizes are too small by
+        rounded = min(max(0, rest), self._slack(at))
+        held["runtime"] += rounded
+        held["unattributed"] += rest - rounded
         blocks.sort(key=lambda b: -b.size)
         return Phase(
             name=name,
             peak=peak,
             held={category: size for category, size in held.items() if size},
             largest=tuple(blocks[:LARGEST]),
+            **({} if window.pool is None else asdict(window.pool)),
         )
+
+    def _slack(self, at: int) -> int:
+        """By how much the blocks that are there once event `at` has happened may be larger than is known."""
+        slack = self._seen.slack
+        return sum(slack[start] for start in self._start[self._alive(at)].tolist()) if slack else 0
 
     def saved(self, low: int, high: int, addresses: AbstractSet[int]) -> tuple[int, int]:
         """Activations of a forward between two events: their bytes, and those at addresses that autograd saved.
@@ -302,6 +324,6 @@ def askers(callers: Sequence[int], files: Sequence[tuple[int, int, str]]) -> tup
 
 
 def _kind(name: str) -> int:
-    if name.startswith("libc10"):
+    if name.startswith("libc10") and not name.startswith("libc10_cuda"):  # that keeps books on the device's memory
         return TENSOR
     return RUNTIME if "python" in name else LIBRARY

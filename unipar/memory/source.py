@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from unipar.backend import Category
+from unipar.memory.account import Device
 from unipar.memory.replay import Seen
 
 
@@ -18,6 +19,9 @@ class Source(Protocol):
 
     device: str
     """Whose memory: cpu or cuda."""
+
+    on: Device | None
+    """The GPU whose memory it is; known once it has ended."""
 
     def begin(self) -> None:
         """The base: what is allocated now is not counted."""

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from unipar.backend import Backend, Engine, Holding
 from unipar.beat import Heart
 from unipar.memory.account import PHASES, Account, Pass
+from unipar.memory.counting import Meter
 from unipar.memory.held import storages
+from unipar.memory.history import History
+from unipar.memory.pinned import Pinned
 from unipar.memory.replay import Named, Replay
 from unipar.memory.sent import METHOD, Sent
 from unipar.memory.source import Source
@@ -30,6 +33,7 @@ class Watching:
     def __init__(self, backend: Backend, sources: Sequence[Source]) -> None:
         self._backend = backend
         self._watched = [_Watched(source) for source in sources]
+        self._pinned = Pinned() if any(source.device == "cuda" for source in sources) else None
         self._marks = 0
         self._steps: list[Step] = []
         self._sent: Counter[str] = Counter()
@@ -103,6 +107,8 @@ class Watching:
             watched.source.mark(phase)
             if saving:
                 watched.meets(phase)
+        if self._pinned is not None:
+            self._pinned.mark(phase)
         if self.on:
             self._name()
 
@@ -134,13 +140,27 @@ class Watching:
         now = [watched.source.at() for watched in self._watched]
         for holding in self._holdings():
             for storage in storages(holding.tensor):
+                if self._pinned is not None and storage.device.type == "cpu" and storage.is_pinned():
+                    self._pinned.name(storage, holding)
+                    continue
                 for watched, at in zip(self._watched, now, strict=True):
                     watched.name(at, storage, holding)
 
     def account(self) -> Account:
-        """What was seen, named: of the first memory, with what was sent; another is the host's."""
-        accounts = [watched.account(self._world, self._steps) for watched in self._watched]
-        return accounts[0].model_copy(update={"sent": dict(self._sent), "sent_by": self._sent_by})
+        """What was seen, named: of the first memory, with what was sent; another is the host's beside it."""
+        first, *beside = (watched.account(self._world, self._steps) for watched in self._watched)
+        first = first.model_copy(update={"sent": dict(self._sent), "sent_by": self._sent_by})
+        if self._pinned is None:
+            return first
+        low, high = next((low, high) for how, low, high in self._steps if how == "placed")
+        pinned = (*self._pinned.phases(0, self._steps[0][1]), *self._pinned.phases(low, high))
+        return first.model_copy(update={"pinned": pinned, "host": beside[0] if beside else None})
+
+
+def sources(device: torch.device) -> list[Source]:
+    """What can be seen in this process: the memory of the device that trains comes first."""
+    host: list[Source] = [Meter()] if Meter.here() else []
+    return [History(), *host] if device.type == "cuda" else host
 
 
 Step = tuple[Pass, int, int]
@@ -198,6 +218,7 @@ class _Watched:
             curve=tuple(replay.curve(shown)),
             marks=tuple(replay.marked(shown)),
             saved=saved,
+            on=source.on,
             notes=(*source.notes, *(() if saved is not None else ("activations are told by lifetime alone",))),
         )
 

@@ -16,7 +16,7 @@ from unipar.config import Cell, Config, Eval
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError, UniparError, Unsupported, WorldMismatch
 from unipar.folder import owned
 from unipar.memory.account import ORDER, PASSES
-from unipar.memory.meter import NoMeter, built, preloading
+from unipar.memory.meter import NoMeter, built, forgetful, preloading
 from unipar.plan import look_at_weights
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row, spread
@@ -118,25 +118,26 @@ def _with_page(folder: Path, now: Comparison) -> Comparison:
     return replace(now, note="; ".join(filter(None, [now.note, beside(folder)])))
 
 
-def cut(config: Config) -> tuple[Turns, dict[str, str], str]:
-    """Its turns; what makes workers count what they allocate, or nothing and why."""
+def cut(config: Config) -> tuple[Turns, dict[str, str] | None, str]:
+    """Its turns; what makes workers count what they allocate, or None and why."""
     meter, unwatched = _meter(config)
-    turns = Turns.of(config, memory=bool(meter))
-    if meter and not turns.watched:
-        return turns, {}, f"train.steps: {config.train.steps} leaves no step for it beside those that are timed"
+    turns = Turns.of(config, memory=meter is not None)
+    if meter is not None and not turns.watched:
+        return turns, None, f"train.steps: {config.train.steps} leaves no step for it beside those that are timed"
     return turns, meter, unwatched
 
 
-def _meter(config: Config) -> tuple[dict[str, str], str]:
-    """What makes workers count what they allocate; or nothing, and why."""
+def _meter(config: Config) -> tuple[dict[str, str] | None, str]:
+    """What makes workers count what they allocate, which is nothing for CUDA's memory; or None; and why."""
     if not config.compare.memory:
-        return {}, ""
-    if devices.device(config)[0] != "cpu":
-        return {}, "what is allocated on CUDA is not watched yet"
+        return None, ""
+    on_cuda = devices.device(config)[0] != "cpu"
+    if on_cuda and (why := forgetful(os.environ)):
+        return None, why
     try:
         return preloading(built()), ""
     except NoMeter as e:
-        return {}, str(e)
+        return ({}, f"of the host, {e}") if on_cuda else (None, str(e))
 
 
 def _settled(config: Config) -> Config:

@@ -40,7 +40,7 @@ class Contestant:
         self, cell: Cell, config: Config, ref: TaskRef, run: Path, environment: Mapping[str, str] | None = None
     ) -> None:
         self.cell, self.config, self.ref, self.run = cell, config, ref, run
-        self._environment = environment or {}
+        self._environment, self._watch = environment or {}, environment is not None
         assert isinstance(config.parallel.data, int)
         self.size = config.parallel.data
         self._open = ExitStack()
@@ -50,7 +50,7 @@ class Contestant:
         """Returns when all ranks have built their engines: seconds that took."""
         began = time.monotonic()
         backend = registry.find(self.cell.backend)
-        texts = self.config.written(), json.dumps({"task": self.ref.to_json()}, indent=2)
+        texts = self.config.written(), json.dumps({"task": self.ref.to_json(), "watch": self._watch}, indent=2)
         self._open.enter_context(folder.made(self.run, *texts, overwrite=True))
         hosted = self._open.enter_context(backend.host(self.config, self.size))
         self._crew = self._open.enter_context(

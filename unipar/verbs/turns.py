@@ -16,23 +16,24 @@ from unipar.config import Config
 from unipar.errors import Stopped, TaskError
 from unipar.loop import Run
 from unipar.memory.account import Pass, Resident
-from unipar.memory.counting import Meter
 from unipar.memory.resident import forget_peak, keep, resident
-from unipar.memory.watching import Watching
+from unipar.memory.watching import Watching, sources
 from unipar.opening import opened
 from unipar.place import Place
 from unipar.task import Task, TaskRef
 from unipar.verbs.contestant import MESSAGE, results_of
 from unipar.worker import last_words
+from unipar.world import device_of
 
 
 def turns(place: Place, run: Path, control: socket.socket | None) -> None:
     """A worker's entry: the task's own loop, held at step boundaries until the parent says go."""
     assert control is not None
     config = Config.model_validate_json((run / "config.json").read_text("utf-8"))
-    task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
+    told = json.loads((run / "launch.json").read_text("utf-8"))
+    task = TaskRef.from_json(told["task"]).load()
     backend = registry.find(config.backend)
-    watching = Watching(backend, [Meter()]) if Meter.here() else None
+    watching = Watching(backend, sources(device_of(config, place))) if told["watch"] else None
     if watching is not None:
         import_module(f"{type(backend).__module__}.engine")  # what it imports is not the model's
     with opened(config, task, place, run, met=watching and watching.begin) as live, last_words(run, place.rank, live):
@@ -87,8 +88,7 @@ class _Turn:
         self._answer()
         while (told := self._told()).get("account"):
             assert self._watching is not None
-            account = self._watching.account()
-            account.model_copy(update={"resident": self._resides}).write(self._folder)
+            self._watching.account().residing(self._resides).write(self._folder)
             self._answer()
         self._left = told.get("go", 0)
         self._passes = told.get("watch", [])
