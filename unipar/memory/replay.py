@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from unipar.backend import Category
-from unipar.memory.account import CATEGORIES, PRECEDENCE, Block, Phase, PhaseName
+from unipar.memory.account import CATEGORIES, PHASES, PRECEDENCE, Block, Phase, PhaseName
 
 TENSOR, LIBRARY, RUNTIME = range(3)
 """Who asked for a block: torch for a tensor, another library, or Python."""
@@ -223,7 +223,8 @@ class Replay:
             return "unattributed"
         later = self.windows[came + 1 :]
         until = "between" if phase == "forward" else "backward"  # a batch goes when the next one is there
-        over = next((w.high for w in later if w.phase == until and w.low > start), len(self._seen.events))
+        broken_off = len(self._seen.events) + (phase == "forward")  # a forward that failed still has them at the end
+        over = next((w.high for w in later if w.phase == until and w.low > start), broken_off)
         if phase == "data":
             over = next((w.high for w in later if w.phase == until and w.low > over), len(self._seen.events))
         if end <= over:
@@ -233,6 +234,18 @@ class Replay:
     def _site(self, at: int) -> Site | None:
         i = bisect_right(self._site_lows, at) - 1
         return self._seen.sites[i] if i >= 0 and at < self._seen.sites[i].high else None
+
+    @property
+    def built(self) -> int:
+        """How many windows there are before the first step."""
+        return next((i for i, w in enumerate(self.windows) if w.phase == "forward"), len(self.windows))
+
+    def phases(self, before: Sequence[Window], step: Sequence[Window]) -> Iterator[Phase]:
+        """Each that was met: of the building `before`, and of a step."""
+        for name in PHASES:
+            windows = before if name == "built" else step
+            if any(NAMES.get(w.phase) == name for w in windows):
+                yield self.phase(name, windows)
 
     def phase(self, name: PhaseName, windows: Sequence[Window]) -> Phase:
         """The fullest moment of a phase, among the windows of a step or of the building."""
@@ -300,7 +313,7 @@ class Replay:
 
     def curve(self, windows: Sequence[Window]) -> Iterator[tuple[float, int]]:
         """A step's bytes, by allocations."""
-        low, high = windows[0].low, windows[-1].high
+        low, high = (windows[0].low, windows[-1].high) if windows else (0, 0)
         if high <= low:
             return
         for part in np.array_split(np.arange(low, high), min(POINTS, high - low)):
@@ -308,7 +321,7 @@ class Replay:
 
     def marked(self, windows: Sequence[Window]) -> Iterator[tuple[float, str]]:
         """Where in it each phase begins."""
-        low, high = windows[0].low, windows[-1].high
+        low, high = (windows[0].low, windows[-1].high) if windows else (0, 0)
         for window in windows:
             yield (window.low - low) / max(1, high - low), window.phase
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from unipar.backend import Backend, Engine, Holding
 from unipar.beat import Heart
-from unipar.memory.account import PHASES, Account, Pass
+from unipar.memory.account import Account, Pass
 from unipar.memory.counting import Meter
 from unipar.memory.held import storages
 from unipar.memory.history import History
@@ -35,6 +35,9 @@ class Watching:
         self._watched = [_Watched(source) for source in sources]
         self._pinned = Pinned() if any(source.device == "cuda" for source in sources) else None
         self._marks = 0
+        self.ended = False
+        """Whether nothing is counted any more."""
+
         self._steps: list[Step] = []
         self._sent: Counter[str] = Counter()
         self._around: ExitStack | None = None
@@ -94,10 +97,22 @@ class Watching:
         how, low, _ = self._steps[-1]
         self._steps[-1] = how, low, self._marks
         if last:
-            self._mark("end")
-            self._heart.heed = None
-            for watched in self._watched:
-                watched.source.end()
+            self._end()
+
+    def _end(self) -> None:
+        self._mark("end")
+        self._heart.heed = None
+        self.ended = True
+        for watched in self._watched:
+            watched.source.end()
+
+    def cut(self) -> None:
+        """Something failed: what was seen until now is all there is."""
+        self._name()
+        if self.on:
+            self.between(last=True)
+        else:
+            self._end()
 
     def _mark(self, phase: str) -> None:
         """A phase begins."""
@@ -150,9 +165,9 @@ class Watching:
         """What was seen, named: of the first memory, with what was sent; another is the host's beside it."""
         first, *beside = (watched.account(self._world, self._steps) for watched in self._watched)
         first = first.model_copy(update={"sent": dict(self._sent), "sent_by": self._sent_by})
-        if self._pinned is None:
+        if self._pinned is None or not self._steps:
             return first
-        low, high = next((low, high) for how, low, high in self._steps if how == "placed")
+        low, high = next(((low, high) for how, low, high in self._steps if how == "placed"), self._steps[-1][1:])
         pinned = (*self._pinned.phases(0, self._steps[0][1]), *self._pinned.phases(low, high))
         return first.model_copy(update={"pinned": pinned, "host": beside[0] if beside else None})
 
@@ -205,15 +220,16 @@ class _Watched:
             low, high = self._saved_at
             saved = replay.saved(source.index(low), source.index(high), self._saved)
         passes = [(how, replay.windows[low:high]) for how, low, high in steps]
-        shown = next(windows for how, windows in passes if how == "placed")
-        before = replay.windows[: steps[0][1]]
+        first = steps[0][1] if steps else replay.built
+        last = passes[-1][1] if passes else replay.windows[first:]
+        shown = next((windows for how, windows in passes if how == "placed"), last)
         peaks = [max(window.peak for window in windows) for how, windows in passes if how in ("plain", "placed")]
         return Account(
             rank=world.rank,
             method=source.method,
             device=source.device,
             base=seen.base,
-            phases=tuple(replay.phase(name, before if name == "built" else shown) for name in PHASES),
+            phases=tuple(replay.phases(replay.windows[:first], shown)),
             peaks=tuple(peak - seen.base for peak in peaks),
             curve=tuple(replay.curve(shown)),
             marks=tuple(replay.marked(shown)),

@@ -58,6 +58,9 @@ class Row:
     started: float = 0.0
     """Seconds from its first process's start until all ranks were ready."""
 
+    at: str = ""
+    """Where it failed, by the failing rank's own last sign: "in the backward of step 7"."""
+
     @property
     def timed(self) -> list[float]:
         return list(chain.from_iterable(self.seconds))
@@ -173,7 +176,7 @@ class Comparison:
         rows = ["\n".join(lines) for lines in made]
         remarks = [text for text in self.remarks() if not text.startswith("x:") or " x " in made[0][0]]
         said = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        watched = [(row.cell, row.memory) for row in self.rows if row.memory and row.outcome in ("ran", "waits")]
+        watched = [(_till(row), row.memory) for row in self.rows if row.memory]
         memory = ["", *memory_tables(watched, width)] if watched else []
         return "\n".join([*rows, *memory, "", *said])
 
@@ -281,6 +284,11 @@ class Comparison:
 def _row(told: Mapping[str, Any]) -> Row:
     known = {f.name: told[f.name] for f in fields(Row) if f.name in told and f.name != "memory"}
     return Row(**known, memory=[Account.model_validate(account, strict=False) for account in told.get("memory", [])])
+
+
+def _till(row: Row) -> str:
+    """What was measured of a cell that failed was measured before."""
+    return f"{row.cell}, till it failed" if row.outcome == "failed" else row.cell
 
 
 def _loss(row: Row, found: Agreement) -> float:

@@ -18,6 +18,7 @@ from unipar.report.memory import resident
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
 from unipar.report.seen import Seen, Told, asked_of
 from unipar.report.table import counted, duration, size
+from unipar.report.till import till
 
 NONE = "–"
 
@@ -27,6 +28,7 @@ def page(told: Told, before: Told | None = None) -> str:
     sections = [
         _memory(told, before),
         _cells(told),
+        till(told),
         _changed(told, before),
         _bridges(told),
         _through(told, before),

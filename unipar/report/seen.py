@@ -111,8 +111,14 @@ class Told:
 
     @cached_property
     def measured(self) -> list[Seen]:
-        """The cells whose memory is known, the smallest first."""
-        return sorted((c for c in self.cells if c.fullest is not None), key=lambda c: c.peak)
+        """The cells whose memory is known, the smallest first; of those that failed it is not all."""
+        known = (c for c in self.cells if c.fullest is not None and c.row.outcome != "failed")
+        return sorted(known, key=lambda c: c.peak)
+
+    @property
+    def broken(self) -> list[Seen]:
+        """The cells that failed after something of their memory was written down."""
+        return [c for c in self.cells if c.fullest is not None and c.row.outcome == "failed"]
 
     @cached_property
     def timed(self) -> list[Seen]:

@@ -241,7 +241,7 @@ class Contest(Generic[Now]):
         for name in list(self._in) if turns.watched else ():
             with self._failing(name) as run:
                 run.watch(turns.watched)
-                self._say(name, "was watched", note="was watched")
+                self._say(name, "was watched", note="was watched", memory=run.accounts())
         for i, steps in enumerate(turns.rounds):
             for name in rotated(list(self._in), i):
                 with self._failing(name) as run:
@@ -252,7 +252,8 @@ class Contest(Generic[Now]):
 
         for name in list(self._in) if turns.watched else ():
             with self._failing(name) as run:
-                self._say(name, "is asked for its memory", memory=completed(run, run.accounts(), self._threads))
+                whole = completed(run, self._row(name).memory, self._threads)
+                self._say(name, "was asked for what it sends", memory=whole)
 
     def _finish(self) -> None:
         for name in list(self._in):
@@ -274,8 +275,9 @@ class Contest(Generic[Now]):
             if name == self.now.rows[0].cell and isinstance(e, TaskError | ConfigError):
                 raise
             del self._in[name]
-            self._say(name, f"has failed: {str(e).splitlines()[0]}", outcome="failed", note=str(e))
             run.close()
+            left = {"at": run.fell(e), "memory": self._row(name).memory or run.left()}
+            self._say(name, f"has failed: {str(e).splitlines()[0]}", outcome="failed", note=str(e), **left)
 
     def _row(self, name: str) -> Row:
         return next(row for row in self.now.rows if row.cell == name)

@@ -7,16 +7,17 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from unipar import folder, registry
 from unipar.config import Cell, Config
 from unipar.crew import MESSAGE, Crew
-from unipar.errors import NonFinite
+from unipar.errors import NonFinite, ReportError, WorkerFailed
 from unipar.memory.account import Account, read_account
 from unipar.report import Report
+from unipar.short import At
 from unipar.task import TaskRef
 
 __all__ = ["MESSAGE", "Contestant", "results_of"]
@@ -108,6 +109,20 @@ class Contestant:
                 raise NonFinite(f"the loss of step {step} is {loss}")
         parts = {name: _summed([t["parts"][name]["loss"] for t in told]) for name in told[0].get("parts", {})}
         return losses, parts, Report.read(self.run).peak_rss
+
+    def left(self) -> list[Account]:
+        """What ranks wrote down of their memory before the cell failed."""
+        found: list[Account] = []
+        for rank in range(self.size):
+            with suppress(ReportError):
+                found.append(read_account(self.run, rank))
+        return found
+
+    def fell(self, error: BaseException) -> str:
+        """Where the rank was that failed, by its own last sign."""
+        own = error if isinstance(error, WorkerFailed) else error.__cause__
+        rank = own.rank if isinstance(own, WorkerFailed) else None
+        return "" if rank is None else str(At.of(self.run, rank) or "")
 
     def close(self) -> None:
         """Ends what still runs, at once."""

@@ -44,10 +44,25 @@ def turns(place: Place, run: Path, control: socket.socket | None) -> None:
                     live.feed  # noqa: B018 - made here, it is told from what trains
         live.record(live.steps)
         live.gate(_Turn(live, control, watching, run))
-        task.train(live)
+        try:
+            task.train(live)
+        except Exception as e:
+            _till(watching, run, e)
+            raise
         if live.done < live.steps:
             raise TaskError(f"train(run) ended after {live.done} of {live.steps} steps")
         results_of(run, place.rank).write_text(json.dumps(live.recorded()), encoding="utf-8")
+
+
+def _till(watching: Watching | None, folder: Path, error: Exception) -> None:
+    """Write down what was watched before an error, where that was not done yet."""
+    if watching is None or watching.ended or isinstance(error, Stopped):
+        return
+    try:
+        watching.cut()
+        watching.account().write(folder)
+    except Exception as e:  # there may be no memory left for it; the error itself matters more
+        error.add_note(f"what was seen of its memory could not be written down: {type(e).__name__}: {e}")
 
 
 class _Turn:
