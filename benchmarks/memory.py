@@ -15,7 +15,7 @@ from unipar import registry
 from unipar.config import Cell, Config
 from unipar.errors import UniparError, Unsupported
 from unipar.memory.account import ORDER, PASSES, Phase
-from unipar.memory.meter import built, preloading
+from unipar.memory.meter import SETTLED, built, preloading
 from unipar.report.memory import fullest, mib
 from unipar.report.table import duration, table
 from unipar.source import given
@@ -29,6 +29,9 @@ SIZES: dict[str, dict[str, int]] = {
 }
 PRECISIONS = ("fp32", "bf16-mixed", "bf16-master")
 WORLDS = ("1", "2")
+PROFILER = "profiler"
+"""The word for what is done where no meter can be compiled."""
+
 LIMIT = 0.02
 """The share of a peak that may have no name."""
 
@@ -45,11 +48,11 @@ def config_of(size: str, precision: str, world: int) -> Config:
     return given(told, None).config
 
 
-def measured(config: Config, cell: Cell) -> list[Phase]:
+def measured(config: Config, cell: Cell, environment: dict[str, str]) -> list[Phase]:
     """The fullest rank's phases."""
     with tempfile.TemporaryDirectory(prefix="unipar-memory-") as folder:
         ref = TaskRef.of(None, config.task, {})
-        with closing(Contestant(cell, config, ref, Path(folder) / "run", preloading(built()))) as run:
+        with closing(Contestant(cell, config, ref, Path(folder) / "run", environment)) as run:
             run.start(1)
             run.go(2)
             run.watch(sorted(PASSES, key=ORDER.index))
@@ -71,7 +74,7 @@ def asked(words: list[str]) -> Iterator[tuple[tuple[str, ...], Config, Cell]]:
     sizes = [w for w in words if w in SIZES] or list(SIZES)
     precisions = [w for w in words if w in PRECISIONS] or list(PRECISIONS)
     worlds = [w for w in words if w in WORLDS] or list(WORLDS)
-    wanted = [w for w in words if w not in (*SIZES, *PRECISIONS, *WORLDS)]
+    wanted = [w for w in words if w not in (*SIZES, *PRECISIONS, *WORLDS, PROFILER)]
     for size, precision, world in product(sizes, precisions, worlds):
         for cell in registry.expand(tuple(wanted or ("*",))):
             try:
@@ -86,10 +89,11 @@ def main(words: list[str]) -> int:
     rows: list[tuple[str, ...]] = []
     missed = 0
     began = time.monotonic()
+    environment = dict(SETTLED) if PROFILER in words else preloading(built())
     todo = list(asked(words))
     for i, (name, config, cell) in enumerate(todo, 1):
         try:
-            made, good = row(name, measured(config, cell))
+            made, good = row(name, measured(config, cell, environment))
         except UniparError as e:
             made, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
         took = duration(time.monotonic() - began)

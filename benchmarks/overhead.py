@@ -1,4 +1,4 @@
-"""What unipar costs a step: `python -m benchmarks.overhead`, or only a part of it: tiny, gpt, ranks."""
+"""What unipar costs a step: `python -m benchmarks.overhead`, or only a part of it: tiny, gpt, ranks, off."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import interval
 from unipar.crew import Crew
 from unipar.errors import UniparError
+from unipar.memory.meter import SETTLED, built, preloading
 from unipar.report.table import table
+from unipar.verbs.compare import rotated
 from unipar.verbs.kept import machine
 
 CELLS = (
@@ -36,6 +40,9 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 GOAL = 30.0
 """Microseconds that a step of ours may take beyond a loop written by hand."""
+
+ROUNDS, STEPS = 60, 2
+"""In which processes take turns."""
 
 LIMIT, HALF = 1.01, 0.02
 """The most that the lower end of a ratio may be, and the half of its interval that is aimed at."""
@@ -107,8 +114,45 @@ def ranks() -> tuple[dict[str, Any], bool]:
     return found, True
 
 
+def off() -> tuple[dict[str, Any], bool]:
+    """The ratio of CPU time to a process without the meter, once nothing is watched any more."""
+    arms = {
+        "without": {},
+        "without, again": {},
+        "its settings alone": SETTLED,
+        "preloaded, counting over": preloading(built()),
+    }
+    with ExitStack() as stack:
+        crews: list[Crew] = []
+        for more in arms.values():
+            run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unipar-bench-")))
+            told = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+            crews.append(stack.enter_context(Crew(run, 1, "benchmarks.off:turns", environment=told, control=True)))
+            crews[-1].hear()
+
+        def turn(crew: Crew) -> float:
+            crew.tell(str(STEPS).encode())
+            return float(crew.hear()[0])
+
+        took: list[list[float]] = [[] for _ in crews]
+        for i in range(ROUNDS):
+            for at in rotated(range(len(crews)), i):
+                took[at].append(turn(crews[at]))
+    found: dict[str, Any] = {}
+    rows: list[tuple[str, ...]] = []
+    for name, times in list(zip(arms, took, strict=True))[1:]:
+        r = interval([mine / bare for mine, bare in zip(times, took[0], strict=True)])
+        found[name] = asdict(r)
+        rows.append((name, f"{r.middle:.3f} [{r.low:.3f}..{r.high:.3f}]", str(r.rounds)))
+    print(table(("memory, char GPT", "CPU time / without", "rounds"), rows, right=(2,)))
+    good = found["preloaded, counting over"]["low"] <= LIMIT
+    print("without, again is a second process of that kind: what is inside its interval cannot be seen here")
+    print(f"lower end at most {LIMIT}: {'met' if good else 'MISSED'}\n")
+    return found, good
+
+
 def main(parts: list[str]) -> int:
-    known = {"tiny": tiny, "gpt": gpt, "ranks": ranks}
+    known = {"tiny": tiny, "gpt": gpt, "ranks": ranks, "off": off}
     wrong = [name for name in parts if name not in known]
     if wrong:
         print(f"no part {wrong[0]!r}; known: {', '.join(known)}", file=sys.stderr)

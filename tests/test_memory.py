@@ -173,15 +173,27 @@ def test_memory_can_be_left_out(tmp_path: Path) -> None:
     assert found["said"].splitlines()[0].split()[-1] == "RSS"
 
 
-def test_without_a_compiler_the_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says what is missing, and how to get it."""
+def test_without_a_compiler_a_profiler_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what is missing, and how to get it. What was seen adds up, and all that has a name has its true size."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = " ".join(compared(tmp_path, "native/nothing")["said"].split())
+    found = compared(tmp_path, "native/nothing", "faulty/nothing+hidden-buffer")
+    said = " ".join(found["said"].split())
     assert (
-        "memory was not watched: no C compiler (cc, gcc or clang) was found: install one (Debian: apt install gcc "
-        "libc6-dev)" in said
+        "of memory torch's own tensors alone were watched: no C compiler (cc, gcc or clang) was found: install one "
+        "(Debian: apt install gcc libc6-dev)" in said
     )
+    for account in found["native/nothing"]["memory"]:
+        assert account["method"] == "torch's own allocator, by a profiler's events"
+        assert [phase["name"] for phase in account["phases"]] == list(PHASES)
+        for phase in account["phases"]:
+            assert sum(phase["held"].values()) == phase["peak"] > 0
+            assert abs(phase["held"].get("unattributed", 0)) <= 0.02 * phase["peak"], phase
+    told = held(found["native/nothing"], "steady", rank=1)
+    assert told["parameters"] == WEIGHTS + NORM
+    assert told["optimizer"] - 2 * (WEIGHTS + NORM) in range(64)
+    row = found["faulty/nothing+hidden-buffer"]
+    assert PLANTED <= held(row, "steady")["unattributed"] < 1.01 * PLANTED
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

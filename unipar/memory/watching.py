@@ -19,6 +19,7 @@ from unipar.memory.counting import Meter
 from unipar.memory.held import storages
 from unipar.memory.history import History
 from unipar.memory.pinned import Pinned
+from unipar.memory.profiled import Profiled
 from unipar.memory.replay import Named, Replay
 from unipar.memory.sent import METHOD, Sent
 from unipar.memory.source import Source
@@ -174,8 +175,9 @@ class Watching:
 
 def sources(device: torch.device) -> list[Source]:
     """What can be seen in this process: the memory of the device that trains comes first."""
-    host: list[Source] = [Meter()] if Meter.here() else []
-    return [History(), *host] if device.type == "cuda" else host
+    if device.type == "cuda":
+        return [History(), Meter()] if Meter.here() else [History()]
+    return [Meter() if Meter.here() else Profiled()]
 
 
 Step = tuple[Pass, int, int]

@@ -232,7 +232,7 @@ class Comparison:
         elif ran is not None:
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         if self.unwatched:
-            lines.append(f"memory was not watched: {self.unwatched}")
+            lines.append(self.unwatched)
         return [*lines, *([self.note] if self.note else [])]
 
     def verdict(self) -> list[str]:

@@ -16,7 +16,7 @@ from unipar.config import Cell, Config, Eval
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError, UniparError, Unsupported, WorldMismatch
 from unipar.folder import owned
 from unipar.memory.account import ORDER, PASSES
-from unipar.memory.meter import NoMeter, built, forgetful, preloading
+from unipar.memory.meter import SETTLED, NoMeter, built, forgetful, preloading
 from unipar.plan import look_at_weights
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row, spread
@@ -32,6 +32,8 @@ from unipar.verbs.sending import completed
 
 ONE = Cell("single")
 """One process without a wrapper: what all others are held to."""
+
+UNWATCHED = "memory was not watched"
 
 Now = TypeVar("Now", Comparison, Scaling)
 
@@ -123,7 +125,8 @@ def cut(config: Config) -> tuple[Turns, dict[str, str] | None, str]:
     meter, unwatched = _meter(config)
     turns = Turns.of(config, memory=meter is not None)
     if meter is not None and not turns.watched:
-        return turns, None, f"train.steps: {config.train.steps} leaves no step for it beside those that are timed"
+        why = f"train.steps: {config.train.steps} leaves no step for it beside those that are timed"
+        return turns, None, f"{UNWATCHED}: {why}"
     return turns, meter, unwatched
 
 
@@ -133,11 +136,13 @@ def _meter(config: Config) -> tuple[dict[str, str] | None, str]:
         return None, ""
     on_cuda = devices.device(config)[0] != "cpu"
     if on_cuda and (why := forgetful(os.environ)):
-        return None, why
+        return None, f"{UNWATCHED}: {why}"
     try:
         return preloading(built()), ""
     except NoMeter as e:
-        return ({}, f"of the host, {e}") if on_cuda else (None, str(e))
+        if on_cuda:
+            return {}, f"{UNWATCHED}: of the host, {e}"
+        return dict(SETTLED), f"of memory torch's own tensors alone were watched: {e}"
 
 
 def _settled(config: Config) -> Config:
