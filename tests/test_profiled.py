@@ -65,15 +65,23 @@ def test_a_profiler_tells_every_block_and_the_peak_of_each_phase() -> None:
     ]
 
 
-def test_what_is_allocated_afterwards_costs_nothing() -> None:
-    """The counter heeds other threads only while it is asked to."""
-    source = Profiled()
-    source.begin()
-    source.mark("start")
-    source.end()
-    later = block(9_000)
-    assert len(source.seen().events) == 0
-    del later
+def test_one_after_another() -> None:
+    """What is left of the first is below the base of the second; what came in between was not counted."""
+    kept: list[Tensor] = []
+    bases: list[int] = []
+    for size in (9_000, 4_000):
+        source = Profiled()
+        source.begin()
+        source.mark("start")
+        kept.append(block(size))
+        source.mark("forward")
+        source.end()
+        elsewhere(lambda: kept.append(block(70_000)))
+        seen = source.seen()
+        assert seen.events["size"].tolist() == [size]
+        assert (seen.marks[1].peak - seen.base, seen.marks[1].live - seen.base) == (size, size)
+        bases.append(seen.base)
+    assert bases[1] - bases[0] == 9_000
 
 
 A, B, C = 1, 2, 3
@@ -83,6 +91,7 @@ A, B, C = 1, 2, 3
     ("seen", "filled"),
     [
         pytest.param([(A, 8, 8), (B, 5, 13), (B, -5, 8)], [], id="nothing unseen"),
+        pytest.param([(A, 8, 9), (B, 5, 14)], [], id="what was there before"),
         pytest.param([(A, 8, 8), (B, 5, 5)], [(A, -8, 0)], id="one went"),
         pytest.param([(A, 8, 8), (B, 6, 14), (C, 1, 1)], [(B, -6, 8), (A, -8, 0)], id="two went together"),
         pytest.param([(A, 8, 8), (B, 8, 16), (C, 1, 9), (A, 3, 12)], [(A, -8, 8)], id="whose address is used again"),

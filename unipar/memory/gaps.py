@@ -48,7 +48,7 @@ def whole(seen: Sequence[Change]) -> tuple[list[Change], list[int]]:
     made: list[Change] = []
     places: list[int] = []
     open_now: list[_Open] = []
-    live = 0
+    live = base(seen)
     for i, change in enumerate(seen):
         if gap := change.live - change.size - live:
             for address, size in _filled(gap, i, open_now):
@@ -62,6 +62,11 @@ def whole(seen: Sequence[Change]) -> tuple[list[Change], list[int]]:
         places.append(len(made))
         made.append(change)
     return made, [*places, len(made)]
+
+
+def base(seen: Sequence[Change]) -> int:
+    """What the counter said before."""
+    return seen[0].live - seen[0].size if seen else 0
 
 
 def _unclosed(seen: Sequence[Change]) -> dict[int, _Open]:

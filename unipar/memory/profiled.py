@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from unipar.backend import Category
 from unipar.memory.account import Device
 from unipar.memory.counting import NOTE
-from unipar.memory.gaps import Change, whole
+from unipar.memory.gaps import Change, base, whole
 from unipar.memory.places import Places
 from unipar.memory.replay import TENSOR, Mark, Seen, Site
 
@@ -87,10 +87,10 @@ class Profiled:
             events=events,
             kinds=np.full(len(rows), TENSOR, dtype=np.int8),
             owners=[""] * len(rows),
-            base=0,
+            base=base(seen),
             base_small=0,
             thread=thread,
-            marks=self._marks(events["live"].tolist()),
+            marks=self._marks([base(seen), *events["live"].tolist()]),
             sites=[Site(self.index(s.low), self.index(s.high), s.place, s.category) for s in self._sites],
         )
 
@@ -110,11 +110,9 @@ class Profiled:
                 yield event
 
     def _marks(self, live: list[int]) -> list[Mark]:
-        """What the allocator's own counter said: the most since the last mark, and when a phase begins."""
+        """What the allocator's own counter said, before the first event and after each."""
         ats = [self.index(at) for at, _ in self._phases]
-        lives = [live[at - 1] if at else 0 for at in ats]
-        peaks = [0, *(max([lives[i], *live[a:b]]) for i, (a, b) in enumerate(pairwise(ats)))]
+        peaks = [live[0], *(max(live[a : b + 1]) for a, b in pairwise(ats))]
         return [
-            Mark(at, phase, peak, now, 0)
-            for at, (_, phase), peak, now in zip(ats, self._phases, peaks, lives, strict=True)
+            Mark(at, phase, peak, live[at], 0) for at, (_, phase), peak in zip(ats, self._phases, peaks, strict=True)
         ]
