@@ -53,7 +53,7 @@ def measured(config: Config, cell: Cell, environment: dict[str, str]) -> list[Ph
     with tempfile.TemporaryDirectory(prefix="unipar-memory-") as folder:
         ref = TaskRef.of(None, config.task, {})
         with closing(Contestant(cell, config, ref, Path(folder) / "run", environment)) as run:
-            run.start(1)
+            run.start("1")
             run.go(2)
             run.watch(sorted(PASSES, key=ORDER.index))
             return list(fullest(run.accounts()).phases)

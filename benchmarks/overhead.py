@@ -16,7 +16,7 @@ from unipar.crew import Crew
 from unipar.errors import UniparError
 from unipar.memory.meter import SETTLED, built, preloading
 from unipar.report.table import table
-from unipar.verbs.compare import rotated
+from unipar.verbs.contest import rotated
 from unipar.verbs.kept import machine
 
 CELLS = (

@@ -253,7 +253,7 @@ def test_report(unipar: Any, folder: Path) -> None:
     assert unipar("report", "runs/x", "runs/x", "--out", "y.html").out == "page: y.html\n"
     assert Path("y.html").read_text("utf-8").startswith("<!doctype html>")
     answer = unipar("report", "runs/y")
-    assert (answer.code, answer.err) == (2, "unipar: runs/y is not there; give the run folder of a comparison\n")
+    assert (answer.code, answer.err) == (2, "unipar: runs/y is not there; give a run folder\n")
 
 
 def test_explain(unipar: Any) -> None:

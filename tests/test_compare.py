@@ -16,7 +16,8 @@ import pytest
 from unipar import errors, registry
 from unipar.config import Cell, Config
 from unipar.source import read
-from unipar.verbs.compare import Turns, compare, entered, rotated
+from unipar.verbs.compare import APART, compare, entered
+from unipar.verbs.contest import Turns, rotated
 
 TASK = '''
 import torch
@@ -237,6 +238,91 @@ def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any]
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+SLOW = """
+
+    def train(self, run):
+        for share in run.batches():
+            run.step(share)
+        if os.environ.get("SLOW") and run.size == 2:
+            time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_what_was_interrupted_goes_on_where_it_stopped(given: dict[str, Any], tmp_path: Path, sign: int) -> None:
+    """By Ctrl-C, or killed: the cell that had ended is kept with a note, the other one runs, and then all is there."""
+    (tmp_path / "task.py").write_text("import os, time\n" + TASK.partition("    def train")[0].rstrip() + SLOW, "utf-8")
+    (tmp_path / "x.yaml").write_text(json.dumps(given), encoding="utf-8")
+    words = [sys.executable, "-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
+    env = os.environ | {"COLUMNS": "200"}
+    with subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=env | {"SLOW": "1"},
+    ) as going:
+        assert going.stderr is not None
+        assert any("single has ended" in line for line in going.stderr)
+        time.sleep(0.5)
+        os.kill(going.pid, sign)
+        going.communicate(timeout=20)
+    file = tmp_path / "out/compare/compare.json"
+    first = json.loads(file.read_text("utf-8"))
+    assert [(row["cell"], row["outcome"]) for row in first["cells"]] == [("single", "ran"), ("native/nothing", "waits")]
+    again = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "single starts" not in again.stderr
+    told = json.loads(file.read_text("utf-8"))
+    assert (told["finished"], [row["outcome"] for row in told["cells"]]) == (True, ["ran", "ran"])
+    assert told["cells"][0]["seconds"] == first["cells"][0]["seconds"]
+    assert [row["note"] for row in told["cells"]] == [APART, ""]
+    assert f"single: {APART}\nnative/nothing agrees with one process" in again.stdout
+    (tmp_path / "out/compare/single/rank-0.jsonl").stat()
+
+
+def test_worlds_of_several_sizes_are_a_comparison_each(given: dict[str, Any], tmp_path: Path) -> None:
+    """One rank and two, the same batches in both: samples/s and efficiency of each cell, a folder and a page."""
+    found = compare(given, cells=("native/nothing", "native/parameters", "horovod/gradients"), world=[2, 1])
+    assert [(w.cell, w.ranks, w.samples, row.outcome) for w, row in zip(found.worlds, found.rows, strict=True)] == [
+        *(("native/nothing", n, 8, "ran") for n in (1, 2)),
+        *(("native/parameters", n, 8, "ran") for n in (1, 2)),
+        *(("horovod/gradients", n, 8, "refused") for n in (1, 2)),
+    ]
+    assert found.code == 0
+    assert [round(found.efficiency(found.worlds[i]) or 0, 3) for i in (0, 2)] == [1.0, 1.0]
+    assert all(found.efficiency(world) for world in found.worlds[:4])
+    assert len({str(row.marks and row.marks.values) for row in found.rows[:4]}) == 1
+    out = tmp_path / "out/worlds"
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "world-1", "world-2", "worlds.json"]
+    for n in (1, 2):
+        one = json.loads((out / f"world-{n}/compare.json").read_text("utf-8"))
+        assert [len(row["peak_rss"]) for row in one["cells"]] == [1, n, n, 0]
+        assert one["of"]["threads"] == found.threads
+    assert "unipar compare · out" not in (text := (out / "report.html").read_text("utf-8"))
+    assert "strong scaling, by ranks" in text
+    assert "weak" not in text
+    assert "worlds of one size took turns; those of different sizes did not" in found.remarks()
+    again = compare(given, cells=("native/nothing", "native/parameters", "horovod/gradients"), world="1,2")
+    assert again.rows == found.rows
+
+
+def test_a_folder_of_somebody_else_is_no_place_for_worlds(given: dict[str, Any], tmp_path: Path) -> None:
+    """Nor is a size that no batch can be cut for: both are said before anything starts."""
+    (tmp_path / "out/worlds").mkdir(parents=True)
+    (tmp_path / "out/worlds/thesis.tex").touch()
+    with pytest.raises(errors.OutExists) as e:
+        compare(given, world="1,2")
+    assert str(e.value) == (
+        f"{tmp_path}/out/worlds holds thesis.tex, which is not compare's: move it away, or give another out"
+    )
+    with pytest.raises(errors.ConfigError, match=r"batch\.total \(8\) is not a multiple of accumulate x data"):
+        compare(given, world=[1, 3])
+    with pytest.raises(errors.ConfigError, match=r"--world: 2 does not scale: give two sizes or more"):
+        compare(given, world=[2])
 
 
 def _children(pid: int) -> list[int]:

@@ -183,24 +183,43 @@ def test_a_truncated_comparison_is_replaced_only_when_asked(tmp_path: Path, text
     assert not file.exists()
 
 
-def test_an_unfinished_comparison_runs_anew(tmp_path: Path) -> None:
+def test_a_comparison_of_which_nothing_is_whole_runs_anew(tmp_path: Path) -> None:
     """A failed cell may run today, also with other versions of its library."""
-    kept.write(tmp_path, OF, compared(ONE, Row(cell="native/nothing", outcome="failed")))
+    kept.write(tmp_path, OF, compared(replace(ONE, outcome="waits"), Row(cell="native/nothing", outcome="failed")))
     (tmp_path / "native-nothing").mkdir()
     assert kept.earlier(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False) is None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["config", "cells", "task", "versions", "machine"])
+def test_what_is_whole_is_kept(tmp_path: Path) -> None:
+    """The other cells' folders go; a library that was installed since is no other comparison."""
+    found = compared(ONE, Row(cell="native/nothing", outcome="failed", note="rank 1 died"))
+    kept.write(tmp_path, OF, found)
+    for name in ("single", "native-nothing"):
+        (tmp_path / name).mkdir()
+    assert kept.earlier(tmp_path, OF | {"versions": {"torch": "2", "more": "1"}}, overwrite=False) == found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.csv", "compare.json", "single"]
+    with pytest.raises(errors.OutExists) as e:
+        kept.earlier(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False)
+    assert str(e.value) == (
+        f"{tmp_path} holds another comparison (other versions): give --overwrite to replace it, or another out"
+    )
+    assert (tmp_path / "single").exists()
+    assert kept.earlier(tmp_path, OF, overwrite=True) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["config", "cells", "task", "weights", "threads", "versions", "machine"])
 def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str) -> None:
     """The message says in what it differs; --overwrite clears it away."""
     kept.write(tmp_path, OF, compared(ONE, SAME))
+    other = OF | {key: {"torch": "3"} if key == "versions" else "other"}
     with pytest.raises(errors.OutExists) as e:
-        kept.earlier(tmp_path, OF | {key: "other"}, overwrite=False)
+        kept.earlier(tmp_path, other, overwrite=False)
     assert str(e.value) == (
         f"{tmp_path} holds another comparison (other {key}): give --overwrite to replace it, or another out"
     )
-    assert kept.earlier(tmp_path, OF | {key: "other"}, overwrite=True) is None
+    assert kept.earlier(tmp_path, other, overwrite=True) is None
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,14 +9,18 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.comparisons import made
+from tests.test_run_page import plain
 from tests.test_scale import two_cells
 from unipar.report.page import page
+from unipar.report.ran import Ran
+from unipar.report.run_page import page as of_run
 from unipar.report.seen import Told
 from unipar.report.worlds_page import page as scaled
 
@@ -119,11 +123,18 @@ def test_everything_can_be_read(
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("flags", [(), (DARK,)], ids=["light", "dark"])
-def test_a_page_of_scaling_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...]) -> None:
-    """As the other page is."""
-    found = looked_at(scaled(two_cells()), tmp_path, width, *flags)
+@pytest.mark.parametrize("kind", ["scaling", "sizes", "run"])
+def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...], kind: str) -> None:
+    """Of worlds that took turns, of a comparison for each size, and of two runs over one another."""
+    strong = [(w, row) for w, row in zip(two_cells().worlds, two_cells().rows, strict=True) if "strong" in w.kinds]
+    alone = [(replace(w, kinds=("strong",)), row) for w, row in strong]
+    sizes = replace(two_cells(), verb="compare", worlds=tuple(w for w, _ in alone))
+    sizes = replace(sizes, rows=[replace(row, cell=w.name) for w, row in alone])
+    before, now = (Ran.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
+    whole = {"scaling": scaled(two_cells()), "sizes": scaled(sizes), "run": of_run(now, before)}[kind]
+    found = looked_at(whole, tmp_path, width, *flags)
     assert (found["wrong"], found["width"]) == ([], width)
-    assert found["seen"] > 30
+    assert found["seen"] > (10 if kind == "run" else 20)
 
 
 @needs_browser

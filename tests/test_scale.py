@@ -15,7 +15,9 @@ from unipar.config import Cell, Config
 from unipar.report.comparison import Row
 from unipar.report.worlds import Kind, Scaling, World
 from unipar.report.worlds_page import answer, page
-from unipar.verbs.scale import beside, entered, scale, sizes_of
+from unipar.verbs.contest import sizes_of
+from unipar.verbs.report import beside, written
+from unipar.verbs.scale import entered, scale
 
 
 def config(**changed: Any) -> Config:
@@ -275,7 +277,7 @@ def test_the_page_without_memory(found: Scaling) -> None:
 
 def test_a_page_that_cannot_be_written_is_a_sentence(found: Scaling, tmp_path: Path) -> None:
     """What was measured is shown all the same."""
-    assert beside(tmp_path / "gone", found) == (
+    assert beside(lambda: written(page(found), tmp_path / "gone/report.html")) == (
         f"no page: {tmp_path}/gone/report.html cannot be written: No such file or directory; "
         "--out FILE takes another place"
     )

@@ -87,7 +87,7 @@ def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text("", encoding="utf-8")
     run = Contestant(cell, config, TaskRef.of(None, config.task, {}), tmp_path / "run")
     before = [Account(rank=r, method="m", device="cpu", base=1, phases=(), peaks=(), sent={"x": 3}) for r in (0, 1)]
-    after = completed(run, before, 1)
+    after = completed(run, before, "1")
     assert [account.sent for account in after] == [{"x": 3}, {"x": 3}]
     for account in after:
         (note,) = account.notes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unipar.errors import UniparError
-from unipar.flags import EXITS, AsJson, Cells, File, InCell, Out, Overwrite, Sets
+from unipar.flags import EXITS, AsJson, Cells, File, InCell, Out, Overwrite, Sets, Sizes
 from unipar.place import without_launcher_arguments
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def run(file: File, cell: InCell = None, sets: Sets = None, out: Out = None, *, 
 def compare(
     file: File,
     cells: Cells = None,
+    world: Sizes = None,
     sets: Sets = None,
     out: Out = None,
     *,
@@ -113,16 +114,19 @@ def compare(
 ) -> None:
     """The same training in many cells.
 
-    They take turns: do their losses agree, and what does each cost?
+    They take turns: do their losses agree, and what does each cost? What was interrupted goes on
+    with the cells that did not come to their end. With several worlds, a comparison each.
 
     \b
     unipar compare configs/quickstart.yaml
+    unipar compare configs/quickstart.yaml --world 1,2,4
     unipar compare configs/quickstart.yaml --cell native/nothing --cell 'deepspeed/*' --overwrite
     """
     source = _read(file, sets, out=out)
     from unipar.verbs.compare import compare as compared
 
-    found = compared(source, cells=cells or (), overwrite=overwrite)
+    sizes = int(world) if world is not None and world.isdecimal() else world
+    found = compared(source, cells=cells or (), world=sizes, overwrite=overwrite)
     typer.echo(found.table(shutil.get_terminal_size().columns))
     raise typer.Exit(found.code)
 
@@ -158,16 +162,16 @@ def scale(
 
 @app.command(epilog=EXITS)
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder of a comparison.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
     after: Annotated[
         Path | None, typer.Argument(metavar="[AFTER]", help="A later one: RUN is laid below it.", show_default=False)
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Instead of report.html in it.")] = None,
 ) -> None:
-    """The page of a comparison, made again from its folder.
+    """The page of a comparison, a scaling or a run, made from its folder.
 
-    One file with figures and tables, to be opened in a browser or sent on: memory by category,
-    losses, time, configs, versions. With two comparisons, what changed from the first to the second.
+    One file with figures and tables, to be opened in a browser or sent on: memory, losses, time,
+    config, versions. With two comparisons or two runs, what changed from the first to the second.
 
     \b
     unipar report runs/quickstart

@@ -14,6 +14,7 @@ from typing_extensions import override
 from unipar.config import Config, Data, Sizes
 from unipar.errors import ConfigError, TaskError
 from unipar.seeds import mix, sow
+from unipar.world import World
 
 Collate = Callable[[list[Any]], Any]
 Key = tuple[int, int]
@@ -195,6 +196,20 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Confi
     if settings.workers and loader.prefetch_factor is not None:
         taken["prefetch_factor"] = loader.prefetch_factor
     return Source(loader.dataset, collate or loader.collate_fn, settings, taken)
+
+
+def agree_on(samples: int, world: World) -> None:
+    """Data of another length on another rank would be other batches, or a hang."""
+    if world.size == 1 or world.store is None:
+        return
+    key = world.key("samples")
+    if world.rank == 0:
+        world.store.set(key, str(samples))
+    elif (first := int(world.store.get(key))) != samples:
+        raise TaskError(
+            f"the data has {samples} samples on rank {world.rank} and {first} on rank 0: every rank must see all "
+            "of it, and unipar divides it"
+        )
 
 
 @final

@@ -23,5 +23,9 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the r
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Cells = Annotated[
     list[str] | None,
-    typer.Option("--cell", metavar="CELL", help="Instead of those that FILE names. Repeat it for more."),
+    typer.Option("--cell", "--cells", metavar="CELL", help="Instead of those that FILE names. Repeat it for more."),
+]
+Sizes = Annotated[
+    str | None,
+    typer.Option("--world", metavar="N,N,...", help="So many ranks; with several sizes, a comparison in each."),
 ]

@@ -16,7 +16,7 @@ from unipar.errors import ConfigError, OutExists
 MARKS = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
 """What a run's folder holds: files, and the keys that they have, one set of them at least."""
 
-BESIDE = ("compare", "verify", "scale")
+BESIDE = ("compare", "worlds", "verify", "scale")
 """What may lie in it before a run, and stays when the run is overwritten."""
 
 
@@ -79,12 +79,18 @@ def _strange(out: Path) -> str:
     return ""
 
 
-def make_room(out: Path, whose: str, names: Collection[str], earlier: str, *, overwrite: bool) -> None:
-    """A verb's own files of an earlier time, `names` and world-*, may go when that is said; nothing else does."""
+def only_ours(out: Path, whose: str, names: Collection[str]) -> list[str]:
+    """What lies there: a verb's own files, `names` and world-*, and nothing else."""
     there = sorted(path.name for path in out.iterdir())
     strange = [name for name in there if name not in names and not name.startswith("world-")]
     if strange:
         raise OutExists(f"{out} holds {strange[0]}, which is not {whose}'s: move it away, or give another out")
+    return there
+
+
+def make_room(out: Path, whose: str, names: Collection[str], earlier: str, *, overwrite: bool) -> None:
+    """A verb's own files of an earlier time may go when that is said; nothing else does."""
+    there = only_ours(out, whose, names)
     if there and not overwrite:
         raise OutExists(f"{out} holds an earlier {earlier}: give --overwrite to replace it, or another out")
     for name in there:

@@ -14,7 +14,7 @@ from unipar.backend import Engine, Fn, Micro, Piece, Read, Step
 from unipar.beat import Heart
 from unipar.call import moved
 from unipar.config import Config, Sizes
-from unipar.data import Feed, Plan, training_source
+from unipar.data import Feed, Plan, agree_on, training_source
 from unipar.errors import TaskError
 from unipar.evaluation import Evaluation, refuse_between
 from unipar.ledger import Ledger
@@ -27,6 +27,8 @@ from unipar.streaming import Stream
 from unipar.task import Task
 from unipar.track import Trackers
 from unipar.world import World
+
+Heed = Callable[[Sequence[tuple[Any, Plan]]], None]
 
 
 @final
@@ -106,6 +108,7 @@ class Run:
         self._since = time.perf_counter()
         self._evaluation: Evaluation | None = None
         self._gate: Callable[[int], None] | None = None
+        self._heed: Heed | None = None
 
     # What the run is over
 
@@ -135,25 +138,12 @@ class Run:
     def _fed(self, given: Any) -> Feed | Stream:
         source = training_source(given, self._collate, self.task.collate, self.config, self.sizes)
         if source.length is not None:
-            self._agree(source.length)
+            agree_on(source.length, self.world)
         pin = self.device.type == "cuda"
         if source.streams:
             self._ledger.note("data", said=f"a stream: {STATED[source.settings.stream]}")
             return Stream(source, self.sizes, self.world, self._seed, pin=pin)
         return Feed(source, self.sizes, self.rank, self._seed, pin=pin)
-
-    def _agree(self, samples: int) -> None:
-        """Data of another length on another rank would be other batches, or a hang."""
-        if self.size == 1 or self.world.store is None:
-            return
-        key = self.world.key("samples")
-        if self.rank == 0:
-            self.world.store.set(key, str(samples))
-        elif (first := int(self.world.store.get(key))) != samples:
-            raise TaskError(
-                f"the data has {samples} samples on rank {self.rank} and {first} on rank 0: every rank must see all "
-                "of it, and unipar divides it"
-            )
 
     # What it trains
 
@@ -293,6 +283,10 @@ class Run:
             return {key: parts[self._only.name][key] for key in ("loss", "norm")}
         return together(parts, self.done) | {"parts": parts}
 
+    def heed(self, heed: Heed) -> None:
+        """Have `heed` called with what each step is given: this rank's microbatches and which samples they are."""
+        self._heed = heed
+
     def wait(self) -> None:
         """Say that silence is meant: somebody else has the turn."""
         self._mark("waiting")
@@ -346,6 +340,8 @@ class Run:
 
     def _share(self, read: list[tuple[Any, Plan]], feed: Feed | Stream) -> Share:
         samples = feed.samples(self.done)
+        if self._heed is not None:
+            self._heed(read)
         if not self._weighs:
             return Share([Micro(moved(batch, self.device), plan.weight) for batch, plan in read], samples)
         weights = [self._weight(batch, len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]

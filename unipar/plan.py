@@ -12,6 +12,7 @@ from unipar import devices, folder, registry, weights
 from unipar.backend import Backend
 from unipar.config import Config
 from unipar.errors import Unsupported, WorldMismatch
+from unipar.installed import machine, versions
 from unipar.place import Launcher, Place, probe, started_by
 from unipar.source import Source
 from unipar.task import Functions, Task, TaskRef
@@ -67,7 +68,8 @@ class Plan:
     def made(self, script: Sequence[str] = ()) -> Any:
         """The run folder, this run's alone while the context is open."""
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
-        texts = self.config.written(), json.dumps(launch, indent=2)
+        ran = {"versions": versions([self.config.backend]), "machine": machine()}
+        texts = self.config.written(), json.dumps(launch | ran, indent=2)
         return folder.made(self.out, *texts, overwrite=self.overwrite)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -159,17 +161,35 @@ class Account(Section):
         account_of(run, self.rank).write_text(self.model_dump_json(), encoding="utf-8")
 
 
+_FILE: Final = r"rank-(\d+)\.memory\.json"
+
+
 def read_account(run: Path, rank: int) -> Account:
     """What a rank wrote down; an error where it wrote nothing, or not all of it."""
     file = account_of(run, rank)
     try:
-        return Account.model_validate_json(file.read_bytes())
+        account = Account.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         raise ReportError(f"rank {rank} wrote down nothing of its memory: there is no {file}") from None
+    except OSError as e:
+        raise ReportError(f"{file} cannot be read: {e.strerror}") from None
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"
         raise ReportError(f"{file} is not the account of a rank's memory ({where}: {first['msg']})") from None
+    if account.rank != rank:
+        raise ReportError(f"{file} tells of rank {account.rank}")
+    return account
+
+
+def accounts(run: Path, problems: list[str]) -> Iterator[Account]:
+    """Of all ranks that wrote any, the lowest first; one that cannot be read leaves the others."""
+    found = sorted(int(m[1]) for file in run.glob("*.memory.json") if (m := re.fullmatch(_FILE, file.name)))
+    for rank in found:
+        try:
+            yield read_account(run, rank)
+        except ReportError as e:
+            problems.append(f"{e}: it is left out")
 
 
 def account_of(run: Path, rank: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Iterable
 from typing import Any, final
 
 import numpy as np
@@ -62,6 +63,31 @@ def tensors_in(thing: Any) -> list[Tensor]:
 
     walked(thing, note)
     return found
+
+
+_AT_ONCE = 1 << 18
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE = (1 << 64) - 1
+
+
+def exact(tensor: Tensor, first: int) -> int:
+    """Of a range of a larger tensor that begins at `first`: added up over all ranges, one number for the same bits."""
+    t = tensor.detach().reshape(-1)
+    if t.is_complex():
+        t, first = torch.view_as_real(t).reshape(-1), 2 * first
+    bits = t.view(_BITS[t.element_size()])
+    total = 0
+    for start in range(0, len(bits), _AT_ONCE):
+        part = bits[start : start + _AT_ONCE].to(torch.int64)
+        places = torch.arange(first + start, first + start + len(part), device=part.device)
+        mixed = (part + places * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D
+        total += int(((mixed ^ (mixed >> 29)) * 0x369DEA0F31A53F85).sum())
+    return total & _WHOLE
+
+
+def marked(keys: Iterable[tuple[int, int]]) -> int:
+    """Which samples, in whatever order: added up over all ranks, one number."""
+    return sum(hash(key) for key in keys) & _WHOLE
 
 
 def fingerprint(batch: Any) -> str:

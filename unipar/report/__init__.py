@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -60,7 +60,11 @@ class Report:
 
     @classmethod
     def read(cls, run: Path) -> Self:
-        ranks = [list(Ledger.read(path)) for path in _ledgers(run)]
+        return cls.of(run, [list(Ledger.read(path)) for path in _ledgers(run)])
+
+    @classmethod
+    def of(cls, run: Path, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Self:
+        """From each rank's events, rank 0's first."""
         rows = ranks[0]
         start = next((row for row in rows if row["event"] == "start"), {})
         stops = [int(row["step"]) for row in _of(rows, "stopped")]

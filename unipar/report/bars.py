@@ -15,6 +15,10 @@ SMALL = 500
 """Below this width a name stands above its row, and not left of it."""
 
 
+FAR = 2.5
+"""So many times the next one, and a bar would make all others unreadably short."""
+
+
 class Rows:
     """Names at the left, or above where it is narrow; values at the right; a scale between."""
 
@@ -57,13 +61,26 @@ def sizes(high: float, about: int = 5) -> list[tuple[float, str]]:
     return [(v, size(v) if v else "0") for v in marks(0, high, about, unit)]
 
 
+def cut_short(told: Told, before: Told | None) -> tuple[float, list[str]]:
+    """How far bars of memory reach; and the cells, few and far larger than all others, whose bars end there."""
+    old = {c.cell: c.peak for c in (before.measured if before is not None else [])}
+    by = {c.cell: max(c.peak, old.get(c.cell, 0)) for c in told.measured}
+    names = sorted(by, key=lambda name: by[name])
+    for n in range(len(names) // 3, 0, -1):
+        if by[names[-n]] > FAR * by[names[-n - 1]]:
+            return by[names[-n - 1]] * 1.3, names[-n:]
+    return by[names[-1]], []
+
+
 def stacked(told: Told, before: Told | None, width: int) -> str:
     """Each cell's peak by category, the smallest first; of an earlier comparison, a thin bar below."""
     cells = told.measured
     old = {c.cell: c for c in (before.measured if before is not None else [])}
-    high = max([c.peak for c in cells] + [old[c.cell].peak for c in cells if c.cell in old])
+    high, cut = cut_short(told, before)
     names = [f"{c.cell} †" if c.own else c.cell for c in cells]
-    rows = Rows(names, width, 38 if old else 30, high, "Memory at the peak, by category", 84)
+    label = "Memory at the peak, by category"
+    label += "".join(f"; the bar of {c.cell} is cut short, it is {size(c.peak)}" for c in cells if c.cell in cut)
+    rows = Rows(names, width, 38 if old else 30, high, label, 84)
     rows.grid(sizes(high, 3 if rows.small else 5))
     for i, cell in enumerate(cells):
         rows.name(i)
@@ -76,15 +93,21 @@ def stacked(told: Told, before: Told | None, width: int) -> str:
 
 
 def _stack(rows: Rows, cell: Seen, y: float, height: float, whose: str) -> float:
+    """Where it ends; one that goes beyond the scale has a gap before its end."""
     assert cell.fullest is not None
-    x, held = rows.x.start, cell.fullest.peak.held
+    held, total = cell.fullest.peak.held, 0
     for category in CATEGORIES:
         if part := held.get(category, 0):
-            wide_ = rows.x(part) - rows.x.start
-            tip = f"{whose}{cell.cell}, {WORDS[category]}: {size(part)}"
-            rows.drawing.rect(x, y, max(wide_ - 1, 0.6), height, f"c-{category}", tip)
-            x += wide_
-    return x
+            start, end = rows.x(total), rows.x(total + part)
+            total += part
+            if start < rows.x.end:
+                tip = f"{whose}{cell.cell}, {WORDS[category]}: {size(part)}"
+                rows.drawing.rect(start, y, max(end - start - 1, 0.6), height, f"c-{category}", tip)
+    if total > rows.x.high:
+        for at in (rows.x.end - 26, rows.x.end - 18):
+            corners = [(at, y + height + 2), (at + 8, y - 2), (at + 12, y - 2), (at + 4, y + height + 2)]
+            rows.drawing.area(corners, "break")
+    return rows.x(total)
 
 
 def bridge(one: Seen, two: Seen, width: int) -> str:

@@ -10,7 +10,14 @@ from typing import Any, Protocol, Self
 
 from unipar.report.table import duration
 
-_STYLES = {"failed": "red", "disagrees": "red", "absent": "yellow", "refused": "yellow", "waits": "dim"}
+_STYLES = {
+    "failed": "red",
+    "unlike": "red",
+    "disagrees": "red",
+    "absent": "yellow",
+    "refused": "yellow",
+    "waits": "dim",
+}
 
 
 class Row(Protocol):

@@ -63,11 +63,17 @@ def said(value: Any) -> str:
 
 def warnings(before: Told, now: Told) -> list[str]:
     """Why the two may not be comparable."""
+    return moved(before.machine, now.machine, before.versions, now.versions)
+
+
+def moved(
+    before: Mapping[str, Any], now: Mapping[str, Any], was: Mapping[str, str], versions: Mapping[str, str]
+) -> list[str]:
+    """Another machine, and other versions."""
     made: list[str] = []
-    if before.machine != now.machine:
+    if before != now:
         made.append("They were measured on different machines: differences in time say nothing.")
-    moved = sorted(k for k in {*before.versions, *now.versions} if before.versions.get(k) != now.versions.get(k))
-    if moved:
-        told = ", ".join(f"{k} {before.versions.get(k, 'none')} to {now.versions.get(k, 'none')}" for k in moved)
+    if names := sorted(k for k in {*was, *versions} if was.get(k) != versions.get(k)):
+        told = ", ".join(f"{k} {was.get(k, 'none')} to {versions.get(k, 'none')}" for k in names)
         made.append(f"Other versions: {told}.")
     return made

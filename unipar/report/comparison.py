@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
@@ -14,13 +15,14 @@ from typing_extensions import override
 
 from unipar.config import Precision
 from unipar.memory.account import Account
+from unipar.report.alike import Marks, unlike
 from unipar.report.memory import REMARKS, largest, memory_tables
 from unipar.report.table import blocks, counted, size
 
-Outcome = Literal["waits", "ran", "refused", "absent", "failed"]
-"""absent: its library is not installed here."""
+Outcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
+"""absent: its library is not installed here; unlike: it trained something else than the others."""
 
-_HEADS = {"refused": "refused: ", "absent": "", "failed": "failed: ", "waits": ""}
+HEADS = {"refused": "refused: ", "absent": "", "failed": "failed: ", "unlike": "not alike: ", "waits": ""}
 
 PROMISED = 20
 """Steps over which the tolerance is held: rounding that differs by a bit is amplified by training."""
@@ -54,6 +56,9 @@ class Row:
 
     memory: list[Account] = field(default_factory=list[Account])
     """What each rank allocated, and what for."""
+
+    marks: Marks | None = None
+    """What it was seen to train: only what is alike is ranked."""
 
     started: float = 0.0
     """Seconds from its first process's start until all ranks were ready."""
@@ -107,16 +112,17 @@ def agreement(losses: Sequence[float], reference: Sequence[float], allowed: floa
     return Agreement(digits, worst + 1, pairs[worst][0], shares[worst] <= allowed)
 
 
+COLUMNS = ("x", "allocated", "RSS")
+"""That a narrow table leaves out, or has in one another's place: a remark on one that is not there is none."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """All cells of one comparison; `single`, the reference, is the first row."""
+class Found(ABC):
+    """What came of worlds that took turns, a row for each."""
 
     name: str
     out: str
     precision: Precision
-    samples: int
-    """In one optimizer step."""
-
     warmup: int
     """Steps before the timed ones."""
 
@@ -127,10 +133,75 @@ class Comparison:
 
     interrupted: bool = False
 
+    @abstractmethod
+    def unlike(self, row: Row) -> str:
+        """Why this one did not train what the others do, as far as was seen; empty: it did."""
+
+    @property
+    @abstractmethod
+    def right(self) -> bool:
+        """Whether any ran that was to be found out about, and none disagrees."""
+
+    @property
+    def code(self) -> int:
+        """What the command line exits with: refusals are an answer, failures and disagreement are not."""
+        if self.interrupted:
+            return 130
+        return 0 if self.right and not {"failed", "unlike"} & {row.outcome for row in self.rows} else 1
+
+    @override
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, width: int = 80) -> str:
+        made = self.blocks(width)
+        head = made[0][0].split()
+        gone = [name for name in COLUMNS if name not in head]
+        remarks = [text for text in self.remarks() if text.partition(":")[0] not in gone]
+        said = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        return "\n".join(["\n".join(lines) for lines in made] + [*self.beside(width), "", *said])
+
+    @abstractmethod
+    def blocks(self, width: int) -> list[list[str]]:
+        """The lines of the header, then of each row."""
+
+    def beside(self, width: int) -> list[str]:
+        """Lines of further tables."""
+        return []
+
+    @abstractmethod
+    def remarks(self) -> list[str]:
+        """What the table means, and what is wrong."""
+
+    def timing(self) -> list[str]:
+        """What its times are of."""
+        ran = next((row for row in self.rows if row.outcome == "ran"), None)
+        if ran is None:
+            return []
+        turns = f"{counted(len(ran.timed), 'step')} in {counted(len(ran.seconds), 'turn')}"
+        return [f"step ms: median [middle half] of {turns}, of the slowest rank"]
+
+    def others(self, row: Row) -> dict[str, Marks]:
+        """What the other rows were seen to train."""
+        alike = ((r.cell, r.marks) for r in self.rows if r is not row and r.outcome in ("ran", "waits"))
+        return {name: marks for name, marks in alike if marks is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Found):
+    """All cells of one comparison; `single`, the reference, is the first row."""
+
+    samples: int
+    """In one optimizer step."""
+
     @property
     def reference(self) -> Row | None:
         row = self.rows[0]
         return row if row.outcome == "ran" else None
+
+    @override
+    def unlike(self, row: Row) -> str:
+        return unlike(row.marks, self.others(row)) if row.marks is not None else ""
 
     @property
     def baseline(self) -> Row | None:
@@ -160,26 +231,16 @@ class Comparison:
         return not self.interrupted and all(row.outcome in ("ran", "refused") for row in self.rows)
 
     @property
-    def code(self) -> int:
-        """What the command line exits with: refusals are an answer, failures and disagreement are not."""
-        if self.interrupted:
-            return 130
-        outcomes = [row.outcome for row in self.rows]
-        return 1 if "failed" in outcomes or "ran" not in outcomes[1:] or self.disagree else 0
+    @override
+    def right(self) -> bool:
+        return any(row.outcome == "ran" for row in self.rows[1:]) and not self.disagree
 
     @override
-    def __str__(self) -> str:
-        return self.table()
+    def beside(self, width: int) -> list[str]:
+        watched = [(_till(row), row.memory) for row in self.rows if row.memory and row.outcome != "unlike"]
+        return ["", *memory_tables(watched, width)] if watched else []
 
-    def table(self, width: int = 80) -> str:
-        made = self.blocks(width)
-        rows = ["\n".join(lines) for lines in made]
-        remarks = [text for text in self.remarks() if not text.startswith("x:") or " x " in made[0][0]]
-        said = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        watched = [(_till(row), row.memory) for row in self.rows if row.memory]
-        memory = ["", *memory_tables(watched, width)] if watched else []
-        return "\n".join([*rows, *memory, "", *said])
-
+    @override
     def blocks(self, width: int) -> list[list[str]]:
         """The lines of the header, then of each row; where they would be too wide, without x."""
         last = "allocated" if self._watched else "RSS"
@@ -192,7 +253,7 @@ class Comparison:
 
     def _shown(self, row: Row) -> tuple[str, ...]:
         if not row.timed or row.outcome not in ("ran", "waits"):
-            return row.cell, _HEADS[row.outcome] + (row.note or "waits")
+            return row.cell, HEADS[row.outcome] + (row.note or "waits")
         found = self.agreement(row)
         agrees = "reference" if row is self.reference else str(found or "-")
         if found is not None and not found.within:
@@ -217,19 +278,16 @@ class Comparison:
             return size(largest(row.memory)) if row.memory else "-"
         return size(max(row.peak_rss)) if row.peak_rss else "-"
 
+    @override
     def remarks(self) -> list[str]:
-        """What the table means, and what is wrong."""
         lines = [f"{row.cell}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
         lines += self.verdict()
-        ran = next((row for row in self.rows if row.outcome == "ran"), None)
-        if ran is not None:
-            turns = f"{counted(len(ran.timed), 'step')} in {counted(len(ran.seconds), 'turn')}"
-            lines.append(f"step ms: median [middle half] of {turns}, of the slowest rank")
+        lines += self.timing()
         if self.baseline is not None:
             lines.append(f"x: step time in proportion to {self.baseline.cell}")
         if self._watched:
             lines += REMARKS
-        elif ran is not None:
+        elif any(row.outcome == "ran" for row in self.rows):
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         if self.unwatched:
             lines.append(self.unwatched)
@@ -269,21 +327,27 @@ class Comparison:
 
     def _row_json(self, row: Row) -> dict[str, Any]:
         found = self.agreement(row)
-        verdict = None if found is None else {"says": str(found), **asdict(found)}
-        memory = [account.model_dump(mode="json") for account in row.memory]
-        return {**asdict(replace(row, memory=[])), "memory": memory, "agreement": verdict}
+        return row_json(row) | {"agreement": None if found is None else {"says": str(found), **asdict(found)}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
-        rows = [_row(told) for told in data["cells"]]
+        rows = [row_of(told) for told in data["cells"]]
         data = {"unwatched": "", **data}
         kept = {f.name: data[f.name] for f in fields(cls) if f.name != "rows"}
         return cls(**{**kept, **changed}, rows=rows)
 
 
-def _row(told: Mapping[str, Any]) -> Row:
-    known = {f.name: told[f.name] for f in fields(Row) if f.name in told and f.name != "memory"}
-    return Row(**known, memory=[Account.model_validate(account, strict=False) for account in told.get("memory", [])])
+def row_json(row: Row) -> dict[str, Any]:
+    memory = [account.model_dump(mode="json") for account in row.memory]
+    marks = None if row.marks is None else row.marks.model_dump(mode="json")
+    return asdict(replace(row, memory=[], marks=None)) | {"memory": memory, "marks": marks}
+
+
+def row_of(told: Mapping[str, Any]) -> Row:
+    known = {f.name: told[f.name] for f in fields(Row) if f.name in told and f.name not in ("memory", "marks")}
+    memory = [Account.model_validate(account, strict=False) for account in told.get("memory", [])]
+    marks = told.get("marks")
+    return Row(**known, memory=memory, marks=None if marks is None else Marks.model_validate(marks, strict=False))
 
 
 def _till(row: Row) -> str:

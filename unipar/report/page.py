@@ -10,7 +10,7 @@ from unipar.backend import Category
 from unipar.memory.account import CATEGORIES, PHASES
 from unipar.report import change
 from unipar.report.answer import WORDS, answer, base_of, halves, moves, ranked
-from unipar.report.bars import balance, bridge, stacked, times
+from unipar.report.bars import balance, bridge, cut_short, stacked, times
 from unipar.report.comparison import tolerance
 from unipar.report.cuda import ASSUMED, predicted
 from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
@@ -105,6 +105,7 @@ def _memory(told: Told, before: Told | None) -> str:
         peak = cell.fullest.peak
         parts = [size(peak.held[c]) if c in peak.held else NONE for c in shown]
         rows.append([cell.cell, peak.name, size(peak.peak), *parts])
+    cut = [f"{c.cell} holds {size(c.peak)}" for c in told.measured if c.cell in cut_short(told, before)[1]]
     table = tabled(["cell", "phase", "peak", *(WORDS[c] for c in shown)], rows, "Bytes by category at the peak", (0, 1))
     return section(
         "memory",
@@ -114,6 +115,11 @@ def _memory(told: Told, before: Told | None) -> str:
             + ("The thin bar is the earlier comparison." if before is not None and before.measured else "")
         ),
         _key(told),
+        said(
+            f"A bar with a gap is cut short, for all others could not be read beside it: {', '.join(cut)}."
+            if cut
+            else ""
+        ),
         figure(lambda width: stacked(told, before, width), table),
         "".join(said(f"† {c.cell} runs {c.says}; these sizes are the library's default.", "own") for c in own),
         said(f"Not measured: {', '.join(missing)}." if missing else ""),

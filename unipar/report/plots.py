@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -80,14 +81,30 @@ def thinned(curve: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
     return [*(kept[place] for place in sorted(kept)), curve[-1]]
 
 
+@dataclass(frozen=True)
+class Line:
+    """A series by step."""
+
+    tip: str
+    kind: str
+    points: Sequence[tuple[int, float]]
+
+
 def losses(told: Told, width: int) -> str:
     """Of the one process as a line; the cells lie upon it where they agree."""
     one = told.found.reference
     rows = [c.row for c in told.cells if c.row.outcome == "ran" and c.row.losses]
-    values = [v for row in rows for v in row.losses if math.isfinite(v)]
-    count = max(len(row.losses) for row in rows)
+    series = [Line(row.cell, "loss one" if row is one else "loss", list(enumerate(row.losses, 1))) for row in rows]
+    return lines(series, width, "Loss by step")
+
+
+def lines(series: Sequence[Line], width: int, label: str) -> str:
+    """Upon one another; values that are not finite are left out."""
+    series = [Line(s.tip, s.kind, [(i, v) for i, v in s.points if math.isfinite(v)]) for s in series]
+    values = [v for s in series for _, v in s.points] or [0.0]
+    count = max((i for s in series for i, _ in s.points), default=1)
     small = width < SMALL
-    drawing = Drawing(width, 226, "Loss by step")
+    drawing = Drawing(width, 226, label)
     low, high = min(values), max(values)
     room = (high - low) * 0.06 or 0.5
     x, y = Scale(1, max(count, 2), 56, width - 10), Scale(low - room, high + room, 190, 10)
@@ -97,10 +114,9 @@ def losses(told: Told, width: int) -> str:
     for step in _steps(count, 5 if small else 12):
         drawing.text(x(step), 208, str(step), "tick", "middle")
     drawing.text(x.end, 224, "optimizer step", "tick", "end")
-    for row in rows:
-        tip = f"{row.cell}: {row.losses[0]:.4f} to {row.losses[-1]:.4f}"
-        kind = "loss one" if row is one else "loss"
-        drawing.way([(x(i), y(v)) for i, v in enumerate(row.losses, 1) if math.isfinite(v)], kind, tip)
+    for s in series:
+        tip = f"{s.tip}: {s.points[0][1]:.4f} to {s.points[-1][1]:.4f}" if s.points else s.tip
+        drawing.way([(x(i), y(v)) for i, v in s.points], s.kind, tip)
     return str(drawing)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,10 @@ from unipar import registry
 from unipar.config import Cell
 from unipar.errors import ConfigError, ReportError, UniparError
 from unipar.ledger import ledger_of
-from unipar.memory.account import Account, account_of
+from unipar.memory.account import Account, accounts
 from unipar.report.comparison import Comparison, Row
+from unipar.report.kinds import found
 
-NAME: Final = "compare.json"
 CONFIG: Final = "config.json"
 
 
@@ -88,20 +88,22 @@ class Told:
     @classmethod
     def read(cls, place: Path) -> Self:
         """From a run folder, its folder `compare` or the file in that."""
-        file = _file(place)
-        data = _mapping(file)
+        kind, file = found(place)
+        if kind != "comparison":
+            raise ReportError(f"{place} holds a {kind}, and no comparison")
+        data = mapping(file, "comparison")
         problems: list[str] = []
-        found, folder = _comparison(file, data), file.parent
+        compared, folder = _comparison(file, data), file.parent
         of = data.get("of")
         of = of if isinstance(of, dict) else {}
-        asked = asked_of(folder, found.name)
+        asked = asked_of(folder, compared.name)
         return cls(
             folder=folder,
-            found=found,
-            cells=tuple(_seen(folder, row, problems) for row in found.rows),
-            versions={str(k): str(v) for k, v in _inner(of, "versions").items()},
-            machine=_inner(of, "machine"),
-            config=_config(asked, problems) if asked.exists() else {},
+            found=compared,
+            cells=tuple(_seen(folder, row, problems) for row in compared.rows),
+            versions={str(k): str(v) for k, v in inner(of, "versions").items()},
+            machine=inner(of, "machine"),
+            config=config_of(asked, problems) if asked.exists() else {},
             problems=tuple(problems),
         )
 
@@ -112,7 +114,7 @@ class Told:
     @cached_property
     def measured(self) -> list[Seen]:
         """The cells whose memory is known, the smallest first; of those that failed it is not all."""
-        known = (c for c in self.cells if c.fullest is not None and c.row.outcome != "failed")
+        known = (c for c in self.cells if c.fullest is not None and c.row.outcome not in ("failed", "unlike"))
         return sorted(known, key=lambda c: c.peak)
 
     @property
@@ -141,24 +143,15 @@ def flat(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return made
 
 
-def _file(place: Path) -> Path:
-    tried = [place] if place.is_file() else [place / "compare" / NAME, place / NAME]
-    for file in tried:
-        if file.is_file():
-            return file
-    if not place.exists():
-        raise ReportError(f"{place} is not there; give the run folder of a comparison")
-    raise ReportError(f"{place} holds no comparison: there is no {NAME} in it or in its folder compare")
-
-
-def _mapping(file: Path) -> dict[str, Any]:
+def mapping(file: Path, what: str) -> dict[str, Any]:
+    """What a file holds; an error where that is no mapping."""
     try:
         data = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or f"it is cut short or is no JSON ({e})"
         raise ReportError(f"{file} cannot be read: {why}") from None
     if not isinstance(data, dict):
-        raise ReportError(f"{file} is no comparison: it holds no mapping")
+        raise ReportError(f"{file} is no {what}: it holds no mapping")
     return data
 
 
@@ -187,9 +180,9 @@ def _seen(folder: Path, row: Row, problems: list[str]) -> Seen:
     except ConfigError:
         return Seen(row=row, config={})
     at = folder / cell.slug
-    seen = Seen(row=row, memory=tuple(_memory(at, problems)), config={}, parameters=_parameters(at))
+    seen = Seen(row=row, memory=tuple(accounts(at, problems)), config={}, parameters=_parameters(at))
     if (at / CONFIG).exists():
-        seen = replace(seen, config=_config(at / CONFIG, problems))
+        seen = replace(seen, config=config_of(at / CONFIG, problems))
     try:
         variant = registry.find(cell.backend).capabilities.variants.get(cell.variant or "")
     except UniparError:  # a backend that is not known where the page is made
@@ -197,24 +190,9 @@ def _seen(folder: Path, row: Row, problems: list[str]) -> Seen:
     return seen if variant is None else replace(seen, says=variant.says, own="library" in variant.options.values())
 
 
-def _memory(at: Path, problems: list[str]) -> Iterator[Account]:
-    """Rank by rank; one that cannot be read leaves the others."""
-    files = sorted(at.glob("rank-*.memory.json"), key=lambda f: (len(f.name), f.name))
-    for file in files:
-        try:
-            account = Account.model_validate_json(file.read_bytes())
-        except (OSError, ValidationError):
-            problems.append(f"{file} cannot be read as a rank's memory: it is left out")
-            continue
-        if file != account_of(at, account.rank):
-            problems.append(f"{file} tells of rank {account.rank}: it is left out")
-        else:
-            yield account
-
-
-def _config(file: Path, problems: list[str]) -> dict[str, Any]:
+def config_of(file: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return flat(_mapping(file))
+        return flat(mapping(file, "config"))
     except ReportError as e:
         problems.append(str(e))
         return {}
@@ -231,6 +209,6 @@ def _parameters(at: Path) -> int:
     return said if isinstance(said, int) else 0
 
 
-def _inner(of: Mapping[str, Any], key: str) -> dict[str, Any]:
+def inner(of: Mapping[str, Any], key: str) -> dict[str, Any]:
     said = of.get(key)
     return said if isinstance(said, dict) else {}

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
-from unipar.config import Precision
-from unipar.report.comparison import Agreement, Row, agreement, spread, tolerance
+from unipar.errors import ReportError
+from unipar.report.alike import unlike
+from unipar.report.comparison import HEADS, Agreement, Found, Row, agreement, row_json, row_of, spread, tolerance
 from unipar.report.memory import largest
 from unipar.report.table import blocks, counted, size
 
 Kind = Literal["strong", "weak"]
 KINDS: tuple[Kind, ...] = ("strong", "weak")
 """strong: the total batch is the same in every world; weak: each rank's share of it is."""
-
-LAST = ("allocated", "RSS")
-"""The table's last column, which goes where there is no room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,11 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling:
+class Scaling(Found):
     """All worlds; of each cell the smallest comes first, and is what its others are held to."""
 
-    name: str
-    out: str
-    precision: Precision
     worlds: tuple[World, ...]
-    rows: list[Row]
-    """What came of each world, in the same order, by its name."""
+    """Each has its row, in the same order, by its name."""
 
     cores: int
     """That these processes may use."""
@@ -60,17 +56,15 @@ class Scaling:
     """Of each rank."""
 
     device: str
-    warmup: int
-    """Steps before the timed ones."""
+    verb: str = "scale"
+    """The command that made it. compare: a comparison for each size of world, one after another."""
 
     held: bool = True
     """Whether worlds with the same total batch must have the same losses: not where ranks step by themselves."""
 
-    unwatched: str = ""
-    """Why no memory is shown."""
+    wrong: tuple[str, ...] = ()
+    """What comparisons in worlds of one size found."""
 
-    note: str = ""
-    interrupted: bool = False
     versions: dict[str, str] = field(default_factory=dict[str, str])
     machine: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -80,6 +74,11 @@ class Scaling:
     def of(self, cell: str, kind: Kind) -> list[World]:
         """The worlds of one cell that were timed, the smallest first."""
         return [w for w in self.worlds if w.cell == cell and kind in w.kinds and self.rate(w) is not None]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """strong alone, where no world grows its batch."""
+        return [kind for kind in KINDS if any(kind in world.kinds for world in self.worlds)]
 
     @property
     def cells(self) -> list[str]:
@@ -103,6 +102,23 @@ class Scaling:
         faster = self.faster(world)
         return None if faster is None else faster * self.base(world).ranks / world.ranks
 
+    @override
+    def unlike(self, row: Row) -> str:
+        """In weak scaling batches have other sizes."""
+        return unlike(row.marks, self.others(row), one_total=False) if row.marks is not None else ""
+
+    def sifted(self) -> Self:
+        """With those found out that did not train what the ones before them did."""
+        rows: list[Row] = []
+        for i, row in enumerate(self.rows):
+            why = (
+                replace(self, worlds=self.worlds[: i + 1], rows=[*rows, row]).unlike(row)
+                if row.outcome == "ran"
+                else ""
+            )
+            rows.append(replace(row, outcome="unlike", note=why) if why else row)
+        return replace(self, rows=rows)
+
     def memory(self, world: World) -> int | None:
         """What the largest rank allocated at its peak."""
         row = self.row(world)
@@ -111,7 +127,7 @@ class Scaling:
     def agreement(self, world: World) -> Agreement | None:
         """Of its losses with the smallest world's, which trains on the same batches; None where nothing is to hold."""
         row, base = self.row(world), self.row(self.base(world))
-        if not self.held or world.kinds != ("strong",) or row.outcome != "ran" or base.outcome != "ran":
+        if not self.held or world.kinds != ("strong",) or row is base or {row.outcome, base.outcome} != {"ran"}:
             return None
         return agreement(row.losses, base.losses, tolerance(self.precision))
 
@@ -120,28 +136,18 @@ class Scaling:
         return [(world, found) for world in self.worlds if (found := self.agreement(world)) is not None]
 
     @property
-    def code(self) -> int:
-        """What the command line exits with."""
-        if self.interrupted:
-            return 130
-        outcomes = [row.outcome for row in self.rows]
-        wrong = any(not found.within for _, found in self.agreements)
-        return 1 if "failed" in outcomes or "ran" not in outcomes or wrong else 0
+    @override
+    def right(self) -> bool:
+        return (
+            any(row.outcome == "ran" for row in self.rows)
+            and not self.wrong
+            and all(a.within for _, a in self.agreements)
+        )
 
     @override
-    def __str__(self) -> str:
-        return self.table()
-
-    def table(self, width: int = 80) -> str:
-        made = self.blocks(width)
-        rows = ["\n".join(lines) for lines in made]
-        remarks = [r for r in self.remarks() if (head := r.partition(":")[0]) not in LAST or head in made[0][0]]
-        said = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        return "\n".join([*rows, "", *said])
-
     def blocks(self, width: int) -> list[list[str]]:
         """The lines of the header, then of each world; where they would be too wide, without the middle half."""
-        last = LAST[0] if any(row.memory for row in self.rows) else LAST[1]
+        last = "allocated" if any(row.memory for row in self.rows) else "RSS"
         header = ("cell", "ranks", "scaling", "step ms", "samples/s", "speed-up", "efficiency", last)
         for narrow in (False, True):
             rows = [self._shown(world, narrow=narrow) for world in self.worlds]
@@ -155,8 +161,7 @@ class Scaling:
         row, rate = self.row(world), self.rate(world)
         at = world.cell, str(world.ranks), " ".join(world.kinds) if len(world.kinds) == 1 else "both"
         if rate is None:
-            head = "" if row.outcome in ("waits", "absent") else f"{row.outcome}: "
-            return *at, head + (row.note or "waits")
+            return *at, HEADS[row.outcome] + (row.note or "waits")
         step, (faster, efficient) = spread(row.timed), (self.faster(world), self.efficiency(world))
         allocated = self.memory(world) or max(row.peak_rss, default=None)
         return (
@@ -168,23 +173,23 @@ class Scaling:
             "-" if allocated is None else size(allocated),
         )
 
+    @override
     def remarks(self) -> list[str]:
-        """What the table means, and what is wrong."""
         first = self.worlds[0]
         share = first.micro * first.accumulate
-        lines = [
-            *self.verdict(),
-            f"strong: {counted(first.samples, 'sample')} a step in every world; weak: {share} for each rank",
+        lines = [f"{row.cell}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
+        lines += self.verdict()
+        weak = f"; weak: {share} for each rank" if "weak" in self.kinds else ""
+        lines += [
+            f"strong: {counted(first.samples, 'sample')} a step in every world{weak}",
             "speed-up: samples/s in proportion to the smallest world's; efficiency: that in proportion to the ranks",
+            *(["worlds of one size took turns; those of different sizes did not"] if self.verb == "compare" else []),
             self.shared(),
+            *self.timing(),
         ]
-        ran = next((row for row in self.rows if row.outcome == "ran"), None)
-        if ran is not None:
-            turns = f"{counted(len(ran.timed), 'step')} in {counted(len(ran.seconds), 'turn')}"
-            lines.append(f"step ms: the median [and middle half] of {turns}, of the slowest rank")
         if any(row.memory for row in self.rows):
             lines.append("allocated: the peak of the largest rank beyond its base, every block counted")
-        elif ran is not None:
+        elif any(row.outcome == "ran" for row in self.rows):
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         if self.unwatched:
             lines.append(self.unwatched)
@@ -207,7 +212,7 @@ class Scaling:
         if self.interrupted:
             return ["interrupted: worlds without figures did not come to their end"]
         found = self.agreements
-        wrong = [
+        wrong = list(self.wrong) + [
             f"DISAGREES: {world.name} with {self.base(world).name} by {a.off:.1e} at step {a.step}; "
             f"allowed in {self.precision}: {tolerance(self.precision):g}"
             for world, a in found
@@ -224,17 +229,44 @@ class Scaling:
         made = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("worlds", "rows")}
         return {**made, "worlds": [self._world_json(world) for world in self.worlds]}
 
+    @classmethod
+    def read(cls, file: Path, data: Mapping[str, Any]) -> Self:
+        """The same from its file; an error where that holds something else."""
+        try:
+            raw = cls.from_json(data)
+            told = {"rows": [vars(row) for row in raw.rows], "worlds": [vars(world) for world in raw.worlds]}
+            found = TypeAdapter(cls).validate_python(vars(raw) | told)
+        except (LookupError, TypeError, ValidationError) as e:
+            said = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
+            raise ReportError(f"{file} is no scaling that unipar wrote: {said}") from None
+        if not found.worlds:
+            raise ReportError(f"{file} is no scaling that unipar wrote: it has no worlds")
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        told: list[dict[str, Any]] = data["worlds"]
+        worlds = tuple(_world(world) for world in told)
+        rows = [row_of(world | {"cell": at.name}) for at, world in zip(worlds, told, strict=True)]
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data and f.name not in ("worlds", "rows")}
+        return cls(**known, worlds=worlds, rows=rows)
+
     def _world_json(self, world: World) -> dict[str, Any]:
         row, found = self.row(world), self.agreement(world)
         return {
-            **asdict(replace(row, memory=[])),
+            **row_json(row),
             **asdict(world),
-            "memory": [account.model_dump(mode="json") for account in row.memory],
             "samples_per_second": self.rate(world),
             "speed_up": self.faster(world),
             "efficiency": self.efficiency(world),
             "agreement": None if found is None else {"says": str(found), **asdict(found)},
         }
+
+
+def _world(told: Mapping[str, Any]) -> World:
+    made: dict[str, Any] = {f.name: told[f.name] for f in fields(World)}
+    made["kinds"] = tuple(made["kinds"])
+    return World(**made)
 
 
 def percent(share: float) -> str:

@@ -9,7 +9,7 @@ from unipar.report.bars import SMALL, sizes
 from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
 from unipar.report.svg import Drawing, Scale, marks, wide
 from unipar.report.table import counted, duration, size
-from unipar.report.worlds import KINDS, Kind, Scaling, World, percent
+from unipar.report.worlds import Kind, Scaling, World, percent
 
 NONE = "–"
 COLOURS = 6
@@ -29,13 +29,13 @@ class Shown:
 
 def page(found: Scaling) -> str:
     """All of it."""
-    return whole(f"unipar scale: {found.name}", _head(found), [*_figures(found), _worlds(found), _how(found)])
+    return whole(f"unipar {found.verb}: {found.name}", _head(found), [*_figures(found), _worlds(found), _how(found)])
 
 
 def answer(found: Scaling) -> str:
     """How near the widest worlds come to the ideal, the best cell first."""
     said: list[str] = []
-    for kind in KINDS:
+    for kind in found.kinds:
         last = [worlds[-1] for cell in found.cells if len(worlds := found.of(cell, kind)) > 1]
         by = {world: share for world in last if (share := found.efficiency(world)) is not None}
         best = sorted(by, key=lambda world: -by[world])
@@ -53,7 +53,7 @@ def _head(found: Scaling) -> str:
     return "\n".join(
         [
             "<header>",
-            f'<p class="kicker">unipar scale · {e(" · ".join(facts))}</p>',
+            f'<p class="kicker">unipar {found.verb} · {e(" · ".join(facts))}</p>',
             f"<h1>{e(together(answer(found)))}</h1>",
             *(f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {e(line)}</p>' for line in found.verdict()),
             f'<p class="where">Measured on {e(located(found.machine, found.versions))}.</p>',
@@ -138,7 +138,7 @@ def _table(found: Scaling, shown: Shown) -> str:
     ranks = sorted({world.ranks for world in found.worlds})
     rows: list[list[str]] = []
     for cell in found.cells:
-        for kind in KINDS:
+        for kind in found.kinds:
             by = {world.ranks: shown.of(world) for world in found.of(cell, kind)}
             rows.append([cell, kind, *(NONE if (v := by.get(n)) is None else shown.words(v) for n in ranks)])
     return tabled(["cell", "scaling", *(counted(n, "rank") for n in ranks)], rows, f"{shown.label} by ranks", (0, 1))
@@ -146,13 +146,13 @@ def _table(found: Scaling, shown: Shown) -> str:
 
 def panels(found: Scaling, shown: Shown, width: int) -> str:
     """Strong scaling at the left, weak at the right; below it where it is narrow. A line a cell."""
-    across, tall, gap = (1, 190, 56) if width < SMALL else (2, 230, 56)
+    across, tall, gap = (1, 190, 56) if width < SMALL or len(found.kinds) == 1 else (2, 230, 56)
     at = sizes(shown.high) if shown.ideal is None else [(v, shown.words(v)) for v in marks(0, shown.high, 4)]
     left = max(wide(words) for _, words in at) + 12
     each = (width - across * left - 20) / across
-    drawing = Drawing(width, (tall + gap) * (2 // across), f"{shown.label} by ranks")
+    drawing = Drawing(width, (tall + gap) * (len(found.kinds) // across), f"{shown.label} by ranks")
     ranks = sorted({world.ranks for world in found.worlds})
-    for i, kind in enumerate(KINDS):
+    for i, kind in enumerate(found.kinds):
         start, top = left + (i % across) * (each + left + 10), 26 + (i // across) * (tall + gap)
         x = Scale(ranks[0], max(ranks[-1], ranks[0] + 1), start, start + each)
         y = Scale(0, shown.high * 1.04, top + tall, top)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -17,6 +16,7 @@ from unipar.crew import MESSAGE, Crew
 from unipar.errors import NonFinite, ReportError, WorkerFailed
 from unipar.memory.account import Account, read_account
 from unipar.report import Report
+from unipar.report.alike import Marks
 from unipar.short import At
 from unipar.task import TaskRef
 
@@ -47,7 +47,7 @@ class Contestant:
         self._open = ExitStack()
         self._crew: Crew | None = None
 
-    def start(self, threads: int) -> float:
+    def start(self, threads: str) -> float:
         """Returns when all ranks have built their engines: seconds that took."""
         began = time.monotonic()
         backend = registry.find(self.cell.backend)
@@ -61,7 +61,7 @@ class Contestant:
                 ENTRY,
                 environment={
                     **self._environment,
-                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+                    "OMP_NUM_THREADS": threads,
                     **hosted,
                 },
                 heartbeat=self.config.launch.heartbeat,
@@ -89,6 +89,10 @@ class Contestant:
         self._tell({"go": steps})
         by_rank = [answer["seconds"] for answer in self._answers()]
         return [max(step) for step in zip(*by_rank, strict=True)]
+
+    def marks(self) -> Marks:
+        """What it was seen to train, once it has gone some steps."""
+        return Marks.read(self.run, self.size)
 
     def accounts(self) -> list[Account]:
         """Of each rank's memory, once it was watched; that takes a while."""

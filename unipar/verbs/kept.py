@@ -5,26 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import shutil
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unipar import registry
 from unipar.config import Cell, Config
 from unipar.errors import OutExists
+from unipar.installed import machine, versions
 from unipar.report.comparison import Comparison
 from unipar.report.sheet import sheet
 from unipar.task import TaskRef
 
 NAME = "compare.json"
 SHEET = "compare.csv"
-_LIBRARIES = ("unipar", "torch", "numpy")
 
 
-def identity(config: Config, cells: Sequence[str], ref: TaskRef) -> dict[str, Any]:
+_QUESTION = ("config", "cells", "task", "weights", "threads")
+_PLACE = ("versions", "machine")
+
+
+def identity(config: Config, cells: Sequence[str], ref: TaskRef, threads: str) -> dict[str, Any]:
     """What must be the same for an earlier answer to hold."""
     text = config.model_dump_json(exclude={"out"})
     return {
@@ -32,7 +34,8 @@ def identity(config: Config, cells: Sequence[str], ref: TaskRef) -> dict[str, An
         "cells": list(cells),
         "task": _task(ref),
         "weights": _stamp(config),
-        "versions": versions(cells),
+        "threads": threads,
+        "versions": versions(Cell.parse(cell).backend for cell in cells),
         "machine": machine(),
     }
 
@@ -54,30 +57,11 @@ def _stamp(config: Config) -> list[int] | None:
     return [seen.st_size, seen.st_mtime_ns]
 
 
-def versions(cells: Sequence[str]) -> dict[str, str]:
-    backends = {Cell.parse(cell).backend for cell in cells}
-    needed = {module for name in backends for module in registry.find(name).requires}
-    made = {"python": platform.python_version()}
-    for name in (*_LIBRARIES, *sorted(needed)):
-        try:
-            made[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return made
-
-
-def machine() -> dict[str, Any]:
-    """Where it ran: figures from another machine say nothing of this one."""
-    lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"system": platform.platform(), "cpu": model, "cores": len(os.sched_getaffinity(0)), "memory": memory}
-
-
 def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison | None:
-    """The finished comparison of the same thing, or None and an empty folder; an error where another one lies."""
+    """What is left of the same comparison: all of it, or the cells that ran whole, with nothing else in the folder.
+
+    None and an empty folder where there is nothing to keep; an error where another one lies.
+    """
     file = folder / NAME
     if not file.exists():
         if folder.exists() and any(folder.iterdir()):
@@ -87,27 +71,36 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
         data: dict[str, Any] = json.loads(file.read_text("utf-8"))
         old: dict[str, Any] = data["of"]
         cells: list[str] = old["cells"]
+        found = Comparison.from_json(data)
     except (ValueError, LookupError, TypeError):
         if not overwrite:
             said = "is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
             raise OutExists(f"{file} {said}") from None
         _remove(folder)
         return None
+    whole = [] if overwrite else [row.cell for row in found.rows if row.outcome == "ran"]
     if not overwrite:
-        differ = [key for key in ("config", "cells", "task") if old[key] != of[key]]
-        if not differ and data["finished"]:
-            differ = [key for key in ("versions", "machine") if old.get(key) != of[key]]
-            if not differ:
-                return Comparison.from_json(data, note=f"from {file}; --overwrite runs it again")
+        differ = [key for key in _QUESTION if old.get(key) != of.get(key)]
+        differ += [key for key in _PLACE if whole and not _holds(old[key], of[key])]
         if differ:
             raise OutExists(
                 f"{folder} holds another comparison (other {', '.join(differ)}): "
                 "give --overwrite to replace it, or another out"
             )
+        if found.finished:
+            return replace(found, note=f"from {file}; --overwrite runs it again")
     for cell in cells:
-        shutil.rmtree(folder / Cell.parse(cell).slug, ignore_errors=True)
+        if cell not in whole:
+            shutil.rmtree(folder / Cell.parse(cell).slug, ignore_errors=True)
+    if whole:
+        return found
     _remove(folder)
     return None
+
+
+def _holds(before: Any, now: Any) -> bool:
+    """A library that has come since changes nothing of what ran without it."""
+    return before == now or (isinstance(before, dict) and before.items() <= now.items())
 
 
 def _remove(folder: Path) -> None:
@@ -117,10 +110,15 @@ def _remove(folder: Path) -> None:
 
 
 def write(folder: Path, of: dict[str, Any], now: Comparison) -> None:
-    """All of it or none; a row a cell beside it."""
+    """All figures; a row a cell beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {"of": of, "finished": now.finished, **now.to_json()}
-    for name, text in ((NAME, json.dumps(data, indent=2) + "\n"), (SHEET, sheet(now))):
-        partial = folder / f".{name}.{os.getpid()}"
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(folder / name)
+    whole(folder / NAME, json.dumps(data, indent=2) + "\n")
+    whole(folder / SHEET, sheet(now))
+
+
+def whole(file: Path, text: str) -> None:
+    """All of it or none."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(file)

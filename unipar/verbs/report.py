@@ -1,29 +1,47 @@
-"""`unipar report`: the page of a comparison, made again from what lies in its folder; of two, one over the other."""
+"""`unipar report`: the page of what lies in a run folder, made again; of two, one over the other."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from unipar.errors import ReportError
-from unipar.report.page import page
-from unipar.report.seen import Told
+from unipar.report import page, run_page, worlds_page
+from unipar.report.kinds import found
+from unipar.report.ran import Ran
+from unipar.report.seen import Told, mapping
+from unipar.report.worlds import Scaling
 
 NAME = "report.html"
 
 
 def report(run: Path, after: Path | None = None, out: Path | None = None) -> Path:
-    """The page of `run`, beside its compare.json or at `out`; of two, that of `after` with `run` laid below."""
-    first = Told.read(run)
-    told = first if after is None else Told.read(after)
-    return written(page(told, None if after is None else first), out or told.folder / NAME)
+    """The page of `run`, beside its figures or at `out`; of two, that of `after` with `run` laid below."""
+    kind, file = found(run)
+    if after is not None:
+        later, file = found(after)
+        if later != kind:
+            raise ReportError(
+                f"{run} holds a {kind} and {after} a {later}: two of one kind can be laid over one another"
+            )
+        if kind == "scaling":
+            raise ReportError(f"{run} and {after} hold a scaling each, which are not laid over one another: give one")
+    if kind == "comparison":
+        text = page.page(Told.read(after or run), None if after is None else Told.read(run))
+    elif kind == "run":
+        before = None if after is None else Ran.read(found(run)[1])
+        text = run_page.page(Ran.read(file), before)
+    else:
+        text = worlds_page.page(Scaling.read(file, mapping(file, "scaling")))
+    return written(text, out or file.parent / NAME)
 
 
-def beside(folder: Path) -> str:
-    """The page of a comparison that has just ended, as a sentence for its table: it never fails."""
+def beside(made: Callable[[], Path]) -> str:
+    """The page of what has just ended, as a sentence for its table: it never fails."""
     try:
-        return f"page: {report(folder)}"
+        return f"page: {made()}"
     except Exception as e:  # what was measured is written already, and must be shown
         return f"no page: {e}" if isinstance(e, ReportError) else f"no page: {type(e).__name__}: {e}"
 

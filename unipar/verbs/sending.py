@@ -13,7 +13,7 @@ from unipar.memory.account import Account
 from unipar.verbs.contestant import Contestant
 
 
-def completed(run: Contestant, accounts: Sequence[Account], threads: int) -> list[Account]:
+def completed(run: Contestant, accounts: Sequence[Account], threads: str) -> list[Account]:
     """With what only the library's own records tell; where they cannot be had, with a note."""
     told = registry.find(run.cell.backend).capabilities
     if not told.recording or run.size == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from unipar.memory.resident import forget_peak, keep, resident
 from unipar.memory.watching import Watching, sources
 from unipar.opening import opened
 from unipar.place import Place
+from unipar.proof.witness import Witness
 from unipar.task import Task, TaskRef
 from unipar.verbs.contestant import MESSAGE, results_of
 from unipar.worker import last_words
@@ -39,11 +41,12 @@ def turns(place: Place, run: Path, control: socket.socket | None) -> None:
     with opened(config, task, place, run, met=watching and watching.begin) as live, last_words(run, place.rank, live):
         if watching is not None:
             watching.follow(part.engine for part in live.parts.values())
-            if type(task).train is Task.train:
-                with watching.reading():
-                    live.feed  # noqa: B018 - made here, it is told from what trains
+        with watching.reading() if watching is not None else nullcontext():  # it is no part of what trains
+            if watching is not None and type(task).train is Task.train:
+                live.feed  # noqa: B018 - made here, it is told from what trains
+            witness = Witness(live)
         live.record(live.steps)
-        live.gate(_Turn(live, control, watching, run))
+        live.gate(_Turn(live, control, watching, witness, run))
         try:
             task.train(live)
         except Exception as e:
@@ -68,8 +71,10 @@ def _till(watching: Watching | None, folder: Path, error: Exception) -> None:
 class _Turn:
     """Called at every step boundary: times the step behind it, and waits when the turn is over."""
 
-    def __init__(self, run: Run, control: socket.socket, watching: Watching | None, folder: Path) -> None:
-        self._run, self._control, self._watching, self._folder = run, control, watching, folder
+    def __init__(
+        self, run: Run, control: socket.socket, watching: Watching | None, witness: Witness, folder: Path
+    ) -> None:
+        self._run, self._control, self._watching, self._witness, self._folder = run, control, watching, witness, folder
         self._left = 0
         self._passes: list[Pass] = []
         self._resides: Resident | None = None
@@ -100,6 +105,9 @@ class _Turn:
 
     def _wait(self) -> None:
         self._run.wait()
+        if self._began is not None:
+            self._witness.rest()
+            self._witness.write(self._folder)
         self._answer()
         while (told := self._told()).get("account"):
             assert self._watching is not None

@@ -17,7 +17,8 @@ from unipar.report.comparison import Row
 from unipar.report.verdicts import Verdict, Verdicts
 from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
-from unipar.verbs.compare import ONE, entered, terminable
+from unipar.verbs.compare import ONE, entered
+from unipar.verbs.contest import terminable
 
 STEPS = 10
 NAMES = ("verify.json", "verify.svg", "verify.html")

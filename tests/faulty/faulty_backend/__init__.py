@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from unipar.world import World
 
 FAULTS = (
+    "other-start",
     "no-averaging",
     "averaging-twice",
     "clip-per-rank",

@@ -39,6 +39,16 @@ class Healthy(Open):
 
 
 @final
+class OtherStart(Healthy):
+    """Something in its library begins anew."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        with torch.no_grad():
+            self.trained[-1].add_(1e-6)
+
+
+@final
 class NoAveraging(Healthy):
     """A communication hook that sums, and nobody divides."""
 
@@ -286,6 +296,7 @@ class HiddenBuffer(Healthy):
 
 KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "none": Healthy,
+    "other-start": OtherStart,
     "no-averaging": NoAveraging,
     "averaging-twice": AveragingTwice,
     "clip-per-rank": ClipPerRank,

@@ -1,0 +1,184 @@
+"""report.html of one run: its losses, time, memory, config, versions, and the command that starts it again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from unipar.backend import Category
+from unipar.memory.account import CATEGORIES
+from unipar.report import change
+from unipar.report.answer import WORDS
+from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
+from unipar.report.memory import fullest
+from unipar.report.plots import Line, lines
+from unipar.report.ran import Ran
+from unipar.report.table import counted, duration, size
+
+NONE = "–"
+
+
+def page(ran: Ran, before: Ran | None = None) -> str:
+    """All of it; with `before`, an earlier run's curves behind this one's."""
+    sections = [
+        _losses(ran, before),
+        _changed(ran, before),
+        _evals(ran),
+        _times(ran, before),
+        _memory(ran),
+        _config(ran),
+        _how(ran),
+    ]
+    return whole(f"unipar run: {ran.name}", _head(ran, before), sections)
+
+
+def answer(ran: Ran) -> str:
+    """What became of it, in one line."""
+    found = ran.report
+    took = f"{counted(found.steps, 'step')} in {duration(found.seconds)}"
+    if not found.losses:
+        return f"{took}; no loss was written down."
+    (first, a), (last, b) = found.losses[0], found.losses[-1]
+    return f"The loss is {a:.4f} at step {first} and {b:.4f} at step {last}: {took}."
+
+
+def _state(ran: Ran) -> tuple[str, str, str]:
+    if ran.report.stopped is not None:
+        return "open", "?", f"stopped by a signal after step {ran.report.stopped}"
+    if ran.died:
+        return "bad", "✗", f"failed: {ran.died}"
+    if not ran.ended:
+        return "bad", "✗", "it did not come to its end, or goes on: this is what was written down until now"
+    return "good", "✓", "it came to its end"
+
+
+def _head(ran: Ran, before: Ran | None) -> str:
+    found = ran.report
+    facts = [ran.name, found.cell, counted(found.size, "rank"), f"{found.parameters:,} parameters"]
+    kind, sign, words = _state(ran)
+    since = f"Before, {before.folder}: {answer(before)}" if before is not None else ""
+    return "\n".join(
+        [
+            "<header>",
+            f'<p class="kicker">unipar run · {e(" · ".join(facts))}</p>',
+            f"<h1>{e(together(answer(ran)))}</h1>",
+            said(since, "since"),
+            f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {e(words)}</p>',
+            f'<p class="where">Ran on {e(located(ran.machine, ran.versions))}.</p>',
+            *(said(problem, "worry") for problem in [*ran.problems, *(before.problems if before is not None else ())]),
+            "</header>",
+        ]
+    )
+
+
+def _series(ran: Ran, before: Ran | None) -> list[Line]:
+    old = [Line(f"before, {name}", "curve before", points) for name, points in _named(before)] if before else []
+    return old + [Line(name, "curve", points) for name, points in _named(ran)]
+
+
+def _named(ran: Ran) -> list[tuple[str, Sequence[tuple[int, float]]]]:
+    parts = {f"loss of {name}": points for name, points in ran.report.parts.items()}
+    return [(name, points) for name, points in (parts or {"loss": ran.report.losses}).items() if points]
+
+
+def _losses(ran: Ran, before: Ran | None) -> str:
+    if not ran.report.losses:
+        return ""
+    rows = [
+        [
+            str(row["step"]),
+            f"{row['loss']:.8g}",
+            *(NONE if row.get(key) is None else f"{row[key]:.4g}" for key in ("norm", "lr")),
+        ]
+        for row in ran.rows
+    ]
+    head = ["step", "loss", "norm of the gradient", "rate"]
+    return section(
+        "losses",
+        "Losses",
+        said("Of the global batch, in the steps that were logged." + (" Dashed: before." if before else "")),
+        figure(lambda width: lines(_series(ran, before), width, "Loss by step"), tabled(head, rows, "Loss by step")),
+    )
+
+
+def _changed(ran: Ran, before: Ran | None) -> str:
+    if before is None:
+        return ""
+    differ = change.keys(before.config, ran.config)
+    known = bool(before.config and ran.config)
+    return section(
+        "changed",
+        "Before and after",
+        *(said(text, "worry") for text in change.moved(before.machine, ran.machine, before.versions, ran.versions)),
+        tabled(["key", "before", "now"], differ, "What the configs say differently", (0, 1, 2)) if differ else "",
+        said("Both configs say the same." if known and not differ else "" if known else "One config was not kept."),
+    )
+
+
+def _evals(ran: Ran) -> str:
+    if not ran.report.evals:
+        return ""
+    names = list(dict.fromkeys(name for _, values in ran.report.evals for name in values))
+    rows = [[str(s), *(f"{v[n]:.6g}" if n in v else NONE for n in names)] for s, v in ran.report.evals]
+    return section("evals", "Evaluations", tabled(["step", *names], rows, "Metrics of the validation data"))
+
+
+def _times(ran: Ran, before: Ran | None) -> str:
+    own = Line("ms a step", "curve", _times_of(ran))
+    if not own.points:
+        return ""
+    old = [Line("before, ms a step", "curve before", _times_of(before))] if before and _times_of(before) else []
+    rows = [
+        [str(row["step"]), duration(row["seconds"]), f"{row['samples'] / row['seconds']:.1f}"]
+        for row in ran.rows
+        if row.get("seconds") and row.get("samples")
+    ]
+    return section(
+        "times",
+        "Time of a step",
+        said("Milliseconds a step on rank 0, the mean since the line before; with all that a run does between steps."),
+        figure(
+            lambda width: lines([*old, own], width, "Milliseconds a step"),
+            tabled(["step", "a step", "samples/s"], rows, "Time of a step"),
+        ),
+    )
+
+
+def _times_of(ran: Ran) -> list[tuple[int, float]]:
+    return [(int(row["step"]), 1e3 * row["seconds"]) for row in ran.rows if row.get("seconds")]
+
+
+def _memory(ran: Ran) -> str:
+    peaks = [[str(i), size(v)] for i, v in enumerate(ran.report.peak_rss)]
+    if not peaks and not ran.memory:
+        return section("memory", "Memory", said("No rank wrote down what it held: that comes at a run's end."))
+    parts = [tabled(["rank", "peak RSS"], peaks, "The most that each rank ever held, as the system counts it")]
+    if ran.memory:
+        account = fullest(ran.memory)
+        shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for phase in account.phases)]
+        rows = [
+            [phase.name, size(phase.peak), *(size(phase.held[c]) if c in phase.held else NONE for c in shown)]
+            for phase in account.phases
+        ]
+        label = f"Allocated on rank {account.rank}, the fullest, by phase and category"
+        parts.append(tabled(["phase", "peak", *(WORDS[c] for c in shown)], rows, label))
+    return section("memory", "Memory", *parts)
+
+
+def _config(ran: Ran) -> str:
+    if not ran.config:
+        return ""
+    text = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in ran.config.items())
+    return section(
+        "configs", "Config", f"<details><summary>All keys</summary><pre class='keys'>{e(text)}</pre></details>"
+    )
+
+
+def _how(ran: Ran) -> str:
+    return section(
+        "how",
+        "How it ran",
+        installed(ran.machine, ran.versions),
+        f"<h3>To repeat it</h3><pre>{e(ran.command)}</pre>" if ran.command else "",
+        said("" if ran.command else "A script started it by launch() with a task of its own: run that again.", "note"),
+    )
