@@ -36,7 +36,9 @@ class Sums(unipar.Task):
         self.plant = plant
 
     def model(self):
-        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+        model[1].requires_grad_(self.plant != "frozen")
+        return model
 
     def data(self):
         x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
@@ -197,7 +199,7 @@ def test_an_engine_that_begins_otherwise_is_not_ranked(tmp_path: Path) -> None:
     assert found["code"] == 1
     row = found["faulty/nothing+other-start"]
     assert (row["outcome"], row["losses"], row["seconds"]) == ("unlike", [], [])
-    assert row["note"] == ("1.bias begins with other values than in single: model() must follow from train.seed alone")
+    assert row["note"] == ("2.bias begins with other values than in single: model() must follow from train.seed alone")
     assert f"faulty/nothing+other-start   not alike: {row['note']}\n" in found["said"]
     assert found["faulty/nothing+same-samples"]["note"] == "step 1 trains on other samples than in single"
     for cell in ("native/nothing", "native/optimizer", "native/gradients", "native/parameters"):
@@ -226,3 +228,13 @@ def test_a_task_that_does_something_else_in_a_cell(tmp_path: Path, plant: str, s
     """Other contents behind the same numbers; another precision."""
     row = compared(tmp_path, "native/nothing", plant=plant)["native/nothing"]
     assert (row["outcome"], row["note"]) == ("unlike", said)
+
+
+def test_what_is_frozen_may_be_kept_in_any_precision(tmp_path: Path) -> None:
+    """Nobody moves it: DeepSpeed keeps it in bf16, where FSDP2 keeps what it gathers from in fp32."""
+    cells = ("native/parameters", "deepspeed/optimizer", "deepspeed/parameters")
+    found = compared(tmp_path, *cells, plant="frozen", precision="bf16-master")
+    assert [found[cell]["outcome"] for cell in ("single", *cells)] == ["ran"] * 4, found["said"]
+    assert [found[cell]["marks"]["computed"] for cell in ("single", *cells)] == [["float32"], *[["bfloat16"]] * 3]
+    assert found["single"]["marks"]["values"].keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert len({str(found[cell]["marks"]["values"]) for cell in cells}) == 1

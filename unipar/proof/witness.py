@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -31,8 +31,9 @@ class Witness:
         self._run = run
         self._values: dict[str, int] = {}
         self._kept: set[str] = set()
+        frozen = set(_frozen(run))  # libraries keep them in the precision of compute, and nobody moves them
         for piece in run.pieces():
-            if piece.kind == "weight":
+            if piece.kind == "weight" and piece.name not in frozen:
                 self._values[piece.name] = self._values.get(piece.name, 0) + exact(piece.tensor, piece.where[0])
                 self._kept.add(_word(piece.tensor.dtype))
         self._computed: set[str] = set()
@@ -74,6 +75,13 @@ class Witness:
             precision=self._run.config.train.precision,
         )
         seen_of(folder, self._run.rank).write_text(json.dumps(seen), encoding="utf-8")
+
+
+def _frozen(run: Run) -> Iterator[str]:
+    """By the names of pieces."""
+    for part in run.parts.values():
+        before = f"{part.name}." if len(run.parts) > 1 else ""
+        yield from (before + name for name, p in part.module.named_parameters() if not p.requires_grad)
 
 
 @final
