@@ -148,6 +148,15 @@ def test_what_others_wrote_is_only_text(run: Path) -> None:
     assert "<cannot>" not in text
 
 
+def test_a_cell_that_is_not_alike_is_in_no_figure(run: Path) -> None:
+    """Whatever was measured of it: it has a row with its sentence."""
+    why = "step 1 trains on other samples than in single"
+    told = Told.read(rewritten(run, lambda data: data["cells"][2].update(outcome="unlike", note=why)))
+    assert "native/parameters" not in [cell.cell for cell in (*told.measured, *told.timed)]
+    assert f'<td class="text" colspan="7">not alike: {why}</td>' in page(told)
+    assert answer(told).startswith("deepspeed/gradients is smallest")
+
+
 def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
     """As older ones are: nothing of versions, of the machine or of the config."""
 

@@ -11,7 +11,7 @@ from unipar.memory.account import CATEGORIES, PHASES
 from unipar.report import change
 from unipar.report.answer import WORDS, answer, base_of, halves, moves, ranked
 from unipar.report.bars import balance, bridge, cut_short, stacked, times
-from unipar.report.comparison import tolerance
+from unipar.report.comparison import HEADS, tolerance
 from unipar.report.cuda import ASSUMED, predicted
 from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
 from unipar.report.memory import resident
@@ -134,7 +134,7 @@ def _cells(told: Told) -> str:
     for cell in told.cells:
         row = cell.row
         if row.outcome != "ran" or not row.timed:
-            rows.append([cell.cell, f"{row.outcome}: {row.note}" if row.note else row.outcome])
+            rows.append([cell.cell, HEADS.get(row.outcome, "") + (row.note or row.outcome)])
             continue
         found = told.found.agreement(row)
         verdict = "reference" if row is told.found.reference else str(found or NONE)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from unipar.report.bars import SMALL, sizes
+from unipar.report.comparison import HEADS
 from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
 from unipar.report.svg import Drawing, Scale, marks, wide
 from unipar.report.table import counted, duration, size
@@ -126,7 +127,7 @@ def _worlds(found: Scaling) -> str:
         share = f"{world.micro} × {world.accumulate}"
         start = [world.cell, " and ".join(world.kinds), str(world.ranks), str(world.samples), share]
         if rate is None:
-            rows.append([*start, f"{row.outcome}: {row.note}"])
+            rows.append([*start, HEADS.get(row.outcome, "") + (row.note or row.outcome)])
             continue
         faster, efficient = found.faster(world), found.efficiency(world)
         told = [NONE if faster is None else f"{faster:.2f}", NONE if efficient is None else percent(efficient)]
