@@ -148,6 +148,17 @@ def test_what_a_loss_keeps_for_good_is_unattributed(tmp_path: Path) -> None:
     assert PLANTED <= held(row, "steady", rank=1)["unattributed"] < 1.1 * PLANTED
 
 
+def test_what_is_offloaded_on_the_cpu_is_in_the_same_account(tmp_path: Path) -> None:
+    """DeepSpeed puts the optimizer's states where they would be anyway: half of them on each of two ranks."""
+    options = {"deepspeed": {"offload_optimizer": "cpu", "cpu_adam": "torch"}}
+    (account, _) = compared(tmp_path, "deepspeed/gradients", options=options)["deepspeed/gradients"]["memory"]
+    assert account["host"] is None
+    for phase in account["phases"]:
+        assert sum(phase["held"].values()) == phase["peak"]
+        assert abs(phase["held"].get("unattributed", 0)) <= 0.02 * phase["peak"]
+    assert account["phases"][-1]["held"]["optimizer"] == pytest.approx(WEIGHTS + NORM, rel=0.01)
+
+
 def test_the_tables_show_three_columns_and_every_category(found: dict[str, Any]) -> None:
     """Allocated, resident and predicted; then MiB by what they are for."""
     lines = found["said"].splitlines()

@@ -14,6 +14,7 @@ from unipar.memory.history import History, Look, came_and_went, drift, sizes_in,
 from unipar.memory.meter import forgetful
 from unipar.memory.nvml import of_process, used
 from unipar.memory.pinned import pinned
+from unipar.memory.profiled import Profiled
 from unipar.memory.replay import Mark, Named, Pool, Replay, Seen
 from unipar.memory.watching import sources
 
@@ -176,7 +177,8 @@ def test_a_snapshots_blocks_lie_one_after_another() -> None:
 
 def test_which_memories_are_watched() -> None:
     """The device that trains comes first; this process preloads no meter."""
-    assert sources(torch.device("cpu")) == []
+    (profiled,) = sources(torch.device("cpu"))
+    assert isinstance(profiled, Profiled)
     (history,) = sources(torch.device("cuda:0"))
     assert isinstance(history, History)
     assert history.device == "cuda"

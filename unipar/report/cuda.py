@@ -1,4 +1,4 @@
-"""What a rank's memory would come to on CUDA: a prediction from what was allocated here, and its assumptions."""
+"""What a rank's memory comes to on CUDA: measured there; elsewhere a prediction, and its assumptions."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class Predicted:
     """The parts of a prediction, in bytes."""
 
     allocated: int
+    """On CUDA what torch's allocator had of the device, gaps and rounding included."""
+
     context: int
     nccl: int
     rounding: int
@@ -38,6 +40,31 @@ class Predicted:
     @property
     def total(self) -> int:
         return self.allocated + self.context + self.nccl + self.rounding
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The parts of what the driver counts, in bytes."""
+
+    reserved: int
+    """The most that torch's allocator had of the device."""
+
+    beside: int
+    """What the driver counts for the process beside that: CUDA's context, NCCL, Horovod."""
+
+    @property
+    def total(self) -> int:
+        return self.reserved + self.beside
+
+
+def there(account: Account, ranks: int) -> Predicted | Measured:
+    """Of one rank on CUDA, in a world of so many: measured where it ran there and the driver told, else predicted."""
+    if account.on is None:
+        return predicted(account, ranks)
+    reserved = account.reserved or account.on.reserved
+    if account.on.beside is None:
+        return Predicted(reserved, CONTEXT, NCCL if ranks > 1 else 0, 0)
+    return Measured(reserved, account.on.beside)
 
 
 def predicted(account: Account, ranks: int) -> Predicted:

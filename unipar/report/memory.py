@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from unipar.memory.account import Account
-from unipar.report.cuda import predicted
+from unipar.memory.account import Account, Phase
+from unipar.report.cuda import Measured, there
 from unipar.report.table import blocks, size
 
 _COLUMNS: Final = {
@@ -37,11 +37,24 @@ def resident(accounts: Sequence[Account]) -> int | None:
     return max(found) if found else None
 
 
+def hosts(accounts: Sequence[Account]) -> int | None:
+    """Beside CUDA: of the rank where it is the most, what malloc gave and what is pinned, each at its fullest."""
+    found = [a.host.peak.peak + most(a.pinned) for a in accounts if a.host is not None and a.host.phases]
+    return max(found) if found else None
+
+
+def most(phases: Sequence[Phase]) -> int:
+    return max((phase.peak for phase in phases), default=0)
+
+
 def memory_tables(cells: Sequence[tuple[str, Sequence[Account]]], width: int) -> list[str]:
     """How much each cell takes, seen in three ways; then what for."""
-    header = ("memory", "fullest in", "allocated", "resident", "on CUDA")
+    header: tuple[str, ...] = ("memory", "fullest in", "allocated", "resident", "on CUDA")
     rows = [_sized(cell, accounts) for cell, accounts in cells]
-    lines = [line for block in blocks(header, rows, right=(2, 3, 4), width=width) for line in block]
+    if any(a.on is not None for _, accounts in cells for a in accounts):
+        header = ("memory", "fullest in", "allocated", "reserved", "gaps", "on CUDA", "host")
+        rows = [_on_cuda(cell, accounts) for cell, accounts in cells]
+    lines = [line for block in blocks(header, rows, right=range(2, len(header)), width=width) for line in block]
     parts = [("MiB", *_COLUMNS), *(_parts(cell, accounts) for cell, accounts in cells)]
     right = range(1, len(_COLUMNS) + 1)
     made = [line for block in blocks(parts[0], parts[1:], right=right, width=width) for line in block]
@@ -51,8 +64,19 @@ def memory_tables(cells: Sequence[tuple[str, Sequence[Account]]], width: int) ->
 def _sized(cell: str, accounts: Sequence[Account]) -> tuple[str, ...]:
     account = fullest(accounts)
     resides = resident(accounts)
-    there = size(predicted(account, len(accounts)).total)
-    return cell, account.peak.name, size(account.peak.peak), "-" if resides is None else size(resides), there
+    return cell, account.peak.name, size(account.peak.peak), _known(resides), size(there(account, len(accounts)).total)
+
+
+def _on_cuda(cell: str, accounts: Sequence[Account]) -> tuple[str, ...]:
+    account = fullest(accounts)
+    peak = account.peak
+    took = size(there(account, len(accounts)).total)
+    gaps = account.gaps(peak)
+    return cell, peak.name, size(peak.peak), _known(account.reserved), _known(gaps), took, _known(hosts(accounts))
+
+
+def _known(number: int | None) -> str:
+    return "-" if number is None else size(number)
 
 
 def _parts(cell: str, accounts: Sequence[Account]) -> tuple[str, ...]:
@@ -66,7 +90,19 @@ def mib(number: int) -> str:
     return f"{exact:.0f}" if abs(exact) >= 9.95 else f"{exact:.1f}"
 
 
-REMARKS: Final = (
-    "allocated here: the peak beyond the base of the largest rank, every block counted; its parts add up to it",
-    "resident here: the same as the system counts it; on CUDA: predicted, allocated + context + NCCL + rounding",
-)
+def remarks(accounts: Sequence[Account]) -> list[str]:
+    """What the columns mean."""
+    gpus = sorted({a.on.name for a in accounts if a.on is not None})
+    if not gpus:
+        return [
+            "allocated here: the peak beyond the base of the largest rank, every block counted; its parts add up to it",
+            "resident here: the same as the system counts it; on CUDA: predicted, allocated + context + NCCL + "
+            "rounding",
+        ]
+    measured = all(isinstance(there(a, len(accounts)), Measured) for a in accounts if a.on is not None)
+    took = "measured, what NVML counts for the process" if measured else "reserved + context + NCCL, both assumed"
+    return [
+        f"allocated: the peak beyond the base of the largest rank, as torch's allocator on {', '.join(gpus)} counts it",
+        "reserved: the most that the allocator had of the device; gaps: what of that nobody had in the fullest phase",
+        f"on CUDA: {took}; host: the same rank's own memory beyond its base, and pinned pages",
+    ]

@@ -12,7 +12,8 @@ from unipar.report import change
 from unipar.report.answer import WORDS, answer, base_of, halves, moves, ranked
 from unipar.report.bars import balance, bridge, cut_short, stacked, times
 from unipar.report.comparison import HEADS, tolerance
-from unipar.report.cuda import ASSUMED, predicted
+from unipar.report.cuda import ASSUMED, Measured, Predicted, there
+from unipar.report.device import device
 from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
 from unipar.report.memory import resident
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
@@ -29,6 +30,7 @@ def page(told: Told, before: Told | None = None) -> str:
         _memory(told, before),
         _cells(told),
         till(told),
+        device(told),
         _changed(told, before),
         _bridges(told),
         _through(told, before),
@@ -72,7 +74,7 @@ def _head(told: Told, before: Told | None) -> str:
 
 def where(told: Told) -> str:
     """The machine, in words."""
-    devices = sorted({a.device.upper() for c in told.cells for a in c.memory})
+    devices = sorted({a.device.upper() if a.on is None else a.on.name for c in told.cells for a in c.memory})
     return located(told.machine, told.versions, [f"memory counted on the {' and '.join(devices)}"] if devices else ())
 
 
@@ -128,7 +130,9 @@ def _memory(told: Told, before: Told | None) -> str:
 
 def _cells(told: Told) -> str:
     head = ["cell", "loss", "median step", "× time", "samples/s"]
-    memory = ["allocated here", "resident here", "on CUDA (predicted)"]
+    cuda, measured = any(a.on is not None for c in told.measured for a in c.memory), not _assumed(told)
+    memory = ["allocated here", "reserved here" if cuda else "resident here"]
+    memory.append(f"on CUDA ({'measured' if cuda and measured else 'predicted'})")
     base = told.found.baseline
     rows: list[list[str]] = []
     for cell in told.cells:
@@ -157,7 +161,8 @@ def _cells(told: Told) -> str:
             "Allocated: measured, on the largest rank, beyond what it held before the model was built. Resident: the "
             "same as the system counts it, files left out; where memory was not measured the peak RSS of the timed "
             "run (~), which is no ranking. "
-            + ("On CUDA: not measured, see the assumptions below." if told.measured else ""),
+            + ("Reserved: the most that torch's allocator had of the device. " if cuda else "")
+            + ("On CUDA: not measured, see the assumptions below." if _assumed(told) else ""),
             "note",
         ),
     )
@@ -171,7 +176,20 @@ def three(cell: Seen, ranks: int) -> list[str]:
         return [NONE, rss, NONE]
     resides = resident(cell.memory)
     here = rss if resides is None else size(resides)
-    return [size(cell.peak), here, size(predicted(account, 1 if len(cell.memory) == 1 else ranks).total)]
+    if account.reserved is not None:
+        here = size(account.reserved)
+    return [size(cell.peak), here, size(_took(cell, ranks).total)]
+
+
+def _took(cell: Seen, ranks: int) -> Predicted | Measured:
+    """Of its fullest rank on CUDA."""
+    assert cell.fullest is not None
+    return there(cell.fullest, 1 if len(cell.memory) == 1 else ranks)
+
+
+def _assumed(told: Told) -> bool:
+    """Whether any figure of CUDA is a prediction."""
+    return any(isinstance(_took(c, told.ranks), Predicted) for c in told.measured)
 
 
 def _changed(told: Told, before: Told | None) -> str:
@@ -366,8 +384,8 @@ def _how(told: Told) -> str:
         tabled(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
         if saved
         else "",
-        "<h3>On CUDA: assumed, not measured</h3>" if accounts else "",
-        "<ul>" + "".join(f"<li>{e(a)}</li>" for a in ASSUMED) + "</ul>" if accounts else "",
+        "<h3>On CUDA: assumed, not measured</h3>" if _assumed(told) else "",
+        "<ul>" + "".join(f"<li>{e(a)}</li>" for a in ASSUMED) + "</ul>" if _assumed(told) else "",
         installed(told.machine, told.versions),
         f"<h3>To repeat it</h3><pre>{e(' '.join(command))}</pre>" if told.config else "",
     )

@@ -9,8 +9,8 @@ from typing import Final
 
 from unipar.memory.account import CATEGORIES
 from unipar.report.comparison import Comparison, Row
-from unipar.report.cuda import predicted
-from unipar.report.memory import fullest, resident
+from unipar.report.cuda import Measured, there
+from unipar.report.memory import fullest, hosts, resident
 
 HEAD: Final = (
     "cell",
@@ -22,6 +22,9 @@ HEAD: Final = (
     "allocated",
     "resident",
     "predicted_on_cuda",
+    "measured_on_cuda",
+    "reserved",
+    "host",
     *CATEGORIES,
 )
 
@@ -54,8 +57,9 @@ def _timed(found: Comparison, row: Row) -> list[str]:
 def _held(row: Row) -> list[str]:
     """Of the largest rank; its categories add up to what is allocated."""
     if not row.memory:
-        return [""] * (3 + len(CATEGORIES))
+        return [""] * (6 + len(CATEGORIES))
     account = fullest(row.memory)
-    resides = resident(row.memory)
-    sizes = [account.peak.peak, "" if resides is None else resides, predicted(account, len(row.memory)).total]
-    return [str(size) for size in [*sizes, *(account.peak.held.get(c, 0) for c in CATEGORIES)]]
+    took = there(account, len(row.memory))
+    on_cuda = (None, took.total) if isinstance(took, Measured) else (took.total, None)
+    sizes = [account.peak.peak, resident(row.memory), *on_cuda, account.reserved, hosts(row.memory)]
+    return ["" if s is None else str(s) for s in [*sizes, *(account.peak.held.get(c, 0) for c in CATEGORIES)]]
