@@ -247,6 +247,9 @@ class Log(Section):
     to: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Where metrics go besides the run folder's JSON lines: tensorboard, wandb, mlflow, or a plugin."""
 
+    memory: bool = False
+    """Whether the steps that log are watched: what each rank allocates in each phase, and what for."""
+
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 """Of patience, up to 30 days: timers of some libraries overflow beyond."""

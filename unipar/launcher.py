@@ -12,6 +12,7 @@ from unipar import again, worker
 from unipar.config import Config
 from unipar.crew import Crew
 from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
+from unipar.memory.meter import logging
 from unipar.plan import Plan, task_here
 from unipar.progress import Progress
 from unipar.report import Report
@@ -124,7 +125,7 @@ def _start(plan: Plan, entry: str, quiet: bool, script: Sequence[str] = ()) -> N
             run,
             plan.size,
             entry,
-            environment=environment,
+            environment={**environment, **logging(config)},
             heartbeat=config.launch.heartbeat,
             timeout=config.launch.timeout,
             grace=config.launch.grace,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from unipar.ledger import Ledger
 from unipar.optim import factor
 from unipar.parts import Trained, flat, frozen, pieces_of, reported, restore_parts, together
 from unipar.seeds import mix, sow_torch
+from unipar.share import Outcome, Position, Share
 from unipar.stopping import Boundary
 from unipar.stream import STATED
 from unipar.streaming import Stream
@@ -28,42 +28,10 @@ from unipar.task import Task
 from unipar.track import Trackers
 from unipar.world import World
 
+if TYPE_CHECKING:
+    from unipar.memory.logged import Logged
+
 Heed = Callable[[Sequence[tuple[Any, Plan]]], None]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Share:
-    """This rank's microbatches of one optimizer step; `share[0]` is what collate made."""
-
-    micros: Sequence[Micro]
-    samples: int
-    """In the global batch."""
-
-    def __getitem__(self, i: int) -> Any:
-        return self.micros[i].batch
-
-    def __len__(self) -> int:
-        return len(self.micros)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step gave: its number from 1, and the global batch's loss on the steps that log."""
-
-    step: int
-    loss: float | None
-
-
-@final
-@dataclass(frozen=True)
-class Position:
-    """Where in the data a run stands: the next step's."""
-
-    step: int
-    epoch: int
-    batch: int
 
 
 @final
@@ -109,6 +77,7 @@ class Run:
         self._evaluation: Evaluation | None = None
         self._gate: Callable[[int], None] | None = None
         self._heed: Heed | None = None
+        self._logged: Logged | None = None
 
     # What the run is over
 
@@ -204,7 +173,7 @@ class Run:
         if not self._stepped:
             self._filled, self._samples = self._filled + 1, share.samples
         self._stepped.append(trained)
-        said = trained.report() if self._logs(number) or (out.skipped and not self._scales) else None
+        said = trained.report() if self._logs(number, self._filled) or (out.skipped and not self._scales) else None
         if out.skipped:
             trained.skip(number, expected=self._scales)
             self._ledger.note("skipped", step=number)
@@ -299,6 +268,10 @@ class Run:
         """Have `wait` called at every step boundary, with the number of steps done; the last one too."""
         self._gate = wait
 
+    def log_memory(self, logged: Logged) -> None:
+        """Have the steps that log watched by this."""
+        self._logged = logged
+
     def finish(self) -> None:
         """After the loop: what is not yet reported of its last steps."""
         if self._stepped:
@@ -316,6 +289,8 @@ class Run:
             self._gate(done)
         if done < self.steps:
             self._boundary(done)
+            if self._logged is not None:
+                self._logged.before(logs=self._logs(done + 1, self._filled + 1))
 
     def _shares(self, feed: Feed | Stream) -> Iterator[Share]:
         every = self.config.eval.every
@@ -371,25 +346,27 @@ class Run:
             raise TaskError(f"loss() returned {shown}; the mean over the batch, a scalar tensor, is wanted")
         return loss
 
-    def _logs(self, number: int) -> bool:
-        return self._filled == self._every or number == self.steps or number == 1
+    def _logs(self, number: int, filled: int) -> bool:
+        return filled == self._every or number == self.steps or number == 1
 
     def _over(self) -> None:
         """A share is used up: the run is a step further, and what its parts gave is written down when that is due."""
         number = self.done = self.done + 1
         self._stepped.clear()
-        if not self._logs(number):
+        if not self._logs(number, self._filled):
             return
         for part in self.parts.values():
             if part.steps:  # it had no step in this share
                 part.report()
         now = time.perf_counter()
-        seconds, self._since = (now - self._since) / self._filled, now
-        self._filled = 0
+        seconds, self._filled = (now - self._since) / self._filled, 0
         scale = self.config.train.lr_scale.factor(self.sizes.total)
         row = reported(self.parts, scale) | {"samples": self._samples, "seconds": seconds}
+        if self._logged is not None:
+            row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._logged.after()]
         self._ledger.note("step", step=number, of=self.steps, **row)
         self._trackers.write(number, flat(row))
+        self._since = time.perf_counter()  # what was written down took time of its own
 
     def _tell(self, event: str, named: Mapping[str, float]) -> None:
         self._ledger.note(event, step=self.done, **named)

@@ -35,6 +35,8 @@ from unipar.world import World, abandon
 if TYPE_CHECKING:
     from torch import nn
 
+    from unipar.memory.logged import Logged
+
 
 @contextmanager
 def opened(
@@ -53,9 +55,12 @@ def opened(
             world = backend.join(config, place)
         if met is not None:
             met(world, heart)
+        watcher = _watcher(config, backend, world, run, heart, ledger)
         trackers = Trackers(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
         with explaining(run, place.rank):
             made = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers)
+        if watcher is not None:
+            _watched(made, watcher)
         gc.collect()  # what building left in cycles: rank 0's whole model, where it was split
         try:
             yield made
@@ -70,6 +75,26 @@ def opened(
             part.engine.close()
         world.close()
         failed.pop_all()
+
+
+def _watcher(config: Config, backend: Backend, world: World, run: Path, heart: Heart, ledger: Ledger) -> Logged | None:
+    """`log.memory`; without it nothing of that is loaded."""
+    if not config.log.memory:
+        return None
+    from unipar.memory.logged import logged
+
+    watcher = logged(backend, world, run)
+    ledger.note("memory", said=watcher.said)
+    watcher.begin(world, heart)
+    return watcher
+
+
+def _watched(run: Run, watcher: Logged) -> None:
+    watcher.follow([part.engine for part in run.parts.values()])
+    if type(run.task).train is Task.train:
+        with watcher.reading():
+            run.feed  # noqa: B018 - made here, it is told from what trains
+    run.log_memory(watcher)
 
 
 @contextmanager

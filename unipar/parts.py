@@ -163,7 +163,9 @@ def reported(parts: Mapping[str, Trained], scale: float) -> dict[str, Any]:
 
 def flat(row: Mapping[str, Any]) -> dict[str, float]:
     """The same for those who know names and numbers only: `loss/critic`."""
-    made = {key: value for key, value in row.items() if key != "parts"}
+    made = {key: value for key, value in row.items() if key not in ("parts", "memory")}
+    for phase in row.get("memory", []):
+        made[f"memory/{phase['name']}"] = phase["peak"]
     for name, part in row.get("parts", {}).items():
         made |= {f"{key}/{name}": value for key, value in part.items() if key != "step"}
     return made

@@ -15,7 +15,7 @@ from typing import Any, Self, TextIO
 from unipar.beat import beat_of, feel
 from unipar.ledger import ledger_of
 from unipar.prints import prints_of
-from unipar.report.table import counted
+from unipar.report.table import counted, size
 from unipar.weights import told
 
 TWENTIETH = 20
@@ -128,14 +128,15 @@ class Progress:
             self._say(f"{row['cell']}, {counted(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self._say(f"weights: {told(row)}")
-        elif row["event"] in ("data", "tracker"):
+        elif row["event"] in ("data", "tracker", "memory"):
             self._say(f"{row['event']}: {row['said']}")
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)
             if self._bar is None and self._due(row["step"]):
                 rate = _rate(row["samples"] / row["seconds"]) if row["seconds"] else ""
-                self._say(f"step {self._of(row['step'])}  loss {row['loss']:.4f}  {rate}")
+                said = f"step {self._of(row['step'])}  loss {row['loss']:.4f}  {rate}{_memory(row)}"
+                self._say(said)
         elif row["event"] == "eval":
             named = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k not in ("event", "time", "step"))
             self._say(f"step {self._of(row['step'])}  evaluated: {named}")
@@ -157,7 +158,7 @@ class Progress:
         done = max(beat.step - 1, row["step"] if row else 0)
         says = "" if row is None else f"loss {row['loss']:.4f}"
         if row is not None and row["seconds"]:
-            says += f"  {_rate(row['samples'] / row['seconds'])}"
+            says += f"  {_rate(row['samples'] / row['seconds'])}{_memory(row)}"
             if self._steps:
                 says += f"  {_clock((self._steps - done) * row['seconds'])}"
         self._bar.update(self._task, description=f"step {self._of(done)}", completed=done, total=self._steps, says=says)
@@ -186,6 +187,15 @@ class Progress:
         first, last = self._rows[0], self._rows[-1]
         took = _clock(last["time"] - first["time"])
         return f"{counted(last['step'], 'step')} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {self._run}"
+
+
+def _memory(row: Mapping[str, Any]) -> str:
+    """Of a step that was watched: the fullest moment, and what took most of it."""
+    if not row.get("memory"):
+        return ""
+    fullest = max(row["memory"], key=lambda phase: phase["peak"])
+    most, held = max(fullest["held"].items(), key=lambda item: item[1])
+    return f"  {size(fullest['peak'])} in {fullest['name']}, {most} {size(held)}"
 
 
 def _draws(stream: TextIO) -> bool:

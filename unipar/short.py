@@ -142,9 +142,13 @@ def of_the_dead(run: Path, rank: int) -> str:
         config, at, start = _config(run), At.of(run, rank), _last(run, rank, "start")
         if at is None or not start:
             return ""
-        parameters = int(start["parameters"])
-        parts = kept(config, parameters)
-        return f"by an estimate {most(parts, None)}; {fitting(config, parameters, at.phase)}"
+        parameters, step = int(start["parameters"]), _last(run, rank, "step")
+        if step.get("memory"):
+            fullest = max(step["memory"], key=lambda phase: phase["peak"])
+            said = f"in step {step['step']} {most(fullest['held'], None)}"
+        else:
+            said = f"by an estimate {most(kept(config, parameters), None)}"
+        return f"{said}; {fitting(config, parameters, at.phase)}"
     return ""
 
 

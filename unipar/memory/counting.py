@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from threading import get_native_id
 from typing import Any, Final, final
@@ -14,10 +16,10 @@ import numpy as np
 from unipar.backend import Category
 from unipar.memory.account import Device
 from unipar.memory.places import Places
-from unipar.memory.replay import Mark, Seen, Site, askers
+from unipar.memory.replay import RUNTIME, Events, Mark, Seen, Site, askers
 
-MOST: Final = 8_000_000
-"""Notes that a process may make; their room is touched only as they come."""
+MOST: Final = 1 << 23
+"""Notes that are kept; their room is touched only as they come."""
 
 NOTE: Final = np.dtype([(name, "i8") for name in ("address", "caller", "size", "live", "small", "thread", "asked")])
 
@@ -38,6 +40,14 @@ class Meter:
         self._lib.unipar_meter_note.argtypes = [ctypes.c_int64]
         self._marks: list[Mark] = []
         self._sites: list[Site] = []
+        self._low = 0
+        """Notes before this one are folded."""
+
+        self._alive = np.empty(0, dtype=NOTE)
+        """Of those, the blocks that were there when they were folded; and which of them the data brought."""
+
+        self._read = np.empty(0, dtype=bool)
+        self._lost = False
 
     @staticmethod
     def here() -> bool:
@@ -50,6 +60,7 @@ class Meter:
         self._notes = self._lib.unipar_meter_note(MOST)
         if not self._notes:
             raise MemoryError("no addresses left for the meter's notes")
+        os.register_at_fork(after_in_child=self._lib.unipar_meter_end)  # data workers
         self._lib.unipar_meter_peak()
         self._base = self._lib.unipar_meter_live()
 
@@ -73,10 +84,9 @@ class Meter:
         return min(self.at(), MOST) * NOTE.itemsize
 
     def seen(self) -> Seen:
-        number = min(self.at(), MOST)
-        raw: Any = (ctypes.c_char * (number * NOTE.itemsize)).from_address(self._notes)
-        events = np.frombuffer(raw, dtype=NOTE).copy()
+        events = self._events()
         kinds, owners = askers(events["caller"].tolist(), code())
+        kinds[: len(self._read)][self._read] = RUNTIME
         return Seen(
             events=events,
             kinds=kinds,
@@ -84,16 +94,48 @@ class Meter:
             base=self._base,
             base_small=self._small,
             thread=get_native_id(),
-            marks=self._marks,
-            sites=self._sites,
+            marks=[replace(mark, at=self.index(mark.at)) for mark in self._marks],
+            sites=[replace(site, low=self.index(site.low), high=self.index(site.high)) for site in self._sites],
         )
 
     def index(self, at: int) -> int:
-        return at
+        return max(0, at - self._low + len(self._alive))
+
+    def _events(self) -> Events:
+        """The blocks that were there, as if they came first, and all notes since."""
+        high = self.at()
+        self._lost = self._lost or high - self._low > MOST
+        self._low = max(self._low, high - MOST)
+        raw: Any = (ctypes.c_char * (MOST * NOTE.itemsize)).from_address(self._notes)
+        since = np.frombuffer(raw, dtype=NOTE)[np.arange(self._low, high) % MOST]
+        return np.concatenate([self._alive, since])
+
+    def fold(self) -> None:
+        """Between steps: of what came and went only what is there is kept, and a long run needs no more room."""
+        high = self.at()
+        events = self._events()[: self.index(high)]
+        read = np.zeros(len(events), dtype=bool)
+        read[: len(self._read)] = self._read
+        for mark, after in pairwise(self._marks):
+            read[self.index(mark.at) : self.index(after.at)] |= mark.phase == "data"
+        alive, gone = folded(events)
+        self._small += gone
+        self._alive, self._read, self._low = events[alive], read[alive], high
+        self._marks, self._sites = self._marks[:0], self._sites[:0]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (f"only the first {MOST} blocks were noted",) if self.at() >= MOST else ()
+        return (f"of more than {MOST} notes the first are lost",) if self._lost else ()
+
+
+def folded(events: Events) -> tuple[np.ndarray[Any, Any], int]:
+    """Which events are of blocks that are still there; and the bytes that went of blocks older than all of them."""
+    order = np.argsort(events["address"], kind="stable")
+    address, size = events["address"][order], events["size"][order]
+    other = address[1:] != address[:-1]
+    first, last = np.append(True, other)[: len(order)], np.append(other, True)[: len(order)]
+    alive = np.sort(order[last & (size > 0)])
+    return alive, -int(size[first & (size < 0)].sum())
 
 
 def code() -> list[tuple[int, int, str]]:

@@ -2,7 +2,7 @@
 //
 // A block is what malloc really hands out (malloc_usable_size), so the sum of all blocks is exact. `live` is
 // that sum, `small` the part of it in blocks that are too small to be noted. The notes lie in memory of their
-// own, which is reserved at once and touched only as it fills.
+// own, which is reserved at once and touched only as it fills; once it is full, the oldest make room.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -49,13 +49,11 @@ static void count(void *block, int64_t size, size_t asked, void *caller) {
     if (length < SHORTEST || notes == NULL) {
         return;
     }
-    int64_t at = atomic_fetch_add(&noted, 1);
-    if (at < room) {
-        if (self == 0) {
-            self = syscall(SYS_gettid);
-        }
-        notes[at] = (Note){(uint64_t)block, (uint64_t)caller, size, now, few, self, (int64_t)asked};
+    if (self == 0) {
+        self = syscall(SYS_gettid);
     }
+    int64_t at = atomic_fetch_add(&noted, 1) & (room - 1);
+    notes[at] = (Note){(uint64_t)block, (uint64_t)caller, size, now, few, self, (int64_t)asked};
 }
 
 static void *came(void *block, size_t asked, void *caller) {
@@ -123,7 +121,7 @@ int64_t unipar_meter_noted(void) { return noted; }
 // The most since this was last asked.
 int64_t unipar_meter_peak(void) { return atomic_exchange(&peak, atomic_load(&live)); }
 
-// Begin to note blocks; where the notes lie, or 0.
+// Begin to note blocks, `most` of them, a power of 2; where the notes lie, or 0.
 uint64_t unipar_meter_note(int64_t most) {
     void *made = mmap(NULL, (size_t)most * sizeof(Note), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

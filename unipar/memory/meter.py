@@ -13,6 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
+from unipar import devices
+from unipar.config import Config
 from unipar.errors import UniparError
 from unipar.folder import cache
 
@@ -65,6 +67,16 @@ def forgetful(environ: Mapping[str, str]) -> str:
         if "backend:cudaMallocAsync" in environ.get(name, "").replace(" ", ""):
             return f"{name} says backend:cudaMallocAsync, which keeps no history; leave it out"
     return ""
+
+
+def logging(config: Config) -> dict[str, str]:
+    """What makes workers count under `log.memory`; nothing where they do without: they say why."""
+    if not config.log.memory or devices.device(config)[0] != "cpu":
+        return {}
+    try:
+        return {"LD_PRELOAD": preloading(built())["LD_PRELOAD"]}
+    except NoMeter:
+        return {}
 
 
 def preloading(meter: Path) -> dict[str, str]:

@@ -162,6 +162,20 @@ class Watching:
                 for watched, at in zip(self._watched, now, strict=True):
                     watched.name(at, storage, holding)
 
+    def read(self) -> Account:
+        """A plain step is over; watching goes on."""
+        self._mark("between")  # what came last has its name by now
+        self.between(last=False)
+        self._mark("between")
+        return self.account()
+
+    def forget(self) -> None:
+        """What sources have folded has no names and no marks any more."""
+        self._marks = 0
+        self._steps.clear()
+        for watched in self._watched:
+            watched.forget()
+
     def account(self) -> Account:
         """What was seen, named: of the first memory, with what was sent; another is the host's beside it."""
         first, *beside = (watched.account(self._world, self._steps) for watched in self._watched)
@@ -211,6 +225,9 @@ class _Watched:
     def name(self, at: int, storage: torch.UntypedStorage, holding: Holding) -> None:
         if storage.device.type == self.source.device and (size := storage.nbytes()):
             self._named.append(Named(at, storage.data_ptr(), size, holding.category, holding.name))
+
+    def forget(self) -> None:
+        self._named.clear()
 
     def account(self, world: World, steps: Sequence[Step]) -> Account:
         source, seen = self.source, self.source.seen()

@@ -10,6 +10,7 @@ from typing import Any, Self
 from typing_extensions import override
 
 from unipar.ledger import Ledger, ledger_of
+from unipar.memory.account import Phase
 from unipar.report.table import duration, size, table
 
 _OWN = ("event", "time", "step")
@@ -55,6 +56,9 @@ class Report:
     peak_rss: list[int]
     """Bytes of memory each rank held at its peak, as the system counts them; none from a run cut short."""
 
+    memory: list[tuple[int, list[Phase]]]
+    """Under `log.memory`, (step, its phases) of the rank that allocated the most in it."""
+
     stopped: int | None
     """The step at which a signal ended the run."""
 
@@ -83,6 +87,7 @@ class Report:
             logs=[(int(row["step"]), _named(row)) for row in _of(rows, "log")],
             seconds=rows[-1]["time"] - rows[0]["time"] if rows else 0.0,
             peak_rss=[int(row["peak_rss"]) for events in ranks for row in _of(events, "end") if row.get("peak_rss")],
+            memory=_memory(ranks),
             stopped=stops[-1] if stops else None,
         )
 
@@ -110,6 +115,10 @@ class Report:
             rows.append(("evaluation", ", ".join(f"{k} {v:.4f}" for k, v in values.items()) + f" at step {step}"))
         if self.peak_rss:
             rows.append(("peak RSS", f"{size(max(self.peak_rss))} on the largest rank"))
+        if self.memory:
+            step, phases = self.memory[-1]
+            fullest = max(phases, key=lambda phase: phase.peak)
+            rows.append(("memory", f"{size(fullest.peak)} in the {fullest.name} of step {step}, on the largest rank"))
         rows.append(("folder", str(self.out)))
         header, *rest = rows
         return table(header, rest, width=width)
@@ -134,6 +143,19 @@ def _by_part(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, flo
         for name, part in row.get("parts", {}).items():
             made.setdefault(name, {})[int(part["step"])] = float(part["loss"])
     return {name: sorted(losses.items()) for name, losses in made.items()}
+
+
+def _memory(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[tuple[int, list[Phase]]]:
+    found: dict[int, list[Phase]] = {}
+    for rows in ranks:
+        for row in rows:
+            if row["event"] != "step" or not row.get("memory"):
+                continue
+            phases = [Phase.model_validate(phase) for phase in row["memory"]]
+            before = found.get(int(row["step"]), ())
+            if max(p.peak for p in phases) > max((p.peak for p in before), default=-1):
+                found[int(row["step"])] = phases
+    return sorted(found.items())
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -232,4 +232,4 @@ def checked(config: Config, cell: Cell) -> tuple[Row, Config]:
 
 def _bare(config: Config) -> Config:
     """Nothing but steps: what else a run does between them would be timed with them."""
-    return config.model_copy(update={"eval": Eval(), "log": config.log.model_copy(update={"to": ()})})
+    return config.model_copy(update={"eval": Eval(), "log": config.log.model_copy(update={"to": (), "memory": False})})
