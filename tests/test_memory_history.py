@@ -140,6 +140,15 @@ def test_a_size_that_no_look_tells_is_rounded_up() -> None:
     assert found.slack == [0, MIB, 0, 0]
 
 
+def test_a_look_tells_the_true_size() -> None:
+    """Of a block that was given whole, and of one that is older than the history: its free has it, too."""
+    trace = (alloc(OLD, 3 * MIB), *free(OLD, 3 * MIB), *free(SCRATCH, 5))
+    looks = [Look(0, {SCRATCH: 4096}), Look(1, {SCRATCH: 4096, OLD: 4 * MIB})]
+    found = told(list(came_and_went(trace)), looks, (), {}, base=9000, stream=0)
+    assert found.events["size"].tolist() == [4 * MIB, -4 * MIB, -4096]
+    assert found.slack == [0, 0, 0]
+
+
 @pytest.mark.parametrize(("more", "unattributed"), [(MIB, 0), (MIB + 7, 7)])
 def test_what_a_large_block_is_larger_by_is_the_runtimes(more: int, unattributed: int) -> None:
     """Up to what it may be; what goes beyond that is nobody's."""
