@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory import asked
 from benchmarks.overhead import CELLS
 from benchmarks.timing import interleaved, interval, ratio
 from tests.world import FOUND
@@ -42,6 +43,19 @@ def test_a_ratio_stops_when_its_interval_is_narrow_or_time_is_up() -> None:
     assert found.rounds == 12
     assert 0.5 < found.middle < 2
     assert ratio(work, work, half=0.0, least=2, seconds=0).rounds == 2
+
+
+def test_rows_of_the_memory_table_are_what_was_asked_for() -> None:
+    """By model, precision, ranks and cell; a cell that refuses a precision has none."""
+    rows = [
+        name for name, _, _ in asked(["50M", "bf16-mixed", "bf16-master", "2", "native/nothing", "native/optimizer"])
+    ]
+    assert rows == [
+        ("50M", "bf16-mixed", "2", "native/nothing"),
+        ("50M", "bf16-mixed", "2", "native/optimizer"),
+        ("50M", "bf16-master", "2", "native/optimizer"),
+    ]
+    assert len({name[:3] for name, _, _ in asked(["single"])}) == 8  # it has no bf16-master
 
 
 def test_every_cell_has_a_loop_by_hand() -> None:
