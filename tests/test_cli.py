@@ -246,6 +246,28 @@ def test_check(unipar: Any) -> None:
     assert answer.out.startswith("x.yaml: good\n  cell     native/nothing, 2 ranks on cpu\n")
 
 
+@pytest.mark.parametrize(("code", "words", "more"), [(0, (), True), (1, (), False), (0, ("--world", "1,2"), False)])
+def test_what_to_try_next(
+    unipar: Any, monkeypatch: pytest.MonkeyPatch, code: int, words: tuple[str, ...], more: bool
+) -> None:
+    """A comparison that went well ends with three commands."""
+
+    class Made:
+        def __init__(self) -> None:
+            self.code = code
+
+        def table(self, width: int) -> str:
+            return "the table"
+
+    def compared(*_: Any, **__: Any) -> Made:
+        return Made()
+
+    monkeypatch.setattr("unipar.verbs.compare.compare", compared)
+    answer = unipar("compare", "x.yaml", *words)
+    ways = "next: unipar verify x.yaml\n      unipar scale x.yaml --world 1,2\n      unipar explain x.yaml --compare\n"
+    assert (answer.code, answer.out) == (code, "the table\n" + (ways if more else ""))
+
+
 def test_report(unipar: Any, folder: Path) -> None:
     """It says where the page lies; exit 2 where there is nothing to show."""
     made(folder / "runs/x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,6 +202,8 @@ def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd
     assert told["finished"] is False
     assert (tmp_path / "out/compare/native-nothing/rank-1.log").exists()
     assert found.note == f"page: {tmp_path}/out/compare/report.html"
+    assert re.search(r"native/nothing is fastest: [0-9.]+ m?s a step\.$", found.answer)
+    assert found.remarks()[-2:] == [found.answer, found.note]
     assert "native/nothing agrees with one process" in (tmp_path / "out/compare/report.html").read_text("utf-8")
     again = read(tmp_path / "out/compare/asked/run.json")
     assert (again.config.train.steps, again.config.compare.repeat) == (8, 2)

@@ -6,15 +6,17 @@ import shutil
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from unipar.errors import UniparError
-from unipar.flags import EXITS, AsJson, Cells, File, InCell, Out, Overwrite, Sets, Sizes
+from unipar.flags import EXITS, AsJson, Cells, File, InCell, Out, Overwrite, Sets, Sizes, Version
 from unipar.place import without_launcher_arguments
 
 if TYPE_CHECKING:
+    from unipar.report.comparison import Found
+    from unipar.report.verdicts import Verdicts
     from unipar.source import Source
 
 app = typer.Typer(
@@ -55,22 +57,18 @@ def _leave(error: BaseException, message: str, code: int, *, debug: bool) -> Non
     sys.exit(code)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"unipar {version('unipar')}")
-        raise typer.Exit
-
-
 @app.callback()
 def _common(
     *,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
-    ] = False,
+    version: Version = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None: ...
+
+
+def _say(found: Found | Verdicts, more: str = "") -> NoReturn:
+    """Its table, what else there is to say, and its exit code."""
+    typer.echo(found.table(shutil.get_terminal_size().columns) + more)
+    raise typer.Exit(found.code)
 
 
 def _read(file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None) -> Source:
@@ -124,11 +122,11 @@ def compare(
     """
     source = _read(file, sets, out=out)
     from unipar.verbs.compare import compare as compared
+    from unipar.verbs.compare import onwards
 
     sizes = int(world) if world is not None and world.isdecimal() else world
     found = compared(source, cells=cells or (), world=sizes, overwrite=overwrite)
-    typer.echo(found.table(shutil.get_terminal_size().columns))
-    raise typer.Exit(found.code)
+    _say(found, "" if found.code or world else onwards(file))
 
 
 @app.command(epilog=EXITS)
@@ -156,8 +154,7 @@ def scale(
     from unipar.verbs.scale import scale as scaled
 
     found = scaled(_read(file, sets, out=out), worlds=world, cells=cells or (), overwrite=overwrite)
-    typer.echo(found.table(shutil.get_terminal_size().columns))
-    raise typer.Exit(found.code)
+    _say(found)
 
 
 @app.command(epilog=EXITS)
@@ -212,8 +209,7 @@ def verify(
     from unipar.verbs.verify import verify as verified
 
     found = verified(source, cells=cells or (), world=world, steps=steps, overwrite=overwrite)
-    typer.echo(found.table(shutil.get_terminal_size().columns))
-    raise typer.Exit(found.code)
+    _say(found)
 
 
 @app.command(epilog=EXITS)

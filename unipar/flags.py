@@ -29,3 +29,16 @@ Sizes = Annotated[
     str | None,
     typer.Option("--world", metavar="N,N,...", help="So many ranks; with several sizes, a comparison in each."),
 ]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"unipar {version('unipar')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+]

@@ -187,12 +187,19 @@ class Found(ABC):
         return {name: marks for name, marks in alike if marks is not None}
 
 
+_APART = ("rows", "answer")
+"""What compare.json holds by another name, or not at all."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Found):
     """All cells of one comparison; `single`, the reference, is the first row."""
 
     samples: int
     """In one optimizer step."""
+
+    answer: str = ""
+    """Which cell is smallest, which is fastest, and why; made anew with the page."""
 
     @property
     def reference(self) -> Row | None:
@@ -291,7 +298,7 @@ class Comparison(Found):
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         if self.unwatched:
             lines.append(self.unwatched)
-        return [*lines, *([self.note] if self.note else [])]
+        return [*lines, *filter(None, [self.answer, self.note])]
 
     def verdict(self) -> list[str]:
         """Whether the cells agree, in a sentence or several."""
@@ -322,7 +329,7 @@ class Comparison(Found):
 
     def to_json(self) -> dict[str, Any]:
         """Every figure; the verdicts besides, for those who read only this."""
-        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
+        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _APART}
         return {**made, "cells": [self._row_json(row) for row in self.rows]}
 
     def _row_json(self, row: Row) -> dict[str, Any]:
@@ -333,7 +340,7 @@ class Comparison(Found):
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
         rows = [row_of(told) for told in data["cells"]]
         data = {"unwatched": "", **data}
-        kept = {f.name: data[f.name] for f in fields(cls) if f.name != "rows"}
+        kept = {f.name: data[f.name] for f in fields(cls) if f.name not in _APART}
         return cls(**{**kept, **changed}, rows=rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +15,18 @@ from unipar.config import Cell, Config, Eval
 from unipar.errors import BackendNotInstalled, ConfigError, Unsupported
 from unipar.folder import only_ours, owned
 from unipar.installed import machine, versions
+from unipar.report import page, worlds_page
+from unipar.report.answer import answer
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row
-from unipar.report.seen import asked_of
+from unipar.report.seen import Told, asked_of
 from unipar.report.worlds import Scaling, World
-from unipar.report.worlds_page import page
 from unipar.source import Source
 from unipar.task import Task
 from unipar.verbs import kept
 from unipar.verbs.contest import Asked, Contest, same_total, sizes_of, terminable, threads
 from unipar.verbs.contestant import Contestant
-from unipar.verbs.report import NAME, beside, report, written
+from unipar.verbs.report import NAME, beside, written
 
 ONE = Cell("single")
 """One process without a wrapper: what all others are held to."""
@@ -181,7 +183,7 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
             machine=machine(),
         ).sifted()
         kept.whole(out / FIGURES, json.dumps(now.to_json(), indent=2) + "\n")
-        return replace(now, note=beside(lambda: written(page(now), out / NAME)))
+        return replace(now, note=beside(lambda: written(worlds_page.page(now), out / NAME)))
 
 
 def _apart(row: Row) -> str:
@@ -189,8 +191,17 @@ def _apart(row: Row) -> str:
 
 
 def _with_page(folder: Path, now: Comparison) -> Comparison:
-    """With a word on its page."""
-    return replace(now, note="; ".join(filter(None, [now.note, beside(lambda: report(folder))])))
+    """With the page's first sentence, and a word on the page."""
+    sentence: list[str] = []
+
+    def made() -> Path:
+        told = Told.read(folder)
+        if now.right:
+            sentence.append(answer(told))
+        return written(page.page(told), folder / NAME)
+
+    said = beside(made)
+    return replace(now, answer="".join(sentence), note="; ".join(filter(None, [now.note, said])))
 
 
 def entered(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Config]]:
@@ -233,3 +244,10 @@ def checked(config: Config, cell: Cell) -> tuple[Row, Config]:
 def _bare(config: Config) -> Config:
     """Nothing but steps: what else a run does between them would be timed with them."""
     return config.model_copy(update={"eval": Eval(), "log": config.log.model_copy(update={"to": (), "memory": False})})
+
+
+def onwards(file: Path) -> str:
+    """What to try next, in lines after the table."""
+    name = shlex.quote(str(file))
+    ways = (f"verify {name}", f"scale {name} --world 1,2", f"explain {name} --compare")
+    return "\nnext: " + "\n      ".join(f"unipar {way}" for way in ways)
