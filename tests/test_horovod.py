@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,35 @@ def test_half_gradients(played: dict[str, list[dict[str, Any]]]) -> None:
     agrees(ROWS[1], played["half"], HALF)
     with pytest.raises(AssertionError):
         agrees(ROWS[1], played["half"])
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "parameters", "told"),
+    [
+        ({}, "fp32", 100, 2**20),
+        ({}, "fp32", 3 * 2**20 // 4, 4 * 2**20),
+        ({}, "fp64", 3 * 2**20 // 4, 7 * 2**20),
+        ({}, "fp32", 10**9, 128 * 2**20),
+        ({}, "fp32", None, "all gradients and up to 1 MiB more, at most 128 MiB"),
+        ({"buckets": "library"}, "fp32", 100, 128 * 2**20),
+        ({"buckets": "library", "fusion_mb": 3}, "fp32", 100, 3 * 2**20),
+        ({"fusion_mb": 0}, "fp32", 100, 0),
+    ],
+)
+def test_the_fusion_buffer(options: dict[str, Any], precision: str, parameters: int | None, told: int | str) -> None:
+    """Room for all gradients, unless the library's own size or another one is asked for."""
+    config = Config.model_validate(
+        {"backend": "horovod", "parallel": {"data": 2}, "device": "cpu", "batch": {"total": 4},
+         "train": {"steps": 1, "precision": precision}, "options": {"horovod": options}}
+    )  # fmt: skip
+    assert registry.find("horovod").native_config(config, parameters)["HOROVOD_FUSION_THRESHOLD"] == told
+
+
+def test_what_horovod_is_told(tmp_path: Path) -> None:
+    """The size is there when the library starts, and goes with the run."""
+    with running(tasks.Plain(), tmp_path, backend="horovod"):
+        assert os.environ["HOROVOD_FUSION_THRESHOLD"] == str(2**20)
+    assert "HOROVOD_FUSION_THRESHOLD" not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 class HorovodOptions(Section):
     """options.horovod"""
 
-    fusion_mb: Annotated[int, Field(ge=0)] = 128
+    buckets: Literal["scaled", "library"] = "scaled"
+    """The fusion buffer, where fusion_mb is not given: room for all gradients, at most 128 MiB; or always 128 MiB."""
+
+    fusion_mb: Annotated[int, Field(ge=0)] | None = None
     """Gradients are sent together until they fill this many MiB; 0: each on its own."""
 
     compression: Literal["none", "fp16"] = "none"
@@ -93,7 +96,7 @@ class Horovod(Backend):
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         options = options_of(config)
         return {
-            "HOROVOD_FUSION_THRESHOLD": options.fusion_mb * 2**20,
+            "HOROVOD_FUSION_THRESHOLD": fusion(config, parameters),
             "HOROVOD_CYCLE_TIME": options.cycle_ms,
             "process_sets": [list(ranks) for ranks in options.process_sets],
             "DistributedOptimizer": {"op": "Sum", "compression": options.compression},
@@ -138,6 +141,23 @@ class Horovod(Backend):
 
 def options_of(config: Config) -> HorovodOptions:
     return HorovodOptions.model_validate(config.options.get("horovod", {}))
+
+
+LARGEST = 128 * 2**20
+"""Horovod's own fusion buffer, in bytes."""
+
+
+def fusion(config: Config, parameters: int | None) -> int | str:
+    """Bytes of the fusion buffer; the rule while `parameters` is unknown."""
+    options = options_of(config)
+    if options.fusion_mb is not None:
+        return options.fusion_mb * 2**20
+    if options.buckets == "library":
+        return LARGEST
+    if parameters is None:
+        return "all gradients and up to 1 MiB more, at most 128 MiB"
+    each = 8 if config.train.precision == "fp64" else 4
+    return min(LARGEST, (parameters * each // 2**20 + 1) * 2**20)
 
 
 def set_refusals(options: HorovodOptions, size: int) -> Iterator[str]:

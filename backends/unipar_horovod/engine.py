@@ -18,7 +18,7 @@ from unipar.errors import Unsupported
 from unipar.open import Open
 from unipar.place import Place
 from unipar.world import World, meet
-from unipar_horovod import options_of, set_refusals
+from unipar_horovod import fusion, options_of, set_refusals
 from unipar_horovod.rendezvous import serving, variables
 
 
@@ -28,6 +28,7 @@ class Ring(Open):
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         arrive(part.module, world.device)
+        _start(config, world, sum(p.numel() for p in part.module.parameters()))
         super().__init__(part, config, world)
         half = options_of(config).compression == "fp16"
         compression: Any = hvd.Compression.fp16 if half else hvd.Compression.none
@@ -74,7 +75,7 @@ _cycles: list[float] = []
 
 
 def join(config: Config, place: Place) -> World:
-    """Our own process group first; then Horovod, over a rendezvous that rank 0 opens on loopback."""
+    """Our own process group, and what Horovod needs to start: a rendezvous that rank 0 opens on loopback."""
     if _cycles:
         raise Unsupported(
             "horovod/nothing",
@@ -87,23 +88,30 @@ def join(config: Config, place: Place) -> World:
     options = options_of(config)
     if wrong := list(set_refusals(options, place.size)):  # a world whose size the config left open
         raise Unsupported("horovod/nothing", wrong)
-    world.tell(HOROVOD_FUSION_THRESHOLD=options.fusion_mb * 2**20)
     if options.cycle_ms != 1.0:
         _cycles.append(options.cycle_ms)
         world.tell(HOROVOD_CYCLE_TIME=options.cycle_ms)
     held = ExitStack()
     if place.launcher != "horovodrun":
         _rendezvous(world, held)
-    hvd.init(process_sets=[hvd.ProcessSet(sorted(ranks)) for ranks in options.process_sets])
-    world.agreed("Horovod", rank=hvd.rank(), size=hvd.size())
 
     def leave() -> None:
-        hvd.shutdown()
+        if hvd.is_initialized():
+            hvd.shutdown()
         world.barrier()  # all have left before the rendezvous goes
         held.close()
 
     world.closers.append(leave)
     return world
+
+
+def _start(config: Config, world: World, parameters: int) -> None:
+    """Horovod itself, once for all parts: how large its buffer is must be known before, and goes by the first."""
+    if hvd.is_initialized():
+        return
+    world.tell(HOROVOD_FUSION_THRESHOLD=fusion(config, parameters))
+    hvd.init(process_sets=[hvd.ProcessSet(sorted(ranks)) for ranks in options_of(config).process_sets])
+    world.agreed("Horovod", rank=hvd.rank(), size=hvd.size())
 
 
 def _rendezvous(world: World, held: ExitStack) -> None:

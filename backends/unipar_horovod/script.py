@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unipar.script import Outline, Script, call, refuse_options, samples, written
-from unipar_horovod import options_of
+from unipar_horovod import fusion, options_of
 
-_CARRIED = frozenset({"fusion_mb", "compression"})
+_CARRIED = frozenset({"buckets", "fusion_mb", "compression"})
 
 
 def script(outline: Outline) -> Script:
@@ -27,5 +27,6 @@ def script(outline: Outline) -> Script:
     }
     ranks = str(outline.sizes.ranks)
     command = ["horovodrun", "--gloo", "-np", ranks, "-H", f"localhost:{ranks}"]
-    command += ["--fusion-threshold-mb", str(options.fusion_mb), "$@", "python", "train.py"]
+    mib = int(fusion(config, outline.parameters)) // 2**20
+    command += ["--fusion-threshold-mb", str(mib), "$@", "python", "train.py"]
     return Script(files, command)
