@@ -260,7 +260,11 @@ def test_known_keys_reach_every_depth() -> None:
             {"buckets": "scald"},
             "options.deepspeed.buckets: wanted scaled or library, got 'scald'; did you mean 'scaled'?",
         ),
-        ("horovod", {"fusion_mb": -1}, "options.horovod.fusion_mb: wanted a whole number of at least 0 or null, got -1"),
+        (
+            "horovod",
+            {"fusion_mb": -1},
+            "options.horovod.fusion_mb: wanted a whole number of at least 0 or null, got -1",
+        ),
         ("native", {"bucket_mb": 0}, "options.native.bucket_mb: wanted a whole number above 0, got 0"),
         ("single", {"x": 1}, "options.single.x: there is no such key; options.single has none"),
     ],
