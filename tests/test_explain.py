@@ -96,7 +96,7 @@ def test_no_key_is_left_out(source: Source) -> None:
         "train.schedule.name train.schedule.warmup train.clip train.precision train.seed train.parts eval.every",
         "eval.batches log.every log.to log.memory launch.heartbeat launch.timeout launch.grace",
         "options.native.find_unused options.native.bucket_mb options.native.wrapper compare.cells",
-            "compare.repeat compare.memory out",
+        "compare.repeat compare.memory out",
     }
     assert keys == {key for line in leaves for key in line.split()}
 
