@@ -15,7 +15,7 @@ import torch
 
 from tests.test_scale import made, timed
 from unipar.errors import ReportError
-from unipar.proof.digest import exact, marked
+from unipar.proof.digest import exact, fingerprint, marked
 from unipar.report.alike import Marks, seen_of, unlike
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +80,14 @@ def test_the_same_bits_have_the_same_number_however_they_are_cut() -> None:
     for dtype in (torch.bfloat16, torch.float64, torch.complex64):
         cast = whole[:999].to(dtype)
         assert (exact(cast[:7], 0) + exact(cast[7:], 7)) % 2**64 == exact(cast, 0)
+
+
+def test_a_batch_that_has_no_plain_bytes() -> None:
+    """A sparse or nested tensor is left out of its number."""
+    dense = torch.eye(3)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert fingerprint({"a": dense.to_sparse(), "n": nested}) == ""
+    assert fingerprint({"a": dense.to_sparse(), "b": dense}) == fingerprint({"b": dense}) != ""
 
 
 def test_samples_have_one_number_in_any_order() -> None:

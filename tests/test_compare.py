@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import CONFIG
 from unipar import errors, registry
 from unipar.config import Cell, Config
 from unipar.source import read
@@ -179,6 +180,14 @@ def given(tmp_path: Path) -> dict[str, Any]:
         "compare": {"repeat": 2, "memory": False},
         "out": str(tmp_path / "out"),
     }
+
+
+@pytest.mark.parametrize("world", [0, -3])
+def test_a_world_of_nobody(world: int) -> None:
+    """The config's own size does not take its place."""
+    with pytest.raises(errors.ConfigError) as e:
+        compare(CONFIG, world=world)
+    assert str(e.value) == f"--world: {world}: wanted a whole number above 0, or several: 1,2,4"
 
 
 def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from unipar.memory.counting import NOTE, folded
 from unipar.memory.replay import Events
 from unipar.parts import flat
 from unipar.report import Report
+from unipar.rss import anonymous, forget_peak, peak_rss
 
 MATRIX = 512 * 512 * 4
 TASK = '''
@@ -148,6 +149,16 @@ def notes(*rows: tuple[int, int]) -> Events:
     made = np.zeros(len(rows), dtype=NOTE)
     made["address"], made["size"] = zip(*rows, strict=True)
     return made
+
+
+def test_what_is_forgotten_was_the_peak_all_the_same() -> None:
+    """A rank's peak is that of its whole life, though phases are looked at one by one."""
+    block = np.ones(2**26, dtype=np.uint8)
+    most = peak_rss()
+    del block
+    forget_peak()
+    assert anonymous("VmHWM") < most - 2**25
+    assert peak_rss() >= most - 2**20  # the system counts a little late
 
 
 def test_what_went_is_folded_away() -> None:

@@ -218,6 +218,17 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(e.value) == f"{tmp_path}/cc does not compile it: no space left"
 
 
+def test_a_cache_that_cannot_be_written_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is another way to watch, so it ends nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    with pytest.raises(meter.NoMeter) as e:
+        meter.built()
+    assert str(e.value) == (
+        "it cannot be kept in the user's cache ([Errno 2] No such file or directory: '/proc/nowhere'); "
+        "XDG_CACHE_HOME takes another place"
+    )
+
+
 def test_an_account_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     """Absent, cut short, or somebody else's."""
     from unipar.errors import ReportError

@@ -58,6 +58,14 @@ def test_a_run_has_a_page(run: Path) -> None:
     assert re.findall(r"<script|<link|<img|https?:|@import|url\(|\son\w+=", text) == []
 
 
+def test_a_metric_that_is_not_finite(run: Path) -> None:
+    """A ledger has null for it; page and table say so."""
+    wrote(run, 0, [*EVENTS[:4], {"event": "eval", "time": 104.0, "step": 10, "perplexity": None}, EVENTS[5]])
+    told = Ran.read(run / "rank-0.jsonl")
+    assert "perplexity" in page(told)
+    assert "perplexity not finite at step 10" in told.report.table()
+
+
 def test_memory_that_was_watched_is_on_the_page(run: Path) -> None:
     """By phase and category, of the fullest rank."""
     for rank in (0, 1):

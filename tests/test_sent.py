@@ -12,7 +12,7 @@ from tests.comparisons import made
 from tests.test_memory import compared
 from unipar import registry
 from unipar.config import Cell
-from unipar.memory.account import Account
+from unipar.memory.account import Account, read_account
 from unipar.memory.sent import kind_of
 from unipar.report.page import page
 from unipar.report.seen import Told
@@ -61,13 +61,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "tiny.py").write_text(TASK, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
-        return compared(folder, *SENT, task={"use": "tiny.py:Tiny"}, model={})
+        cells = compared(folder, *SENT, task={"use": "tiny.py:Tiny"}, model={})
+    (run,) = {file.parent for file in folder.rglob("horovod-nothing/rank-0.memory.json")}
+    return cells | {"on the page": [read_account(run, rank) for rank in (0, 1)]}
 
 
 @pytest.mark.parametrize("cell", SENT)
 def test_bytes_by_collective(found: dict[str, Any], cell: str) -> None:
     """To the byte, on both ranks."""
     assert [account["sent"] for account in found[cell]["memory"]] == [SENT[cell], SENT[cell]]
+
+
+def test_the_page_has_what_a_world_of_its_own_told(found: dict[str, Any]) -> None:
+    """It reads what the ranks wrote down."""
+    assert [account.sent for account in found["on the page"]] == [SENT["horovod/nothing"], SENT["horovod/nothing"]]
 
 
 def test_the_method_is_stated(found: dict[str, Any]) -> None:

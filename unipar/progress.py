@@ -15,7 +15,7 @@ from typing import Any, Self, TextIO
 from unipar.beat import beat_of, feel
 from unipar.ledger import ledger_of
 from unipar.prints import prints_of
-from unipar.report.table import counted, size
+from unipar.report.table import counted, number, size
 from unipar.weights import told
 
 TWENTIETH = 20
@@ -138,7 +138,7 @@ class Progress:
                 said = f"step {self._of(row['step'])}  loss {row['loss']:.4f}  {rate}{_memory(row)}"
                 self._say(said)
         elif row["event"] == "eval":
-            named = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k not in ("event", "time", "step"))
+            named = "  ".join(f"{k} {number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
             self._say(f"step {self._of(row['step'])}  evaluated: {named}")
 
     def _due(self, step: int) -> bool:

@@ -11,9 +11,19 @@ def anonymous(key: str = "VmRSS") -> int:
     return (_kib(rows[key]) - _kib(rows["RssFile"])) * 1024
 
 
+_forgotten = [0]
+"""The most before the system was told to forget it."""
+
+
 def peak_rss() -> int:
     """The most memory this process ever held, in bytes. (getrusage counts what the parent held at the fork.)"""
-    return _kib(_status()["VmHWM"]) * 1024
+    return max(_forgotten[0], _kib(_status()["VmHWM"]) * 1024)
+
+
+def forget_peak() -> None:
+    """From here on `VmHWM` is the most since now."""
+    _forgotten[0] = peak_rss()
+    Path("/proc/self/clear_refs").write_text("5", "ascii")
 
 
 def _status() -> dict[str, str]:

@@ -16,9 +16,8 @@ from unipar.memory.counting import Meter
 from unipar.memory.held import held
 from unipar.memory.meter import NoMeter, built
 from unipar.memory.replay import NAMES
-from unipar.memory.resident import forget_peak
 from unipar.memory.watching import Watching
-from unipar.rss import anonymous
+from unipar.rss import anonymous, forget_peak
 from unipar.world import World
 
 OFTEN: Final = 1 << 20

@@ -35,9 +35,12 @@ def built() -> Path:
     """The compiled meter, in the user's cache."""
     source = files("unipar.memory").joinpath("meter.c").read_bytes()
     told = hashlib.sha256(source + " ".join(platform.libc_ver()).encode()).hexdigest()[:16]
-    made = cache() / f"meter-{platform.machine()}-{told}.so"
-    if not made.exists():
-        _compile(source, made)
+    try:
+        made = cache() / f"meter-{platform.machine()}-{told}.so"
+        if not made.exists():
+            _compile(source, made)
+    except (OSError, RuntimeError) as e:  # a home that is read-only, or none
+        raise NoMeter(f"it cannot be kept in the user's cache ({e}); XDG_CACHE_HOME takes another place") from None
     return made
 
 

@@ -23,10 +23,6 @@ def keep() -> None:
     libc.mallopt(_TRIM, 2 * _USUAL)
 
 
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", "ascii")
-
-
 def resident(base: int) -> Resident:
     """After a step: its peak, and what is this process's own now."""
     rows = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()

@@ -90,10 +90,13 @@ class Watching:
         elif how == "sent" and self._world.size > 1:
             self._around.enter_context(self._sending())
 
-    def between(self, *, last: bool) -> None:
+    def between(self, *, last: bool, error: BaseException | None = None) -> None:
         """It is over; after the last one nothing is counted any more."""
         assert self._around is not None
-        self._around.close()
+        if error is None:
+            self._around.close()
+        else:  # what closes a step that failed must not wait for other ranks
+            self._around.__exit__(type(error), error, error.__traceback__)
         self._around = None
         how, low, _ = self._steps[-1]
         self._steps[-1] = how, low, self._marks
@@ -107,11 +110,11 @@ class Watching:
         for watched in self._watched:
             watched.source.end()
 
-    def cut(self) -> None:
+    def cut(self, error: BaseException) -> None:
         """Something failed: what was seen until now is all there is."""
         self._name()
         if self.on:
-            self.between(last=True)
+            self.between(last=True, error=error)
         else:
             self._end()
 

@@ -92,7 +92,7 @@ def marked(keys: Iterable[tuple[int, int]]) -> int:
 
 def fingerprint(batch: Any) -> str:
     """The same for two batches that hold the same, in whatever precision; empty: nothing in it that can be read."""
-    tensors = tensors_in(batch)
+    tensors = [t for t in tensors_in(batch) if t.layout == torch.strided and not t.is_nested]
     if not tensors:
         return ""
     made = hashlib.blake2b(digest_size=8)

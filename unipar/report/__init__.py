@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from unipar.ledger import Ledger, ledger_of
 from unipar.memory.account import Phase
-from unipar.report.table import duration, size, table
+from unipar.report.table import duration, number, size, table
 
 _OWN = ("event", "time", "step")
 
@@ -112,7 +112,7 @@ class Report:
                 rows.append((name, f"{a:.4f} at step {first}, {b:.4f} at step {last}"))
         if self.evals:
             step, values = self.evals[-1]
-            rows.append(("evaluation", ", ".join(f"{k} {v:.4f}" for k, v in values.items()) + f" at step {step}"))
+            rows.append(("evaluation", ", ".join(f"{k} {number(v)}" for k, v in values.items()) + f" at step {step}"))
         if self.peak_rss:
             rows.append(("peak RSS", f"{size(max(self.peak_rss))} on the largest rank"))
         if self.memory:

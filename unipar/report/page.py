@@ -387,5 +387,7 @@ def _how(told: Told) -> str:
         "<h3>On CUDA: assumed, not measured</h3>" if _assumed(told) else "",
         "<ul>" + "".join(f"<li>{e(a)}</li>" for a in ASSUMED) + "</ul>" if _assumed(told) else "",
         installed(told.machine, told.versions),
-        f"<h3>To repeat it</h3><pre>{e(' '.join(command))}</pre>" if told.config else "",
+        f"<h3>To repeat it</h3><pre>{e(' '.join(command))}</pre>"
+        if told.config and told.folder.name == "compare"
+        else "",
     )

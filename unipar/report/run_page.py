@@ -119,7 +119,7 @@ def _evals(ran: Ran) -> str:
     if not ran.report.evals:
         return ""
     names = list(dict.fromkeys(name for _, values in ran.report.evals for name in values))
-    rows = [[str(s), *(f"{v[n]:.6g}" if n in v else NONE for n in names)] for s, v in ran.report.evals]
+    rows = [[str(s), *(f"{v[n]:.6g}" if v.get(n) is not None else NONE for n in names)] for s, v in ran.report.evals]
     return section("evals", "Evaluations", tabled(["step", *names], rows, "Metrics of the validation data"))
 
 

@@ -61,6 +61,11 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
+def number(value: float | None) -> str:
+    """With four places; a ledger has none for what is not finite."""
+    return "not finite" if value is None else f"{value:.4f}"
+
+
 def size(count: float) -> str:
     """Bytes for people: 900 B, 612 MiB, 3.2 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

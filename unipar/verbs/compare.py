@@ -77,6 +77,8 @@ def compare(
     `world`: on so many ranks; several numbers are a comparison each, and what is found is a Scaling.
     Progress goes to stderr; what is found prints as a table.
     """
+    if isinstance(world, int) and world < 1:
+        raise ConfigError(f"--world: {world}: wanted a whole number above 0, or several: 1,2,4")
     sizes = sizes_of(world) if isinstance(world, Sequence) else []
     asked = Asked.of(config, overrides, task, "compare starts a world for each cell")
     if sizes:

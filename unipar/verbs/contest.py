@@ -179,6 +179,8 @@ class Contest(Generic[Now]):
             with self._failing(name) as run:
                 if watched:
                     whole = completed(run, self._row(name).memory, self._threads)
+                    for account in whole:
+                        account.write(run.run)
                     self._say(name, "was asked for what it sends", memory=whole)
                 losses, parts, peak_rss = run.finish()
                 note = self._notes[name]

@@ -17,11 +17,12 @@ from unipar.config import Config
 from unipar.errors import Stopped, TaskError
 from unipar.loop import Run
 from unipar.memory.account import Pass, Resident
-from unipar.memory.resident import forget_peak, keep, resident
+from unipar.memory.resident import keep, resident
 from unipar.memory.watching import Watching, sources
 from unipar.opening import opened
 from unipar.place import Place
 from unipar.proof.witness import Witness
+from unipar.rss import forget_peak
 from unipar.task import Task, TaskRef
 from unipar.verbs.contestant import MESSAGE, results_of
 from unipar.worker import last_words
@@ -62,7 +63,7 @@ def _till(watching: Watching | None, folder: Path, error: Exception) -> None:
     if watching is None or watching.ended or isinstance(error, Stopped):
         return
     try:
-        watching.cut()
+        watching.cut(error)
         watching.account().write(folder)
     except Exception as e:  # there may be no memory left for it; the error itself matters more
         error.add_note(f"what was seen of its memory could not be written down: {type(e).__name__}: {e}")
