@@ -1,13 +1,15 @@
-"""compare.csv: its text, to the letter."""
+"""compare.csv: its text, to the letter; and how far peaks lie apart."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+from tests import comparisons
 from tests.test_comparison import FAR, ONE, SAME, compared
 from unipar.memory.account import Account, Phase, Resident
 from unipar.report.comparison import Row
+from unipar.report.memory import varied
 from unipar.report.sheet import sheet
 from unipar.verbs import kept
 
@@ -38,3 +40,13 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
         "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,,,,",
         "horovod/nothing,absent,,,,,,,,,,,,,,,,,,,,,",
     ]
+
+
+def test_peaks_that_differ_from_step_to_step() -> None:
+    """Least and most of the watched steps, where they differ by what is shown."""
+    steady = comparisons.account("native/nothing", 0)
+    moved = steady.model_copy(update={"peaks": (100 * 2**20, 120 * 2**20, 110 * 2**20)})
+    assert varied([("a", [steady]), ("b", [moved])]) == [
+        "peaks of the watched steps: b 100 MiB to 120 MiB; elsewhere they are the same"
+    ]
+    assert varied([("a", [steady])]) == []

@@ -16,7 +16,7 @@ from typing_extensions import override
 from unipar.config import Precision
 from unipar.memory.account import Account
 from unipar.report.alike import Marks, unlike
-from unipar.report.memory import largest, memory_tables, remarks
+from unipar.report.memory import largest, memory_tables, remarks, varied
 from unipar.report.table import blocks, counted, size
 
 Outcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
@@ -294,6 +294,7 @@ class Comparison(Found):
             lines.append(f"x: step time in proportion to {self.baseline.cell}")
         if self._watched:
             lines += remarks([account for row in self.rows for account in row.memory])
+            lines += varied([(row.cell, row.memory) for row in self.rows if row.memory])
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         if self.unwatched:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from unipar.memory.account import Account, Phase
@@ -45,6 +45,13 @@ def hosts(accounts: Sequence[Account]) -> int | None:
 
 def most(phases: Sequence[Phase]) -> int:
     return max((phase.peak for phase in phases), default=0)
+
+
+def varied(cells: Iterable[tuple[str, Sequence[Account]]]) -> list[str]:
+    """Between what the peaks of the watched steps lie, where they differ."""
+    found = [(cell, fullest(accounts).peaks) for cell, accounts in cells]
+    said = [f"{c} {low} to {high}" for c, p in found if p and (low := size(min(p))) != (high := size(max(p)))]
+    return [f"peaks of the watched steps: {', '.join(said)}; elsewhere they are the same"] if said else []
 
 
 def memory_tables(cells: Sequence[tuple[str, Sequence[Account]]], width: int) -> list[str]:
