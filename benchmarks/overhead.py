@@ -38,8 +38,9 @@ CELLS = (
 )
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
-GOAL = 30.0
-"""Microseconds that a step of ours may take beyond a loop written by hand."""
+GOAL, FABRIC = 30.0, 80.0
+"""Microseconds that a step of ours may take beyond a loop written by hand, where Fabric takes so many; in proportion to
+Fabric's where a machine is slower, or busier, than the one the goal was set on."""
 
 ROUNDS, STEPS = 60, 2
 """In which processes take turns."""
@@ -71,8 +72,12 @@ def tiny() -> tuple[dict[str, Any], bool]:
         shown = "" if base is told["seconds"] else f"{gap.middle:+.0f} [{gap.low:+.0f}..{gap.high:+.0f}]"
         rows.append((name, f"{took:.0f}", shown, f"{told['calls']:.0f}"))
     print(table(("one process, tiny MLP", "us a step", "over the hand loop", "calls a step"), rows, right=(1, 2, 3)))
-    good = over["unipar"] <= GOAL
-    print(f"unipar: {over['unipar']:+.0f} us a step, goal {GOAL:.0f}: {'met' if good else 'MISSED'}\n")
+    goal = GOAL * max(1.0, over["fabric"] / FABRIC)
+    good = over["unipar"] <= goal
+    print(
+        f"unipar: {over['unipar']:+.0f} us a step, goal {GOAL:.0f}, or {GOAL / FABRIC:.3f} of what Fabric takes, "
+        f"{goal:.0f}: {'met' if good else 'MISSED'}\n"
+    )
     return {"loops": found, "over": over}, good
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import signal
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-SAME_ENGINE = ("library",)
-"""Variants that only set sizes: two ranks show it."""
 
 KINDS = ("notimpl", "notyet", "never")
 
@@ -33,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _played(config: pytest.Config) -> list[Any]:
-    from tests.conformance.cases import CASES, SIZES, SOME
+    from tests.conformance.cases import CASES, SIZED, SIZES, played
     from tests.conformance.marks import MARKS, more
     from unipar import errors, registry
 
@@ -49,13 +45,10 @@ def _played(config: pytest.Config) -> list[Any]:
     made: list[Any] = []
     for cell in cells:
         alone = registry.alone(cell)
-        two = cell.variant in SAME_ENGINE or (cell.variant and not whole)
+        two = cell.variant == SIZED or (cell.variant and not whole)  # two ranks show what sizes do
         for size in (1,) if alone else (2,) if two else SIZES:
-            for name, case in CASES.items():
-                elsewhere = not any(fnmatchcase(str(cell), pattern) for pattern in case.cells)
-                fewer = not whole and (size != 2 or cell.variant) and case.sizes == SIZES
-                if elsewhere or (fewer and name not in SOME):
-                    continue
+            for name in played(cell, size, whole=whole):
+                case = CASES[name]
                 if size in case.sizes or (alone and case.sizes == SIZES):
                     marks = [m for m in known if m.fits(cell, name, size)]
                     strict = [

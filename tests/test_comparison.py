@@ -10,6 +10,7 @@ import pytest
 
 from unipar import errors
 from unipar.report.comparison import Comparison, Row, agreement, spread
+from unipar.report.worlds import Scaling, World
 from unipar.verbs import kept
 
 
@@ -21,6 +22,12 @@ def ran(cell: str, losses: list[float], ms: float = 10.0) -> Row:
 def compared(*rows: Row, **changed: Any) -> Comparison:
     told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "samples": 8, "warmup": 2} | changed
     return Comparison(rows=list(rows), **told)
+
+
+def scaled(row: Row, **changed: Any) -> Scaling:
+    told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "warmup": 2, "cores": 2, "threads": "1"}
+    world = World(cell="native/nothing", ranks=1, kinds=("strong",), samples=8, micro=8, accumulate=1)
+    return Scaling(rows=[replace(row, cell=world.name)], worlds=(world,), device="cpu", **(told | changed))
 
 
 ONE = ran("single", [4.0, 3.5, 3.0], 20.0)
@@ -221,6 +228,24 @@ def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str)
     )
     assert kept.earlier(tmp_path, other, overwrite=True) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    """No half of a file either; the sentence has the file's name and the system's word."""
+    (tmp_path / kept.NAME).mkdir()
+    said = kept.unkept(tmp_path, lambda: kept.write(tmp_path, OF, compared(ONE, SAME)))
+    assert said == f"what was found could not be kept: {tmp_path}/compare.json (Is a directory)"
+    assert list(tmp_path.iterdir()) == [tmp_path / kept.NAME]
+
+
+@pytest.mark.parametrize("found", [compared(ONE, SAME, unkept="no room"), scaled(ONE, unkept="no room")])
+def test_what_could_not_be_kept_is_shown_and_said(found: Comparison | Scaling) -> None:
+    """With the figures, and with an exit code that tells; it is no part of what is kept."""
+    assert "\nno room" in found.table()
+    assert " 20 " in found.table()
+    assert found.code == 1
+    assert replace(found, unkept="").code == 0
+    assert "unkept" not in found.to_json()
 
 
 def test_a_folder_of_somebody_else_is_never_cleared(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import signal
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -21,8 +22,12 @@ from unipar.config import Config
 from unipar.errors import NonFinite, Stopped, TaskError, UniparError
 from unipar.ledger import Ledger, ledger_of
 from unipar.loop import Position, Run
+from unipar.memory.account import Phase
 from unipar.opening import opened
 from unipar.place import Place
+
+if TYPE_CHECKING:
+    from unipar.memory.logged import Logged
 
 
 class Line(unipar.Task):
@@ -79,6 +84,30 @@ def test_what_a_step_gives(tmp_path: Path) -> None:
     assert (rows[0]["cell"], rows[0]["parameters"], rows[1]["step"], rows[1]["samples"]) == ("single", 1, 1, 4)
     assert rows[2]["samples"] == 2  # ten samples in batches of four: the third holds two
     assert rows[3]["steps"] == 3
+
+
+def test_looking_at_memory_is_no_part_of_a_steps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that stands still but in a look, which takes a minute, a step takes no time."""
+    clock = [0.0]
+
+    class Looks:
+        said = "slowly"
+
+        def before(self, *, logs: bool) -> None:
+            clock[0] += 60
+
+        def after(self) -> list[Phase]:
+            clock[0] += 60
+            return []
+
+    with running(Line(), tmp_path) as run:
+        monkeypatch.setattr("unipar.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        run.log_memory(cast("Logged", Looks()))
+        run._since = 0.0  # pyright: ignore[reportPrivateUsage]
+        run.task.train(run)
+    assert clock == [300.0]
+    rows = [row for row in Ledger.read(ledger_of(tmp_path, 0)) if row["event"] == "step"]
+    assert [row["seconds"] for row in rows] == [0.0, 0.0]
 
 
 def test_epochs_are_counted_from_the_data(tmp_path: Path) -> None:

@@ -75,6 +75,17 @@ def test_memory_that_was_watched_is_on_the_page(run: Path) -> None:
     assert '<th scope="row" class="text">update</th><td>178 MiB</td><td>34 MiB</td>' in text
 
 
+def test_memory_that_was_logged_is_on_the_page(run: Path) -> None:
+    """Without the meter the ledgers alone have it: the last step that logged, of the rank that was fullest in it."""
+    for rank in (0, 1):
+        phases = [phase.model_dump(exclude={"largest"}) for phase in account("native/nothing", rank).phases]
+        wrote(run, rank, [*EVENTS[:3], {**EVENTS[3], "memory": phases}, *EVENTS[4:5]])
+    text = page(Ran.read(run / "rank-0.jsonl"))
+    assert "<caption>Step 10 on the fullest rank, by phase and category</caption>" in text
+    assert '<th scope="row" class="text">update</th><td>178 MiB</td><td>34 MiB</td>' in text
+    assert "No rank wrote down what it held" not in text
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [

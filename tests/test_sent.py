@@ -30,7 +30,14 @@ import unipar
 
 
 class Tiny(unipar.Task):
-    """Four matrices of 64 x 64: 65,536 bytes."""
+    """Four matrices of 64 x 64: 65,536 bytes; where that is asked for, the step that is recorded fails."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def train(self, run):
+        self.run = run
+        super().train(run)
 
     def model(self):
         return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
@@ -42,6 +49,8 @@ class Tiny(unipar.Task):
         return TensorDataset(torch.randn(64, 64, generator=torch.Generator().manual_seed(1)))
 
     def loss(self, model, batch):
+        if self.fails and (self.run.rank, self.run.done) == (1, RECORDED):
+            raise ArithmeticError("of the recorded step")
         return model(batch[0]).square().mean()
 '''
 SENT: dict[str, dict[str, int]] = {
@@ -58,7 +67,7 @@ SENT: dict[str, dict[str, int]] = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sent")
-    (folder / "tiny.py").write_text(TASK, encoding="utf-8")
+    (folder / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
         cells = compared(folder, *SENT, task={"use": "tiny.py:Tiny"}, model={})
@@ -86,12 +95,18 @@ def test_the_method_is_stated(found: dict[str, Any]) -> None:
     }
 
 
-def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [({"use": "tiny.py:Gone"}, "Gone"), ({"use": "tiny.py:Tiny", "args": {"fails": True}}, "of the recorded step")],
+    ids=["no such task", "one rank fails while the other waits for it"],
+)
+def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path, task: dict[str, Any], said: str) -> None:
     """The world of its own fails, with its sentence; what was known before is kept."""
-    told = {"task": {"use": f"{tmp_path}/tiny.py:Gone"}, "parallel": {"data": 2}, "device": "cpu"}
+    task = task | {"use": f"{tmp_path}/{task['use']}"}
+    told = {"task": task, "parallel": {"data": 2}, "device": "cpu", "model": {"blocks": "none"}}
     cell = Cell.parse("horovod/nothing")
     config = registry.at(given(told | {"batch": {"total": 2}, "train": {"steps": 4}}, None).config, cell)
-    (tmp_path / "tiny.py").write_text("", encoding="utf-8")
+    (tmp_path / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
     run = Contestant(cell, config, TaskRef.of(None, config.task, {}), tmp_path / "run")
     before = [Account(rank=r, method="m", device="cpu", base=1, phases=(), peaks=(), sent={"x": 3}) for r in (0, 1)]
     after = completed(run, before, "1")
@@ -99,7 +114,7 @@ def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path) -> None:
     for account in after:
         (note,) = account.notes
         assert note.startswith("what it sends is not whole: Horovod's timeline could not be had (")
-        assert "Gone" in note
+        assert said in note
 
 
 def test_one_process_sends_nothing(found: dict[str, Any]) -> None:

@@ -173,6 +173,17 @@ def test_a_rank_that_the_kernel_kills(tmp_path: Path) -> None:
     )
 
 
+def test_a_rank_that_the_kernel_kills_left_an_account(tmp_path: Path) -> None:
+    """With log.memory the last step that logged tells what was held, not an estimate."""
+    with pytest.raises(WorkerFailed) as e:
+        unipar.launch(told(tmp_path, "killed", log={"memory": True, "every": 1}), quiet=True)
+    first, held, _ = str(e.value).splitlines()
+    assert first == "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (dmesg tells)"
+    assert re.match(r"  in step 1 the most was held by [a-z ]+, [\d.]+ MiB \(", held)
+    assert "optimizer 2.0 MiB" in held
+    assert "by an estimate the most" not in held
+
+
 def test_under_a_foreign_launcher(tmp_path: Path) -> None:
     """Whoever starts the ranks: the command's last words are the sentence."""
     (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path, "limit")), encoding="utf-8")
@@ -194,7 +205,8 @@ def test_what_says_that_memory_ran_out() -> None:
     cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of ...")
     wrapped = ValueError("the library failed")
     wrapped.__cause__ = cpu
-    assert [ran_out(e) for e in (cpu, cuda, MemoryError(), OSError(errno.ENOMEM, "x"), wrapped)] == [True] * 5
+    assert [ran_out(e) for e in (cpu, cuda, RuntimeError("std::bad_alloc"), wrapped)] == [True] * 4
+    assert [ran_out(e) for e in (MemoryError(), OSError(errno.ENOMEM, "x"))] == [True] * 2
     assert [ran_out(e) for e in (RuntimeError("shape"), OSError(errno.ENOENT, "x"), OutOfMemory("said"))] == [False] * 3
     assert [asked(e) for e in (cpu, cuda, MemoryError())] == [2**47, 20 * MIB, None]
 

@@ -14,6 +14,7 @@ PHASES: Final = ("start", "data", "forward", "backward", "update", "evaluate", "
 """In the order in which a step meets them; `start` and `waiting` are never counted as silence."""
 
 _ROW = struct.Struct("<qqd")
+_PACK, _NOW = _ROW.pack_into, time.monotonic
 _CODE = {phase: i for i, phase in enumerate(PHASES)}
 
 
@@ -39,7 +40,7 @@ class Heart:
         self.mark("start")
 
     def mark(self, phase: str) -> None:
-        _ROW.pack_into(self._map, 0, self.step, _CODE[phase], time.monotonic())
+        _PACK(self._map, 0, self.step, _CODE[phase], _NOW())
         if self.heed is not None:
             self.heed(phase)
 

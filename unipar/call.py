@@ -44,7 +44,8 @@ class Call(nn.Module):
     def forward(self, fn: Fn, held: Held) -> Any:
         batch = held.batch if self.cast is None else cast_floats(held.batch, self.cast)
         if self.autocast is None:
-            return fn(self.model, batch)
+            model: Any = self._modules["model"]  # its attribute is looked for everywhere else first
+            return fn(model, batch)
         with torch.autocast(self.device_type, self.autocast):
             return fn(self.model, batch)
 

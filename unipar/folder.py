@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def made(out: Path, config: str, launch: str, *, overwrite: bool) -> Generator[N
     """A folder with nothing in it but what this run is; until the body ends it is this run's alone."""
     with owned(out):
         look(out, overwrite=overwrite)
-        with _writing(out):
+        with writing(out):
             for path in sorted(_taken(out), key=lambda path: path.name in MARKS):  # what tells that it is ours, last
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -117,8 +117,20 @@ def made(out: Path, config: str, launch: str, *, overwrite: bool) -> Generator[N
         yield
 
 
+def write_whole(file: Path, text: str) -> None:
+    """All of it or none; where it cannot be written, what was there stays."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError as e:
+        with suppress(OSError):
+            partial.unlink()
+        raise OSError(e.errno, e.strerror, str(file)) from None
+
+
 @contextmanager
-def _writing(out: Path) -> Generator[None]:
+def writing(out: Path) -> Generator[None]:
     """What the system refuses, in a sentence."""
     try:
         yield
@@ -135,7 +147,7 @@ def _taken(out: Path) -> list[Path]:
 @contextmanager
 def owned(out: Path) -> Generator[None]:
     """The folder, made if need be, is this process's alone until the body ends."""
-    with _writing(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -19,7 +19,7 @@ from unipar.evaluation import Evaluation, refuse_between
 from unipar.ledger import Ledger
 from unipar.optim import factor
 from unipar.parts import Trained, flat, frozen, pieces_of, reported, restore_parts, together
-from unipar.seeds import mix, sow_torch
+from unipar.seeds import BEGUN, sow_torch, stirred
 from unipar.share import Outcome, Position, Share
 from unipar.stopping import Boundary
 from unipar.stream import STATED
@@ -63,6 +63,8 @@ class Run:
         self._mark = heart.mark
         self._loss: Fn = task.loss
         self._seed, self._every = config.train.seed, config.log.every
+        self._sown = stirred(BEGUN, self._seed, 3)
+        self._schedule = config.train.schedule
         self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
         self._collate = task.collate if task.gives("collate") else None
         self._weighs = task.gives("weight")
@@ -73,6 +75,7 @@ class Run:
         self._apart: tuple[int, ...] = ()
         self._stepped: list[Trained] = []
         self._next_seed = self._filled = self._samples = 0
+        self._cuda = self.device.type == "cuda"
         self._since = time.perf_counter()
         self._evaluation: Evaluation | None = None
         self._gate: Callable[[int], None] | None = None
@@ -164,7 +167,8 @@ class Run:
         self._heart.step = number
         self._next_seed = self.rank
         self._loss = loss or self.task.loss
-        rate = factor(self.config.train.schedule, self.done - trained.skipped, self.steps)
+        steps = self._steps or self.steps
+        rate = factor(self._schedule, self.done - trained.skipped, steps)
         if self._only is not None:
             out = trained.engine.step(self._fn, share.micros, rate, self._mark)
         else:
@@ -172,15 +176,17 @@ class Run:
         trained.took(number, out, rate)
         if not self._stepped:
             self._filled, self._samples = self._filled + 1, share.samples
-        self._stepped.append(trained)
-        said = trained.report() if self._logs(number, self._filled) or (out.skipped and not self._scales) else None
+        logs = self._filled == self._every or number == steps or number == 1
+        said = trained.report() if logs or (out.skipped and not self._scales) else None
         if out.skipped:
             trained.skip(number, expected=self._scales)
             self._ledger.note("skipped", step=number)
-        if self._sync_every and (number % self._sync_every == 0 or number == self.steps):
+        if self._sync_every and (number % self._sync_every == 0 or number == steps):
             trained.engine.take_mean()
-        if self._only is not None:
-            self._over()
+        if self._only is None:
+            self._stepped.append(trained)
+        else:
+            self._over(logs=logs)
         self._mark("between")
         return Outcome(number, said)
 
@@ -274,8 +280,7 @@ class Run:
 
     def finish(self) -> None:
         """After the loop: what is not yet reported of its last steps."""
-        if self._stepped:
-            self._over()
+        self._end_share()
         for part in self.parts.values():
             part.finish()
         self._trackers.close()
@@ -290,7 +295,9 @@ class Run:
         if done < self.steps:
             self._boundary(done)
             if self._logged is not None:
+                at = time.perf_counter()
                 self._logged.before(logs=self._logs(done + 1, self._filled + 1))
+                self._since += time.perf_counter() - at  # no step's
 
     def _shares(self, feed: Feed | Stream) -> Iterator[Share]:
         every = self.config.eval.every
@@ -301,8 +308,7 @@ class Run:
             self._heart.step = before + 1
             self._mark("data")
             yield self._share(next(ready), feed)
-            if self._stepped:
-                self._over()
+            self._end_share()
             if self.done != before + 1:
                 wanted = "once" if self._only is not None else "once for each part at most, and for one at least"
                 raise TaskError(
@@ -338,7 +344,7 @@ class Run:
 
     def _fn(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, under PyTorch's random numbers of this step's microbatch, whichever rank computes it."""
-        sow_torch(mix(self._seed, 3, self.done, self._next_seed, *self._apart))
+        sow_torch(stirred(self._sown, self.done, self._next_seed, *self._apart) >> 1, cuda=self._cuda)
         self._next_seed += self.size
         loss: Any = self._loss(model, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -349,11 +355,16 @@ class Run:
     def _logs(self, number: int, filled: int) -> bool:
         return filled == self._every or number == self.steps or number == 1
 
-    def _over(self) -> None:
+    def _end_share(self) -> None:
+        """Of several parts each may have had its step with it; the only one's was its end."""
+        if self._stepped:
+            self._stepped.clear()
+            self._over(logs=self._logs(self.done + 1, self._filled))
+
+    def _over(self, *, logs: bool) -> None:
         """A share is used up: the run is a step further, and what its parts gave is written down when that is due."""
         number = self.done = self.done + 1
-        self._stepped.clear()
-        if not self._logs(number, self._filled):
+        if not logs:
             return
         for part in self.parts.values():
             if part.steps:  # it had no step in this share

@@ -26,6 +26,8 @@ from unipar.precision import autocast_as, batch_as
 from unipar.scaling import Scaler
 from unipar.world import World
 
+_WIDE = (torch.float32, torch.float64)
+
 
 class Open(Engine):
     """Microbatches, clip and update as one process would; the library reduces gradients on the way."""
@@ -185,7 +187,7 @@ class Open(Engine):
 
 def scaled(loss: Tensor, scale: float, divisor: float, share: Tensor | None) -> tuple[Tensor, Tensor]:
     """What goes backward, and the sum of this rank's share so far."""
-    if loss.dtype not in (torch.float32, torch.float64):
+    if loss.dtype not in _WIDE:
         loss = loss.float()
     same = scale == 1.0 and not loss.is_cuda  # saves 15 us; a CUDA graph would write over its own output
     part = loss.detach() if same else loss.detach() * scale

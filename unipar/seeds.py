@@ -8,17 +8,22 @@ import numpy as np
 import torch
 
 _MASK = 2**64 - 1
+BEGUN = 0x9E3779B97F4A7C15
 
 
 def mix(*numbers: int) -> int:
     """One 63-bit number from several; neighbours come out far apart."""
-    state = 0x9E3779B97F4A7C15
+    return stirred(BEGUN, *numbers) >> 1
+
+
+def stirred(state: int, *numbers: int) -> int:
+    """`mix` on its way, from BEGUN on: what many mixes begin with is stirred in once."""
     for number in numbers:
         state = (state ^ number) * 0xBF58476D1CE4E5B9 & _MASK
         state ^= state >> 27
         state = state * 0x94D049BB133111EB & _MASK
         state ^= state >> 31
-    return state >> 1
+    return state
 
 
 def sow(seed: int, *, cuda: bool = True) -> None:

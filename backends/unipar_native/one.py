@@ -13,6 +13,8 @@ from unipar.config import Config
 from unipar.open import Open
 from unipar.world import World
 
+_NOTHING = nullcontext()
+
 
 @final
 class One(Open):
@@ -26,4 +28,4 @@ class One(Open):
 
     @override
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return _NOTHING

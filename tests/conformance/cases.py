@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Case:
     """After this step the state moves into a new engine."""
 
     apart: bool = False
-    """Runs in a world of its own, which may die."""
+    """Runs in a world of its own, with its own timeout, which may die."""
 
     local: bool = False
     """Held against ranks that train by themselves and take their mean."""
@@ -164,7 +165,8 @@ CASES = {
         Case("unused", tasks.Unused),
         Case("unused at times", tasks.AtTimes, accumulate=1, options=_ALL_FIND),
         Case("unused at times, unsaid", tasks.AtTimes, accumulate=1),
-        Case("unused on one rank", tasks.OneRank, accumulate=1, options=_ALL_FIND, micro=True, sizes=(2,), apart=True),
+        Case("unused on one rank", tasks.OneRank, accumulate=1, options=_ALL_FIND, micro=True, sizes=(2,), apart=True,
+             more={"launch": {"heartbeat": 15.0, "timeout": 8.0}}),  # where it cannot be, ranks wait for it in vain
         Case("scalar parameter", tasks.Scalar),
         Case("one parameter", tasks.OneWeight, hop=3, sizes=(4,), cells=("native/*",)),
         Case("batch norm", tasks.Normed, micro=True),
@@ -208,8 +210,29 @@ SOME = (
     "four microbatches", "two groups", "ragged last batch", "token weights, ragged", "method in the loss", "unused",
     "several parts",
     "batch norm", "evaluation in the middle", "state out and in", "bf16-mixed", "bf16-master", "not a number",
+    "bits, one microbatch", "bits, four microbatches", "weights from a file", "blocks recomputed", "model compiled",
 )  # fmt: skip
-"""What worlds of one and of four, and variants, play in `make test`; in `make conformance` they play all."""
+FEW = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
+
+LIKE = (
+    "native/gradients", "native/nothing+dp", "deepspeed/nothing", "deepspeed/optimizer", "accelerate/gradients",
+    "accelerate/parameters", "accelerate/*+zero",
+)  # fmt: skip
+"""Cells of engines that another cell plays whole."""
+
+SIZED = "library"
+"""A variant that only sets sizes."""
+
+
+def played(cell: Cell, size: int, *, whole: bool) -> list[str]:
+    """`make test` plays all cases in worlds of two, once for each engine; `make conformance` all in every world."""
+    names: Collection[str] = CASES
+    if not whole and (size == 4 or cell.variant == SIZED):
+        names = {*FEW, *(name for name, case in CASES.items() if case.sizes == (4,))}
+    elif not whole and (size == 1 or any(fnmatchcase(str(cell), pattern) for pattern in LIKE)):
+        names = SOME
+    here = [case for name, case in CASES.items() if name in names]
+    return [case.name for case in here if any(fnmatchcase(str(cell), pattern) for pattern in case.cells)]
 
 
 def dtype_of(case: Case) -> torch.dtype:

@@ -35,7 +35,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     torch.set_num_threads(1)
     told = json.loads((folder / "cases.json").read_text("utf-8"))
     cell, names = Cell.parse(told["cell"]), told["cases"]
-    first = CASES["one microbatch"].config(cell, told["size"])
+    first = CASES[names[0] if CASES[names[0]].apart else "one microbatch"].config(cell, told["size"])
     world = registry.load(cell.backend).join(first, place)
     heart = Heart(beat_of(folder, place.rank))
     for name in names:

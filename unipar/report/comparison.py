@@ -132,6 +132,8 @@ class Found(ABC):
     """Why no memory is shown."""
 
     interrupted: bool = False
+    unkept: str = ""
+    """Why its folder has not all of this."""
 
     @abstractmethod
     def unlike(self, row: Row) -> str:
@@ -147,6 +149,8 @@ class Found(ABC):
         """What the command line exits with: refusals are an answer, failures and disagreement are not."""
         if self.interrupted:
             return 130
+        if self.unkept:
+            return 1
         return 0 if self.right and not {"failed", "unlike"} & {row.outcome for row in self.rows} else 1
 
     @override
@@ -187,7 +191,7 @@ class Found(ABC):
         return {name: marks for name, marks in alike if marks is not None}
 
 
-_APART = ("rows", "answer")
+_APART = ("rows", "answer", "unkept")
 """What compare.json holds by another name, or not at all."""
 
 
@@ -299,7 +303,7 @@ class Comparison(Found):
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         if self.unwatched:
             lines.append(self.unwatched)
-        return [*lines, *filter(None, [self.answer, self.note])]
+        return [*lines, *filter(None, [self.answer, self.unkept, self.note])]
 
     def verdict(self) -> list[str]:
         """Whether the cells agree, in a sentence or several."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from unipar.backend import Category
-from unipar.memory.account import CATEGORIES
+from unipar.memory.account import CATEGORIES, Phase
 from unipar.report import change
 from unipar.report.answer import WORDS
 from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
@@ -150,19 +150,26 @@ def _times_of(ran: Ran) -> list[tuple[int, float]]:
 
 def _memory(ran: Ran) -> str:
     peaks = [[str(i), size(v)] for i, v in enumerate(ran.report.peak_rss)]
-    if not peaks and not ran.memory:
+    logged = ran.report.memory[-1:]
+    if not peaks and not ran.memory and not logged:
         return section("memory", "Memory", said("No rank wrote down what it held: that comes at a run's end."))
     parts = [tabled(["rank", "peak RSS"], peaks, "The most that each rank ever held, as the system counts it")]
     if ran.memory:
         account = fullest(ran.memory)
-        shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for phase in account.phases)]
-        rows = [
-            [phase.name, size(phase.peak), *(size(phase.held[c]) if c in phase.held else NONE for c in shown)]
-            for phase in account.phases
-        ]
         label = f"Allocated on rank {account.rank}, the fullest, by phase and category"
-        parts.append(tabled(["phase", "peak", *(WORDS[c] for c in shown)], rows, label))
+        parts.append(_phases(account.phases, label))
+    for step, phases in () if ran.memory else logged:
+        parts.append(_phases(phases, f"Step {step} on the fullest rank, by phase and category"))
     return section("memory", "Memory", *parts)
+
+
+def _phases(phases: Sequence[Phase], label: str) -> str:
+    shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for phase in phases)]
+    rows = [
+        [phase.name, size(phase.peak), *(size(phase.held[c]) if c in phase.held else NONE for c in shown)]
+        for phase in phases
+    ]
+    return tabled(["phase", "peak", *(WORDS[c] for c in shown)], rows, label)
 
 
 def _config(ran: Ran) -> str:

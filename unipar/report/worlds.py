@@ -19,6 +19,9 @@ from unipar.report.table import blocks, counted, size
 
 Kind = Literal["strong", "weak"]
 KINDS: tuple[Kind, ...] = ("strong", "weak")
+
+_APART = ("worlds", "rows", "unkept")
+"""What its file holds in another form, or not at all."""
 """strong: the total batch is the same in every world; weak: each rank's share of it is."""
 
 
@@ -193,7 +196,7 @@ class Scaling(Found):
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         if self.unwatched:
             lines.append(self.unwatched)
-        return [*lines, *([self.note] if self.note else [])]
+        return [*lines, *filter(None, [self.unkept, self.note])]
 
     def shared(self) -> str:
         """What ranks on one machine have in common: efficiency is no statement on a cell without it."""
@@ -226,7 +229,7 @@ class Scaling(Found):
 
     def to_json(self) -> dict[str, Any]:
         """Every figure."""
-        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("worlds", "rows")}
+        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _APART}
         return {**made, "worlds": [self._world_json(world) for world in self.worlds]}
 
     @classmethod
@@ -248,7 +251,7 @@ class Scaling(Found):
         told: list[dict[str, Any]] = data["worlds"]
         worlds = tuple(_world(world) for world in told)
         rows = [row_of(world | {"cell": at.name}) for at, world in zip(worlds, told, strict=True)]
-        known = {f.name: data[f.name] for f in fields(cls) if f.name in data and f.name not in ("worlds", "rows")}
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data and f.name not in _APART}
         return cls(**known, worlds=worlds, rows=rows)
 
     def _world_json(self, world: World) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, overload
 from unipar import devices, registry
 from unipar.config import Cell, Config, Eval
 from unipar.errors import BackendNotInstalled, ConfigError, Unsupported
-from unipar.folder import only_ours, owned
+from unipar.folder import only_ours, owned, write_whole, writing
 from unipar.installed import machine, versions
 from unipar.report import page, worlds_page
 from unipar.report.answer import answer
@@ -133,13 +133,18 @@ def compared(
             for row in first.rows
             if row.outcome == "waits"
         }
-        kept.write(folder, of, first)
-        asked_of(folder, first.name).parent.mkdir(exist_ok=True)
-        asked_of(folder, first.name).write_text(config.written(), encoding="utf-8")
+        with writing(folder):
+            kept.write(folder, of, first)
+            asked_of(folder, first.name).parent.mkdir(exist_ok=True)
+            asked_of(folder, first.name).write_text(config.written(), encoding="utf-8")
+
+        def keep(so_far: Comparison) -> str:
+            return kept.unkept(folder, lambda: kept.write(folder, of, so_far))
+
         with terminable(), Board() as board:
-            now = Contest(first, board, runs, each, lambda so_far: kept.write(folder, of, so_far)).play(asked.turns)
-        kept.write(folder, of, now)
-        return _with_page(folder, now)
+            now = Contest(first, board, runs, each, keep).play(asked.turns)
+        why = keep(now)
+        return replace(now, unkept=why) if why else _with_page(folder, now)
 
 
 def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwrite: bool) -> Scaling:
@@ -184,8 +189,8 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
             versions=versions(Cell.parse(cell).backend for cell in rows[0]),
             machine=machine(),
         ).sifted()
-        kept.whole(out / FIGURES, json.dumps(now.to_json(), indent=2) + "\n")
-        return replace(now, note=beside(lambda: written(worlds_page.page(now), out / NAME)))
+        why = kept.unkept(out, lambda: write_whole(out / FIGURES, json.dumps(now.to_json(), indent=2) + "\n"))
+        return replace(now, unkept=why, note=beside(lambda: written(worlds_page.page(now), out / NAME)))
 
 
 def _apart(row: Row) -> str:

@@ -129,7 +129,7 @@ class Contest(Generic[Now]):
     """What is found so far, a row for each world by its name, and the worlds that are still in it."""
 
     def __init__(
-        self, now: Now, board: Board, runs: Mapping[str, Contestant], threads: str, keep: Callable[[Now], None]
+        self, now: Now, board: Board, runs: Mapping[str, Contestant], threads: str, keep: Callable[[Now], object]
     ) -> None:
         """Each rank has so many `threads`, a world of one too: the same arithmetic. `keep` is given what has ended."""
         self.now, self._board, self._in, self._threads, self._keep = now, board, dict(runs), threads, keep

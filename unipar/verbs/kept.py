@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unipar.config import Cell, Config
 from unipar.errors import OutExists
+from unipar.folder import write_whole
 from unipar.installed import machine, versions
 from unipar.report.comparison import Comparison
 from unipar.report.sheet import sheet
@@ -113,12 +113,14 @@ def write(folder: Path, of: dict[str, Any], now: Comparison) -> None:
     """All figures; a row a cell beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {"of": of, "finished": now.finished, **now.to_json()}
-    whole(folder / NAME, json.dumps(data, indent=2) + "\n")
-    whole(folder / SHEET, sheet(now))
+    write_whole(folder / NAME, json.dumps(data, indent=2) + "\n")
+    write_whole(folder / SHEET, sheet(now))
 
 
-def whole(file: Path, text: str) -> None:
-    """All of it or none."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(file)
+def unkept(folder: Path, write: Callable[[], None]) -> str:
+    """Why what was found could not be written; empty: it was. It is shown all the same."""
+    try:
+        write()
+    except OSError as e:
+        return f"what was found could not be kept: {e.filename or folder} ({e.strerror or e})"
+    return ""

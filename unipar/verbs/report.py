@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from unipar.errors import ReportError
+from unipar.folder import write_whole
 from unipar.report import page, run_page, worlds_page
 from unipar.report.kinds import found
 from unipar.report.ran import Ran
@@ -47,13 +46,9 @@ def beside(made: Callable[[], Path]) -> str:
 
 
 def written(text: str, to: Path) -> Path:
-    """All of it or none."""
-    partial = to.with_name(f".{to.name}.{os.getpid()}")
+    """Or a sentence that says why not."""
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(to)
+        write_whole(to, text)
     except OSError as e:
-        with suppress(OSError):
-            partial.unlink()
         raise ReportError(f"{to} cannot be written: {e.strerror}; --out FILE takes another place") from None
     return to

@@ -74,13 +74,13 @@ def scale(
             for world, at in waiting
         }
 
-        def keep(now: Scaling) -> None:
-            kept.whole(out / FIGURES, json.dumps(now.to_json(), indent=2) + "\n")
+        def keep(now: Scaling) -> str:
+            told = json.dumps(now.to_json(), indent=2) + "\n"
+            return kept.unkept(out, lambda: folder.write_whole(out / FIGURES, told))
 
         with terminable(), Board() as board:
             now = Contest(first, board, runs, each, keep).play(asked.turns)
-        keep(now)
-        return replace(now, note=beside(lambda: written(page(now), out / NAME)))
+        return replace(now, unkept=keep(now), note=beside(lambda: written(page(now), out / NAME)))
 
 
 def _slug(world: World) -> str:
