@@ -60,6 +60,21 @@ def test_the_tolerance_is_held_over_the_first_twenty_steps() -> None:
     assert agreement([1.0] * 19 + [1.1] * 21, reference, 2e-6).within is False
 
 
+@pytest.mark.parametrize(
+    ("precision", "off", "within"),
+    [
+        ("bf16-mixed", 0.004, True),
+        ("bf16-mixed", 0.006, False),
+        ("bf16-master", 0.019, True),
+        ("bf16-master", 0.021, False),
+    ],
+)
+def test_a_loss_in_bf16_has_the_room_of_its_last_digits(precision: str, off: float, within: bool) -> None:
+    """Where parameters are bf16 the loss is too, and one process in fp32 rounds nothing."""
+    other = replace(ONE, cell="native/parameters", losses=[x * (1 + off) for x in ONE.losses])
+    assert (compared(ONE, other, precision=precision).disagree == []) is within
+
+
 def test_a_small_loss_is_held_to_the_tolerance_itself() -> None:
     """Below 1 the tolerance is absolute: the last digits of a loss near zero mean nothing."""
     assert agreement([1.5e-6], [1e-6], 2e-6).within

@@ -26,9 +26,7 @@ log: {{every: 5}}
 
 CELLS = [
     ("torchrun", "deepspeed"),
-    ("torchrun", "horovod"),
     ("accelerate launch", "accelerate"),
-    ("accelerate launch", "native"),
     ("deepspeed", "deepspeed"),
     ("horovodrun", "horovod"),
     ("mpirun", "native"),

@@ -166,7 +166,7 @@ CASES = {
         Case("unused at times", tasks.AtTimes, accumulate=1, options=_ALL_FIND),
         Case("unused at times, unsaid", tasks.AtTimes, accumulate=1),
         Case("unused on one rank", tasks.OneRank, accumulate=1, options=_ALL_FIND, micro=True, sizes=(2,), apart=True,
-             more={"launch": {"heartbeat": 15.0, "timeout": 8.0}}),  # where it cannot be, ranks wait for it in vain
+             more={"launch": {"heartbeat": 6.0, "timeout": 8.0}}),  # where it cannot be, ranks wait for it in vain
         Case("scalar parameter", tasks.Scalar),
         Case("one parameter", tasks.OneWeight, hop=3, sizes=(4,), cells=("native/*",)),
         Case("batch norm", tasks.Normed, micro=True),
@@ -210,7 +210,7 @@ SOME = (
     "four microbatches", "two groups", "ragged last batch", "token weights, ragged", "method in the loss", "unused",
     "several parts",
     "batch norm", "evaluation in the middle", "state out and in", "bf16-mixed", "bf16-master", "not a number",
-    "bits, one microbatch", "bits, four microbatches", "weights from a file", "blocks recomputed", "model compiled",
+    "bits, one microbatch", "bits, four microbatches", "weights from a file", "blocks recomputed",
 )  # fmt: skip
 FEW = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
 

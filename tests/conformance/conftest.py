@@ -129,7 +129,8 @@ def hall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     engines = [
         f"{name}.engine" for name in OURS if registry.missing(registry.find(name.removeprefix("unipar_"))) is None
     ]
-    modules = ["torch", "torch._dynamo", "torch.distributed.fsdp", "tests.conformance.inside", *engines]
+    traced = ["torch._dynamo.backends.inductor", "torch._inductor.compile_fx", "torch.distributed.tensor.experimental"]
+    modules = ["torch", "torch._dynamo", "torch.distributed.fsdp", *traced, "tests.conformance.inside", *engines]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with Zygote(modules, {"PYTHONPATH": path}) as zygote:
         made = Hall(tmp_path_factory.mktemp("conformance"), zygote)

@@ -29,8 +29,11 @@ PROMISED = 20
 
 
 def tolerance(precision: Precision) -> float:
-    """How far a loss may be from that of one process, relative to it where it is above 1."""
-    return {"fp32": 2e-6, "fp64": 1e-13}.get(precision, 5e-3)
+    """How far a loss may be from that of one process, relative to it where it is above 1.
+
+    Under bf16-master the loss itself is computed in bf16, whose last digit is 0.4 to 0.8 % of it.
+    """
+    return {"fp32": 2e-6, "fp64": 1e-13, "bf16-master": 2e-2}.get(precision, 5e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
