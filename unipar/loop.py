@@ -375,6 +375,9 @@ class Run:
         row = reported(self.parts, scale) | {"samples": self._samples, "seconds": seconds}
         if self._logged is not None:
             row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._logged.after()]
+            if self._logged.lost:
+                self._ledger.note("memory", said=f"watched no more: {self._logged.lost}")
+                self._logged = None
         self._ledger.note("step", step=number, of=self.steps, **row)
         self._trackers.write(number, flat(row))
         self._since = time.perf_counter()  # what was written down took time of its own

@@ -105,7 +105,8 @@ def _sentence(error: BaseException, run: Path, rank: int, live: Run | None) -> s
     at = At.of(run, rank) or At("start", 0)
     wanted = asked(error)
     device = live.device.type if live is not None else "cpu"
-    left = _left(live) if live is not None else room()
+    on_cuda = live is None and "CUDA" in str(error)  # nothing is built: the error itself tells whose memory it was
+    left = _left(live) if live is not None else _left_on_cuda() if on_cuda else room()
     said = f"rank {rank} ran out of memory {at}"
     if wanted is not None:
         said += f": {size(wanted)} more were asked for, about {size(left)} were left"
@@ -165,12 +166,15 @@ def _last(run: Path, rank: int, event: str) -> Mapping[str, Any]:
 
 def _left(live: Run) -> int:
     """Bytes that the device could still have given."""
-    if live.device.type != "cuda":
-        return room()
+    return _left_on_cuda(live.device) if live.device.type == "cuda" else room()
+
+
+def _left_on_cuda(device: Any = None) -> int:
+    """On the one that this process uses, or on this one."""
     import torch
 
-    free, _ = torch.cuda.mem_get_info(live.device)
-    return free + torch.cuda.memory_reserved(live.device) - torch.cuda.memory_allocated(live.device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _taken(live: Run, base: int) -> int:

@@ -61,20 +61,20 @@ class History:
         self._first = 0
         self._first = self.at()
         torch.cuda.reset_peak_memory_stats(self._index)
-        self._base = self._stats("allocated_bytes")["current"]
+        self._base = self._stats()["allocated_bytes"]["current"]
         self._look()
 
     def mark(self, phase: str) -> None:
-        allocated, at = self._stats("allocated_bytes"), self.at()
-        pool = Pool(*(self._stats(f"{kind}_bytes")["peak"] for kind in ("reserved", "active", "requested")))
-        self._marks.append(Mark(at, phase, allocated["peak"], allocated["current"], 0, pool))
+        stats = self._stats()  # at one instant: other threads may free
+        allocated = stats["allocated_bytes"]
+        pool = Pool(*(stats[f"{kind}_bytes"]["peak"] for kind in ("reserved", "active", "requested")))
+        self._marks.append(Mark(self._came(stats), phase, allocated["peak"], allocated["current"], 0, pool))
         torch.cuda.reset_peak_memory_stats(self._index)
         self._look()
 
     def at(self) -> int:
         """How many blocks came and went since the base."""
-        count = self._stats("allocation")
-        return count["allocated"] + count["freed"] - self._first
+        return self._came(self._stats())
 
     def places(self, sites: Mapping[str, Category]) -> nullcontext[None]:
         """Nothing to do: each entry has the lines that asked."""
@@ -120,8 +120,14 @@ class History:
     def notes(self) -> tuple[str, ...]:
         return tuple(self._notes)
 
-    def _stats(self, key: str) -> Mapping[str, int]:
-        return torch.cuda.memory_stats_as_nested_dict(self._index)[key]["all"]
+    def _came(self, stats: Mapping[str, Mapping[str, int]]) -> int:
+        return stats["allocation"]["allocated"] + stats["allocation"]["freed"] - self._first
+
+    def _stats(self) -> Mapping[str, Mapping[str, int]]:
+        """Of all pools together."""
+        told = torch.cuda.memory_stats_as_nested_dict(self._index)
+        kinds = ("allocation", "allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+        return {kind: told[kind]["all"] for kind in kinds}
 
     def _look(self) -> None:
         segments = torch.cuda.memory_snapshot(include_traces=False)

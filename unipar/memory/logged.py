@@ -30,6 +30,11 @@ class Logged(Protocol):
     said: str
     """How it sees what is allocated."""
 
+    @property
+    def lost(self) -> str:
+        """Why it does not any more."""
+        ...
+
     def begin(self, world: World, heart: Heart) -> None: ...
 
     def follow(self, engines: Sequence[Engine]) -> None:
@@ -89,14 +94,19 @@ class _Metered:
             self._watching.before("plain")
 
     def after(self) -> list[Phase]:
-        account = self._watching.read()
-        account.write(self._run)
-        return list(account.phases)
+        account = self._watching.read(self._run)
+        return [] if account is None else list(account.phases)
+
+    @property
+    def lost(self) -> str:
+        return self._watching.lost
 
 
 @final
 class _Counters:
     """The fullest moment of each phase by a counter; of what was there, what engines name."""
+
+    lost = ""
 
     def __init__(self, said: str) -> None:
         self.said = said

@@ -37,7 +37,7 @@ class Pinned:
 
     def mark(self, phase: str) -> None:
         stats = torch.cuda.host_memory_stats()
-        self._marks.append(PinnedMark(phase, stats["active_bytes.peak"], stats["allocated_bytes.peak"]))
+        self._marks.append(PinnedMark(phase, stats.get("active_bytes.peak", 0), stats.get("allocated_bytes.peak", 0)))
         torch.cuda.reset_peak_host_memory_stats()
 
     def name(self, storage: torch.UntypedStorage, holding: Holding) -> None:
@@ -58,6 +58,7 @@ class Pinned:
 
 def pinned(name: PhaseName, active: int, owned: int, named: Mapping[int, Block]) -> Phase:
     """A phase: what is named, what that is rounded up to (a power of two), what is kept for later, and the rest."""
+    active = min(active, owned)  # torch below 2.13 forgets to count down what is given back
     held: dict[Category, int] = {}
     for block in named.values():
         held[block.category] = held.get(block.category, 0) + block.size

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import wraps
 from itertools import chain
-from typing import final
+from pathlib import Path
+from typing import Concatenate, ParamSpec, final
 
 import torch
 from torch import Tensor, nn
 
 from unipar.backend import Backend, Engine, Holding
 from unipar.beat import Heart
-from unipar.memory.account import Account, Pass
+from unipar.memory.account import Account, Pass, Resident
 from unipar.memory.counting import Meter
 from unipar.memory.held import storages
 from unipar.memory.history import History
@@ -25,6 +27,25 @@ from unipar.memory.sent import METHOD, Sent
 from unipar.memory.source import Source
 from unipar.rss import anonymous
 from unipar.world import World
+
+Given = ParamSpec("Given")
+
+
+def _losing(
+    act: Callable[Concatenate[Watching, Given], None],
+) -> Callable[Concatenate[Watching, Given], None]:
+    """What breaks in watching ends that, and not the training that is watched."""
+
+    @wraps(act)
+    def acts(self: Watching, *args: Given.args, **kwargs: Given.kwargs) -> None:
+        if self.lost:
+            return
+        try:
+            act(self, *args, **kwargs)
+        except Exception as e:  # whatever a source does not bear
+            self.lose(e)
+
+    return acts
 
 
 @final
@@ -39,6 +60,10 @@ class Watching:
         self.ended = False
         """Whether nothing is counted any more."""
 
+        self.lost = ""
+        """Why it ended before its time."""
+
+        self._notes: list[str] = []
         self._steps: list[Step] = []
         self._sent: Counter[str] = Counter()
         self._around: ExitStack | None = None
@@ -48,13 +73,32 @@ class Watching:
         """The base mark: the world has met, and nothing is built."""
         self._world, self._heart = world, heart
         warm(world)
+        self._anonymous = anonymous()
+        self._begin()
+
+    @_losing
+    def _begin(self) -> None:
         for watched in self._watched:
             watched.source.begin()
         self._anonymous = anonymous()
-
         self._mark("start")
-        heart.heed = self._mark
+        self._heart.heed = self._mark
 
+    def lose(self, error: Exception) -> None:
+        """Nothing is seen any more, nor known of what was."""
+        said = str(error).strip()
+        self.lost = f"{type(error).__name__}: {said.splitlines()[0] if said else 'without a word'}"[:300]
+        self._heart.heed = None
+        self.ended = True
+        around, self._around = self._around, None
+        with suppress(Exception):
+            if around is not None:
+                around.close()
+        for watched in self._watched:
+            with suppress(Exception):
+                watched.source.end()
+
+    @_losing
     def follow(self, engines: Iterable[Engine]) -> None:
         """Whose holdings are asked for: all is built."""
         held = list(engines)
@@ -78,6 +122,7 @@ class Watching:
         """Whether a step is watched just now."""
         return self._around is not None
 
+    @_losing
     def before(self, how: Pass) -> None:
         """A step that is watched begins."""
         self._steps.append((how, self._marks, 0))
@@ -90,6 +135,7 @@ class Watching:
         elif how == "sent" and self._world.size > 1:
             self._around.enter_context(self._sending())
 
+    @_losing
     def between(self, *, last: bool, error: BaseException | None = None) -> None:
         """It is over; after the last one nothing is counted any more."""
         assert self._around is not None
@@ -110,6 +156,7 @@ class Watching:
         for watched in self._watched:
             watched.source.end()
 
+    @_losing
     def cut(self, error: BaseException) -> None:
         """Something failed: what was seen until now is all there is."""
         self._name()
@@ -118,6 +165,7 @@ class Watching:
         else:
             self._end()
 
+    @_losing
     def _mark(self, phase: str) -> None:
         """A phase begins."""
         self._marks += 1
@@ -127,7 +175,11 @@ class Watching:
             if saving:
                 watched.meets(phase)
         if self._pinned is not None:
-            self._pinned.mark(phase)
+            try:
+                self._pinned.mark(phase)
+            except Exception as e:  # the device's own account is worth more
+                self._pinned = None
+                self._notes.append(f"what CUDA pins of the host's memory is not known: {type(e).__name__}: {e}")
         if self.on:
             self._name()
 
@@ -150,10 +202,14 @@ class Watching:
         return f"{METHOD}, and {self._backend.capabilities.records}" if self._recorded else METHOD
 
     def _save(self, tensor: Tensor) -> Tensor:
+        self._saved(tensor)
+        return tensor
+
+    @_losing
+    def _saved(self, tensor: Tensor) -> None:
         for storage in storages(tensor):
             for watched in self._watched:
                 watched.save(storage)
-        return tensor
 
     def _name(self) -> None:
         now = [watched.source.at() for watched in self._watched]
@@ -165,12 +221,29 @@ class Watching:
                 for watched, at in zip(self._watched, now, strict=True):
                     watched.name(at, storage, holding)
 
-    def read(self) -> Account:
-        """A plain step is over; watching goes on."""
+    def read(self, folder: Path) -> Account | None:
+        """A plain step is over, and its account is written down; watching goes on, unless it is lost."""
         self._mark("between")  # what came last has its name by now
         self.between(last=False)
         self._mark("between")
-        return self.account()
+        return self._written(folder, None)
+
+    def written(self, folder: Path, resides: Resident | None = None) -> str:
+        """Its account, into the run's folder, once; or why there is none."""
+        self._written(folder, resides)
+        self._watched.clear()  # many events, which a collector would go through while steps are timed
+        return self.lost
+
+    def _written(self, folder: Path, resides: Resident | None) -> Account | None:
+        if self.lost:
+            return None
+        try:
+            account = self.account().residing(resides)
+        except Exception as e:  # as above
+            self.lose(e)
+            return None
+        account.write(folder)
+        return account
 
     def forget(self) -> None:
         """What sources have folded has no names and no marks any more."""
@@ -182,7 +255,8 @@ class Watching:
     def account(self) -> Account:
         """What was seen, named: of the first memory, with what was sent; another is the host's beside it."""
         first, *beside = (watched.account(self._world, self._steps) for watched in self._watched)
-        first = first.model_copy(update={"sent": dict(self._sent), "sent_by": self._sent_by})
+        told = {"sent": dict(self._sent), "sent_by": self._sent_by, "notes": (*first.notes, *self._notes)}
+        first = first.model_copy(update=told)
         if self._pinned is None or not self._steps:
             return first
         low, high = next(((low, high) for how, low, high in self._steps if how == "placed"), self._steps[-1][1:])
@@ -267,7 +341,7 @@ def warm(world: World) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch, wanted = torch.ones(2, 64, device=world.device), torch.zeros(2, dtype=torch.long, device=world.device)
     for _ in range(2):
-        nn.functional.cross_entropy(model(batch), wanted).backward()
+        nn.functional.cross_entropy(model(batch @ batch.T @ batch), wanted).backward()
         optimizer.step()
         optimizer.zero_grad()
     world.sum(torch.ones(4096, device=world.device))

@@ -219,6 +219,9 @@ def entered(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Con
     if alone.train.precision == "bf16-master":
         alone = alone.model_copy(update={"train": alone.train.model_copy(update={"precision": "fp32"})})
         note = "in fp32: one process keeps no second copy"
+    if alone.model.offload != "none":
+        alone = alone.model_copy(update={"model": alone.model.model_copy(update={"offload": "none"})})
+        note = "; ".join(filter(None, [note, "without model.offload"]))
     registry.check(alone)
     found[str(ONE)] = Row(cell=str(ONE), outcome="waits", note=note), _bare(alone)
     for pattern in patterns:

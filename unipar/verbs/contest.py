@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 from unipar import devices
 from unipar.config import Batch, Config
 from unipar.errors import ConfigError, Stopped, TaskError, UniparError, WorldMismatch
-from unipar.memory.account import ORDER, PASSES
+from unipar.memory.account import ORDER, PASSES, Account
 from unipar.memory.meter import SETTLED, NoMeter, built, forgetful, preloading
 from unipar.plan import look_at_weights
 from unipar.report.board import Board
@@ -22,7 +22,7 @@ from unipar.report.comparison import Found, Row, spread
 from unipar.report.table import duration
 from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
-from unipar.verbs.contestant import Contestant
+from unipar.verbs.contestant import Contestant, Unwatched
 from unipar.verbs.sending import completed
 
 UNWATCHED = "memory was not watched"
@@ -164,7 +164,7 @@ class Contest(Generic[Now]):
         for name in list(self._in) if turns.watched else ():
             with self._failing(name) as run:
                 run.watch(turns.watched)
-                self._say(name, "was watched", note="was watched", memory=run.accounts())
+                self._say(name, "was watched", note="was watched", memory=self._accounts(name, run))
         for i, steps in enumerate(turns.rounds):
             for name in rotated(list(self._in), i):
                 with self._failing(name) as run:
@@ -177,7 +177,7 @@ class Contest(Generic[Now]):
         """One by one: what is whole is kept, whatever becomes of the rest."""
         for name in list(self._in):
             with self._failing(name) as run:
-                if watched:
+                if watched and self._row(name).memory:
                     whole = completed(run, self._row(name).memory, self._threads)
                     for account in whole:
                         account.write(run.run)
@@ -188,6 +188,14 @@ class Contest(Generic[Now]):
                 self._say(name, "has ended", outcome="ran", note=note, marks=run.marks(), **came)
                 self._hold(name)
             self._keep(self.now)
+
+    def _accounts(self, name: str, run: Contestant) -> list[Account]:
+        """None, and a note, where what watches broke: the cell itself goes on."""
+        try:
+            return run.accounts()
+        except Unwatched as e:
+            self._notes[name] = "; ".join(filter(None, [self._notes[name], f"{UNWATCHED}: {e}"]))
+            return []
 
     def _hold(self, name: str) -> None:
         """Only what trains the same is compared."""

@@ -13,16 +13,20 @@ from typing import Any, Final
 from unipar import folder, registry
 from unipar.config import Cell, Config
 from unipar.crew import MESSAGE, Crew
-from unipar.errors import NonFinite, ReportError, WorkerFailed
+from unipar.errors import NonFinite, ReportError, UniparError, WorkerFailed
 from unipar.memory.account import Account, read_account
 from unipar.report import Report
 from unipar.report.alike import Marks
 from unipar.short import At
 from unipar.task import TaskRef
 
-__all__ = ["MESSAGE", "Contestant", "results_of"]
+__all__ = ["MESSAGE", "Contestant", "Unwatched", "results_of"]
 
 ENTRY: Final = "unipar.verbs.turns:turns"
+
+
+class Unwatched(UniparError):
+    """What watches memory broke; what trains did not."""
 
 
 def results_of(run: Path, rank: int) -> Path:
@@ -95,9 +99,11 @@ class Contestant:
         return Marks.read(self.run, self.size)
 
     def accounts(self) -> list[Account]:
-        """Of each rank's memory, once it was watched; that takes a while."""
+        """Of each rank's memory, once it was watched; that takes a while. Unwatched, where a rank could not."""
         self._tell({"account": True})
-        self._answers()
+        for rank, answer in enumerate(self._answers()):
+            if answer["lost"]:
+                raise Unwatched(f"on rank {rank}, {answer['lost']}")
         return [read_account(self.run, rank) for rank in range(self.size)]
 
     def finish(self) -> tuple[list[float], dict[str, list[float]], list[int]]:

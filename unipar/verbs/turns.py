@@ -64,9 +64,11 @@ def _till(watching: Watching | None, folder: Path, error: Exception) -> None:
         return
     try:
         watching.cut(error)
-        watching.account().write(folder)
-    except Exception as e:  # there may be no memory left for it; the error itself matters more
-        error.add_note(f"what was seen of its memory could not be written down: {type(e).__name__}: {e}")
+        lost = watching.written(folder)
+    except OSError as e:
+        lost = str(e)
+    if lost:  # there may be no memory left for it; the error itself matters more
+        error.add_note(f"what was seen of its memory could not be written down: {lost}")
 
 
 class _Turn:
@@ -112,13 +114,12 @@ class _Turn:
         self._answer()
         while (told := self._told()).get("account"):
             assert self._watching is not None
-            self._watching.account().residing(self._resides).write(self._folder)
-            self._answer()
+            self._answer(lost=self._watching.written(self._folder, self._resides))
         self._left = told.get("go", 0)
         self._passes = told.get("watch", [])
 
-    def _answer(self) -> None:
-        self._control.sendall(json.dumps({"seconds": self._seconds}).encode())
+    def _answer(self, *, lost: str = "") -> None:
+        self._control.sendall(json.dumps({"seconds": self._seconds, "lost": lost}).encode())
         self._seconds = []
 
     def _told(self) -> dict[str, Any]:
