@@ -17,8 +17,9 @@ import pytest
 from tests.tiny import CONFIG
 from unipar import errors, registry
 from unipar.config import Cell, Config
+from unipar.report.comparison import Comparison, Row
 from unipar.source import read
-from unipar.verbs.compare import APART, compare, entered
+from unipar.verbs.compare import APART, compare, entered, wrong
 from unipar.verbs.contest import Turns, rotated
 
 TASK = '''
@@ -142,6 +143,22 @@ def test_a_backend_that_nobody_offers_is_an_error() -> None:
     """A typo is not a result."""
     with pytest.raises(errors.BackendNotFound, match="did you mean 'native'"):
         entered(config(parallel={"data": 2}), ("nativ/nothing",))
+
+
+def test_one_process_never_offloads() -> None:
+    """What cells keep elsewhere it keeps at hand: it is what their losses are held to."""
+    found = entered(config(model={"offload": "optimizer"}, device="cuda"), ("deepspeed/gradients",))
+    assert (found["single"][0].note, found["single"][1].model.offload) == ("without model.offload", "none")
+    assert found["deepspeed/gradients"][1].model.offload == "optimizer"
+
+
+def test_the_failure_of_what_others_are_held_to_is_said() -> None:
+    """In a table of several sizes it has no row of its own."""
+    rows = [Row(cell="single", outcome="failed", note="rank 0 was killed\nits log"), Row(cell="x", outcome="ran")]
+    told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "samples": 8, "warmup": 2}
+    assert wrong(Comparison(rows=rows, **told)) == [
+        "single, which the others are held to, has failed: rank 0 was killed"
+    ]
 
 
 def test_bf16_master_is_held_to_one_process_in_fp32() -> None:
@@ -356,6 +373,8 @@ def test_a_folder_of_somebody_else_is_no_place_for_worlds(given: dict[str, Any],
         compare(given, world=[1, 3])
     with pytest.raises(errors.ConfigError, match=r"--world: 2 does not scale: give two sizes or more"):
         compare(given, world=[2])
+    with pytest.raises(errors.Unsupported, match=r"single: it is one process, whatever the size of the world"):
+        compare(given, cells=("single",), world=[1, 2])
 
 
 def _children(pid: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from unipar import errors
 from unipar.report.comparison import Comparison, Row, agreement, spread
+from unipar.report.seen import Told
 from unipar.report.worlds import Scaling, World
 from unipar.verbs import kept
 
@@ -44,6 +47,7 @@ FAR = ran("deepspeed/gradients", [4.0, 3.5, 3.1])
         ([4.0, 3.00002], "5 digits", False),
         ([4.0, 3.2], "1 digit", False),
         ([4.0, 9.0], "0 digits", False),
+        ([4.0, 6.0], "0 digits", False),
     ],
 )
 def test_digits_come_from_the_largest_relative_difference(losses: list[float], text: str, within: bool) -> None:
@@ -58,6 +62,12 @@ def test_the_tolerance_is_held_over_the_first_twenty_steps() -> None:
     found = agreement([1.0] * 20 + [1.1] * 20, reference, 2e-6)
     assert (found.digits, found.within, found.step) == (0, True, 1)
     assert agreement([1.0] * 19 + [1.1] * 21, reference, 2e-6).within is False
+
+
+def test_a_loss_beside_one_of_zero_has_no_digits() -> None:
+    """The tolerance decides: rounding is no disagreement."""
+    found = [agreement([1.0, off], [1.0, 0.0], 2e-6) for off in (1e-17, 1e-3)]
+    assert [(str(one), one.within, one.step) for one in found] == [("0 digits", True, 2), ("0 digits", False, 2)]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +189,14 @@ def test_an_interrupted_comparison_shows_what_it_has() -> None:
 
 # What is kept
 
-OF = {"config": "a", "cells": ["single", "native/nothing"], "task": "b", "versions": {"torch": "2"}, "machine": "c"}
+OF = {
+    "config": "a",
+    "cells": ["single", "native/nothing"],
+    "task": "b",
+    "versions": {"torch": "2"},
+    "machine": "c",
+    "memory": "",
+}
 
 
 def test_a_finished_comparison_is_shown_again(tmp_path: Path) -> None:
@@ -231,7 +248,7 @@ def test_what_is_whole_is_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["config", "cells", "task", "weights", "threads", "versions", "machine"])
+@pytest.mark.parametrize("key", ["config", "cells", "task", "weights", "threads", "versions", "machine", "memory"])
 def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str) -> None:
     """The message says in what it differs; --overwrite clears it away."""
     kept.write(tmp_path, OF, compared(ONE, SAME))
@@ -243,6 +260,81 @@ def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str)
     )
     assert kept.earlier(tmp_path, other, overwrite=True) is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_memory_that_was_watched_otherwise_is_not_set_beside_this(tmp_path: Path, finished: bool) -> None:
+    """A compiler came between two goes: what the cells of the first hold is counted in another way."""
+    left = SAME if finished else replace(SAME, outcome="failed")
+    kept.write(tmp_path, OF | {"memory": "of torch's own tensors"}, compared(ONE, left))
+    with pytest.raises(errors.OutExists) as e:
+        kept.earlier(tmp_path, OF | {"memory": ""}, overwrite=False)
+    assert str(e.value) == (
+        f"{tmp_path} holds another comparison (other memory): give --overwrite to replace it, or another out"
+    )
+
+
+def _no_versions(data: dict[str, Any]) -> None:
+    del data["of"]["versions"]
+
+
+def _no_cells(data: dict[str, Any]) -> None:
+    data["cells"] = []
+
+
+def _fewer_losses(data: dict[str, Any]) -> None:
+    data["cells"][1]["losses"] = [1.0]
+
+
+def _no_losses(data: dict[str, Any]) -> None:
+    for cell in data["cells"]:
+        cell["losses"] = []
+
+
+def _words_for_seconds(data: dict[str, Any]) -> None:
+    data["cells"][1]["seconds"] = [["a"]]
+
+
+def _no_seconds(data: dict[str, Any]) -> None:
+    data["cells"][1]["seconds"] = []
+
+
+def _no_time(data: dict[str, Any]) -> None:
+    data["cells"][1]["seconds"] = [[0.0]]
+
+
+@pytest.mark.parametrize(
+    "spoil", [_no_cells, _fewer_losses, _no_losses, _words_for_seconds, _no_seconds, _no_time], ids=lambda f: f.__name__
+)
+def test_a_file_of_somebody_else_is_no_earlier_comparison(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], None]
+) -> None:
+    """It is said so, by the page too; with --overwrite it goes."""
+    kept.write(tmp_path, OF, compared(ONE, SAME))
+    file = tmp_path / kept.NAME
+    data = json.loads(file.read_text("utf-8"))
+    spoil(data)
+    file.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(errors.OutExists) as e:
+        kept.earlier(tmp_path, OF, overwrite=False)
+    assert str(e.value) == (
+        f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
+    )
+    with pytest.raises(errors.ReportError, match="is no comparison that unipar wrote: "):
+        Told.read(file)
+    assert kept.earlier(tmp_path, OF, overwrite=True) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_file_that_says_less_is_another_comparison(tmp_path: Path) -> None:
+    """What it does not say may have been anything."""
+    kept.write(tmp_path, OF, compared(ONE, SAME))
+    file = tmp_path / kept.NAME
+    data = json.loads(file.read_text("utf-8"))
+    _no_versions(data)
+    file.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(errors.OutExists, match=r"holds another comparison \(other versions\)"):
+        kept.earlier(tmp_path, OF, overwrite=False)
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:

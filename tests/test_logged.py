@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 import unipar
 from tests.launchers import environment, words
-from tests.world import short_folder
+from tests.world import ROOT, short_folder
 from unipar.ledger import Ledger, ledger_of
 from unipar.memory.account import read_account
 from unipar.memory.counting import NOTE, folded
@@ -149,6 +151,26 @@ def notes(*rows: tuple[int, int]) -> Events:
     made = np.zeros(len(rows), dtype=NOTE)
     made["address"], made["size"] = zip(*rows, strict=True)
     return made
+
+
+def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path) -> None:
+    """It trains to its end, says once that memory is watched no more, and why."""
+    (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path)), encoding="utf-8")
+    path = os.pathsep.join([str(ROOT / "tests/faulty"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "unipar", "run", str(tmp_path / "x.yaml"), "--backend", "faulty/nothing+nameless"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [row["said"] for row in Ledger.read(ledger_of(tmp_path / "out", 1)) if row["event"] == "memory"]
+    assert said == [
+        "each block is counted by a preloaded meter",
+        "watched no more: ArithmeticError: it cannot be said",
+    ]
+    assert Report.read(tmp_path / "out").steps == 6
 
 
 def test_what_is_forgotten_was_the_peak_all_the_same() -> None:

@@ -91,7 +91,7 @@ def held(row: Mapping[str, Any], phase: str, rank: int = 0) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cells = ("native/nothing", "native/parameters", "faulty/nothing+hidden-buffer")
+    cells = ("native/nothing", "native/parameters", "faulty/nothing+hidden-buffer", "faulty/nothing+nameless")
     return compared(tmp_path_factory.mktemp("memory"), *cells)
 
 
@@ -127,6 +127,17 @@ def test_a_hidden_buffer_of_an_engine_is_unattributed(found: dict[str, Any]) -> 
     for phase in ("forward", "backward", "update", "steady"):
         assert PLANTED <= held(row, phase)["unattributed"] < 1.1 * PLANTED
     assert "unattributed" in {block["category"] for block in row["memory"][0]["phases"][1]["largest"]}
+
+
+def test_what_breaks_in_watching_is_a_note(found: dict[str, Any]) -> None:
+    """The cell trains on, is timed and agrees; it has no memory, and says why."""
+    row = found["faulty/nothing+nameless"]
+    assert (row["outcome"], row["memory"]) == ("ran", [])
+    assert row["note"] == "memory was not watched: on rank 1, ArithmeticError: it cannot be said"
+    assert row["losses"] == found["faulty/nothing+hidden-buffer"]["losses"]
+    assert sum(map(len, row["seconds"])) == 3
+    assert f"faulty/nothing+nameless: {row['note']}" in " ".join(found["said"].split())
+    assert "no page" not in found["said"]
 
 
 def test_what_a_loss_keeps_outside_the_graph_is_unattributed(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def agreement(losses: Sequence[float], reference: Sequence[float], allowed: floa
     relative = max(off / size if size else math.inf for off, size in pairs if off) if any(p[0] for p in pairs) else None
     shares = [off / max(1.0, size) for off, size in pairs[:PROMISED]]
     worst = max(range(len(shares)), key=shares.__getitem__)
-    digits = None if relative is None else max(0, math.floor(-math.log10(relative)))
+    digits = None if relative is None else 0 if relative >= 1 else math.floor(-math.log10(relative))
     return Agreement(digits, worst + 1, pairs[worst][0], shares[worst] <= allowed)
 
 

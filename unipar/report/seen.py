@@ -93,7 +93,7 @@ class Told:
             raise ReportError(f"{place} holds a {kind}, and no comparison")
         data = mapping(file, "comparison")
         problems: list[str] = []
-        compared, folder = _comparison(file, data), file.parent
+        compared, folder = comparison_of(file, data), file.parent
         of = data.get("of")
         of = of if isinstance(of, dict) else {}
         asked = asked_of(folder, compared.name)
@@ -155,7 +155,8 @@ def mapping(file: Path, what: str) -> dict[str, Any]:
     return data
 
 
-def _comparison(file: Path, data: dict[str, Any]) -> Comparison:
+def comparison_of(file: Path, data: dict[str, Any]) -> Comparison:
+    """What a file's mapping tells; an error where unipar has not written it."""
     try:
         raw = Comparison.from_json(data)
         found = TypeAdapter(Comparison).validate_python(vars(raw) | {"rows": [vars(row) for row in raw.rows]})
@@ -164,14 +165,21 @@ def _comparison(file: Path, data: dict[str, Any]) -> Comparison:
         raise ReportError(f"{file} is no comparison that unipar wrote: {said}") from None
     if not found.rows:
         raise ReportError(f"{file} is no comparison that unipar wrote: it has no cells")
-    if (one := found.reference) is not None:
-        for row in found.rows:
-            if row.outcome == "ran" and len(row.losses) != len(one.losses):
-                raise ReportError(
-                    f"{file} is no comparison that unipar wrote: {row.cell} has {len(row.losses)} losses, "
-                    f"{one.cell} has {len(one.losses)}"
-                )
+    one = found.reference
+    for row in found.rows:
+        said = _unfinished(row) if row.outcome == "ran" else ""
+        if not said and one is not None and row.outcome == "ran" and len(row.losses) != len(one.losses):
+            said = f"{row.cell} has {len(row.losses)} losses, {one.cell} has {len(one.losses)}"
+        if said:
+            raise ReportError(f"{file} is no comparison that unipar wrote: {said}")
     return found
+
+
+def _unfinished(row: Row) -> str:
+    """What a row that ran must have, and has not."""
+    if not row.losses:
+        return f"{row.cell} ran and has no losses"
+    return "" if row.timed and min(row.timed) > 0 else f"{row.cell} ran and has steps that took no time"
 
 
 def _seen(folder: Path, row: Row, problems: list[str]) -> Seen:

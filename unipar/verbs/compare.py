@@ -20,6 +20,7 @@ from unipar.report.answer import answer
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row
 from unipar.report.seen import Told, asked_of
+from unipar.report.table import counted
 from unipar.report.worlds import Scaling, World
 from unipar.source import Source
 from unipar.task import Task
@@ -105,7 +106,7 @@ def compared(
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": ranks})})
     entrants = entered(config, tuple(cells) or config.compare.cells)
     each = threads(max(ranks, widest))
-    of = kept.identity(config, list(entrants), asked.ref, each)
+    of = kept.identity(config, list(entrants), asked.ref, each, asked.unwatched)
     first = Comparison(
         name=asked.source.name,
         out=str(folder),
@@ -154,6 +155,8 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
     settings = settings.model_copy(update={"batch": same_total(settings.batch, ranks[0])})
     asked = replace(asked, source=replace(asked.source, config=settings))
     sizes = {n: settings.batch.settle(n) for n in ranks}
+    if list(entered(settings, tuple(cells) or settings.compare.cells)) == [str(ONE)]:
+        raise Unsupported(str(ONE), ["it is one process, whatever the size of the world"])
     found: dict[int, Comparison] = {}
     with owned(out):
         only_ours(out, "compare", (FIGURES, NAME))
@@ -185,12 +188,20 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
             held=settings.train.sync_every is None,
             unwatched=asked.unwatched,
             interrupted=any(one.interrupted for one in found.values()),
-            wrong=tuple(f"{n} ranks: {said}" for n, one in found.items() if one.disagree for said in one.verdict()),
+            wrong=tuple(f"{counted(n, 'rank')}: {said}" for n, one in found.items() for said in wrong(one)),
             versions=versions(Cell.parse(cell).backend for cell in rows[0]),
             machine=machine(),
         ).sifted()
         why = kept.unkept(out, lambda: write_whole(out / FIGURES, json.dumps(now.to_json(), indent=2) + "\n"))
         return replace(now, unkept=why, note=beside(lambda: written(worlds_page.page(now), out / NAME)))
+
+
+def wrong(one: Comparison) -> list[str]:
+    """What a table that has not `single` must say of a comparison."""
+    first = one.rows[0]
+    if first.outcome == "failed":
+        return [f"single, which the others are held to, has failed: {first.note.splitlines()[0]}"]
+    return one.verdict() if one.disagree else []
 
 
 def _apart(row: Row) -> str:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from unipar.config import Cell, Config
-from unipar.errors import OutExists
+from unipar.errors import ConfigError, OutExists, ReportError
 from unipar.folder import write_whole
 from unipar.installed import machine, versions
 from unipar.report.comparison import Comparison
+from unipar.report.seen import comparison_of, inner, mapping
 from unipar.report.sheet import sheet
 from unipar.task import TaskRef
 
@@ -23,11 +24,11 @@ SHEET = "compare.csv"
 
 
 _QUESTION = ("config", "cells", "task", "weights", "threads")
-_PLACE = ("versions", "machine")
+_PLACE = ("versions", "machine", "memory")
 
 
-def identity(config: Config, cells: Sequence[str], ref: TaskRef, threads: str) -> dict[str, Any]:
-    """What must be the same for an earlier answer to hold."""
+def identity(config: Config, cells: Sequence[str], ref: TaskRef, threads: str, unwatched: str) -> dict[str, Any]:
+    """What must be the same for an earlier answer to hold; `unwatched`: what of the memory is not seen."""
     text = config.model_dump_json(exclude={"out"})
     return {
         "config": hashlib.sha256(text.encode()).hexdigest(),
@@ -37,6 +38,7 @@ def identity(config: Config, cells: Sequence[str], ref: TaskRef, threads: str) -
         "threads": threads,
         "versions": versions(Cell.parse(cell).backend for cell in cells),
         "machine": machine(),
+        "memory": unwatched,
     }
 
 
@@ -68,11 +70,11 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
             raise OutExists(f"{folder} is there and holds no {NAME}: move it away, or give another out")
         return None
     try:
-        data: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        old: dict[str, Any] = data["of"]
-        cells: list[str] = old["cells"]
-        found = Comparison.from_json(data)
-    except (ValueError, LookupError, TypeError):
+        data = mapping(file, "comparison")
+        old = inner(data, "of")
+        cells = [Cell.parse(cell).slug for cell in old["cells"]]
+        found = comparison_of(file, data)
+    except (ReportError, ConfigError, LookupError, TypeError):
         if not overwrite:
             said = "is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
             raise OutExists(f"{file} {said}") from None
@@ -81,7 +83,7 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
     whole = [] if overwrite else [row.cell for row in found.rows if row.outcome == "ran"]
     if not overwrite:
         differ = [key for key in _QUESTION if old.get(key) != of.get(key)]
-        differ += [key for key in _PLACE if whole and not _holds(old[key], of[key])]
+        differ += [key for key in _PLACE if whole and not _holds(old.get(key), of[key])]
         if differ:
             raise OutExists(
                 f"{folder} holds another comparison (other {', '.join(differ)}): "
@@ -89,9 +91,8 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
             )
         if found.finished:
             return replace(found, note=f"from {file}; --overwrite runs it again")
-    for cell in cells:
-        if cell not in whole:
-            shutil.rmtree(folder / Cell.parse(cell).slug, ignore_errors=True)
+    for slug in {*cells} - {Cell.parse(cell).slug for cell in whole}:
+        shutil.rmtree(folder / slug, ignore_errors=True)
     if whole:
         return found
     _remove(folder)

@@ -33,6 +33,7 @@ FAULTS = (
     "wrong-module",
     "dies",
     "hidden-buffer",
+    "nameless",
 )
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
-from unipar.backend import Around, Engine, Fn, Mark, Micro, Part, Step
+from unipar.backend import Around, Engine, Fn, Holding, Mark, Micro, Part, Step
 from unipar.birth import arrive
 from unipar.config import Config
 from unipar.data import Feed
@@ -294,6 +294,20 @@ class HiddenBuffer(Healthy):
         self.hidden = torch.ones(1_250_000)
 
 
+@final
+class Nameless(Healthy):
+    """In a watched step the second rank cannot say what it holds."""
+
+    asked = 0
+
+    @override
+    def held_beside(self) -> Iterator[Holding]:
+        self.asked += 1
+        if self.asked > 3 and dist.get_rank() == 1:
+            raise ArithmeticError("it cannot be said\nof any tensor")
+        yield from super().held_beside()
+
+
 KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "none": Healthy,
     "other-start": OtherStart,
@@ -314,4 +328,5 @@ KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "wrong-module": WrongModule,
     "dies": Dies,
     "hidden-buffer": HiddenBuffer,
+    "nameless": Nameless,
 }
