@@ -1,27 +1,28 @@
-"""report.html: what it says, what it holds, and what it does with folders that are not as they should be."""
+"""report.html: what it says and what it holds."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.comparisons import P, account, made
-from unipar.errors import ReportError
+from tests.comparisons import account, made, rewritten
 from unipar.memory.account import Block, Phase
+from unipar.memory.counting import Meter
+from unipar.memory.history import History
+from unipar.memory.profiled import Profiled
 from unipar.report import change
 from unipar.report.answer import answer
 from unipar.report.bars import stacked
 from unipar.report.cuda import Predicted, predicted
+from unipar.report.memory import included, remarks
 from unipar.report.page import page
-from unipar.report.plots import front, parted, shade, spots, thinned
+from unipar.report.plots import front, pareto, parted, shade, spots, thinned
 from unipar.report.seen import Told
 from unipar.report.svg import Scale, doubled, marks
-from unipar.verbs.report import beside, report
+from unipar.verbs.report import report
 
 MIB = 2**20
 
@@ -29,14 +30,6 @@ MIB = 2**20
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return made(tmp_path / "run")
-
-
-def rewritten(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    file = run / "compare/compare.json"
-    data = json.loads(file.read_text("utf-8"))
-    change(data)
-    file.write_text(json.dumps(data), encoding="utf-8")
-    return run
 
 
 def test_the_first_sentence(run: Path) -> None:
@@ -172,93 +165,34 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
     assert "<td>–</td><td>~640 MiB</td><td>–</td>" in text
 
 
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ((Meter.method, Meter.method), "every block counted"),
+        ((Profiled.method, Profiled.method), "only torch's own tensors counted"),
+        ((History.method,), "what torch's CUDA allocator gave counted"),
+        (
+            (Profiled.method, Meter.method),
+            "not counted alike by every rank (every block counted; only torch's own tensors counted)",
+        ),
+        (("a stranger's, by hand",), "counted by: a stranger's, by hand"),
+    ],
+)
+def test_what_is_counted_depends_on_who_counts(methods: tuple[str, ...], said: str) -> None:
+    """The preloaded meter sees every block, torch's profiler tensors alone."""
+    accounts = [account("single", rank, method=method) for rank, method in enumerate(methods)]
+    assert included(accounts) == said
+    assert remarks(accounts)[0] == (
+        f"allocated here: the peak beyond the base of the largest rank, {said}; its parts add up to it"
+    )
+
+
 def test_the_config_and_the_command_to_repeat_it(run: Path) -> None:
     """Every key as it was asked, what differs in a cell, and a line to type."""
     text = page(Told.read(run))
     assert "train.steps: 12\ntrain.optimizer.fused: false</pre>" in text
     assert '<th scope="row" class="text">horovod/nothing</th><td class="text">backend</td>' in text
     assert f"unipar compare {run}/compare/asked/quickstart.json --out {run} --cell native/nothing --cell" in text
-
-
-def test_a_truncated_account_leaves_the_rest(run: Path) -> None:
-    """A sentence on the page; the other ranks and cells are shown."""
-    cut = run / "compare/native-parameters/rank-0.memory.json"
-    cut.write_bytes(cut.read_bytes()[:500])
-    foreign = run / "compare/native-nothing/rank-1.memory.json"
-    account("native/nothing", 7).write(foreign.parent)
-    (foreign.parent / "rank-7.memory.json").replace(foreign)
-    told = Told.read(run)
-    assert told.problems == (
-        f"{foreign} tells of rank 7: it is left out",
-        f"{cut} is not the account of a rank's memory (the whole file: Invalid JSON: EOF while parsing a string at "
-        "line 1 column 500): it is left out",
-    )
-    assert [len(cell.memory) for cell in told.cells] == [1, 1, 1, 2, 2, 2, 0]
-    assert f'<p class="worry">{cut} is not the account of a rank&#x27;s memory (the whole' in page(told)
-
-
-def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
-    """Parameters come from the other cells; the config's sentence is on the page."""
-    (run / "compare/single/rank-0.jsonl").write_text('{"event": "sta', encoding="utf-8")
-    (run / "compare/single/config.json").write_text("[1", encoding="utf-8")
-    told = Told.read(run)
-    assert told.parameters == P
-    (problem,) = told.problems
-    assert problem.startswith(f"{run}/compare/single/config.json cannot be read: it is cut short or is no JSON (")
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ('{"name": "x"', "cannot be read: it is cut short or is no JSON ("),
-        ("[]", "is no comparison: it holds no mapping"),
-        ("{}", "is no comparison that unipar wrote: no key 'cells'"),
-        ('{"cells": []}', "is no comparison that unipar wrote: no key 'name'"),
-        ('{"cells": 3}', "is no comparison that unipar wrote: 'int' object is not iterable"),
-    ],
-)
-def test_a_foreign_comparison_is_a_sentence(run: Path, text: str, sentence: str) -> None:
-    """It is not touched."""
-    file = run / "compare/compare.json"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(ReportError) as e:
-        report(run)
-    assert str(e.value).startswith(f"{file} {sentence}")
-    assert file.read_text("utf-8") == text
-    assert beside(lambda: report(run / "compare")).startswith(f"no page: {file} {sentence}")
-
-
-def test_foreign_figures_are_a_sentence(run: Path) -> None:
-    """Losses that are words; losses of another number of steps; no cells at all."""
-    file = run / "compare/compare.json"
-    rewritten(run, lambda data: data["cells"][2].update(losses=["a", "b"]))
-    with pytest.raises(ReportError, match="is no comparison that unipar wrote: 2 validation errors for "):
-        Told.read(run)
-    rewritten(run, lambda data: data["cells"][2].update(losses=[1.0]))
-    said = "is no comparison that unipar wrote: native/parameters has 1 losses, single has 12"
-    with pytest.raises(ReportError, match=re.escape(f"{file} {said}")):
-        Told.read(run)
-    rewritten(run, lambda data: (data.update(samples="many"), data["cells"][2].update(losses=[1.0] * 12)))
-    with pytest.raises(ReportError, match="1 validation error for Comparison"):
-        Told.read(run)
-    rewritten(run, lambda data: data.update(samples=8, cells=[]))
-    with pytest.raises(ReportError, match="is no comparison that unipar wrote: it has no cells"):
-        Told.read(run)
-
-
-def test_a_page_that_cannot_be_written_is_a_sentence(run: Path) -> None:
-    """Nothing half written stays, and compare goes on with the sentence."""
-    (run / "compare/report.html").mkdir()
-    (run / "compare/report.html/x").touch()
-    with pytest.raises(ReportError) as e:
-        report(run)
-    assert str(e.value) == (
-        f"{run}/compare/report.html cannot be written: Is a directory; --out FILE takes another place"
-    )
-    assert beside(lambda: report(run / "compare")) == f"no page: {e.value}"
-    with pytest.raises(ReportError, match=r"no/where\.html cannot be written: No such file or directory; --out FILE"):
-        report(run, out=run / "no/where.html")
-    assert list(run.glob("**/.report*")) == []
 
 
 def test_the_page_lies_where_it_is_wanted(run: Path, tmp_path: Path) -> None:
@@ -285,6 +219,18 @@ def test_two_comparisons_over_one_another(run: Path, tmp_path: Path) -> None:
     text = page(now, before)
     assert 'class="curve before"' in text
     assert 'class="point before"' in text
+
+
+def test_what_a_cell_held_till_it_failed_is_no_change(run: Path, tmp_path: Path) -> None:
+    """On either side: its memory is not all known, and it has no time."""
+    later = made(tmp_path / "later", scale=0.9)
+    before, now = Told.read(run), Told.read(later)
+    assert "deepspeed/gradients+library holds 10.0 % less memory (704 MiB to 634 MiB)" in change.sentence(before, now)
+    for told, peaks in ((later, ("704 MiB", "-")), (run, ("-", "-"))):
+        rewritten(told, lambda data: data["cells"][4].update(outcome="failed", note="no"))
+        before, now = Told.read(run), Told.read(later)
+        assert "deepspeed/gradients+library" not in change.sentence(before, now)
+        assert change.rows(before, now)[4][:4] == ["deepspeed/gradients+library", *peaks, "-"]
 
 
 def test_two_machines_are_a_warning(run: Path, tmp_path: Path) -> None:
@@ -331,6 +277,17 @@ def test_a_long_curve_keeps_its_peak() -> None:
 def test_the_front_holds_what_no_other_beats() -> None:
     """Memory first, samples a second after it: more of the one must buy more of the other."""
     assert front({"a": (10, 5), "b": (20, 4), "c": (20, 9), "d": (30, 9), "e": (5, 1)}) == ["e", "a", "c"]
+
+
+def test_one_process_is_a_point_and_not_on_the_front(run: Path) -> None:
+    """It has all samples to itself, and is the fastest here by far; the line leads past it."""
+    one = rewritten(run, lambda data: data["cells"][0].update(seconds=[[0.001] * 3] * 3))
+    drawn = re.findall(r'class="(point[^"]*)"[^>]*><title>([^:]+):', pareto(Told.read(one), None, 900))
+    assert ("point", "single") in drawn
+    assert [name for kind, name in drawn if kind == "point best"] == [
+        *("native/parameters", "deepspeed/gradients", "native/nothing")
+    ]
+    assert "Filled: no other cell beats it in both. single, one process, is not ranked." in page(Told.read(one))
 
 
 def test_words_do_not_lie_upon_one_another() -> None:

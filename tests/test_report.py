@@ -59,7 +59,8 @@ def test_a_report_prints_as_a_few_lines(run: Path) -> None:
     assert text == (
         "cell        native/nothing, 2 ranks\n"
         "parameters  8,926,848\n"
-        "steps       12 in 6.0 s\n"
+        "steps       12\n"
+        "time        6.0 s from the first event to the last\n"
         "loss        4.5000 at step 1, 3.2500 at step 10\n"
         "evaluation  loss 3.5000, accuracy 0.2500 at step 10\n"
         "peak RSS    5.0 MiB on the largest rank\n"
@@ -81,7 +82,7 @@ def test_a_stopped_run_says_so(tmp_path: Path) -> None:
     wrote(tmp_path, 0, [*EVENTS[:2], {"event": "stopped", "time": 105.0, "step": 7}])
     report = Report.read(tmp_path)
     assert (report.steps, report.stopped) == (7, 7)
-    assert "steps       7 in 5.0 s, stopped by a signal after step 7" in str(report)
+    assert "steps       7, stopped by a signal after step 7\ntime        5.0 s from the first event" in str(report)
 
 
 def test_ranks_are_read_by_number(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def test_a_run_has_a_page(run: Path) -> None:
     """What became of it, its losses and times with a table behind each, memory, config, versions, command."""
     assert report(run) == run / "report.html"
     text = (run / "report.html").read_text("utf-8")
-    assert "<h1>The loss is 4.5000 at step 1 and 3.2500 at step 10: 12 steps in 6.0\N{NO-BREAK SPACE}s.</h1>" in text
+    took = "12 steps; 6.0\N{NO-BREAK SPACE}s from the first event to the last"
+    assert f"<h1>The loss is 4.5000 at step 1 and 3.2500 at step 10: {took}.</h1>" in text
     assert "unipar run · run · native/nothing · 2 ranks · 8,926,848 parameters" in text
     assert '<p class="badge good"><b aria-hidden="true">✓</b> it came to its end</p>' in text
     assert "Ran on A Processor, 2 cores, 24\N{NO-BREAK SPACE}GiB of memory, torch 2.13.0." in text.replace(
@@ -125,6 +126,17 @@ def test_two_runs_over_one_another(run: Path, tmp_path: Path) -> None:
     assert "They were measured on different machines" in text
 
 
+@pytest.mark.parametrize(("use", "same"), [("/y/task.py:Sums", True), ("/x/task.py:Other", False), ("a.b:Sums", False)])
+def test_another_task_is_another_config(run: Path, tmp_path: Path, use: str, *, same: bool) -> None:
+    """Its class and its file's name tell which; another folder is the same project, checked out twice."""
+    later = plain(tmp_path / "later")
+    told = json.loads((later / "config.json").read_text("utf-8")) | {"task": {"use": use}}
+    (later / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    text = report(run, later).read_text("utf-8")
+    row = f'<td class="text">&quot;/x/task.py:Sums&quot;</td><td class="text">&quot;{use}&quot;</td>'
+    assert ("Both configs say the same." in text, row in text) == (same, not same)
+
+
 def test_a_real_run(tmp_path: Path) -> None:
     """Its folder names the versions and the machine; its page is made from there."""
     launch(CONFIG | {"out": str(tmp_path / "out"), "parallel": {"data": 1}}, task=Tiny, quiet=True)
@@ -132,7 +144,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert {"python", "unipar", "torch"} <= ran.versions.keys()
     assert ran.machine.keys() == MACHINE.keys()
     assert (ran.problems, ran.ended, ran.command) == ((), True, "")
-    assert "12 steps in" in report(tmp_path / "out").read_text("utf-8")
+    assert "12 steps; " in report(tmp_path / "out").read_text("utf-8")
 
 
 def test_a_scaling_has_its_page_again(tmp_path: Path) -> None:

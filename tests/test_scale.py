@@ -203,7 +203,8 @@ def test_the_remarks(found: Scaling) -> None:
     ("cores", "threads", "device", "said"),
     [
         (2, "2", "cpu", "2 cores, 2 threads a rank; in worlds of more than 1 rank they share cores, which no cell"),
-        (1, "2", "cpu", "1 core, 2 threads a rank; in worlds of more than 0 ranks they share cores"),
+        (1, "2", "cpu", "1 core, 2 threads a rank: one rank alone has more threads than there are cores, which no"),
+        (2, "", "cpu", "whether ranks share cores is not known"),
         (9, "2", "cuda", "9 cores, 2 threads a rank, a GPU each"),
         (9, "2", "cuda:0", "all ranks share cuda:0: no efficiency here is that of a GPU a rank"),
     ],
@@ -212,6 +213,13 @@ def test_what_ranks_share(found: Scaling, cores: int, threads: str, device: str,
     """Cores where there are too few of them, or one GPU."""
     told = made(*zip(found.worlds, found.rows, strict=True), cores=cores, threads=threads, device=device)
     assert said in told.shared()
+
+
+def test_memory_says_who_counted() -> None:
+    """Without a compiler not every block is."""
+    watched = two_cells()
+    said = "allocated: the peak of the largest rank beyond its base, only torch's own tensors counted"
+    assert said in watched.remarks()
 
 
 def test_losses_that_part_are_named() -> None:

@@ -104,7 +104,8 @@ class Report:
         ranks = "one process" if self.size == 1 else f"{self.size} ranks"
         rows = [("cell", f"{self.cell}, {ranks}"), ("parameters", f"{self.parameters:,}")]
         how = f", stopped by a signal after step {self.stopped}" if self.stopped is not None else ""
-        rows.append(("steps", f"{self.steps} in {duration(self.seconds)}{how}"))
+        rows.append(("steps", f"{self.steps}{how}"))
+        rows.append(("time", f"{duration(self.seconds)} from the first event to the last"))
         series = {f"loss of {name}": losses for name, losses in self.parts.items()} or {"loss": self.losses}
         for name, losses in series.items():
             if losses:

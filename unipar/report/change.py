@@ -9,18 +9,19 @@ from typing import Any
 from unipar.report.seen import Told
 from unipar.report.table import duration, size
 
-SILENT = ("out", "task.use", "compare.")
+SILENT = ("out", "compare.")
 """Keys that say where a run lies, and not what it is."""
 
 
 def sentence(before: Told, now: Told) -> str:
     """What became of each cell that is in both, in one line: the one whose memory or time changed most."""
     pairs = [(a, b) for b in now.cells if (a := before.cell(b.cell)) is not None]
+    was, held = _peaks(before), _peaks(now)
     said: list[tuple[float, str]] = []
-    for a, b in pairs:
-        if a.fullest is not None and b.fullest is not None and a.peak:
-            part = b.peak / a.peak - 1
-            said.append((abs(part), f"{b.cell} holds {_percent(part)} memory ({size(a.peak)} to {size(b.peak)})"))
+    for cell in held:
+        if one := was.get(cell):
+            part = held[cell] / one - 1
+            said.append((abs(part), f"{cell} holds {_percent(part)} memory ({size(one)} to {size(held[cell])})"))
     times = [
         (abs(part := b.middle / a.middle - 1), f"{b.cell} takes {_percent(part)} time a step")
         for a, b in pairs
@@ -30,6 +31,11 @@ def sentence(before: Told, now: Told) -> str:
     return f"Since {before.folder}: " + (", ".join(words) if words else "no cell is in both") + "."
 
 
+def _peaks(told: Told) -> dict[str, int]:
+    """By cell; of one that failed not all is known."""
+    return {cell.cell: cell.peak for cell in told.measured}
+
+
 def _percent(part: float) -> str:
     return "as much" if abs(part) < 0.0005 else f"{abs(part) * 100:.1f} % {'less' if part < 0 else 'more'}"
 
@@ -37,9 +43,10 @@ def _percent(part: float) -> str:
 def rows(before: Told, now: Told) -> list[list[str]]:
     """By cell: memory before and now, time before and now, each with its difference."""
     made: list[list[str]] = []
+    known = [_peaks(before), _peaks(now)]
     for b in now.cells:
         a = before.cell(b.cell)
-        peaks = [c.peak if c is not None and c.fullest is not None else None for c in (a, b)]
+        peaks = [held.get(b.cell) for held in known]
         times = [c.middle if c is not None and c.timed else None for c in (a, b)]
         made.append([b.cell, *_both(peaks, size), *_both(times, duration)])
     return made
@@ -54,7 +61,13 @@ def _both(values: Sequence[float | None], words: Callable[[float], str]) -> list
 def keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[list[str]]:
     """The keys of two configs that differ, with both values."""
     names = [key for key in {**before, **now} if not key.startswith(SILENT)]
-    return [[k, said(before.get(k)), said(now.get(k))] for k in names if before.get(k) != now.get(k)]
+    return [[k, said(before.get(k)), said(now.get(k))] for k in names if _meant(before, k) != _meant(now, k)]
+
+
+def _meant(config: Mapping[str, Any], key: str) -> Any:
+    """A task is its file's name and its class, wherever the file lies."""
+    value = config.get(key)
+    return value.rpartition("/")[2] if key == "task.use" and isinstance(value, str) else value
 
 
 def said(value: Any) -> str:

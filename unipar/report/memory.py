@@ -21,6 +21,13 @@ _COLUMNS: Final = {
 }
 """Columns of the table, and the categories in each."""
 
+_COUNTED: Final = {
+    "malloc": "every block counted",
+    "torch's own allocator": "only torch's own tensors counted",
+    "torch's CUDA allocator": "what torch's CUDA allocator gave counted",
+}
+"""What is counted, by how the account's method begins."""
+
 
 def fullest(accounts: Sequence[Account]) -> Account:
     """The rank that allocates the most."""
@@ -52,6 +59,12 @@ def varied(cells: Iterable[tuple[str, Sequence[Account]]]) -> list[str]:
     found = [(cell, fullest(accounts).peaks) for cell, accounts in cells]
     said = [f"{c} {low} to {high}" for c, p in found if p and (low := size(min(p))) != (high := size(max(p)))]
     return [f"peaks of the watched steps: {', '.join(said)}; elsewhere they are the same"] if said else []
+
+
+def included(accounts: Iterable[Account]) -> str:
+    """What the figures hold, which depends on who counted."""
+    said = sorted({_COUNTED.get(a.method.partition(",")[0], f"counted by: {a.method}") for a in accounts})
+    return said[0] if len(said) == 1 else f"not counted alike by every rank ({'; '.join(said)})"
 
 
 def memory_tables(cells: Sequence[tuple[str, Sequence[Account]]], width: int) -> list[str]:
@@ -102,7 +115,8 @@ def remarks(accounts: Sequence[Account]) -> list[str]:
     gpus = sorted({a.on.name for a in accounts if a.on is not None})
     if not gpus:
         return [
-            "allocated here: the peak beyond the base of the largest rank, every block counted; its parts add up to it",
+            f"allocated here: the peak beyond the base of the largest rank, {included(accounts)}; "
+            "its parts add up to it",
             "resident here: the same as the system counts it; on CUDA: predicted, allocated + context + NCCL + "
             "rounding",
         ]

@@ -306,11 +306,12 @@ def _pareto(told: Told, before: Told | None) -> str:
         return ""
     rows = [[c.cell, size(c.peak), f"{told.found.samples / c.middle:.1f}"] for c in cells]
     table = tabled(["cell", "memory at the peak", "samples/s"], rows, "Throughput and memory")
+    aside = f" {one.cell}, one process, is not ranked." if (one := told.found.reference) is not None else ""
     moved = " A line leads from where a cell was before." if before is not None and before.measured else ""
     return section(
         "pareto",
         "Throughput against memory",
-        said(f"Better is up and to the left. Filled: no other cell beats it in both.{moved}"),
+        said(f"Better is up and to the left. Filled: no other cell beats it in both.{aside}{moved}"),
         figure(lambda width: pareto(told, before, width), table),
     )
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from unipar.memory.account import Account
+from unipar.report.answer import ranked
 from unipar.report.bars import SMALL, sizes
 from unipar.report.comparison import tolerance
 from unipar.report.seen import Seen, Told
@@ -205,17 +206,16 @@ def pareto(told: Told, before: Told | None, width: int) -> str:
     drawing.text(x.start + 6, y.end + 4, "samples a second", "tick")
     places = {n: (x(a), y(b)) for n, (a, b) in now.items()}
     olden = [(x(a), y(b)) for a, b in was.values()]
-    drawing.way([places[n] for n in front(now)], "front")
+    best = front({c.cell: now[c.cell] for c in ranked(cells, told)})
+    drawing.way([places[n] for n in best], "front")
     for name, (a, b) in was.items():
         drawing.line((x(a), y(b)), places[name], "arrow")
         drawing.dot((x(a), y(b)), 4, "point before", f"before, {name}: {size(a)}, {b:.1f} samples/s")
     for name, (a, b) in now.items():
-        kind = "point best" if name in front(now) else "point"
+        kind = "point best" if name in best else "point"
         drawing.dot(places[name], 5, kind, f"{name}: {size(a)}, {b:.1f} samples/s")
     words = {n: str(i) for i, n in enumerate(now, 1)} if small else {n: n for n in now}
-    for name, (spot, anchor_end) in spots(
-        places, words, x, y, [*olden, *along([places[n] for n in front(now)])]
-    ).items():
+    for name, (spot, anchor_end) in spots(places, words, x, y, [*olden, *along([places[n] for n in best])]).items():
         (px, py), (sx, sy) = places[name], spot
         if math.hypot(sx - px, sy - py) > 30:
             drawing.line((px, py), (sx, sy - 4), "link")

@@ -35,7 +35,7 @@ def page(ran: Ran, before: Ran | None = None) -> str:
 def answer(ran: Ran) -> str:
     """What became of it, in one line."""
     found = ran.report
-    took = f"{counted(found.steps, 'step')} in {duration(found.seconds)}"
+    took = f"{counted(found.steps, 'step')}; {duration(found.seconds)} from the first event to the last"
     if not found.losses:
         return f"{took}; no loss was written down."
     (first, a), (last, b) = found.losses[0], found.losses[-1]

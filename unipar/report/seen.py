@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 from pydantic import TypeAdapter, ValidationError
 
 from unipar import registry
-from unipar.config import Cell
+from unipar.config import Cell, Config
 from unipar.errors import ConfigError, ReportError, UniparError
 from unipar.ledger import ledger_of
 from unipar.memory.account import Account, accounts
@@ -188,7 +188,8 @@ def _seen(folder: Path, row: Row, problems: list[str]) -> Seen:
     except ConfigError:
         return Seen(row=row, config={})
     at = folder / cell.slug
-    seen = Seen(row=row, memory=tuple(accounts(at, problems)), config={}, parameters=_parameters(at))
+    begun = _parameters(at, problems if row.outcome in ("ran", "unlike") else [])  # others may not have come to a start
+    seen = Seen(row=row, memory=tuple(accounts(at, problems)), config={}, parameters=begun)
     if (at / CONFIG).exists():
         seen = replace(seen, config=config_of(at / CONFIG, problems))
     try:
@@ -200,21 +201,32 @@ def _seen(folder: Path, row: Row, problems: list[str]) -> Seen:
 
 def config_of(file: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return flat(mapping(file, "config"))
+        data = mapping(file, "config")
     except ReportError as e:
         problems.append(str(e))
         return {}
+    if data.keys() & Config.model_fields.keys():
+        return flat(data)
+    problems.append(f"{file} is no config that unipar wrote: no key of it is one of a config; it is left out")
+    return {}
 
 
-def _parameters(at: Path) -> int:
-    """As rank 0's first line says; 0 where it says nothing."""
-    try:
-        with ledger_of(at, 0).open(encoding="utf-8") as lines:
-            first = json.loads(next(lines, "{}"))
-    except (OSError, ValueError):
+def _parameters(at: Path, problems: list[str]) -> int:
+    """As rank 0's first events say; 0 where they cannot be read, or it never began."""
+    file = ledger_of(at, 0)
+    if not file.exists():
         return 0
-    said = first.get("parameters") if isinstance(first, dict) else None
-    return said if isinstance(said, int) else 0
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                if row["event"] == "start":
+                    return int(row["parameters"])
+        why = "no start of a run is in it"
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        why = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
+    problems.append(f"{file} cannot be read as a rank's ledger ({why}): it is left out")
+    return 0
 
 
 def inner(of: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from unipar.errors import ReportError
 from unipar.report.alike import unlike
 from unipar.report.comparison import HEADS, Agreement, Found, Row, agreement, row_json, row_of, spread, tolerance
-from unipar.report.memory import largest
+from unipar.report.memory import included, largest
 from unipar.report.table import blocks, counted, size
 
 Kind = Literal["strong", "weak"]
@@ -190,8 +190,8 @@ class Scaling(Found):
             self.shared(),
             *self.timing(),
         ]
-        if any(row.memory for row in self.rows):
-            lines.append("allocated: the peak of the largest rank beyond its base, every block counted")
+        if accounts := [account for row in self.rows for account in row.memory]:
+            lines.append(f"allocated: the peak of the largest rank beyond its base, {included(accounts)}")
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         if self.unwatched:
@@ -205,8 +205,12 @@ class Scaling(Found):
             return f"{what}; all ranks share {self.device}: no efficiency here is that of a GPU a rank"
         if self.device != "cpu":
             return f"{what}, a GPU each"
-        free = self.cores // int(self.threads) if self.threads.isdecimal() and int(self.threads) else 0
-        if free and all(world.ranks <= free for world in self.worlds):
+        if not self.threads.isdecimal() or not int(self.threads):
+            return f"{what}; whether ranks share cores is not known"
+        free = self.cores // int(self.threads)
+        if not free:
+            return f"{what}: one rank alone has more threads than there are cores, which no cell can make good"
+        if all(world.ranks <= free for world in self.worlds):
             return f"{what}; ranks share its memory and caches, and no core"
         return f"{what}; in worlds of more than {counted(free, 'rank')} they share cores, which no cell can make good"
 
