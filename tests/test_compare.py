@@ -17,9 +17,8 @@ import pytest
 from tests.tiny import CONFIG
 from unipar import errors, registry
 from unipar.config import Cell, Config
-from unipar.report.comparison import Comparison, Row
 from unipar.source import read
-from unipar.verbs.compare import APART, compare, entered, wrong
+from unipar.verbs.compare import APART, compare, entered
 from unipar.verbs.contest import Turns, rotated
 
 TASK = '''
@@ -150,15 +149,6 @@ def test_one_process_never_offloads() -> None:
     found = entered(config(model={"offload": "optimizer"}, device="cuda"), ("deepspeed/gradients",))
     assert (found["single"][0].note, found["single"][1].model.offload) == ("without model.offload", "none")
     assert found["deepspeed/gradients"][1].model.offload == "optimizer"
-
-
-def test_the_failure_of_what_others_are_held_to_is_said() -> None:
-    """In a table of several sizes it has no row of its own."""
-    rows = [Row(cell="single", outcome="failed", note="rank 0 was killed\nits log"), Row(cell="x", outcome="ran")]
-    told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "samples": 8, "warmup": 2}
-    assert wrong(Comparison(rows=rows, **told)) == [
-        "single, which the others are held to, has failed: rank 0 was killed"
-    ]
 
 
 def test_bf16_master_is_held_to_one_process_in_fp32() -> None:

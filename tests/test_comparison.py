@@ -15,6 +15,7 @@ from unipar.report.comparison import Comparison, Row, agreement, spread
 from unipar.report.seen import Told
 from unipar.report.worlds import Scaling, World
 from unipar.verbs import kept
+from unipar.verbs.compare import wrong
 
 
 def ran(cell: str, losses: list[float], ms: float = 10.0) -> Row:
@@ -343,6 +344,13 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     said = kept.unkept(tmp_path, lambda: kept.write(tmp_path, OF, compared(ONE, SAME)))
     assert said == f"what was found could not be kept: {tmp_path}/compare.json (Is a directory)"
     assert list(tmp_path.iterdir()) == [tmp_path / kept.NAME]
+
+
+def test_the_failure_of_what_others_are_held_to_is_said() -> None:
+    """In a table of several sizes it has no row of its own."""
+    rows = [Row(cell="single", outcome="failed", note="rank 0 was killed\nits log"), Row(cell="x", outcome="ran")]
+    assert wrong(compared(*rows)) == ["single, which the others are held to, has failed: rank 0 was killed"]
+    assert wrong(compared(ONE, SAME)) == []
 
 
 @pytest.mark.parametrize("found", [compared(ONE, SAME, unkept="no room"), scaled(ONE, unkept="no room")])
