@@ -47,8 +47,8 @@ class Tape:
     def come(self, address: int, size: int, *, caller: int = C10, thread: int = MAIN) -> None:
         self._note(address, caller, size, thread)
 
-    def go(self, address: int, size: int) -> None:
-        self._note(address, 0, -size, MAIN)
+    def go(self, address: int, size: int, *, thread: int = MAIN) -> None:
+        self._note(address, 0, -size, thread)
 
     def few(self, size: int) -> None:
         """A block that is too small to be noted."""
@@ -89,8 +89,8 @@ def came(address: int, size: int, **more: int) -> Said:
     return lambda tape: tape.come(address, size, **more)
 
 
-def went(address: int, size: int) -> Said:
-    return lambda tape: tape.go(address, size)
+def went(address: int, size: int, **more: int) -> Said:
+    return lambda tape: tape.go(address, size, **more)
 
 
 def few(size: int) -> Said:
@@ -179,6 +179,20 @@ def test_other_threads_work_for_other_ranks(shared: bool, category: str) -> None
     """Where there are any."""
     tape = played({3: [came(16, 4000, thread=OTHER), went(16, 4000)]})
     assert phase(tape, "backward", shared=shared).held == {category: 4000}
+
+
+@pytest.mark.parametrize(
+    ("shared", "thread", "category"),
+    [(True, OTHER, "communication"), (True, MAIN, "unattributed"), (False, OTHER, "unattributed")],
+)
+def test_a_collective_may_hold_a_gradient_beyond_its_phase(shared: bool, thread: int, category: str) -> None:
+    """Its thread lets go of what it was given when it gets to it; the place where it was made is in the name."""
+    tape = played({3: [came(16, 4000)], 4: [went(16, 4000, thread=thread)]})
+    found = phase(tape, "backward", shared=shared)
+    assert found.held == {category: 4000}
+    assert [block.name for block in found.largest] == [
+        "until a collective was done with it" if category == "communication" else ""
+    ]
 
 
 def test_what_is_no_tensor_is_told_by_whose_code_asked() -> None:

@@ -209,7 +209,15 @@ class Replay:
             return "communication", "in a thread of its own"
         if site is not None and site.category is not None:
             return site.category, place
-        return self._by_life(block, start, end), place
+        found = self._by_life(block, start, end)
+        if found == "unattributed" and self._freed_elsewhere(end):
+            return "communication", f"{place}, until a collective was done with it".removeprefix(", ")
+        return found, place
+
+    def _freed_elsewhere(self, end: int) -> bool:
+        """Whether another thread than the one that trains let it go, which those of collectives do."""
+        threads = self._seen.events["thread"]
+        return self._seen.shared and end < len(threads) and int(threads[end]) != self._seen.thread
 
     def _by_life(self, block: int, start: int, end: int) -> Category:
         """A tensor that nobody named: within one phase, from a forward to a later one of the same step, or longer."""
