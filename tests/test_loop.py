@@ -91,7 +91,7 @@ def test_looking_at_memory_is_no_part_of_a_steps_time(tmp_path: Path, monkeypatc
     clock = [0.0]
 
     class Looks:
-        said = "slowly"
+        lost = ""
 
         def before(self, *, logs: bool) -> None:
             clock[0] += 60

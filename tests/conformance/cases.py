@@ -226,11 +226,12 @@ SIZED = "library"
 
 def played(cell: Cell, size: int, *, whole: bool) -> list[str]:
     """`make test` plays all cases in worlds of two, once for each engine; `make conformance` all in every world."""
+    like = any(fnmatchcase(str(cell), pattern) for pattern in LIKE)
     names: Collection[str] = CASES
     if not whole and (size == 4 or cell.variant == SIZED):
-        names = {*FEW, *(name for name, case in CASES.items() if case.sizes == (4,))}
-    elif not whole and (size == 1 or any(fnmatchcase(str(cell), pattern) for pattern in LIKE)):
-        names = SOME
+        names = {*(() if like else FEW), *(name for name, case in CASES.items() if case.sizes == (4,))}
+    elif not whole and (size == 1 or like):
+        names = () if like and size == 1 else SOME
     here = [case for name, case in CASES.items() if name in names]
     return [case.name for case in here if any(fnmatchcase(str(cell), pattern) for pattern in case.cells)]
 
