@@ -18,6 +18,10 @@ from unipar.memory.account import CATEGORIES, PHASES, Account, account_of, read_
 ROOT = Path(__file__).parent.parent
 PLANTED = 5_000_000
 TASK = '''
+import ctypes
+import os
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -25,6 +29,22 @@ from torch.utils.data import TensorDataset
 import unipar
 
 KEPT = []
+
+
+class Info(ctypes.Structure):
+    _fields_ = [("of", ctypes.c_size_t * 10)]
+
+
+def maps():
+    """Whether malloc asks the system for a mebibyte, and gives it back when that is freed: 1, or 0."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    libc.mallinfo2.restype = Info
+    before = libc.mallinfo2().of[3]
+    block = libc.malloc(2**20)
+    after = libc.mallinfo2().of[3]
+    libc.free(block)
+    return after - before
 
 
 class Tied(unipar.Task):
@@ -42,6 +62,8 @@ class Tied(unipar.Task):
         return TensorDataset(torch.randn(64, 512, generator=torch.Generator().manual_seed(1)))
 
     def loss(self, model, batch):
+        with Path(__file__).with_name(f"maps-{os.getpid()}").open("a") as file:
+            file.write(str(maps()))
         loss = model(batch[0]).square().mean()
         if self.plant == "outside the graph":
             KEPT.append(torch.ones(1_250_000))
@@ -82,7 +104,8 @@ def compared(folder: Path, *cells: str, plant: str = "", **more: Any) -> dict[st
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
-    return {"said": done.stdout, **{row["cell"]: row for row in data["cells"]}}
+    mapped = [file.read_text("ascii") for file in folder.glob("maps-*")]
+    return {"said": done.stdout, "mapped": mapped, **{row["cell"]: row for row in data["cells"]}}
 
 
 def held(row: Mapping[str, Any], phase: str, rank: int = 0) -> dict[str, int]:
@@ -138,6 +161,11 @@ def test_what_breaks_in_watching_is_a_note(found: dict[str, Any]) -> None:
     assert sum(map(len, row["seconds"])) == 3
     assert f"faulty/nothing+nameless: {row['note']}" in " ".join(found["said"].split())
     assert "no page" not in found["said"]
+
+
+def test_malloc_keeps_what_is_freed_while_steps_are_timed(found: dict[str, Any]) -> None:
+    """On every rank of every cell, one whose watching broke too. One process has two microbatches a step."""
+    assert sorted(found["mapped"]) == ["1111000000"] * 8 + ["11111111000000000000"]
 
 
 def test_what_a_loss_keeps_outside_the_graph_is_unattributed(tmp_path: Path) -> None:

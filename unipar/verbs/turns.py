@@ -81,6 +81,9 @@ class _Turn:
         self._left = 0
         self._passes: list[Pass] = []
         self._resides: Resident | None = None
+        self._passing = False
+        """Whether the step behind was a pass."""
+
         self._seconds: list[float] = []
         self._began: float | None = None
 
@@ -89,14 +92,15 @@ class _Turn:
             self._settle()
             self._seconds.append(time.perf_counter() - self._began)
             self._left -= 1
-        if self._watching is not None and self._watching.on:
+        if self._passing and self._watching is not None:
             self._watching.between(last=not self._passes)
             if self._resides is None and "plain" not in self._passes:
                 self._resides = resident(self._watching.resident)
-                keep()
+                keep()  # whatever became of the watching: steps are timed next
         if self._left == 0:
             self._wait()
-        if self._passes and self._watching is not None:
+        self._passing = bool(self._passes)
+        if self._passing and self._watching is not None:
             forget_peak()
             self._watching.before(self._passes.pop(0))
         self._began = time.perf_counter()
