@@ -136,7 +136,17 @@ def row(cell: str, steps: int = 12, quicker: float = 1.0) -> dict[str, Any]:
     }
 
 
-def made(run: Path, *, memory: bool = True, scale: float = 1.0, quicker: float = 1.0, fused: bool = False) -> Path:
+def made(
+    run: Path,
+    *,
+    memory: bool = True,
+    scale: float = 1.0,
+    quicker: float = 1.0,
+    fused: bool = False,
+    method: str = Profiled.method,
+    parameters: int = P,
+    use: str = "/x/char_gpt.py:CharGPT",
+) -> Path:
     """A run folder with six cells and one that was refused."""
     folder = run / "compare"
     for cell in HELD:
@@ -144,11 +154,12 @@ def made(run: Path, *, memory: bool = True, scale: float = 1.0, quicker: float =
         at.mkdir(parents=True)
         told = {"backend": cell.partition("/")[0], "train": {"steps": 12, "optimizer": {"fused": fused}}}
         (at / "config.json").write_text(json.dumps(told), encoding="utf-8")
-        (at / "rank-0.jsonl").write_text(json.dumps({"event": "start", "time": 0.0, "parameters": P}) + "\n", "utf-8")
+        start = {"event": "start", "time": 0.0, "parameters": parameters}
+        (at / "rank-0.jsonl").write_text(json.dumps(start) + "\n", "utf-8")
         if memory:
             for rank in range(1 if cell == "single" else 2):
-                account(cell, rank, scale).write(at)
-    asked = {"backend": "native", "train": {"steps": 12, "optimizer": {"fused": fused}}}
+                account(cell, rank, scale, method).write(at)
+    asked = {"task": {"use": use}, "backend": "native", "train": {"steps": 12, "optimizer": {"fused": fused}}}
     (folder / "asked").mkdir()
     (folder / "asked/quickstart.json").write_text(json.dumps(asked), encoding="utf-8")
     refused = {"cell": "accelerate/parameters", "outcome": "refused", "note": "train.precision: fp64 <cannot> be had"}

@@ -1,13 +1,16 @@
-"""Two comparisons laid over one another: what changed from the first to the second."""
+"""Two comparisons, or two runs, laid over one another: what changed from the first to the second."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from unipar.report.seen import Told
-from unipar.report.table import duration, size
+from unipar.report.alike import Marks
+from unipar.report.ran import Ran
+from unipar.report.seen import Seen, Told
+from unipar.report.table import counted, duration, size
 
 SILENT = ("out", "compare.")
 """Keys that say where a run lies, and not what it is."""
@@ -66,16 +69,105 @@ def keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[list[str]]:
 
 def _meant(config: Mapping[str, Any], key: str) -> Any:
     """A task is its file's name and its class, wherever the file lies."""
-    value = config.get(key)
-    return value.rpartition("/")[2] if key == "task.use" and isinstance(value, str) else value
+    return _task(config.get(key)) if key == "task.use" else config.get(key)
+
+
+def _task(use: Any) -> Any:
+    return use.rpartition("/")[2] if isinstance(use, str) else use
 
 
 def said(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def unlike(before: Told | Ran, now: Told | Ran) -> list[str]:
+    """In what they are not alike, to be read before any difference; memory that was watched in two ways is none."""
+    was, found = facts(before), facts(now)
+    differ = [f"{k} {was[k]} before, {found[k]} now" for k in was if k in found and was[k] != found[k]]
+    if isinstance(before, Told) and isinstance(now, Told):
+        differ += _started(before, now)
+    said = [f"The two are not alike: {'; '.join(differ)}."] if differ else []
+    return said + (_watched(before, now) if isinstance(before, Told) and isinstance(now, Told) else [])
+
+
+def another(before: Told | Ran, now: Told | Ran) -> str:
+    """What each trained, where both task and model are others; empty: it may be the same, with a change."""
+    both = [facts(before), facts(now)]
+    kinds = [[told.get(key) for told in both] for key in ("task", "parameters")]
+    if any(None in pair or pair[0] == pair[1] for pair in kinds):
+        return ""
+    return " and ".join(f"{told['task']} with {told['parameters']} parameters" for told in both)
+
+
+def facts(told: Told | Ran) -> dict[str, str]:
+    """What it was, as far as that is known."""
+    config = told.config
+    if isinstance(told, Ran):
+        parameters, precision, total = told.report.parameters, config.get("train.precision"), config.get("batch.total")
+        known = {"cell": told.report.cell, "ranks": told.report.size}
+    else:
+        parameters, precision, total = told.parameters, told.found.precision, told.found.samples
+        devices = {a.device if a.on is None else a.on.name for c in told.cells for a in c.memory}
+        known = {"ranks": told.ranks, "device": " and ".join(sorted(devices))}
+    told_first = {
+        "task": _task(config.get("task.use")),
+        "parameters": f"{parameters:,}" if parameters else None,
+        "precision": precision,
+        "total batch": total,
+    }
+    return {key: str(value) for key, value in {**told_first, **known}.items() if value}
+
+
+def _started(before: Told, now: Told) -> list[str]:
+    """From what, and on which samples, as the first cell that is in both saw it."""
+    marks = [(a.row.marks, c.row.marks) for c in now.cells if (a := before.cell(c.cell)) is not None]
+    one, two = next(((a, b) for a, b in marks if a is not None and b is not None), (None, None))
+    if one is None or two is None:
+        return []
+    return ([] if before.parameters != now.parameters else _values(one, two)) + _samples(one, two)
+
+
+def _values(one: Marks, two: Marks) -> list[str]:
+    if one.values.keys() != two.values.keys():
+        return ["other names of parameters"]
+    other = sum(two.values[name] != mark for name, mark in one.values.items())
+    return [f"other initial values of {counted(other, 'parameter')}"] if other else []
+
+
+def _samples(one: Marks, two: Marks) -> list[str]:
+    if one.total != two.total or one.readers != two.readers:
+        return []
+    steps = enumerate(zip(one.samples, two.samples, strict=False), 1)
+    step = next((i for i, (was, found) in steps if was != found), None)
+    return [] if step is None else [f"other samples from step {step} on"]
+
+
+def laid(before: Told, now: Told) -> Told:
+    """The earlier one, without memory that was watched in another way than now's."""
+    return replace(before, cells=tuple(replace(c, memory=()) if _otherwise(c, now) else c for c in before.cells))
+
+
+def _otherwise(cell: Seen, now: Told) -> bool:
+    later = now.cell(cell.cell)
+    if later is None or later.fullest is None or cell.fullest is None:
+        return False
+    return later.fullest.method != cell.fullest.method
+
+
+def _watched(before: Told, now: Told) -> list[str]:
+    apart = [cell for cell in before.cells if _otherwise(cell, now)]
+    if not apart:
+        return []
+    was, found = (
+        {a.method for c in apart if (seen := told.cell(c.cell)) for a in seen.memory} for told in (before, now)
+    )
+    cells = "" if len(apart) == len(before.measured) else f" of {', '.join(c.cell for c in apart)}"
+    ways = f"{' and '.join(sorted(was))} before, {' and '.join(sorted(found))} now"
+    return [f"Memory{cells} is not compared, it was watched in two ways: {ways}."]
+
+
 def warnings(before: Told, now: Told) -> list[str]:
-    """Why the two may not be comparable."""
+    """Why times may not be comparable."""
     return moved(before.machine, now.machine, before.versions, now.versions)
 
 

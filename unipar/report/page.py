@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from statistics import median
 
 from unipar.backend import Category
@@ -26,6 +27,8 @@ NONE = "–"
 
 def page(told: Told, before: Told | None = None) -> str:
     """All of it; with `before`, an earlier comparison laid below this one."""
+    apart = change.unlike(before, told) if before is not None else []
+    before = change.laid(before, told) if before is not None else None
     sections = [
         _memory(told, before),
         _cells(told),
@@ -42,10 +45,10 @@ def page(told: Told, before: Told | None = None) -> str:
         _configs(told),
         _how(told),
     ]
-    return whole(f"unipar compare: {told.found.name}", _head(told, before), sections)
+    return whole(f"unipar compare: {told.found.name}", _head(told, before, apart), sections)
 
 
-def _head(told: Told, before: Told | None) -> str:
+def _head(told: Told, before: Told | None, apart: Sequence[str]) -> str:
     found = told.found
     facts = [counted(told.ranks, "rank"), found.precision, f"{counted(found.samples, 'sample')} a step"]
     facts += [f"{told.parameters:,} parameters"] if told.parameters else []
@@ -58,6 +61,7 @@ def _head(told: Told, before: Told | None) -> str:
             "<header>",
             f'<p class="kicker">unipar compare · {e(found.name)} · {e(" · ".join(facts))}</p>',
             f"<h1>{e(together(answer(told)))}</h1>",
+            *(said(text, "worry") for text in apart),
             *([said(change.sentence(before, told), "since")] if before is not None else []),
             *(f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {e(line)}</p>' for line in first[:1]),
             *(

@@ -62,6 +62,7 @@ def _head(ran: Ran, before: Ran | None) -> str:
             "<header>",
             f'<p class="kicker">unipar run · {e(" · ".join(facts))}</p>',
             f"<h1>{e(together(answer(ran)))}</h1>",
+            *(said(text, "worry") for text in (change.unlike(before, ran) if before is not None else [])),
             said(since, "since"),
             f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {e(words)}</p>',
             f'<p class="where">Ran on {e(located(ran.machine, ran.versions))}.</p>',

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from unipar.errors import ReportError
 from unipar.folder import write_whole
-from unipar.report import page, run_page, worlds_page
+from unipar.report import change, page, run_page, worlds_page
 from unipar.report.kinds import found
 from unipar.report.ran import Ran
 from unipar.report.seen import Told, mapping
 from unipar.report.worlds import Scaling
 
 NAME = "report.html"
+
+Laid = TypeVar("Laid", Told, Ran)
 
 
 def report(run: Path, after: Path | None = None, out: Path | None = None) -> Path:
@@ -27,14 +30,25 @@ def report(run: Path, after: Path | None = None, out: Path | None = None) -> Pat
             )
         if kind == "scaling":
             raise ReportError(f"{run} and {after} hold a scaling each, which are not laid over one another: give one")
-    if kind == "comparison":
-        text = page.page(Told.read(after or run), None if after is None else Told.read(run))
-    elif kind == "run":
-        before = None if after is None else Ran.read(found(run)[1])
-        text = run_page.page(Ran.read(file), before)
-    else:
+    if kind == "scaling":
         text = worlds_page.page(Scaling.read(file, mapping(file, "scaling")))
+    elif kind == "comparison":
+        now, before = Told.read(file), None if after is None else Told.read(run)
+        text = page.page(now, _below(before, now))
+    else:
+        ran, earlier = Ran.read(file), None if after is None else Ran.read(found(run)[1])
+        text = run_page.page(ran, _below(earlier, ran))
     return written(text, out or file.parent / NAME)
+
+
+def _below(before: Laid | None, now: Laid) -> Laid | None:
+    """What may be laid below it."""
+    if before is not None and (said := change.another(before, now)):
+        raise ReportError(
+            f"{before.folder} and {now.folder} trained different things ({said}), whose differences say nothing: give "
+            "one of them, or two of one task, which is the same where its file's name and its class are"
+        )
+    return before
 
 
 def beside(made: Callable[[], Path]) -> str:
