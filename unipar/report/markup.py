@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -79,6 +80,17 @@ def tabled(head: Sequence[str], rows: Iterable[Sequence[str]], label: str, text:
         f'<div class="scroll" tabindex="0" role="region" aria-label="{e(label)}"><table><caption>{e(label)}</caption>'
         f"<thead><tr>{tops}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
     )
+
+
+def keys_of(config: Mapping[str, Any], label: str) -> str:
+    """All that a config says, with dotted keys; it opens."""
+    text = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in config.items())
+    return f"<details><summary>{e(label)}</summary><pre class='keys'>{e(text)}</pre></details>"
+
+
+def again(command: str) -> str:
+    """What to type to have it once more."""
+    return f"<h3>To repeat it</h3><pre>{e(command)}</pre>" if command else ""
 
 
 def located(machine: Mapping[str, Any], versions: Mapping[str, str], more: Sequence[str] = ()) -> str:

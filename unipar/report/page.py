@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from statistics import median
@@ -12,11 +11,11 @@ from unipar.memory.account import CATEGORIES, PHASES
 from unipar.report import change
 from unipar.report.answer import WORDS, answer, base_of, halves, moves, ranked
 from unipar.report.bars import balance, bridge, cut_short, stacked, times
+from unipar.report.columns import assumptions, columns, meant, three, took
 from unipar.report.comparison import HEADS, tolerance
-from unipar.report.cuda import ASSUMED, Measured, Predicted, there
+from unipar.report.cuda import Predicted
 from unipar.report.device import device
-from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
-from unipar.report.memory import resident
+from unipar.report.markup import again, e, figure, installed, keys_of, located, said, section, tabled, together, whole
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
 from unipar.report.seen import Seen, Told, asked_of
 from unipar.report.table import counted, duration, size
@@ -135,8 +134,7 @@ def _memory(told: Told, before: Told | None) -> str:
 def _cells(told: Told) -> str:
     head = ["cell", "loss", "median step", "× time", "samples/s"]
     cuda, measured = any(a.on is not None for c in told.measured for a in c.memory), not _assumed(told)
-    memory = ["allocated here", "reserved here" if cuda else "resident here"]
-    memory.append(f"on CUDA ({'measured' if cuda and measured else 'predicted'})")
+    memory = columns(cuda=cuda, measured=measured)
     base = told.found.baseline
     rows: list[list[str]] = []
     for cell in told.cells:
@@ -161,39 +159,13 @@ def _cells(told: Told) -> str:
         "cells",
         "Every cell",
         tabled([*head, *memory], rows, "What each cell costs, and whether it agrees", (0, 1)),
-        said(
-            "Allocated: measured, on the largest rank, beyond what it held before the model was built. Resident: the "
-            "same as the system counts it, files left out; where memory was not measured the peak RSS of the timed "
-            "run (~), which is no ranking. "
-            + ("Reserved: the most that torch's allocator had of the device. " if cuda else "")
-            + ("On CUDA: not measured, see the assumptions below." if _assumed(told) else ""),
-            "note",
-        ),
+        meant(cuda=cuda, measured=not _assumed(told)),
     )
-
-
-def three(cell: Seen, ranks: int) -> list[str]:
-    """The columns in which memory is always shown."""
-    account = cell.fullest
-    rss = f"~{size(max(cell.row.peak_rss))}" if cell.row.peak_rss else NONE
-    if account is None:
-        return [NONE, rss, NONE]
-    resides = resident(cell.memory)
-    here = rss if resides is None else size(resides)
-    if account.reserved is not None:
-        here = size(account.reserved)
-    return [size(cell.peak), here, size(_took(cell, ranks).total)]
-
-
-def _took(cell: Seen, ranks: int) -> Predicted | Measured:
-    """Of its fullest rank on CUDA."""
-    assert cell.fullest is not None
-    return there(cell.fullest, 1 if len(cell.memory) == 1 else ranks)
 
 
 def _assumed(told: Told) -> bool:
     """Whether any figure of CUDA is a prediction."""
-    return any(isinstance(_took(c, told.ranks), Predicted) for c in told.measured)
+    return any(isinstance(took(c, told.ranks), Predicted) for c in told.measured)
 
 
 def _changed(told: Told, before: Told | None) -> str:
@@ -364,12 +336,11 @@ def _configs(told: Told) -> str:
             return ""
         asked, whose = dict(known.config), known.cell
     rows = [[c.cell, key, now] for c in told.cells if c.config for key, _, now in change.keys(asked, c.config)]
-    text = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in asked.items())
     return section(
         "configs",
         "Configs",
         tabled(["cell", "key", "is"], rows, f"Where a cell's config differs from {whose}", (0, 1, 2)) if rows else "",
-        f"<details><summary>All keys of {e(whose)}</summary><pre class='keys'>{e(text)}</pre></details>",
+        keys_of(asked, f"All keys of {whose}"),
     )
 
 
@@ -389,10 +360,7 @@ def _how(told: Told) -> str:
         tabled(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
         if saved
         else "",
-        "<h3>On CUDA: assumed, not measured</h3>" if _assumed(told) else "",
-        "<ul>" + "".join(f"<li>{e(a)}</li>" for a in ASSUMED) + "</ul>" if _assumed(told) else "",
+        assumptions() if _assumed(told) else "",
         installed(told.machine, told.versions),
-        f"<h3>To repeat it</h3><pre>{e(' '.join(command))}</pre>"
-        if told.config and told.folder.name == "compare"
-        else "",
+        again(" ".join(command) if told.config and told.folder.name == "compare" else ""),
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES, Phase
 from unipar.report import change
 from unipar.report.answer import WORDS
-from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
+from unipar.report.markup import again, e, figure, installed, keys_of, located, said, section, tabled, together, whole
 from unipar.report.memory import fullest
 from unipar.report.plots import Line, lines
 from unipar.report.ran import Ran
@@ -176,10 +175,7 @@ def _phases(phases: Sequence[Phase], label: str) -> str:
 def _config(ran: Ran) -> str:
     if not ran.config:
         return ""
-    text = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in ran.config.items())
-    return section(
-        "configs", "Config", f"<details><summary>All keys</summary><pre class='keys'>{e(text)}</pre></details>"
-    )
+    return section("configs", "Config", keys_of(ran.config, "All keys"))
 
 
 def _how(ran: Ran) -> str:
@@ -187,6 +183,6 @@ def _how(ran: Ran) -> str:
         "how",
         "How it ran",
         installed(ran.machine, ran.versions),
-        f"<h3>To repeat it</h3><pre>{e(ran.command)}</pre>" if ran.command else "",
+        again(ran.command),
         said("" if ran.command else "A script started it by launch() with a task of its own: run that again.", "note"),
     )
