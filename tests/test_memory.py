@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import Tiny
 from unipar.memory import meter
 from unipar.memory.account import CATEGORIES, PHASES, Account, account_of, read_account
+from unipar.report.comparison import Row
+from unipar.verbs.contest import Asked, one_way
+from unipar.verbs.contestant import Unwatched
 
 ROOT = Path(__file__).parent.parent
 PLANTED = 5_000_000
@@ -266,6 +270,46 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(monkeypatch: pytest.Monkey
         "it cannot be kept in the user's cache ([Errno 2] No such file or directory: '/proc/nowhere'); "
         "XDG_CACHE_HOME takes another place"
     )
+
+
+def test_a_cache_that_nothing_is_preloaded_from_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """LD_PRELOAD is cut at spaces: it would be left out, and nobody told."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
+    with pytest.raises(meter.NoMeter) as e:
+        meter.built()
+    (made,) = (tmp_path / "my cache" / "unipar").iterdir()
+    assert str(e.value) == (
+        f"it cannot be preloaded from {made} (cannot open shared object file); XDG_CACHE_HOME takes another place"
+    )
+
+
+def test_memory_that_was_seen_in_two_ways_is_not_set_side_by_side() -> None:
+    """One rank without what the others have would count less, and look smaller."""
+    by = {way: Account(rank=1, method=way, device="cpu", base=1, phases=(), peaks=()) for way in ("meter", "profiler")}
+    rows = [Row(cell="single", outcome="waits", memory=[by["meter"]]), Row(cell="native/nothing", outcome="waits")]
+    assert one_way([by["meter"]], rows) == [by["meter"]]
+    with pytest.raises(Unwatched) as e:
+        one_way([by["meter"], by["profiler"]], rows)
+    assert str(e.value) == "on rank 1 it was seen in another way (profiler) than in single (meter)"
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (9, "memory was watched in 4 steps: train.steps: 9 leaves no more; 10 would"),
+        (
+            6,
+            "memory was watched in 1 step, so that what a step sends was not seen: train.steps: 6 leaves no more; "
+            "10 would",
+        ),
+        (5, "memory was not watched: train.steps: 5 leaves no step for it beside those that are timed"),
+        (10, ""),
+    ],
+)
+def test_too_few_steps_to_watch_are_told(steps: int, said: str) -> None:
+    """Two to warm up and three turns are taken first."""
+    config = {"device": "cpu", "parallel": {"data": 2}, "batch": {"total": 8}, "train": {"steps": steps}}
+    assert Asked.of(config, None, Tiny, "").unwatched == said
 
 
 def test_an_account_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:

@@ -50,3 +50,6 @@ def test_peaks_that_differ_from_step_to_step() -> None:
         "peaks of the watched steps: b 100 MiB to 120 MiB; elsewhere they are the same"
     ]
     assert varied([("a", [steady])]) == []
+    assert varied([("a", [steady.model_copy(update={"peaks": (1,)})]), ("b", [moved])]) == [
+        "peaks of the watched steps: b 100 MiB to 120 MiB"
+    ]

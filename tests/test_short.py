@@ -142,7 +142,10 @@ def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) 
     rank, _, rest = said.partition(" ran out of memory ")
     assert rank in ("rank 0", "rank 1")
     assert rest.startswith(where)
-    neither = "by an estimate neither a smaller batch.micro nor another cell that splits more would have fitted"
+    neither = {
+        "backward": "; by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted",
+        "update": "; by an estimate no cell that splits more would have fitted",
+    }
     wanted = {
         "backward": ": 131072 GiB more were asked for, about SIZE were left; the most was held by ",
         "update": ": 131072 GiB more were asked for, about SIZE were left; the most was held by ",
@@ -154,7 +157,7 @@ def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) 
     }[way]
     assert SIZES.sub("SIZE", rest.removeprefix(where)).startswith(SIZES.sub("SIZE", wanted))
     if way in ("backward", "update"):
-        assert rest.endswith(neither)
+        assert rest.endswith(neither[way])
     if way == "python":
         assert "; by an estimate batch.micro: 2 instead of 4 or " in rest
         assert rest.endswith(" needs less")
@@ -258,8 +261,22 @@ def test_the_largest_microbatch_that_fits() -> None:
     assert fitting(config, 1, "forward", moving=120 * MIB, lack=60 * MIB) == said.format(6)
     assert fitting(config, 1, "backward", moving=120 * MIB, lack=61 * MIB) == said.format(4)
     assert fitting(config, 1, "forward", moving=120 * MIB, lack=111 * MIB) == (
-        "by an estimate neither a smaller batch.micro nor another cell that splits more would have fitted"
+        "by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted"
     )
+
+
+@pytest.mark.parametrize(
+    ("micro", "phase", "said"),
+    [
+        (2, "waiting", "by an estimate batch.micro: 1 instead of 2 needs less"),
+        (1, "waiting", "no cell here splits more, and batch.micro is 1 already"),
+        (2, "update", "no cell here splits more"),
+    ],
+)
+def test_nothing_is_said_to_fit_where_nobody_knows_the_lack(micro: int, phase: str, said: str) -> None:
+    """A rank that was killed: what needs less is named, and where nothing does, why."""
+    config = given(batch={"micro": micro, "accumulate": 1}, parallel={"data": 2, "shard": "parameters"})
+    assert fitting(config, MIB, phase) == said
 
 
 def test_the_cell_that_splits_least_and_fits() -> None:

@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from unipar.beat import beat_of, feel
 from unipar.config import Config
-from unipar.errors import OutOfMemory, UniparError
+from unipar.errors import OutOfMemory, ReportError, UniparError
 from unipar.ledger import Ledger, ledger_of
+from unipar.memory.account import read_account
 from unipar.memory.fits import fitting, kept, room
 from unipar.report.table import size
 
@@ -143,13 +144,21 @@ def of_the_dead(run: Path, rank: int) -> str:
         config, at, start = _config(run), At.of(run, rank), _last(run, rank, "start")
         if at is None or not start:
             return ""
-        parameters, step = int(start["parameters"]), _last(run, rank, "step")
-        if step.get("memory"):
-            fullest = max(step["memory"], key=lambda phase: phase["peak"])
-            said = f"in step {step['step']} {most(fullest['held'], None)}"
-        else:
-            said = f"by an estimate {most(kept(config, parameters), None)}"
+        parameters = int(start["parameters"])
+        said = _counted(run, rank) or f"by an estimate {most(kept(config, parameters), None)}"
         return f"{said}; {fitting(config, parameters, at.phase)}"
+    return ""
+
+
+def _counted(run: Path, rank: int) -> str:
+    """What held the most when its memory was last watched; empty: it never was."""
+    step = _last(run, rank, "step")
+    if step.get("memory"):
+        fullest = max(step["memory"], key=lambda phase: phase["peak"])
+        return f"in step {step['step']} {most(fullest['held'], None)}"
+    with suppress(ReportError):
+        fullest = read_account(run, rank).peak
+        return f"in the {fullest.name} of a watched step {most(fullest.held, None)}"
     return ""
 
 

@@ -23,6 +23,10 @@ _SPLIT: Final[dict[Category, Shard]] = {
 """From which kind of splitting on each rank has its share alone."""
 
 
+_STILL: Final = ("start", "update")
+"""Where nothing that is there grows with the microbatch."""
+
+
 def kept(config: Config, parameters: int, shard: Shard | None = None) -> dict[Category, int]:
     """Bytes that a rank keeps from step to step, by what they are for; buckets and the like are left out."""
     precision, optimizer = config.train.precision, config.train.optimizer
@@ -54,14 +58,19 @@ def fitting(config: Config, parameters: int, phase: str, *, moving: int | None =
     if not parameters:
         return "no cell and no batch needs less: the model is built whole before it is split"
     ways = [*_smaller(config, phase, moving, lack), *_cells(config, parameters, lack)]
-    if not ways:
-        return "by an estimate neither a smaller batch.micro nor another cell that splits more would have fitted"
-    return f"by an estimate {' or '.join(ways)} " + ("needs less" if lack is None else "would have fitted")
+    if ways:
+        return f"by an estimate {' or '.join(ways)} " + ("needs less" if lack is None else "would have fitted")
+    if lack is None:
+        return "no cell here splits more" + ("" if phase in _STILL else ", and batch.micro is 1 already")
+    tried = (
+        "no cell that splits more" if phase in _STILL else "neither a smaller batch.micro nor a cell that splits more"
+    )
+    return f"by an estimate {tried} would have fitted"
 
 
 def _smaller(config: Config, phase: str, moving: int | None, lack: int | None) -> Iterator[str]:
     """The largest microbatch that takes that much less."""
-    if phase not in ("data", "forward", "backward"):
+    if phase in _STILL:
         return
     assert isinstance(config.parallel.data, int)
     now = config.batch.settle(config.parallel.data).micro

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
@@ -28,11 +30,11 @@ _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class NoMeter(UniparError):
-    """The meter cannot be compiled here."""
+    """The meter cannot be compiled here, or not be preloaded."""
 
 
 def built() -> Path:
-    """The compiled meter, in the user's cache."""
+    """The compiled meter, in the user's cache; a process was seen to preload it."""
     source = files("unipar.memory").joinpath("meter.c").read_bytes()
     told = hashlib.sha256(source + " ".join(platform.libc_ver()).encode()).hexdigest()[:16]
     try:
@@ -41,6 +43,7 @@ def built() -> Path:
             _compile(source, made)
     except (OSError, RuntimeError) as e:  # a home that is read-only, or none
         raise NoMeter(f"it cannot be kept in the user's cache ({e}); XDG_CACHE_HOME takes another place") from None
+    _look(made)
     return made
 
 
@@ -62,6 +65,17 @@ def _compile(source: bytes, made: Path) -> None:
                 f"{compiler} does not compile it: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}"
             )
         partial.rename(made)
+
+
+def _look(made: Path) -> None:
+    """A path with a space in it is none to LD_PRELOAD, and a folder may forbid to run what lies there."""
+    look = "import ctypes; ctypes.CDLL(None).unipar_meter_live"
+    told = {**os.environ, "LD_PRELOAD": str(made)}
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", look], env=told, capture_output=True, text=True)
+    if done.returncode:
+        why = re.search(r"cannot be preloaded \((.*?)\)", done.stderr)
+        said = f" ({why[1]})" if why else ""
+        raise NoMeter(f"it cannot be preloaded from {made}{said}; XDG_CACHE_HOME takes another place")
 
 
 def forgetful(environ: Mapping[str, str]) -> str:

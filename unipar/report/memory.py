@@ -56,9 +56,10 @@ def most(phases: Sequence[Phase]) -> int:
 
 def varied(cells: Iterable[tuple[str, Sequence[Account]]]) -> list[str]:
     """Between what the peaks of the watched steps lie, where they differ."""
-    found = [(cell, fullest(accounts).peaks) for cell, accounts in cells]
-    said = [f"{c} {low} to {high}" for c, p in found if p and (low := size(min(p))) != (high := size(max(p)))]
-    return [f"peaks of the watched steps: {', '.join(said)}; elsewhere they are the same"] if said else []
+    found = [(cell, peaks) for cell, accounts in cells if len(peaks := fullest(accounts).peaks) > 1]
+    said = [f"{c} {low} to {high}" for c, p in found if (low := size(min(p))) != (high := size(max(p)))]
+    rest = "; elsewhere they are the same" if len(said) < len(found) else ""
+    return [f"peaks of the watched steps: {', '.join(said)}{rest}"] if said else []
 
 
 def included(accounts: Iterable[Account]) -> str:

@@ -118,11 +118,14 @@ def compared(
     )
     with owned(folder):
         earlier = kept.earlier(folder, of, overwrite=overwrite)
-        if earlier is not None and earlier.finished:
-            return _with_page(folder, earlier)
         if earlier is not None:
-            whole = {row.cell: replace(row, note=_apart(row)) for row in earlier.rows if row.outcome == "ran"}
-            first = replace(first, rows=[whole.get(row.cell, row) for row in first.rows])
+            whole = {row.cell: row for row in earlier.rows if row.outcome == "ran"}
+            more = any(row.outcome == "waits" and row.cell not in whole for row in first.rows)
+            if not more and not earlier.interrupted:
+                said = f"from {folder / kept.NAME}; --overwrite runs it again"
+                return _with_page(folder, replace(earlier, note=said))
+            kept_rows = {cell: _apart(row) if more else row for cell, row in whole.items()}
+            first = replace(first, rows=[kept_rows.get(row.cell, row) for row in first.rows])
         runs = {
             row.cell: Contestant(
                 Cell.parse(row.cell),
@@ -204,8 +207,8 @@ def wrong(one: Comparison) -> list[str]:
     return one.verdict() if one.disagree else []
 
 
-def _apart(row: Row) -> str:
-    return row.note if APART in row.note else "; ".join(filter(None, [row.note, APART]))
+def _apart(row: Row) -> Row:
+    return row if APART in row.note else replace(row, note="; ".join(filter(None, [row.note, APART])))
 
 
 def _with_page(folder: Path, now: Comparison) -> Comparison:

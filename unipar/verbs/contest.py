@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +19,11 @@ from unipar.memory.meter import SETTLED, NoMeter, built, forgetful, preloading
 from unipar.plan import look_at_weights
 from unipar.report.board import Board
 from unipar.report.comparison import Found, Row, spread
-from unipar.report.table import duration
+from unipar.report.table import counted, duration
 from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
 from unipar.verbs.contestant import Contestant, Unwatched
-from unipar.verbs.sending import completed
+from unipar.verbs.sending import asks_apart, completed
 
 UNWATCHED = "memory was not watched"
 
@@ -99,10 +99,15 @@ def _cut(config: Config) -> tuple[Turns, dict[str, str] | None, str]:
     """Its turns; what makes workers count what they allocate, or None and why."""
     meter, unwatched = _meter(config)
     turns = Turns.of(config, memory=meter is not None)
-    if meter is not None and not turns.watched:
-        why = f"train.steps: {config.train.steps} leaves no step for it beside those that are timed"
-        return turns, None, f"{UNWATCHED}: {why}"
-    return turns, meter, unwatched
+    if meter is None or len(turns.watched) == len(PASSES):
+        return turns, meter, unwatched
+    leaves = f"train.steps: {config.train.steps} leaves no"
+    if not turns.watched:
+        return turns, None, f"{UNWATCHED}: {leaves} step for it beside those that are timed"
+    blind = "" if "sent" in turns.watched else ", so that what a step sends was not seen"
+    enough = turns.warmup + len(turns.rounds) + len(PASSES)
+    few = f"memory was watched in {counted(len(turns.watched), 'step')}{blind}: {leaves} more; {enough} would"
+    return turns, meter, "; ".join(filter(None, [few, unwatched]))
 
 
 def _meter(config: Config) -> tuple[dict[str, str] | None, str]:
@@ -177,7 +182,7 @@ class Contest(Generic[Now]):
         """One by one: what is whole is kept, whatever becomes of the rest."""
         for name in list(self._in):
             with self._failing(name) as run:
-                if watched and self._row(name).memory:
+                if watched and asks_apart(run) and self._row(name).memory:
                     whole = completed(run, self._row(name).memory, self._threads)
                     for account in whole:
                         account.write(run.run)
@@ -192,7 +197,7 @@ class Contest(Generic[Now]):
     def _accounts(self, name: str, run: Contestant) -> list[Account]:
         """None, and a note, where what watches broke: the cell itself goes on."""
         try:
-            return run.accounts()
+            return one_way(run.accounts(), self.now.rows)
         except Unwatched as e:
             self._notes[name] = "; ".join(filter(None, [self._notes[name], f"{UNWATCHED}: {e}"]))
             return []
@@ -226,6 +231,18 @@ class Contest(Generic[Now]):
         rows = [replace(row, **changed) if row.cell == name else row for row in self.now.rows]
         self.now = replace(self.now, rows=rows)
         self._board.show(self.now, f"{name} {line}")
+
+
+def one_way(found: list[Account], rows: Iterable[Row]) -> list[Account]:
+    """The same; Unwatched, where it was watched in another way than what it would stand beside."""
+    for account in found:
+        for name, theirs in ((row.cell, theirs) for row in rows for theirs in row.memory):
+            if theirs.method != account.method:
+                raise Unwatched(
+                    f"on rank {account.rank} it was seen in another way ({account.method}) than in {name} "
+                    f"({theirs.method})"
+                )
+    return found
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +88,6 @@ def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison 
                 f"{folder} holds another comparison (other {', '.join(differ)}): "
                 "give --overwrite to replace it, or another out"
             )
-        if found.finished:
-            return replace(found, note=f"from {file}; --overwrite runs it again")
     for slug in {*cells} - {Cell.parse(cell).slug for cell in whole}:
         shutil.rmtree(folder / slug, ignore_errors=True)
     if whole:

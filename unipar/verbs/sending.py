@@ -13,11 +13,14 @@ from unipar.memory.account import Account
 from unipar.verbs.contestant import Contestant
 
 
+def asks_apart(run: Contestant) -> bool:
+    """Whether it sends anything that torch.distributed does not see."""
+    return run.size > 1 and bool(registry.find(run.cell.backend).capabilities.recording)
+
+
 def completed(run: Contestant, accounts: Sequence[Account], threads: str) -> list[Account]:
     """With what only the library's own records tell; where they cannot be had, with a note."""
     told = registry.find(run.cell.backend).capabilities
-    if not told.recording or run.size == 1:
-        return list(accounts)
     try:
         with tempfile.TemporaryDirectory(prefix="unipar-sent-") as folder:
             there = Path(folder) / "run"
