@@ -120,7 +120,10 @@ def losses(cell: str, steps: int) -> list[float]:
     return [4.5 * math.exp(-i / 12) + 1.2 + off * (i % 3) for i in range(steps)]
 
 
-def row(cell: str, steps: int = 12, quicker: float = 1.0) -> dict[str, Any]:
+def row(
+    cell: str, quicker: float = 1.0, scale: float = 0.0, method: str = Profiled.method, steps: int = 12
+) -> dict[str, Any]:
+    """With memory where there is a scale for it."""
     ms = MILLISECONDS[cell] * quicker / 1e3
     seconds = [[ms * (1 + 0.04 * ((3 * i + j) % 5 - 2)) for i in range(3)] for j in range(3)]
     ranks = 1 if cell == "single" else 2
@@ -133,6 +136,7 @@ def row(cell: str, steps: int = 12, quicker: float = 1.0) -> dict[str, Any]:
         "seconds": seconds,
         "peak_rss": [640 * 2**20] * ranks,
         "started": 4.0,
+        "memory": [account(cell, r, scale, method).model_dump(mode="json") for r in range(ranks)] if scale else [],
     }
 
 
@@ -156,9 +160,6 @@ def made(
         (at / "config.json").write_text(json.dumps(told), encoding="utf-8")
         start = {"event": "start", "time": 0.0, "parameters": parameters}
         (at / "rank-0.jsonl").write_text(json.dumps(start) + "\n", "utf-8")
-        if memory:
-            for rank in range(1 if cell == "single" else 2):
-                account(cell, rank, scale, method).write(at)
     asked = {"task": {"use": use}, "backend": "native", "train": {"steps": 12, "optimizer": {"fused": fused}}}
     (folder / "asked").mkdir()
     (folder / "asked/quickstart.json").write_text(json.dumps(asked), encoding="utf-8")
@@ -172,10 +173,11 @@ def made(
         "out": str(folder),
         "precision": "fp32",
         "samples": 8,
+        "ranks": 2,
         "warmup": 2,
         "note": "",
         "interrupted": False,
-        "cells": [*(row(cell, quicker=quicker) for cell in HELD), refused],
+        "cells": [*(row(cell, quicker, scale * memory, method) for cell in HELD), refused],
     }
     (folder / "compare.json").write_text(json.dumps(data), encoding="utf-8")
     return run

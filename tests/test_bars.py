@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comparisons import made
+from tests.comparisons import made, rewritten
 from unipar.report.bars import bridge, cut_short, stacked
 from unipar.report.page import page
 from unipar.report.seen import Told
@@ -41,9 +41,7 @@ def ends_of_names(drawn: str) -> float:
 
 def test_bars_of_like_lengths_are_whole(run: Path) -> None:
     """Without the outlier; and where an earlier comparison is laid below, its bars count."""
-    for file in run.glob("compare/deepspeed-gradients+library/*.memory.json"):
-        file.unlink()
-    told = Told.read(run)
+    told = Told.read(rewritten(run, lambda data: data["cells"][4].update(memory=[])))
     assert cut_short(told, None) == (told.measured[-1].peak, [])
     assert 'class="break"' not in stacked(told, None, 920)
 

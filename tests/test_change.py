@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.comparisons import made, rewritten
+from tests.comparisons import account, made, rewritten
 from tests.test_run_page import plain
 from unipar import errors
 from unipar.memory.counting import Meter
@@ -99,12 +99,14 @@ def test_what_was_changed_on_purpose_is_said_with_both_values(
 
 
 def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
-    """By the accounts of the memory; without those, ranks by what the system counted."""
-    later = made(tmp_path / "later")
-    for file in (later / "compare").glob("*/rank-1.memory.json"):
-        file.unlink()
-    for file in (later / "compare").glob("*/rank-0.memory.json"):
-        file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"device": "cuda"}), encoding="utf-8")
+    """Devices by the accounts of the memory; without those they are not known."""
+
+    def elsewhere(data: dict[str, Any]) -> None:
+        data["ranks"] = 1
+        for told in (told for cell in data["cells"][:-1] for told in cell["memory"]):
+            told["device"] = "cuda"
+
+    later = rewritten(made(tmp_path / "later"), elsewhere)
     assert change.unlike(Told.read(run), Told.read(later)) == [
         "The two are not alike: ranks 2 before, 1 now; device cpu before, cuda now."
     ]
@@ -133,10 +135,8 @@ def test_memory_that_was_watched_in_two_ways_is_not_compared(run: Path, tmp_path
 
 def test_memory_of_one_cell_that_was_watched_in_another_way(run: Path, tmp_path: Path) -> None:
     """The others' is compared."""
-    later = made(tmp_path / "later", scale=0.5)
-    for file in (later / "compare/native-nothing").glob("*.memory.json"):
-        told = json.loads(file.read_text("utf-8")) | {"method": Meter.method}
-        file.write_text(json.dumps(told), encoding="utf-8")
+    metered = [account("native/nothing", rank, 0.5, Meter.method).model_dump(mode="json") for rank in (0, 1)]
+    later = rewritten(made(tmp_path / "later", scale=0.5), lambda data: data["cells"][1].update(memory=metered))
     before, now = Told.read(run), Told.read(later)
     (said,) = change.unlike(before, now)
     assert said.startswith("Memory of native/nothing is not compared, it was watched in two ways: torch's own")

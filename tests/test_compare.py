@@ -215,7 +215,7 @@ def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd
     told = json.loads((tmp_path / "out/compare/compare.json").read_text("utf-8"))
     assert [cell["cell"] for cell in told["cells"]] == [row.cell for row in found.rows]
     assert told["cells"][1]["agreement"]["within"] is True
-    assert told["finished"] is False
+    assert (told["finished"], told["ranks"]) == (False, 2)
     assert (tmp_path / "out/compare/native-nothing/rank-1.log").exists()
     assert found.note == f"page: {tmp_path}/out/compare/report.html"
     assert re.search(r"native/nothing is fastest: [0-9.]+ m?s a step\.$", found.answer)
@@ -252,6 +252,7 @@ def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any]
     assert going.returncode == 130
     assert out.splitlines()[1].startswith("single")
     assert "interrupted: cells without figures did not come to their end" in out
+    assert "unipar compare · x · 2 ranks · fp32" in (tmp_path / "out/compare/report.html").read_text("utf-8")
     assert len(workers) == 3
     until = time.monotonic() + 5
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < until:

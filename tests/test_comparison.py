@@ -24,8 +24,8 @@ def ran(cell: str, losses: list[float], ms: float = 10.0) -> Row:
 
 
 def compared(*rows: Row, **changed: Any) -> Comparison:
-    told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "samples": 8, "warmup": 2} | changed
-    return Comparison(rows=list(rows), **told)
+    told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "samples": 8, "ranks": 2, "warmup": 2}
+    return Comparison(rows=list(rows), **(told | changed))
 
 
 def scaled(row: Row, **changed: Any) -> Scaling:

@@ -63,9 +63,7 @@ def test_the_baseline_itself_may_be_smallest(run: Path) -> None:
         "native/nothing is smallest: 178 MiB on its largest rank, 3 % less than horovod/nothing, above all "
         "communication buffers (39 MiB to 34 MiB); native/nothing is fastest: 526 ms a step."
     )
-    nothing = rewritten(run, lambda data: [c.update(outcome="failed") for c in data["cells"]])
-    for file in nothing.rglob("*.memory.json"):
-        file.unlink()
+    nothing = rewritten(run, lambda data: [c.update(outcome="failed", memory=[]) for c in data["cells"]])
     assert answer(Told.read(nothing)) == "No cell came to its end, so there is nothing to rank."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.comparisons import P, account, made, rewritten
 from unipar.errors import ReportError
 from unipar.report.page import page
 from unipar.report.seen import Told
+from unipar.report.sheet import sheet
 from unipar.verbs.report import beside, report
 
 
@@ -19,21 +21,74 @@ def run(tmp_path: Path) -> Path:
     return made(tmp_path / "run")
 
 
-def test_a_truncated_account_leaves_the_rest(run: Path) -> None:
-    """A sentence on the page; the other ranks and cells are shown."""
-    cut = run / "compare/native-parameters/rank-0.memory.json"
-    cut.write_bytes(cut.read_bytes()[:500])
-    foreign = run / "compare/native-nothing/rank-1.memory.json"
-    account("native/nothing", 7).write(foreign.parent)
-    (foreign.parent / "rank-7.memory.json").replace(foreign)
-    told = Told.read(run)
-    assert told.problems == (
-        f"{foreign} tells of rank 7: it is left out",
-        f"{cut} is not the account of a rank's memory (the whole file: Invalid JSON: EOF while parsing a string at "
-        "line 1 column 500): it is left out",
-    )
-    assert [len(cell.memory) for cell in told.cells] == [1, 1, 1, 2, 2, 2, 0]
-    assert f'<p class="worry">{cut} is not the account of a rank&#x27;s memory (the whole' in page(told)
+def test_a_cell_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
+    """Whatever a rank of it left in its folder: in no figure, no sentence and no column."""
+    for rank in (0, 1):
+        account("native/parameters", rank, 0.1).write(run / "compare/native-parameters")
+    told = Told.read(rewritten(run, lambda data: data["cells"][2].update(memory=[], note="memory was not watched: no")))
+    assert "native/parameters" not in [cell.cell for cell in told.measured]
+    text = page(told)
+    assert "<h1>deepspeed/gradients is smallest" in text
+    assert "<p>Not measured: native/parameters.</p>" in text
+    assert (
+        '<th scope="row" class="text">native/parameters</th><td class="text">7 digits</td><td>826 ms</td>'
+        "<td>1.57</td><td>9.7</td><td>–</td><td>~640 MiB</td><td>–</td>"
+    ) in text
+
+
+def test_the_figures_alone_have_all_that_was_measured(run: Path, tmp_path: Path) -> None:
+    """Without a cell's folder, or with accounts there that are cut short: compare.json has them whole."""
+    (run / "compare/native-nothing/rank-1.memory.json").write_text('{"rank": 1', encoding="utf-8")
+    whole = Told.read(run)
+    assert whole.problems == ()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (run / "compare/compare.json").rename(bare / "compare.json")
+    told = Told.read(bare)
+    assert [cell.memory for cell in told.cells] == [cell.memory for cell in whole.cells]
+    assert [len(cell.memory) for cell in told.cells] == [1, 2, 2, 2, 2, 2, 0]
+    sections = re.findall('<section id="([a-z]+)">', page(told))
+    assert sections == [
+        *("memory", "cells", "bridge", "through", "balance", "losses", "pareto", "times", "sent", "how")
+    ]
+
+
+def test_a_rank_without_an_account_is_a_rank_all_the_same(run: Path) -> None:
+    """On CUDA NCCL is there for it: 200 MiB; one process has none."""
+    data = rewritten(run, lambda data: data["cells"][1]["memory"].pop())
+    told = Told.read(data)
+    text = page(told)
+    assert [told.found.world(row) for row in told.found.rows[:3]] == [1, 2, 2]
+    assert "<td>178 MiB</td><td>190 MiB</td><td>878 MiB</td>" in text
+    assert "<td>143 MiB</td><td>154 MiB</td><td>644 MiB</td>" in text
+    lines = {line.split()[0]: line.split("MiB") for line in told.found.beside(100)[2:] if line.endswith("MiB")}
+    assert (lines["native/nothing"][2], lines["single"][2]) == ("  878 ", "  644 ")
+    assert [line.split(",")[8] for line in sheet(told.found).splitlines()[1:3]] == ["675282944", "920649728"]
+
+
+def test_the_ranks_are_known_before_any_has_started(run: Path) -> None:
+    """After Ctrl-C, while worlds start; a file that does not tell is not asked for a number."""
+
+    def stopped(data: dict[str, Any]) -> None:
+        data["interrupted"] = True
+        data["cells"] = [{"cell": c["cell"], "outcome": "waits"} for c in data["cells"]]
+
+    told = Told.read(rewritten(run, stopped))
+    assert [told.found.world(row) for row in told.found.rows[:2]] == [1, 2]
+    text = page(told)
+    assert "unipar compare · quickstart · 2 ranks · fp32 · 8 samples a step" in text
+    text = page(Told.read(rewritten(run, lambda data: data.pop("ranks"))))
+    assert "unipar compare · quickstart · fp32 · 8 samples a step" in text
+
+
+@pytest.mark.parametrize("phases", [[], None])
+def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | None) -> None:
+    """Nothing that unipar writes is so: what is built is always one."""
+    rewritten(run, lambda data: data["cells"][1]["memory"][1].update(phases=phases))
+    with pytest.raises(ReportError) as e:
+        report(run)
+    why = "1 validation error for Account" if phases is None else "native/nothing has an account without phases"
+    assert str(e.value) == f"{run}/compare/compare.json is no comparison that unipar wrote: {why}"
 
 
 def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:

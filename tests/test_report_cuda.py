@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comparisons import made
+from tests.comparisons import made, rewritten
 from unipar.memory.account import Account, Device, Phase, Resident
 from unipar.report.cuda import Measured, Predicted, there
 from unipar.report.memory import memory_tables, remarks
@@ -66,12 +66,13 @@ def test_without_the_driver_the_rest_is_assumed() -> None:
 
 def test_the_table_of_a_run_on_cuda() -> None:
     """Allocated, reserved, gaps, all that the process takes, and the host."""
-    lines = memory_tables([("native/nothing", [account(host=HOST)]), ("single", [account(None)])], 80)
+    lines = memory_tables([("native/nothing", 2, [account(host=HOST)]), ("single", 1, [account(None)])], 80)
     assert lines[:3] == [
         "memory          fullest in  allocated  reserved     gaps  on CUDA     host",
         "native/nothing  backward      1.0 GiB   1.4 GiB  300 MiB  1.9 GiB  364 MiB",
         "single          backward      1.0 GiB   1.4 GiB  300 MiB  1.9 GiB        -",
     ]
+    assert memory_tables([("native/nothing", 2, [account(None)])], 80)[1].split()[-3:] == ["2.1", "GiB", "-"]
 
 
 @pytest.mark.parametrize(
@@ -89,11 +90,8 @@ def test_the_table_says_what_was_measured_and_where(used: int | None, says: str)
 
 def paged(folder: Path, **more: int | None) -> str:
     """The page of a comparison whose every rank is that one."""
-    run = made(folder / "run")
-    for file in run.rglob("rank-0.memory.json"):
-        account(host=HOST, **more).write(file.parent)
-    for file in run.rglob("rank-1.memory.json"):
-        file.unlink()
+    memory = [account(host=HOST, **more).model_dump(mode="json")]
+    run = rewritten(made(folder / "run"), lambda data: [c.update(memory=memory) for c in data["cells"][:-1]])
     return re.sub(r"<[^>]*>", " ", page(Told.read(run))).replace("\N{NO-BREAK SPACE}", " ")
 
 

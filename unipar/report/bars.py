@@ -157,7 +157,7 @@ def balance(told: Told, width: int) -> str:
     rows.grid(sizes(high, 3 if rows.small else 5))
     for i, cell in enumerate(cells):
         rows.name(i)
-        peaks = [(a.rank, a.peak.peak) for a in cell.memory if a.phases]
+        peaks = [(a.rank, a.peak.peak) for a in cell.memory]
         y = rows.y(i) + 13
         least, most = min(p for _, p in peaks), max(p for _, p in peaks)
         rows.drawing.line((rows.x(least), y), (rows.x(most), y), "span")

@@ -108,7 +108,7 @@ def facts(told: Told | Ran) -> dict[str, str]:
     else:
         parameters, precision, total = told.parameters, told.found.precision, told.found.samples
         devices = {a.device if a.on is None else a.on.name for c in told.cells for a in c.memory}
-        known = {"ranks": told.ranks, "device": " and ".join(sorted(devices))}
+        known = {"ranks": told.found.ranks, "device": " and ".join(sorted(devices))}
     told_first = {
         "task": _task(config.get("task.use")),
         "parameters": f"{parameters:,}" if parameters else None,

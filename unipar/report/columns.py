@@ -35,7 +35,7 @@ def assumptions() -> str:
 
 
 def three(cell: Seen, ranks: int) -> list[str]:
-    """The columns in which memory is always shown."""
+    """The columns in which memory is always shown, in its world of so many ranks."""
     account = cell.fullest
     rss = f"~{size(max(cell.row.peak_rss))}" if cell.row.peak_rss else NONE
     if account is None:
@@ -50,4 +50,4 @@ def three(cell: Seen, ranks: int) -> list[str]:
 def took(cell: Seen, ranks: int) -> Predicted | Measured:
     """Of its fullest rank on CUDA."""
     assert cell.fullest is not None
-    return there(cell.fullest, 1 if len(cell.memory) == 1 else ranks)
+    return there(cell.fullest, ranks)

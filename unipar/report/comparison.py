@@ -205,6 +205,9 @@ class Comparison(Found):
     samples: int
     """In one optimizer step."""
 
+    ranks: int
+    """Of every world but that of one process; 0 where the file does not tell."""
+
     answer: str = ""
     """Which cell is smallest, which is fastest, and why; made anew with the page."""
 
@@ -216,6 +219,10 @@ class Comparison(Found):
     @override
     def unlike(self, row: Row) -> str:
         return unlike(row.marks, self.others(row)) if row.marks is not None else ""
+
+    def world(self, row: Row) -> int:
+        """How many ranks it has, whoever of them left something."""
+        return len(row.peak_rss) or (1 if row is self.rows[0] else self.ranks)
 
     @property
     def baseline(self) -> Row | None:
@@ -251,7 +258,8 @@ class Comparison(Found):
 
     @override
     def beside(self, width: int) -> list[str]:
-        watched = [(_till(row), row.memory) for row in self.rows if row.memory and row.outcome != "unlike"]
+        known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
+        watched = [(_till(row), self.world(row), row.memory) for row in known]
         return ["", *memory_tables(watched, width)] if watched else []
 
     @override
@@ -347,7 +355,7 @@ class Comparison(Found):
     @classmethod
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
         rows = [row_of(told) for told in data["cells"]]
-        data = {"unwatched": "", **data}
+        data = {"unwatched": "", "ranks": max((len(row.peak_rss) for row in rows), default=0), **data}
         kept = {f.name: data[f.name] for f in fields(cls) if f.name not in _APART}
         return cls(**{**kept, **changed}, rows=rows)
 
@@ -361,6 +369,8 @@ def row_json(row: Row) -> dict[str, Any]:
 def row_of(told: Mapping[str, Any]) -> Row:
     known = {f.name: told[f.name] for f in fields(Row) if f.name in told and f.name not in ("memory", "marks")}
     memory = [Account.model_validate(account, strict=False) for account in told.get("memory", [])]
+    if not all(account.phases for account in memory):
+        raise TypeError(f"{known['cell']} has an account without phases")
     marks = told.get("marks")
     return Row(**known, memory=memory, marks=None if marks is None else Marks.model_validate(marks, strict=False))
 

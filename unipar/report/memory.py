@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from unipar.memory.account import Account, Phase
-from unipar.report.cuda import Measured, there
+from unipar.report.cuda import there
 from unipar.report.table import blocks, size
 
 _COLUMNS: Final = {
@@ -68,30 +68,30 @@ def included(accounts: Iterable[Account]) -> str:
     return said[0] if len(said) == 1 else f"not counted alike by every rank ({'; '.join(said)})"
 
 
-def memory_tables(cells: Sequence[tuple[str, Sequence[Account]]], width: int) -> list[str]:
-    """How much each cell takes, seen in three ways; then what for."""
+def memory_tables(cells: Sequence[tuple[str, int, Sequence[Account]]], width: int) -> list[str]:
+    """How much each cell takes in its world of so many ranks, seen in three ways; then what for."""
     header: tuple[str, ...] = ("memory", "fullest in", "allocated", "resident", "on CUDA")
-    rows = [_sized(cell, accounts) for cell, accounts in cells]
-    if any(a.on is not None for _, accounts in cells for a in accounts):
+    rows = [_sized(*cell) for cell in cells]
+    if any(a.on is not None for *_, accounts in cells for a in accounts):
         header = ("memory", "fullest in", "allocated", "reserved", "gaps", "on CUDA", "host")
-        rows = [_on_cuda(cell, accounts) for cell, accounts in cells]
+        rows = [_on_cuda(*cell) for cell in cells]
     lines = [line for block in blocks(header, rows, right=range(2, len(header)), width=width) for line in block]
-    parts = [("MiB", *_COLUMNS), *(_parts(cell, accounts) for cell, accounts in cells)]
+    parts = [("MiB", *_COLUMNS), *(_parts(cell, accounts) for cell, _, accounts in cells)]
     right = range(1, len(_COLUMNS) + 1)
     made = [line for block in blocks(parts[0], parts[1:], right=right, width=width) for line in block]
     return [*lines, "", *made]
 
 
-def _sized(cell: str, accounts: Sequence[Account]) -> tuple[str, ...]:
+def _sized(cell: str, ranks: int, accounts: Sequence[Account]) -> tuple[str, ...]:
     account = fullest(accounts)
     resides = resident(accounts)
-    return cell, account.peak.name, size(account.peak.peak), _known(resides), size(there(account, len(accounts)).total)
+    return cell, account.peak.name, size(account.peak.peak), _known(resides), size(there(account, ranks).total)
 
 
-def _on_cuda(cell: str, accounts: Sequence[Account]) -> tuple[str, ...]:
+def _on_cuda(cell: str, ranks: int, accounts: Sequence[Account]) -> tuple[str, ...]:
     account = fullest(accounts)
     peak = account.peak
-    took = size(there(account, len(accounts)).total)
+    took = size(there(account, ranks).total)
     gaps = account.gaps(peak)
     return cell, peak.name, size(peak.peak), _known(account.reserved), _known(gaps), took, _known(hosts(accounts))
 
@@ -121,7 +121,7 @@ def remarks(accounts: Sequence[Account]) -> list[str]:
             "resident here: the same as the system counts it; on CUDA: predicted, allocated + context + NCCL + "
             "rounding",
         ]
-    measured = all(isinstance(there(a, len(accounts)), Measured) for a in accounts if a.on is not None)
+    measured = all(a.on.beside is not None for a in accounts if a.on is not None)
     took = "measured, what NVML counts for the process" if measured else "reserved + context + NCCL, both assumed"
     return [
         f"allocated: the peak beyond the base of the largest rank, as torch's allocator on {', '.join(gpus)} counts it",

@@ -49,7 +49,8 @@ def page(told: Told, before: Told | None = None) -> str:
 
 def _head(told: Told, before: Told | None, apart: Sequence[str]) -> str:
     found = told.found
-    facts = [counted(told.ranks, "rank"), found.precision, f"{counted(found.samples, 'sample')} a step"]
+    facts = [counted(found.ranks, "rank")] if found.ranks else []
+    facts += [found.precision, f"{counted(found.samples, 'sample')} a step"]
     facts += [f"{told.parameters:,} parameters"] if told.parameters else []
     sure = found.reference is not None and any(found.agreement(row) is not None for row in found.rows)
     kind, sign = ("bad", "✗") if found.disagree else ("good", "✓") if sure else ("open", "?")
@@ -152,7 +153,7 @@ def _cells(told: Told) -> str:
                 duration(cell.middle),
                 factor,
                 f"{told.found.samples / cell.middle:.1f}",
-                *three(cell, told.ranks),
+                *three(cell, told.found.world(row)),
             ]
         )
     return section(
@@ -165,7 +166,7 @@ def _cells(told: Told) -> str:
 
 def _assumed(told: Told) -> bool:
     """Whether any figure of CUDA is a prediction."""
-    return any(isinstance(took(c, told.ranks), Predicted) for c in told.measured)
+    return any(isinstance(took(c, told.found.world(c.row)), Predicted) for c in told.measured)
 
 
 def _changed(told: Told, before: Told | None) -> str:
@@ -232,7 +233,7 @@ def _balance(told: Told) -> str:
         return ""
     ranks = sorted({a.rank for c in told.measured for a in c.memory})
     rows = [
-        [c.cell, *(next((size(a.peak.peak) for a in c.memory if a.rank == r and a.phases), NONE) for r in ranks)]
+        [c.cell, *(next((size(a.peak.peak) for a in c.memory if a.rank == r), NONE) for r in ranks)]
         for c in told.measured
     ]
     return section(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from unipar import registry
 from unipar.config import Cell, Config
 from unipar.errors import ConfigError, ReportError, UniparError
 from unipar.ledger import ledger_of
-from unipar.memory.account import Account, accounts
+from unipar.memory.account import Account
 from unipar.report.comparison import Comparison, Row
 from unipar.report.kinds import found
 
@@ -33,8 +33,8 @@ class Seen:
     """One cell, with what lies in its folder."""
 
     row: Row
-    memory: tuple[Account, ...] = ()
-    """Of its ranks, as many as can be read, the lowest first."""
+    memory: Sequence[Account]
+    """Of its ranks, as the comparison has it: what only lies in the cell's folder was not measured whole."""
 
     config: Mapping[str, Any]
     """Dotted keys, as its processes were given them; empty where they cannot be read."""
@@ -62,7 +62,7 @@ class Seen:
     @cached_property
     def fullest(self) -> Account | None:
         """Of the rank that held most."""
-        return max((a for a in self.memory if a.phases), key=lambda a: a.peak.peak, default=None)
+        return max(self.memory, key=lambda a: a.peak.peak, default=None)
 
     @property
     def peak(self) -> int:
@@ -106,10 +106,6 @@ class Told:
             config=config_of(asked, problems) if asked.exists() else {},
             problems=tuple(problems),
         )
-
-    @property
-    def ranks(self) -> int:
-        return max((len(c.memory) or len(c.row.peak_rss) for c in self.cells), default=1)
 
     @cached_property
     def measured(self) -> list[Seen]:
@@ -186,10 +182,10 @@ def _seen(folder: Path, row: Row, problems: list[str]) -> Seen:
     try:
         cell = Cell.parse(row.cell)
     except ConfigError:
-        return Seen(row=row, config={})
+        return Seen(row=row, memory=row.memory, config={})
     at = folder / cell.slug
     begun = _parameters(at, problems if row.outcome in ("ran", "unlike") else [])  # others may not have come to a start
-    seen = Seen(row=row, memory=tuple(accounts(at, problems)), config={}, parameters=begun)
+    seen = Seen(row=row, memory=row.memory, config={}, parameters=begun)
     if (at / CONFIG).exists():
         seen = replace(seen, config=config_of(at / CONFIG, problems))
     try:

@@ -35,7 +35,7 @@ def sheet(found: Comparison) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(HEAD)
     writer.writerows(
-        [row.cell, row.outcome, *_agrees(found, row), *_timed(found, row), *_held(row)] for row in found.rows
+        [row.cell, row.outcome, *_agrees(found, row), *_timed(found, row), *_held(found, row)] for row in found.rows
     )
     return text.getvalue()
 
@@ -54,12 +54,12 @@ def _timed(found: Comparison, row: Row) -> list[str]:
     return [f"{middle:.6g}", f"{found.samples / middle:.6g}"]
 
 
-def _held(row: Row) -> list[str]:
+def _held(found: Comparison, row: Row) -> list[str]:
     """Of the largest rank; its categories add up to what is allocated."""
     if not row.memory:
         return [""] * (6 + len(CATEGORIES))
     account = fullest(row.memory)
-    took = there(account, len(row.memory))
+    took = there(account, found.world(row))
     on_cuda = (None, took.total) if isinstance(took, Measured) else (took.total, None)
     sizes = [account.peak.peak, resident(row.memory), *on_cuda, account.reserved, hosts(row.memory)]
     return ["" if s is None else str(s) for s in [*sizes, *(account.peak.held.get(c, 0) for c in CATEGORIES)]]

@@ -112,6 +112,7 @@ def compared(
         out=str(folder),
         precision=config.train.precision,
         samples=config.batch.settle(ranks).total,
+        ranks=ranks,
         warmup=asked.turns.warmup,
         rows=[row for row, _ in entrants.values()],
         unwatched=asked.unwatched,
