@@ -110,7 +110,7 @@ def test_memory_is_told_in_three_columns(run: Path) -> None:
         "<td>1.57</td><td>9.7</td><td>97 MiB</td><td>104 MiB</td><td>798 MiB</td>"
     ) in text
     assert "<h3>On CUDA: assumed, not measured</h3>" in text
-    assert "NCCL takes 200 MiB in each process of a world of several" in text
+    assert "NCCL takes 200\N{NO-BREAK SPACE}MiB in each process of a world of several" in text
     assert "Measured on A Processor, 2 cores, 24 GiB of memory, memory counted on the CPU, torch 2.13.0." in text
 
 

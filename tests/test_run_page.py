@@ -74,6 +74,27 @@ def test_memory_that_was_watched_is_on_the_page(run: Path) -> None:
     text = page(Ran.read(run / "rank-0.jsonl"))
     assert "Allocated on rank 0, the fullest, by phase and category" in text
     assert '<th scope="row" class="text">update</th><td>178 MiB</td><td>34 MiB</td>' in text
+    assert (
+        "<p>Allocated: beyond the 1.9 MiB that were there before the model was built; only torch&#x27;s own tensors "
+        "counted (torch&#x27;s own allocator, by a profiler&#x27;s events).</p>"
+    ) in text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_a_run_s_page_says_how_its_memory_was_seen(run: Path) -> None:
+    """In the ranks' own words, and what those who counted had to say; by whom, where not all say the same."""
+    system = "what the system counts is shown, not what is allocated: torchrun started this process"
+    for rank in (0, 1):
+        phases = [phase.model_dump(exclude={"largest"}) for phase in account("native/nothing", rank).phases]
+        step = {**EVENTS[3], "memory": phases}
+        wrote(run, rank, [EVENTS[0], {"event": "memory", "time": 100.5, "said": system}, step, EVENTS[5]])
+    assert f"<li>{system}</li></ul>" in page(Ran.read(run / "rank-0.jsonl"))
+    lost = {"event": "memory", "time": 100.6, "said": "watched no more: <it> cannot be said"}
+    wrote(run, 1, [EVENTS[0], lost, EVENTS[5]])
+    account("native/parameters", 0).write(run)
+    assert (
+        f"<ul><li>rank 0: {system}</li><li>rank 1: watched no more: &lt;it&gt; cannot be said</li>"
+        "<li>rank 0: a note of the one who measured</li></ul>"
+    ) in page(Ran.read(run / "rank-0.jsonl"))
 
 
 def test_memory_that_was_logged_is_on_the_page(run: Path) -> None:
@@ -161,6 +182,37 @@ def test_a_scaling_has_its_page_again(tmp_path: Path) -> None:
 
 
 # What cannot be read
+
+
+def test_a_ledger_that_breaks_off_is_told(run: Path) -> None:
+    """A rank's peak stands beside its own number; what it wrote down before is shown."""
+    for rank in (0, 1):
+        file = run / f"rank-{rank}.jsonl"
+        whole = file.read_text("utf-8")
+        file.write_text(whole[:-20], encoding="utf-8")
+        ran = Ran.read(run / "rank-0.jsonl")
+        said = f"{file} breaks off in the midst of a line: what is before it is shown"
+        assert ran.problems == (said,)
+        text = page(ran)
+        assert f'<p class="worry">{said}</p>' in text
+        assert "The loss is 4.5000 at step 1 and 3.2500 at step 10" in text
+        rows = [["0", "–"], ["1", "5.0 MiB"]] if rank == 0 else [["0", "3.0 MiB"], ["1", "–"]]
+        assert re.findall('<tr><th scope="row" class="text">([01])</th><td>([^<]*)</td></tr>', text) == [
+            tuple(row) for row in rows
+        ]
+        assert "–: it wrote down no end." in text
+        file.write_text(whole, encoding="utf-8")
+    assert "–: it wrote down no end." not in page(Ran.read(run / "rank-0.jsonl"))
+
+
+def test_a_ledger_that_cannot_be_read_moves_no_other_rank(run: Path) -> None:
+    """Ranks are told by their files."""
+    wrote(run, 2, [EVENTS[0], {"event": "end", "time": 106.0, "steps": 12, "peak_rss": 7 * 2**20}])
+    (run / "rank-1.jsonl").write_text("[1]\n", encoding="utf-8")
+    text = page(Ran.read(run / "rank-0.jsonl"))
+    assert re.findall('<tr><th scope="row" class="text">([0-9])</th><td>([^<]*)</td></tr>', text) == [
+        *(("0", "3.0 MiB"), ("1", "–"), ("2", "7.0 MiB"))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 
 class Ledger:
-    """Appends events; `read` gives them back, an unfinished last line left out."""
+    """Appends events; `read` gives them back, an unfinished last line left out; `whole` tells of that."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -40,6 +40,11 @@ class Ledger:
         for line in path.read_text("utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
                 yield json.loads(line)
+
+    @staticmethod
+    def whole(path: Path) -> bool:
+        """Whether its last line is finished: a rank that was killed may leave half a one."""
+        return path.read_bytes()[-1:] in (b"", b"\n")
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unipar.report.cuda import ASSUMED, Measured, Predicted, there
-from unipar.report.markup import e, said
+from unipar.report.markup import listed, said
 from unipar.report.memory import resident
 from unipar.report.seen import Seen
 from unipar.report.table import size
@@ -31,7 +31,7 @@ def meant(*, cuda: bool, measured: bool) -> str:
 
 def assumptions() -> str:
     """Of what is predicted on CUDA."""
-    return "<h3>On CUDA: assumed, not measured</h3><ul>" + "".join(f"<li>{e(a)}</li>" for a in ASSUMED) + "</ul>"
+    return "<h3>On CUDA: assumed, not measured</h3>" + listed(ASSUMED)
 
 
 def three(cell: Seen, ranks: int) -> list[str]:

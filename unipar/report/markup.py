@@ -46,6 +46,12 @@ def said(words: str, kind: str = "") -> str:
     return f"<p{classed(kind)}>{e(together(words))}</p>" if words else ""
 
 
+def listed(words: Iterable[str]) -> str:
+    """A point each; nothing where there are none."""
+    items = "".join(f"<li>{e(together(text))}</li>" for text in words)
+    return f"<ul>{items}</ul>" if items else ""
+
+
 def together(words: str) -> str:
     """A number and its unit stay in one line."""
     return re.sub(r"(?<=\d) (?=%|[KMG]iB|B\b|m?s\b|us\b)", "\N{NO-BREAK SPACE}", words)

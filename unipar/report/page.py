@@ -15,7 +15,20 @@ from unipar.report.columns import assumptions, columns, meant, three, took
 from unipar.report.comparison import HEADS, tolerance
 from unipar.report.cuda import Predicted
 from unipar.report.device import device
-from unipar.report.markup import again, e, figure, installed, keys_of, located, said, section, tabled, together, whole
+from unipar.report.markup import (
+    again,
+    e,
+    figure,
+    installed,
+    keys_of,
+    listed,
+    located,
+    said,
+    section,
+    tabled,
+    together,
+    whole,
+)
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
 from unipar.report.seen import Seen, Told, asked_of
 from unipar.report.table import counted, duration, size
@@ -357,7 +370,7 @@ def _how(told: Told) -> str:
     return section(
         "how",
         "How it was measured",
-        "<ul>" + "".join(f"<li>{e(m)}</li>" for m in [*methods, *told.found.remarks(), *notes]) + "</ul>",
+        listed([*methods, *told.found.remarks(), *notes]),
         tabled(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
         if saved
         else "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +32,13 @@ class Ran:
     died: str
     """What a rank said at its end, where it failed."""
 
+    peaks: Mapping[int, int | None]
+    """By rank, the bytes that it ever held at its peak; None where it came to no end."""
+
     memory: tuple[Account, ...]
+    watched: tuple[str, ...]
+    """How memory was seen, in the ranks' words."""
+
     config: Mapping[str, Any]
     command: str
     """What starts it again, where that is known."""
@@ -48,7 +54,8 @@ class Ran:
     @classmethod
     def read(cls, ledger: Path) -> Self:
         folder, problems = ledger.parent, list[str]()
-        ranks = list(_ranks(folder, problems))
+        by = dict(_ranks(folder, problems))
+        ranks = list(by.values())
         try:
             report = Report.of(folder, ranks)
         except (LookupError, TypeError, ValueError) as e:
@@ -62,6 +69,8 @@ class Ran:
             rows=tuple(row for row in ranks[0] if row["event"] == "step"),
             ended=any(row["event"] == "end" for row in ranks[0]),
             died=_died(folder),
+            peaks={rank: _peak(by.get(rank, ())) for rank in sorted({*range(report.size), *by})},
+            watched=tuple(_watched(by)),
             memory=tuple(account for account in accounts(folder, problems) if account.phases),
             config=config,
             command=_command(folder, told, config),
@@ -71,8 +80,8 @@ class Ran:
         )
 
 
-def _ranks(folder: Path, problems: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """Each rank's events; the first one's must be there, another that cannot be read is left out."""
+def _ranks(folder: Path, problems: list[str]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Each rank's events by its number; the first one's must be there, another that cannot be read is left out."""
     numbers = sorted(int(m[1]) for file in folder.iterdir() if (m := re.fullmatch(_LEDGER, file.name)))
     for rank in numbers:
         file = folder / f"rank-{rank}.jsonl"
@@ -84,7 +93,9 @@ def _ranks(folder: Path, problems: list[str]) -> Iterator[list[dict[str, Any]]]:
                 raise ReportError(said) from None
             problems.append(f"{said}: it is left out")
         else:
-            yield rows
+            if not Ledger.whole(file):
+                problems.append(f"{file} breaks off in the midst of a line: what is before it is shown")
+            yield rank, rows
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
@@ -92,6 +103,20 @@ def _events(file: Path) -> list[dict[str, Any]]:
     if not all(isinstance(row, dict) and {"event", "time"} <= row.keys() for row in rows):
         raise ValueError("a line of it is no event")
     return rows
+
+
+def _peak(rows: Iterable[Mapping[str, Any]]) -> int | None:
+    return next((int(row["peak_rss"]) for row in rows if row["event"] == "end" and row.get("peak_rss")), None)
+
+
+def _watched(ranks: Mapping[int, Iterable[Mapping[str, Any]]]) -> Iterator[str]:
+    """What they said of how memory was seen, once; and who did, where not all say the same."""
+    by: dict[str, list[int]] = {}
+    for rank, rows in ranks.items():
+        for said in dict.fromkeys(str(row["said"]) for row in rows if row["event"] == "memory"):
+            by.setdefault(said, []).append(rank)
+    for said, whose in by.items():
+        yield said if len(whose) == len(ranks) else f"rank {', '.join(map(str, whose))}: {said}"
 
 
 def _launched(file: Path, problems: list[str]) -> dict[str, Any]:

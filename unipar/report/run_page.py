@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unipar.backend import Category
-from unipar.memory.account import CATEGORIES, Phase
+from unipar.memory.account import CATEGORIES, Account, Phase
 from unipar.report import change
 from unipar.report.answer import WORDS
-from unipar.report.markup import again, e, figure, installed, keys_of, located, said, section, tabled, together, whole
-from unipar.report.memory import fullest
+from unipar.report.markup import (
+    again,
+    e,
+    figure,
+    installed,
+    keys_of,
+    listed,
+    located,
+    said,
+    section,
+    tabled,
+    together,
+    whole,
+)
+from unipar.report.memory import fullest, included
 from unipar.report.plots import Line, lines
 from unipar.report.ran import Ran
 from unipar.report.table import counted, duration, size
@@ -149,18 +162,27 @@ def _times_of(ran: Ran) -> list[tuple[int, float]]:
 
 
 def _memory(ran: Ran) -> str:
-    peaks = [[str(i), size(v)] for i, v in enumerate(ran.report.peak_rss)]
-    logged = ran.report.memory[-1:]
-    if not peaks and not ran.memory and not logged:
+    peaks = [[str(rank), NONE if peak is None else size(peak)] for rank, peak in ran.peaks.items()]
+    logged, ended = ran.report.memory[-1:], any(ran.peaks.values())
+    if not ended and not ran.memory and not logged:
         return section("memory", "Memory", said("No rank wrote down what it held: that comes at a run's end."))
-    parts = [tabled(["rank", "peak RSS"], peaks, "The most that each rank ever held, as the system counts it")]
+    parts: list[str] = []
+    if ended:
+        parts.append(tabled(["rank", "peak RSS"], peaks, "The most that each rank ever held, as the system counts it"))
+        parts.append(said("" if all(ran.peaks.values()) else f"{NONE}: it wrote down no end.", "note"))
     if ran.memory:
-        account = fullest(ran.memory)
-        label = f"Allocated on rank {account.rank}, the fullest, by phase and category"
-        parts.append(_phases(account.phases, label))
+        parts += _account(fullest(ran.memory))
     for step, phases in () if ran.memory else logged:
         parts.append(_phases(phases, f"Step {step} on the fullest rank, by phase and category"))
-    return section("memory", "Memory", *parts)
+    notes = [f"rank {account.rank}: {note}" for account in ran.memory for note in account.notes]
+    return section("memory", "Memory", *parts, listed([*ran.watched, *notes]))
+
+
+def _account(account: Account) -> list[str]:
+    label = f"Allocated on rank {account.rank}, the fullest, by phase and category"
+    how = f"{included([account])} ({account.method})"
+    base = f"Allocated: beyond the {size(account.base)} that were there before the model was built; {how}."
+    return [_phases(account.phases, label), said(base)]
 
 
 def _phases(phases: Sequence[Phase], label: str) -> str:
