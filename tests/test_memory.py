@@ -133,6 +133,19 @@ def test_parts_add_up_to_the_peak_in_every_phase(found: dict[str, Any]) -> None:
                 assert abs(phase["held"].get("unattributed", 0)) <= 0.02 * phase["peak"], (cell, phase)
 
 
+def test_the_curve_goes_through_a_whole_step(found: dict[str, Any]) -> None:
+    """By time, from the first phase to the end; its highest point is the fullest phase of that step."""
+    for account in found["native/nothing"]["memory"]:
+        times = [at for at, _ in account["curve"]]
+        assert times == sorted(times)
+        assert (times[0], times[-1]) == (0.0, 1.0)
+        assert [phase for _, phase in account["marks"]] == ["data", "forward", "backward", "update", "between"]
+        begins = [at for at, _ in account["marks"]]
+        assert begins == sorted(begins)
+        assert len(set(begins)) == 5
+        assert max(held for _, held in account["curve"]) == max(p["peak"] for p in account["phases"][1:])
+
+
 def test_a_tied_weight_counts_once(found: dict[str, Any]) -> None:
     """Four matrices of a mebibyte, though five modules have one; two moments for each."""
     for cell in ("single", "native/nothing"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from unipar.backend import Category
 from unipar.memory.account import Phase, PhaseName
 from unipar.memory.counting import NOTE
-from unipar.memory.replay import Mark, Named, Replay, Seen, Site, askers
+from unipar.memory.replay import Mark, Named, Replay, Seen, Site, askers, pace
 
 BASE, SMALL, MAIN, OTHER = 1000, 100, 7, 8
 LIBRARY, C10, PYTHON = 1, 2, 3
@@ -41,7 +42,8 @@ class Tape:
         self.sites: list[Site] = []
 
     def mark(self, phase: str) -> None:
-        self.marks.append(Mark(len(self.rows), phase, self.peak, self.live, self.small))
+        when = float(len(self.marks))
+        self.marks.append(Mark(len(self.rows), phase, self.peak, self.live, self.small, when=when))
         self.peak = self.live
 
     def come(self, address: int, size: int, *, caller: int = C10, thread: int = MAIN) -> None:
@@ -266,8 +268,23 @@ def test_a_fiftieth_of_the_activations_may_be_unknown() -> None:
 
 
 def test_the_curve_of_a_step() -> None:
-    """Bytes beyond the base, and where phases begin."""
+    """Bytes beyond the base by time: a phase without allocations has its length; within one they are evenly spread."""
     tape = played({2: [came(16, 4000)], 3: [went(16, 4000)]})
     replay = tape.replay()
-    assert list(replay.curve(replay.windows)) == [(0.0, 4000), (0.5, 0)]
-    assert list(replay.marked(replay.windows[2:5])) == [(0.0, "forward"), (0.5, "backward"), (1.0, "update")]
+    step = replay.windows[2:5]
+    assert [window.seconds for window in step] == [1.0, 1.0, 1.0]
+    assert list(replay.curve(step, [1.0, 2.0, 5.0])) == [
+        *[(0.0, 0), (0.0625, 4000)],
+        *[(0.125, 4000), (0.25, 0)],
+        *[(0.375, 0), (1.0, 0)],
+    ]
+    assert list(replay.marked(step, [1.0, 2.0, 5.0])) == [(0.0, "forward"), (0.125, "backward"), (0.375, "update")]
+    assert list(replay.curve(replay.windows[4:5], [1.0])) == []
+
+
+def test_phases_are_as_long_as_in_a_plain_step() -> None:
+    """The least of several; of a step with other phases nothing is taken, and without any its own time stays."""
+    windows = played({}).replay().windows
+    shown, short, other = windows[2:5], [replace(w, seconds=0.5) for w in windows[2:5]], windows[1:5]
+    assert pace(shown, [windows[2:5], short, other]) == [0.5, 0.5, 0.5]
+    assert pace(shown, [other]) == [1.0, 1.0, 1.0]

@@ -111,7 +111,7 @@ class Account(Section):
     """Of each step that was measured, beyond the base."""
 
     curve: tuple[tuple[float, int], ...] = ()
-    """(part of a step from 0 to 1, bytes beyond the base), by allocations."""
+    """(part of a step's time from 0 to 1, bytes beyond the base): phases as long as in a plain step."""
 
     marks: tuple[tuple[float, str], ...] = ()
     """(part of that step, phase that begins there)."""

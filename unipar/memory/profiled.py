@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +45,7 @@ class Profiled:
     def __init__(self) -> None:
         self._counts = ctypes.c_bool.in_dll(ctypes.CDLL(str(_LIBRARY)), _COUNTS)
         self._now = 0
-        self._phases: list[tuple[int, str]] = []
+        self._phases: list[tuple[int, str, float]] = []
         self._sites: list[Site] = []
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
@@ -53,7 +54,7 @@ class Profiled:
         self._profile.__enter__()
 
     def mark(self, phase: str) -> None:
-        self._phases.append((self.at(), phase))
+        self._phases.append((self.at(), phase, time.perf_counter()))
 
     def at(self) -> int:
         with _RecordFunctionFast(_HERE):
@@ -111,8 +112,9 @@ class Profiled:
 
     def _marks(self, live: list[int]) -> list[Mark]:
         """What the allocator's own counter said, before the first event and after each."""
-        ats = [self.index(at) for at, _ in self._phases]
+        ats = [self.index(at) for at, *_ in self._phases]
         peaks = [live[0], *(max(live[a : b + 1]) for a, b in pairwise(ats))]
         return [
-            Mark(at, phase, peak, live[at], 0) for at, (_, phase), peak in zip(ats, self._phases, peaks, strict=True)
+            Mark(at, phase, peak, live[at], 0, when=when)
+            for at, (_, phase, when), peak in zip(ats, self._phases, peaks, strict=True)
         ]

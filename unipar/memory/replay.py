@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -60,6 +61,7 @@ class Mark:
 
     small: int
     pool: Pool | None = None
+    when: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Window:
 
     small: int
     pool: Pool | None
+    seconds: float
 
 
 @dataclass
@@ -133,7 +136,10 @@ class Replay:
         self._seen = seen
         self._live = seen.events["live"]
         self._lives()
-        self.windows = [Window(a.phase, a.at, b.at, b.peak, a.live, a.small, b.pool) for a, b in pairwise(seen.marks)]
+        self.windows = [
+            Window(a.phase, a.at, b.at, b.peak, a.live, a.small, b.pool, b.when - a.when)
+            for a, b in pairwise(seen.marks)
+        ]
         self._lows = [window.low for window in self.windows]
         self._first = next((w.low for w in self.windows if w.phase == "forward"), len(seen.events))
         self._named = self._names()
@@ -319,19 +325,36 @@ class Replay:
         found = np.nonzero((self._start >= low) & (self._start < high))[0].tolist()
         return [b for b in found if int(self._seen.kinds[self._start[b]]) == TENSOR]
 
-    def curve(self, windows: Sequence[Window]) -> Iterator[tuple[float, int]]:
-        """A step's bytes, by allocations."""
-        low, high = (windows[0].low, windows[-1].high) if windows else (0, 0)
-        if high <= low:
+    def curve(self, windows: Sequence[Window], seconds: Sequence[float]) -> Iterator[tuple[float, int]]:
+        """A step's bytes by its time, of which each window has so many `seconds`; within one, by allocations."""
+        events = sum(window.high - window.low for window in windows)
+        if not events:
             return
-        for part in np.array_split(np.arange(low, high), min(POINTS, high - low)):
-            yield (int(part[0]) - low) / (high - low), int(self._live[part].max()) - self._seen.base
+        for window, (begins, ends) in zip(windows, pairwise(_shares(seconds)), strict=True):
+            yield begins, window.live - self._seen.base
+            count = window.high - window.low
+            points = min(count, max(1, round(POINTS * count / events)))
+            for part in np.array_split(np.arange(window.low, window.high), points) if count else ():
+                along = (int(part[0]) + 1 - window.low) / (count + 1)
+                yield begins + along * (ends - begins), int(self._live[part].max()) - self._seen.base
+        yield 1.0, int(self._live[windows[-1].high - 1]) - self._seen.base
 
-    def marked(self, windows: Sequence[Window]) -> Iterator[tuple[float, str]]:
+    def marked(self, windows: Sequence[Window], seconds: Sequence[float]) -> Iterator[tuple[float, str]]:
         """Where in it each phase begins."""
-        low, high = (windows[0].low, windows[-1].high) if windows else (0, 0)
-        for window in windows:
-            yield (window.low - low) / max(1, high - low), window.phase
+        for window, begins in zip(windows, _shares(seconds), strict=False):
+            yield begins, window.phase
+
+
+def pace(shown: Sequence[Window], plain: Sequence[Sequence[Window]]) -> list[float]:
+    """What each window takes in a plain step, where there is one with the same phases: other watching slows it down."""
+    like = [step for step in plain if [window.phase for window in step] == [window.phase for window in shown]]
+    return [min(window.seconds for window in same) for same in zip(*(like or [shown]), strict=True)]
+
+
+def _shares(seconds: Sequence[float]) -> list[float]:
+    """From 0 to 1: where each begins, and where the last one ends."""
+    total = sum(seconds) or 1.0
+    return [min(1.0, at / total) for at in accumulate(seconds, initial=0.0)]
 
 
 def askers(callers: Sequence[int], files: Sequence[tuple[int, int, str]]) -> tuple[np.ndarray[Any, Any], list[str]]:

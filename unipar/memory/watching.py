@@ -22,7 +22,7 @@ from unipar.memory.held import storages
 from unipar.memory.history import History
 from unipar.memory.pinned import Pinned
 from unipar.memory.profiled import Profiled
-from unipar.memory.replay import Named, Replay
+from unipar.memory.replay import Named, Replay, pace
 from unipar.memory.sent import METHOD, Sent
 from unipar.memory.source import Source
 from unipar.rss import anonymous
@@ -319,6 +319,7 @@ class _Watched:
         first = steps[0][1] if steps else replay.built
         last = passes[-1][1] if passes else replay.windows[first:]
         shown = next((windows for how, windows in passes if how == "placed"), last)
+        seconds = pace(shown, [windows for how, windows in passes if how == "plain"])
         peaks = [max(window.peak for window in windows) for how, windows in passes if how in ("plain", "placed")]
         return Account(
             rank=world.rank,
@@ -327,8 +328,8 @@ class _Watched:
             base=seen.base,
             phases=tuple(replay.phases(replay.windows[:first], shown)),
             peaks=tuple(peak - seen.base for peak in peaks),
-            curve=tuple(replay.curve(shown)),
-            marks=tuple(replay.marked(shown)),
+            curve=tuple(replay.curve(shown, seconds)),
+            marks=tuple(replay.marked(shown, seconds)),
             saved=saved,
             on=source.on,
             notes=(*source.notes, *(() if saved is not None else ("activations are told by lifetime alone",))),

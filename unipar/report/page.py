@@ -232,7 +232,8 @@ def _through(told: Told, before: Told | None) -> str:
         "through",
         "Memory through a step",
         said(
-            f"Along one step of the fullest rank, by its allocations; panels share a scale unless they say so.{dashed}"
+            "Along the time of one step of the fullest rank: phases are as long as in a plain step, allocations "
+            f"evenly spread within each. Panels share a scale unless they say so.{dashed}"
         ),
         figure(
             lambda width: through(told, before, width),
