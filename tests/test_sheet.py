@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests import comparisons
 from tests.test_comparison import FAR, ONE, SAME, compared
 from unipar.memory.account import Account, Phase, Resident
-from unipar.report.comparison import Row
+from unipar.report.comparison import Outcome, Row
 from unipar.report.memory import varied
-from unipar.report.sheet import sheet
+from unipar.report.sheet import HEAD, sheet
 from unipar.verbs import kept
 
 
@@ -40,6 +42,18 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
         "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,,,,",
         "horovod/nothing,absent,,,,,,,,,,,,,,,,,,,,,",
     ]
+
+
+@pytest.mark.parametrize(("outcome", "known"), [("failed", False), ("unlike", False), ("waits", True), ("ran", True)])
+def test_what_a_cell_held_till_it_failed_is_not_in_the_sheet(outcome: Outcome, *, known: bool) -> None:
+    """It would be computed with like any other's; what was watched to its end is there, though it was not timed."""
+    accounts = [comparisons.account("native/nothing", rank) for rank in (0, 1)]
+    lines = sheet(compared(ONE, replace(SAME, outcome=outcome, memory=accounts))).splitlines()
+    held = dict(zip(lines[0].split(","), lines[2].split(","), strict=True))
+    assert (held["allocated"], held["predicted_on_cuda"], held["parameters"]) == (
+        ("186205122", "920649728", "35707392") if known else ("", "", "")
+    )
+    assert {held[name] for name in HEAD[6:]} == {""} or known
 
 
 def test_peaks_that_differ_from_step_to_step() -> None:

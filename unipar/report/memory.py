@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from unipar.memory.account import Account, Phase
+from unipar.memory.meter import SETTLED
 from unipar.report.cuda import there
 from unipar.report.table import blocks, size
 
@@ -120,6 +121,7 @@ def remarks(accounts: Sequence[Account]) -> list[str]:
             "its parts add up to it",
             "resident here: the same as the system counts it; on CUDA: predicted, allocated + context + NCCL + "
             "rounding",
+            *settled(accounts),
         ]
     measured = all(a.on.beside is not None for a in accounts if a.on is not None)
     took = "measured, what NVML counts for the process" if measured else "reserved + context + NCCL, both assumed"
@@ -127,4 +129,13 @@ def remarks(accounts: Sequence[Account]) -> list[str]:
         f"allocated: the peak beyond the base of the largest rank, as torch's allocator on {', '.join(gpus)} counts it",
         "reserved: the most that the allocator had of the device; gaps: what of that nobody had in the fullest phase",
         f"on CUDA: {took}; host: the same rank's own memory beyond its base, and pinned pages",
+        *settled(accounts),
     ]
+
+
+def settled(accounts: Iterable[Account]) -> list[str]:
+    """What only the environment can set, where the host's memory was watched."""
+    if not any(a.device == "cpu" or a.host is not None for a in accounts):
+        return []
+    always, watched = (f"{name}={value}" for name, value in SETTLED.items())
+    return [f"set: {always} always, {watched} while watched"]

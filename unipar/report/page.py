@@ -29,6 +29,8 @@ from unipar.report.markup import (
     together,
     whole,
 )
+from unipar.report.memory import settled
+from unipar.report.own import own
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
 from unipar.report.seen import Seen, Told, asked_of
 from unipar.report.table import counted, duration, size
@@ -114,7 +116,6 @@ def _memory(told: Told, before: Told | None) -> str:
             "memory", title, said("Memory was not measured in this comparison: no cell has an account of it.")
         )
     missing = [c.cell for c in told.cells if c.row.outcome == "ran" and c.fullest is None]
-    own = [c for c in told.cells if c.own]
     shown: list[Category] = [
         c for c in CATEGORIES if any(c in cell.fullest.peak.held for cell in told.measured if cell.fullest)
     ]
@@ -140,7 +141,7 @@ def _memory(told: Told, before: Told | None) -> str:
             else ""
         ),
         figure(lambda width: stacked(told, before, width), table),
-        "".join(said(f"† {c.cell} runs {c.says}; these sizes are the library's default.", "own") for c in own),
+        *(said(own(told, c), "own") for c in told.cells if c.own),
         said(f"Not measured: {', '.join(missing)}." if missing else ""),
     )
 
@@ -362,6 +363,7 @@ def _configs(told: Told) -> str:
 def _how(told: Told) -> str:
     accounts = [(c, a) for c in told.cells if (a := c.fullest) is not None]
     methods = sorted({a.method for _, a in accounts})
+    keeps = ["before the timed steps malloc is told to keep what is freed"] if settled(a for _, a in accounts) else []
     notes = sorted({f"{c.cell}: {note}" for c, a in accounts for note in a.notes})
     saved = [[c.cell, *(size(s) for s in a.saved)] for c, a in accounts if a.saved is not None]
     asked = [f"--cell {shlex.quote(c.cell)}" for c in told.cells if c.row is not told.found.rows[0]]
@@ -371,7 +373,7 @@ def _how(told: Told) -> str:
     return section(
         "how",
         "How it was measured",
-        listed([*methods, *told.found.remarks(), *notes]),
+        listed([*methods, *told.found.remarks(), *keeps, *notes]),
         tabled(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
         if saved
         else "",

@@ -55,8 +55,8 @@ def _timed(found: Comparison, row: Row) -> list[str]:
 
 
 def _held(found: Comparison, row: Row) -> list[str]:
-    """Of the largest rank; its categories add up to what is allocated."""
-    if not row.memory:
+    """Of the largest rank; its categories add up to what is allocated. Of a cell that failed not all is known."""
+    if not row.memory or row.outcome in ("failed", "unlike"):
         return [""] * (6 + len(CATEGORIES))
     account = fullest(row.memory)
     took = there(account, found.world(row))
