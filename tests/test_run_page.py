@@ -87,7 +87,8 @@ def test_a_run_s_page_says_how_its_memory_was_seen(run: Path) -> None:
         phases = [phase.model_dump(exclude={"largest"}) for phase in account("native/nothing", rank).phases]
         step = {**EVENTS[3], "memory": phases}
         wrote(run, rank, [EVENTS[0], {"event": "memory", "time": 100.5, "said": system}, step, EVENTS[5]])
-    assert f"<li>{system}</li></ul>" in page(Ran.read(run / "rank-0.jsonl"))
+    beyond = "<p>Beyond what was there before the model was built.</p>"
+    assert f"{beyond}\n<ul><li>{system}</li></ul>" in page(Ran.read(run / "rank-0.jsonl"))
     lost = {"event": "memory", "time": 100.6, "said": "watched no more: <it> cannot be said"}
     wrote(run, 1, [EVENTS[0], lost, EVENTS[5]])
     account("native/parameters", 0).write(run)
@@ -259,7 +260,9 @@ def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
     assert launched == f"{run}/launch.json is no launch of a run: it holds no mapping"
     assert config.startswith(f"{run}/config.json cannot be read: it is cut short or is no JSON (")
     assert page(ran).count(f'<p class="worry">{run}') == 3
-    (run / "rank-0.jsonl").write_text('{"event": "start", "time": 1.0}\n{"event": "st', encoding="utf-8")
+    (run / "rank-0.jsonl").write_text(
+        '{"event": "start", "time": 1.0}\n{"event": "memory", "time": 1.0}\n{"event": "st', encoding="utf-8"
+    )
     assert "no loss was written down" in page(Ran.read(run / "rank-0.jsonl"))
     (run / "rank-0.jsonl").write_text('{"event": "step", "time": 1.0}\n', encoding="utf-8")
     with pytest.raises(ReportError) as e:

@@ -113,7 +113,7 @@ def _watched(ranks: Mapping[int, Iterable[Mapping[str, Any]]]) -> Iterator[str]:
     """What they said of how memory was seen, once; and who did, where not all say the same."""
     by: dict[str, list[int]] = {}
     for rank, rows in ranks.items():
-        for said in dict.fromkeys(str(row["said"]) for row in rows if row["event"] == "memory"):
+        for said in dict.fromkeys(str(row["said"]) for row in rows if row["event"] == "memory" and "said" in row):
             by.setdefault(said, []).append(rank)
     for said, whose in by.items():
         yield said if len(whose) == len(ranks) else f"rank {', '.join(map(str, whose))}: {said}"

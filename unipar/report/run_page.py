@@ -174,6 +174,7 @@ def _memory(ran: Ran) -> str:
         parts += _account(fullest(ran.memory))
     for step, phases in () if ran.memory else logged:
         parts.append(_phases(phases, f"Step {step} on the fullest rank, by phase and category"))
+        parts.append(said("Beyond what was there before the model was built."))
     notes = [f"rank {account.rank}: {note}" for account in ran.memory for note in account.notes]
     return section("memory", "Memory", *parts, listed([*ran.watched, *notes]))
 
