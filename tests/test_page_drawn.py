@@ -131,7 +131,9 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
     sizes = replace(two_cells(), verb="compare", worlds=tuple(w for w, _ in alone))
     sizes = replace(sizes, rows=[replace(row, cell=w.name) for w, row in alone])
     before, now = (Ran.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
-    whole = {"scaling": scaled(two_cells()), "sizes": scaled(sizes), "run": of_run(now, before)}[kind]
+    whole = {"scaling": scaled(two_cells(), tmp_path), "sizes": scaled(sizes, tmp_path), "run": of_run(now, before)}[
+        kind
+    ]
     found = looked_at(whole, tmp_path, width, *flags)
     assert (found["wrong"], found["width"]) == ([], width)
     assert found["seen"] > (10 if kind == "run" else 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.comparisons import account
 from tests.test_compare import TASK
+from tests.test_report_cuda import account as on_cuda
 from unipar import devices, errors
 from unipar.config import Cell, Config
 from unipar.report.comparison import Row
@@ -218,8 +220,36 @@ def test_what_ranks_share(found: Scaling, cores: int, threads: str, device: str,
 def test_memory_says_who_counted() -> None:
     """Without a compiler not every block is."""
     watched = two_cells()
-    said = "allocated: the peak of the largest rank beyond its base, only torch's own tensors counted"
-    assert said in watched.remarks()
+    assert watched.remarks()[-2:] == [
+        "allocated here: the peak beyond the base of the largest rank, only torch's own tensors counted; its parts add "
+        "up to it",
+        "resident here: the same as the system counts it; on CUDA: predicted, allocated + context + NCCL + rounding",
+    ]
+
+
+def test_memory_has_three_columns_in_a_table_of_its_own() -> None:
+    """It fits into 80 columns with the longest name; the first table has none of it then."""
+    lines = two_cells().table(80).splitlines()
+    assert lines[0].split()[-1] == "efficiency"
+    assert lines[8:11] == [
+        "memory             ranks  scaling  allocated  resident  on CUDA",
+        "native/nothing         1  both       178 MiB   190 MiB  678 MiB",
+        "native/nothing         2  strong     178 MiB   190 MiB  878 MiB",
+    ]
+    wide = made(timed("deepspeed/gradients+library", 2, 0.08, "strong", memory=True))
+    assert max(map(len, wide.beside(80))) == 73
+    assert "memory  " not in made(timed("native/nothing", 2, 0.08, "strong")).table()
+
+
+def test_on_cuda_the_second_column_is_what_was_reserved() -> None:
+    """And the third is measured."""
+    world, row = timed("native/nothing", 1, 0.08, "strong", "weak")
+    told = made((world, replace(row, memory=[on_cuda()])))
+    assert told.beside(80)[1:] == [
+        "memory          ranks  scaling  allocated  reserved  on CUDA",
+        "native/nothing      1  both       1.0 GiB   1.4 GiB  1.9 GiB",
+    ]
+    assert "allocated: the peak beyond the base of the largest" in told.table(60)
 
 
 def test_losses_that_part_are_named() -> None:
@@ -262,14 +292,14 @@ def two_cells() -> Scaling:
     )
 
 
-def test_the_page_says_first_how_near_the_ideal_is() -> None:
+def test_the_page_says_first_how_near_the_ideal_is(tmp_path: Path) -> None:
     """The best cell first; figures with an ideal line, memory where it was watched."""
     watched = two_cells()
     assert answer(watched) == (
         "Of the ideal, strong scaling: 89 % for native/parameters on 2 ranks, 80 % for native/nothing on 2 ranks; "
         "weak scaling: 80 % for native/nothing on 2 ranks, 50 % for native/parameters on 2 ranks."
     )
-    told = page(watched)
+    told = page(watched, tmp_path)
     for name in ("speed-up", "efficiency", "memory", "worlds", "how"):
         assert f'<section id="{name}">' in told
     assert told.count('class="ideal"') == 2 * 2 * 2  # of two figures, drawn for two widths, in two panels
@@ -278,14 +308,47 @@ def test_the_page_says_first_how_near_the_ideal_is() -> None:
     assert "http" not in told
 
 
-def test_the_page_without_memory(found: Scaling) -> None:
-    """Its other parts stand."""
-    assert '<section id="memory">' not in page(found)
+def test_the_page_without_memory(found: Scaling, tmp_path: Path) -> None:
+    """Its other parts stand; resident memory is the peak RSS, and says so."""
+    told = page(found, tmp_path)
+    assert '<section id="memory">' not in told
+    assert "<td>80 %</td><td>–</td><td>~100 MiB</td><td>–</td></tr>" in told
+    assert "assumed" not in told
+
+
+def test_the_page_has_memory_in_three_columns(tmp_path: Path) -> None:
+    """Of every world, with what each column is, and what is assumed."""
+    told = page(two_cells(), tmp_path)
+    heads = ("allocated here", "resident here", "on CUDA (predicted)")
+    assert "".join(f'<th scope="col">{head}</th>' for head in heads) in told
+    assert "<td>89 %</td><td>97 MiB</td><td>104 MiB</td><td>798 MiB</td></tr>" in told
+    assert "Allocated: measured, on the largest rank, beyond what it held before the model was built." in told
+    assert "CUDA&#x27;s context and torch&#x27;s kernels take 500 MiB in each process" in told
+    assert "<li>torch&#x27;s own allocator, by a profiler&#x27;s events</li>" in told
+
+
+def test_the_page_has_the_config_and_a_command(tmp_path: Path) -> None:
+    """As it was asked; of comparisons by size the smallest one's, whose world the command replaces."""
+    told = page(two_cells(), tmp_path)
+    assert "To repeat it" not in told
+    for verb, folder, where in (("scale", "scale", "asked"), ("compare", "worlds", "world-1/asked")):
+        asked = tmp_path / folder / where
+        asked.mkdir(parents=True)
+        (asked / "x.json").write_text('{"batch": {"total": 8}, "train": {"steps": 14}}', encoding="utf-8")
+        told = page(replace(two_cells(), verb=verb), tmp_path / folder)
+        assert "<pre class='keys'>batch.total: 8\ntrain.steps: 14</pre>" in told
+        assert (
+            f"<pre>unipar {verb} {asked}/x.json --out {tmp_path} --world 1,2 --cell native/nothing "
+            "--cell native/parameters --overwrite</pre>"
+        ) in told
+    (asked / "x.json").write_text('{"batch', encoding="utf-8")
+    told = page(replace(two_cells(), verb="compare"), tmp_path / "worlds")
+    assert f'<p class="worry">{asked}/x.json cannot be read: it is cut short' in told
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(found: Scaling, tmp_path: Path) -> None:
     """What was measured is shown all the same."""
-    assert beside(lambda: written(page(found), tmp_path / "gone/report.html")) == (
+    assert beside(lambda: written(page(found, tmp_path), tmp_path / "gone/report.html")) == (
         f"no page: {tmp_path}/gone/report.html cannot be written: No such file or directory; "
         "--out FILE takes another place"
     )
@@ -320,7 +383,9 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
     assert all(found.efficiency(world) for world in found.worlds)
     out = tmp_path / "out/scale"
     assert sorted(path.name for path in out.iterdir()) == [
+        "asked",
         "report.html",
+        "scale.csv",
         "scale.json",
         "world-native-nothing-x1",
         "world-native-nothing-x2-strong",
@@ -334,6 +399,17 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
         ("native/nothing", 2, 16),
     ]
     assert [w["efficiency"] for w in told["worlds"]] == [found.efficiency(w) for w in found.worlds]
+    sheet = (out / "scale.csv").read_text("utf-8").splitlines()
+    assert [row.split(",")[:8] for row in sheet[1:]] == [
+        ["native/nothing", "1", "both", "8", "8", "1", "ran", ""],
+        ["native/nothing", "2", "strong", "8", "4", "1", "ran", str(found.agreements[0][1].digits or "all")],
+        ["native/nothing", "2", "weak", "16", "8", "1", "ran", ""],
+    ]
+    written = (out / "report.html").read_text("utf-8")
+    (config,) = (out / "asked").iterdir()
+    said = f"unipar scale {config} --out {tmp_path}/out --world 1,2 --cell native/nothing --overwrite"
+    assert f"<pre>{said}</pre>" in written
+    assert "compare.repeat: 2\n" in written
     order = [line[11:].partition(": ")[0] for line in capfd.readouterr().err.splitlines() if "round 2" in line]
     assert [line.partition(" round")[0] for line in order] == [found.rows[i].cell for i in (1, 2, 0)]
     with pytest.raises(errors.OutExists) as e:

@@ -9,10 +9,12 @@ import pytest
 
 from tests import comparisons
 from tests.test_comparison import FAR, ONE, SAME, compared
+from tests.test_scale import made as scaling
+from tests.test_scale import timed
 from unipar.memory.account import Account, Phase, Resident
 from unipar.report.comparison import Outcome, Row
 from unipar.report.memory import varied
-from unipar.report.sheet import HEAD, sheet
+from unipar.report.sheet import HEAD, of_worlds, sheet
 from unipar.verbs import kept
 
 
@@ -54,6 +56,23 @@ def test_what_a_cell_held_till_it_failed_is_not_in_the_sheet(outcome: Outcome, *
         ("186205122", "920649728", "35707392") if known else ("", "", "")
     )
     assert {held[name] for name in HEAD[6:]} == {""} or known
+
+
+def test_a_row_a_world() -> None:
+    """What they came to, of cells in worlds of several sizes; what failed has no figures."""
+    late = timed("native/nothing", 4, 0.02, "weak")
+    lost = late[0], replace(late[1], outcome="failed", note="no, not so", seconds=[], peak_rss=[])
+    small, large = timed("native/nothing", 1, 0.08, "strong", "weak"), timed("native/nothing", 2, 0.05, "strong")
+    full = large[0], replace(large[1], memory=[comparisons.account("native/nothing", 0)] * 2)
+    assert of_worlds(scaling(small, full, lost)).splitlines() == [
+        "cell,ranks,scaling,samples,micro,accumulate,outcome,digits,within,median_step_s,samples_per_s,speed_up,"
+        "efficiency,allocated,resident,predicted_on_cuda,measured_on_cuda,reserved,host,parameters,masters,gradients,"
+        "optimizer,communication,buffers,activations,temporaries,library,runtime,unattributed",
+        "native/nothing,1,both,8,8,1,ran,,,0.08,100,1,1,,,,,,,,,,,,,,,,,",
+        "native/nothing,2,strong,8,4,1,ran,all,yes,0.05,160,1.6,0.8,186205122,199239481,920649728,,,,"
+        "35707392,0,35707392,71414784,35707392,0,0,5097230,0,2570932,0",
+        "native/nothing,4,weak,32,8,1,failed,,,,,,,,,,,,,,,,,,,,,,,",
+    ]
 
 
 def test_peaks_that_differ_from_step_to_step() -> None:

@@ -161,12 +161,12 @@ class Found(ABC):
         return self.table()
 
     def table(self, width: int = 80) -> str:
-        made = self.blocks(width)
-        head = made[0][0].split()
+        made, beside = self.blocks(width), self.beside(width)
+        head = " ".join([made[0][0], *beside]).split()
         gone = [name for name in COLUMNS if name not in head]
         remarks = [text for text in self.remarks() if text.partition(":")[0] not in gone]
         said = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        return "\n".join(["\n".join(lines) for lines in made] + [*self.beside(width), "", *said])
+        return "\n".join(["\n".join(lines) for lines in made] + [*beside, "", *said])
 
     @abstractmethod
     def blocks(self, width: int) -> list[list[str]]:

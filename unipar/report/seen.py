@@ -21,11 +21,12 @@ from unipar.report.comparison import Comparison, Row
 from unipar.report.kinds import found
 
 CONFIG: Final = "config.json"
+ASKED: Final = "asked"
 
 
 def asked_of(folder: Path, name: str) -> Path:
     """Where a comparison's own config lies: named as it was, so that one who runs it again gets the same name."""
-    return folder / "asked" / f"{Path(name).name}.json"
+    return folder / ASKED / f"{Path(name).name}.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""compare.csv: a row a cell, in bytes and seconds, for those who compute with it."""
+"""compare.csv: a row a cell; scale.csv, worlds.csv: a row a world. In bytes and seconds, to compute with."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from statistics import median
 from typing import Final
 
 from unipar.memory.account import CATEGORIES
-from unipar.report.comparison import Comparison, Row
+from unipar.report.comparison import Agreement, Comparison, Row
 from unipar.report.cuda import Measured, there
 from unipar.report.memory import fullest, hosts, resident
+from unipar.report.worlds import Scaling
 
-HEAD: Final = (
-    "cell",
-    "outcome",
-    "digits",
-    "within",
-    "median_step_s",
-    "samples_per_s",
+AGREES: Final = ("digits", "within")
+TIMED: Final = ("median_step_s", "samples_per_s")
+HELD: Final = (
     "allocated",
     "resident",
     "predicted_on_cuda",
@@ -27,6 +24,9 @@ HEAD: Final = (
     "host",
     *CATEGORIES,
 )
+HEAD: Final = ("cell", "outcome", *AGREES, *TIMED, *HELD)
+WORLD: Final = ("ranks", "scaling", "samples", "micro", "accumulate")
+GAINS: Final = ("speed_up", "efficiency")
 
 
 def sheet(found: Comparison) -> str:
@@ -40,8 +40,27 @@ def sheet(found: Comparison) -> str:
     return text.getvalue()
 
 
+def of_worlds(found: Scaling) -> str:
+    """The same of cells in worlds of several sizes: a row a world."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("cell", *WORLD, "outcome", *AGREES, *TIMED, *GAINS, *HELD))
+    for world in found.worlds:
+        row, rate = found.row(world), found.rate(world)
+        step = [None, None] if rate is None else [world.samples / rate, rate]
+        gains = [*step, found.faster(world), found.efficiency(world)]
+        cut = [world.ranks, world.shown[-1], world.samples, world.micro, world.accumulate]
+        agrees = _said(found.agreement(world))
+        figures = ["" if v is None else f"{v:.6g}" for v in gains]
+        writer.writerow([world.cell, *cut, row.outcome, *agrees, *figures, *_held(row)])
+    return text.getvalue()
+
+
 def _agrees(found: Comparison, row: Row) -> list[str]:
-    told = found.agreement(row)
+    return _said(found.agreement(row))
+
+
+def _said(told: Agreement | None) -> list[str]:
     if told is None:
         return ["", ""]
     return ["all" if told.digits is None else str(told.digits), "yes" if told.within else "no"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
@@ -12,13 +12,17 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
 from unipar.errors import ReportError
+from unipar.memory.account import Account
 from unipar.report.alike import unlike
 from unipar.report.comparison import HEADS, Agreement, Found, Row, agreement, row_json, row_of, spread, tolerance
-from unipar.report.memory import included, largest
+from unipar.report.cuda import there
+from unipar.report.memory import fullest, largest, remarks, resident
 from unipar.report.table import blocks, counted, size
 
 Kind = Literal["strong", "weak"]
 KINDS: tuple[Kind, ...] = ("strong", "weak")
+
+NONE = "-"
 
 _APART = ("worlds", "rows", "unkept")
 """What its file holds in another form, or not at all."""
@@ -43,6 +47,11 @@ class World:
     @property
     def name(self) -> str:
         return f"{self.cell} x{self.ranks}" + (f" {self.kinds[0]}" if len(self.kinds) == 1 else "")
+
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """How a table's row begins."""
+        return self.cell, str(self.ranks), " ".join(self.kinds) if len(self.kinds) == 1 else "both"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,31 +158,42 @@ class Scaling(Found):
 
     @override
     def blocks(self, width: int) -> list[list[str]]:
-        """The lines of the header, then of each world; where they would be too wide, without the middle half."""
-        last = "allocated" if any(row.memory for row in self.rows) else "RSS"
-        header = ("cell", "ranks", "scaling", "step ms", "samples/s", "speed-up", "efficiency", last)
-        for narrow in (False, True):
-            rows = [self._shown(world, narrow=narrow) for world in self.worlds]
-            made = blocks(header, rows, right=(1, 3, 4, 5, 6, 7), width=width)
+        """The lines of the header, then of each world; where they are too wide, without the middle half and RSS."""
+        header = ("cell", "ranks", "scaling", "step ms", "samples/s", "speed-up", "efficiency")
+        last = () if any(row.memory for row in self.rows) else ("RSS",)
+        made: list[list[str]] = []
+        for narrow, more in ((False, last), (True, last), (True, ())):
+            rows = [self._shown(world, narrow=narrow, rss=bool(more)) for world in self.worlds]
+            made = blocks((*header, *more), rows, right=(1, 3, 4, 5, 6, 7), width=width)
             if max(len(line) for block in made for line in block) <= width:
-                return made
-        less = [header[:-1], *(row[:-1] if len(row) == len(header) else row for row in rows)]
-        return blocks(less[0], less[1:], right=(1, 3, 4, 5, 6), width=width)
+                break
+        return made
 
-    def _shown(self, world: World, *, narrow: bool) -> tuple[str, ...]:
-        row, rate = self.row(world), self.rate(world)
-        at = world.cell, str(world.ranks), " ".join(world.kinds) if len(world.kinds) == 1 else "both"
+    @override
+    def beside(self, width: int) -> list[str]:
+        """What the largest rank of each world takes, seen in three ways."""
+        watched = [world for world in self.worlds if self.memory(world) is not None]
+        if not watched:
+            return []
+        accounts = {world: self.row(world).memory for world in watched}
+        second = "reserved" if any(a.on is not None for of in accounts.values() for a in of) else "resident"
+        rows = [[*world.shown, size(largest(of)), *_others(of)] for world, of in accounts.items()]
+        header = ("memory", "ranks", "scaling", "allocated", second, "on CUDA")
+        made = blocks(header, rows, right=(1, 3, 4, 5), width=width)
+        return ["", *(line for lines in made for line in lines)]
+
+    def _shown(self, world: World, *, narrow: bool, rss: bool) -> tuple[str, ...]:
+        row, rate, at = self.row(world), self.rate(world), world.shown
         if rate is None:
             return *at, HEADS[row.outcome] + (row.note or "waits")
         step, (faster, efficient) = spread(row.timed), (self.faster(world), self.efficiency(world))
-        allocated = self.memory(world) or max(row.peak_rss, default=None)
         return (
             *at,
             step.partition(" ")[0] if narrow else step,
             f"{rate:.{1 if rate < 100 else 0}f}",
-            "-" if faster is None else f"{faster:.2f}",
-            "-" if efficient is None else percent(efficient),
-            "-" if allocated is None else size(allocated),
+            NONE if faster is None else f"{faster:.2f}",
+            NONE if efficient is None else percent(efficient),
+            *([size(max(row.peak_rss)) if row.peak_rss else NONE] if rss else []),
         )
 
     @override
@@ -191,7 +211,7 @@ class Scaling(Found):
             *self.timing(),
         ]
         if accounts := [account for row in self.rows for account in row.memory]:
-            lines.append(f"allocated: the peak of the largest rank beyond its base, {included(accounts)}")
+            lines += remarks(accounts)
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
         if self.unwatched:
@@ -268,6 +288,13 @@ class Scaling(Found):
             "efficiency": self.efficiency(world),
             "agreement": None if found is None else {"says": str(found), **asdict(found)},
         }
+
+
+def _others(accounts: Sequence[Account]) -> tuple[str, str]:
+    """Resident, on CUDA reserved; and what it comes to on CUDA."""
+    account = fullest(accounts)
+    here = resident(accounts) if account.on is None else account.reserved
+    return NONE if here is None else size(here), size(there(account, len(accounts)).total)
 
 
 def _world(told: Mapping[str, Any]) -> World:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from unipar.report.bars import SMALL, sizes
-from unipar.report.comparison import HEADS
-from unipar.report.markup import e, figure, installed, located, said, section, tabled, together, whole
+from unipar.report.columns import assumptions, columns, meant, three, took
+from unipar.report.comparison import HEADS, Row
+from unipar.report.cuda import Measured
+from unipar.report.markup import again, e, figure, installed, keys_of, located, said, section, tabled, together, whole
+from unipar.report.seen import Seen, asked_of, config_of
 from unipar.report.svg import Drawing, Scale, marks, wide
 from unipar.report.table import counted, duration, size
 from unipar.report.worlds import Kind, Scaling, World, percent
@@ -28,9 +34,36 @@ class Shown:
     ideal: Callable[[World], float] | None = None
 
 
-def page(found: Scaling) -> str:
-    """All of it."""
-    return whole(f"unipar {found.verb}: {found.name}", _head(found), [*_figures(found), _worlds(found), _how(found)])
+def page(found: Scaling, folder: Path) -> str:
+    """All of it; in `folder` lies what was asked."""
+    problems: list[str] = []
+    file = _asked(found, folder)
+    config = config_of(file, problems) if file is not None else {}
+    return whole(
+        f"unipar {found.verb}: {found.name}",
+        _head(found, problems),
+        [*_figures(found), _worlds(found), _configs(config), _how(found, again(_command(found, folder, file)))],
+    )
+
+
+def _asked(found: Scaling, folder: Path) -> Path | None:
+    """Its own config; of comparisons that of the smallest world, in which the others differ by their size alone."""
+    smallest = min(world.ranks for world in found.worlds)
+    files = [asked_of(at, found.name) for at in (folder, folder / f"world-{smallest}")]
+    return next((file for file in files if file.exists()), None)
+
+
+def _command(found: Scaling, folder: Path, file: Path | None) -> str:
+    if file is None or folder.name not in ("scale", "worlds"):
+        return ""
+    sizes = ",".join(map(str, sorted({world.ranks for world in found.worlds})))
+    cells = [word for cell in found.cells for word in ("--cell", cell)]
+    words = ["unipar", found.verb, str(file), "--out", str(folder.parent), "--world", sizes, *cells, "--overwrite"]
+    return shlex.join(words)
+
+
+def _configs(config: Mapping[str, Any]) -> str:
+    return section("configs", "Config", keys_of(config, "All keys of what was asked")) if config else ""
 
 
 def answer(found: Scaling) -> str:
@@ -45,7 +78,7 @@ def answer(found: Scaling) -> str:
     return f"Of the ideal, {'; '.join(said)}." if said else "No cell ran in two worlds, so there is nothing to hold."
 
 
-def _head(found: Scaling) -> str:
+def _head(found: Scaling, problems: Sequence[str]) -> str:
     ranks = sorted({world.ranks for world in found.worlds})
     worlds = f"worlds of {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if len(ranks) > 1 else "one world"
     facts = [found.name, worlds, found.precision]
@@ -58,7 +91,7 @@ def _head(found: Scaling) -> str:
             f"<h1>{e(together(answer(found)))}</h1>",
             *(f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {e(line)}</p>' for line in found.verdict()),
             f'<p class="where">Measured on {e(located(found.machine, found.versions))}.</p>',
-            said(f"On {found.shared()}.", "worry"),
+            *(said(text, "worry") for text in [f"On {found.shared()}.", *problems]),
             "</header>",
         ]
     )
@@ -104,9 +137,28 @@ def _section(found: Scaling, shown: Shown, words: str) -> str:
     return section(shown.label.lower(), shown.label, said(words), _key(found), drawn)
 
 
-def _how(found: Scaling) -> str:
-    listed = "".join(f"<li>{e(together(remark))}</li>" for remark in found.remarks())
-    return section("how", "How it was measured", f"<ul>{listed}</ul>", installed(found.machine, found.versions))
+def _how(found: Scaling, repeated: str) -> str:
+    accounts = [(row.cell, a) for row in found.rows if (a := _seen(row).fullest) is not None]
+    methods, notes = {a.method for _, a in accounts}, {f"{name}: {note}" for name, a in accounts for note in a.notes}
+    listed = "".join(f"<li>{e(together(t))}</li>" for t in [*sorted(methods), *found.remarks(), *sorted(notes)])
+    return section(
+        "how",
+        "How it was measured",
+        f"<ul>{listed}</ul>",
+        assumptions() if accounts and not _measured(found) else "",
+        installed(found.machine, found.versions),
+        repeated,
+    )
+
+
+def _seen(row: Row) -> Seen:
+    return Seen(row=row, memory=tuple(row.memory), config={})
+
+
+def _measured(found: Scaling) -> bool:
+    """Whether no figure of CUDA is a prediction."""
+    seen = [(cell, world.ranks) for world in found.worlds if (cell := _seen(found.row(world))).fullest is not None]
+    return all(isinstance(took(cell, ranks), Measured) for cell, ranks in seen)
 
 
 def _worlds(found: Scaling) -> str:
@@ -121,6 +173,8 @@ def _worlds(found: Scaling) -> str:
         "speed-up",
         "efficiency",
     ]
+    cuda = any(a.on is not None for row in found.rows for a in row.memory)
+    head += columns(cuda=cuda, measured=_measured(found))
     rows: list[list[str]] = []
     for world in found.worlds:
         row, rate = found.row(world), found.rate(world)
@@ -131,8 +185,14 @@ def _worlds(found: Scaling) -> str:
             continue
         faster, efficient = found.faster(world), found.efficiency(world)
         told = [NONE if faster is None else f"{faster:.2f}", NONE if efficient is None else percent(efficient)]
+        told += three(_seen(row), world.ranks)
         rows.append([*start, duration(world.samples / rate), f"{rate:.1f}", *told])
-    return section("worlds", "Every world", tabled(head, rows, "What each world took", (0, 1)))
+    return section(
+        "worlds",
+        "Every world",
+        tabled(head, rows, "What each world took", (0, 1)),
+        meant(cuda=cuda, measured=_measured(found)),
+    )
 
 
 def _table(found: Scaling, shown: Shown) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, overload
 from unipar import devices, registry
 from unipar.config import Cell, Config, Eval
 from unipar.errors import BackendNotInstalled, ConfigError, Unsupported
-from unipar.folder import only_ours, owned, write_whole, writing
+from unipar.folder import only_ours, owned, writing
 from unipar.installed import machine, versions
 from unipar.report import page, worlds_page
 from unipar.report.answer import answer
@@ -32,7 +31,7 @@ from unipar.verbs.report import NAME, beside, written
 ONE = Cell("single")
 """One process without a wrapper: what all others are held to."""
 
-FIGURES = "worlds.json"
+FIGURES, SHEET = "worlds.json", "worlds.csv"
 """What several worlds came to, beside a folder for each."""
 
 APART = "kept from an earlier go, and not timed in turns with the cells that ran later"
@@ -163,7 +162,7 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
         raise Unsupported(str(ONE), ["it is one process, whatever the size of the world"])
     found: dict[int, Comparison] = {}
     with owned(out):
-        only_ours(out, "compare", (FIGURES, NAME))
+        only_ours(out, "compare", (FIGURES, SHEET, NAME))
         for n in ranks:
             folder = out / f"world-{n}"
             found[n] = compared(asked, n, cells, folder, overwrite=overwrite, widest=ranks[-1], by="--world")
@@ -196,8 +195,8 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
             versions=versions(Cell.parse(cell).backend for cell in rows[0]),
             machine=machine(),
         ).sifted()
-        why = kept.unkept(out, lambda: write_whole(out / FIGURES, json.dumps(now.to_json(), indent=2) + "\n"))
-        return replace(now, unkept=why, note=beside(lambda: written(worlds_page.page(now), out / NAME)))
+        why = kept.unkept(out, lambda: kept.write_worlds(out, FIGURES, SHEET, now))
+        return replace(now, unkept=why, note=beside(lambda: written(worlds_page.page(now, out), out / NAME)))
 
 
 def wrong(one: Comparison) -> list[str]:

@@ -15,7 +15,8 @@ from unipar.folder import write_whole
 from unipar.installed import machine, versions
 from unipar.report.comparison import Comparison
 from unipar.report.seen import comparison_of, inner, mapping
-from unipar.report.sheet import sheet
+from unipar.report.sheet import of_worlds, sheet
+from unipar.report.worlds import Scaling
 from unipar.task import TaskRef
 
 NAME = "compare.json"
@@ -113,6 +114,12 @@ def write(folder: Path, of: dict[str, Any], now: Comparison) -> None:
     data = {"of": of, "finished": now.finished, **now.to_json()}
     write_whole(folder / NAME, json.dumps(data, indent=2) + "\n")
     write_whole(folder / SHEET, sheet(now))
+
+
+def write_worlds(folder: Path, figures: str, sheet: str, now: Scaling) -> None:
+    """All figures; a row a world beside them."""
+    write_whole(folder / figures, json.dumps(now.to_json(), indent=2) + "\n")
+    write_whole(folder / sheet, of_worlds(now))
 
 
 def unkept(folder: Path, write: Callable[[], None]) -> str:

@@ -31,7 +31,7 @@ def report(run: Path, after: Path | None = None, out: Path | None = None) -> Pat
         if kind == "scaling":
             raise ReportError(f"{run} and {after} hold a scaling each, which are not laid over one another: give one")
     if kind == "scaling":
-        text = worlds_page.page(Scaling.read(file, mapping(file, "scaling")))
+        text = worlds_page.page(Scaling.read(file, mapping(file, "scaling")), file.parent)
     elif kind == "comparison":
         now, before = Told.read(file), None if after is None else Told.read(run)
         text = page.page(now, _below(before, now))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from unipar.errors import Unsupported
 from unipar.installed import machine, versions
 from unipar.report.board import Board
 from unipar.report.comparison import Row
+from unipar.report.seen import ASKED, asked_of
 from unipar.report.worlds import KINDS, Kind, Scaling, World
 from unipar.report.worlds_page import page
 from unipar.source import Source
@@ -25,7 +25,7 @@ from unipar.verbs.contest import Asked, Contest, same_total, sizes_of, terminabl
 from unipar.verbs.contestant import Contestant
 from unipar.verbs.report import NAME, beside, written
 
-FIGURES = "scale.json"
+FIGURES, SHEET = "scale.json", "scale.csv"
 
 
 def scale(
@@ -68,19 +68,21 @@ def scale(
         machine=machine(),
     )
     with folder.owned(out):
-        folder.make_room(out, "scale", (FIGURES, NAME), "scaling", overwrite=overwrite)
+        folder.make_room(out, "scale", (FIGURES, SHEET, NAME, ASKED), "scaling", overwrite=overwrite)
+        with folder.writing(out):
+            asked_of(out, source.name).parent.mkdir()
+            asked_of(out, source.name).write_text(settings.written(), encoding="utf-8")
         runs = {
             world.name: Contestant(Cell.parse(world.cell), at, asked.ref, out / _slug(world), asked.meter)
             for world, at in waiting
         }
 
         def keep(now: Scaling) -> str:
-            told = json.dumps(now.to_json(), indent=2) + "\n"
-            return kept.unkept(out, lambda: folder.write_whole(out / FIGURES, told))
+            return kept.unkept(out, lambda: kept.write_worlds(out, FIGURES, SHEET, now))
 
         with terminable(), Board() as board:
             now = Contest(first, board, runs, each, keep).play(asked.turns)
-        return replace(now, unkept=keep(now), note=beside(lambda: written(page(now), out / NAME)))
+        return replace(now, unkept=keep(now), note=beside(lambda: written(page(now, out), out / NAME)))
 
 
 def _slug(world: World) -> str:
