@@ -35,7 +35,8 @@ def sheet(found: Comparison) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(HEAD)
     writer.writerows(
-        [row.cell, row.outcome, *_agrees(found, row), *_timed(found, row), *_held(found, row)] for row in found.rows
+        [row.cell, row.outcome, *_agrees(found, row), *_timed(found, row), *_held(row, found.world(row))]
+        for row in found.rows
     )
     return text.getvalue()
 
@@ -52,7 +53,7 @@ def of_worlds(found: Scaling) -> str:
         cut = [world.ranks, world.shown[-1], world.samples, world.micro, world.accumulate]
         agrees = _said(found.agreement(world))
         figures = ["" if v is None else f"{v:.6g}" for v in gains]
-        writer.writerow([world.cell, *cut, row.outcome, *agrees, *figures, *_held(row)])
+        writer.writerow([world.cell, *cut, row.outcome, *agrees, *figures, *_held(row, world.ranks)])
     return text.getvalue()
 
 
@@ -73,12 +74,12 @@ def _timed(found: Comparison, row: Row) -> list[str]:
     return [f"{middle:.6g}", f"{found.samples / middle:.6g}"]
 
 
-def _held(found: Comparison, row: Row) -> list[str]:
+def _held(row: Row, ranks: int) -> list[str]:
     """Of the largest rank; its categories add up to what is allocated. Of a cell that failed not all is known."""
     if not row.memory or row.outcome in ("failed", "unlike"):
         return [""] * (6 + len(CATEGORIES))
     account = fullest(row.memory)
-    took = there(account, found.world(row))
+    took = there(account, ranks)
     on_cuda = (None, took.total) if isinstance(took, Measured) else (took.total, None)
     sizes = [account.peak.peak, resident(row.memory), *on_cuda, account.reserved, hosts(row.memory)]
     return ["" if s is None else str(s) for s in [*sizes, *(account.peak.held.get(c, 0) for c in CATEGORIES)]]

@@ -177,7 +177,7 @@ class Scaling(Found):
             return []
         accounts = {world: self.row(world).memory for world in watched}
         second = "reserved" if any(a.on is not None for of in accounts.values() for a in of) else "resident"
-        rows = [[*world.shown, size(largest(of)), *_others(of)] for world, of in accounts.items()]
+        rows = [[*world.shown, size(largest(of)), *_others(of, world.ranks)] for world, of in accounts.items()]
         header = ("memory", "ranks", "scaling", "allocated", second, "on CUDA")
         made = blocks(header, rows, right=(1, 3, 4, 5), width=width)
         return ["", *(line for lines in made for line in lines)]
@@ -290,11 +290,11 @@ class Scaling(Found):
         }
 
 
-def _others(accounts: Sequence[Account]) -> tuple[str, str]:
+def _others(accounts: Sequence[Account], ranks: int) -> tuple[str, str]:
     """Resident, on CUDA reserved; and what it comes to on CUDA."""
     account = fullest(accounts)
     here = resident(accounts) if account.on is None else account.reserved
-    return NONE if here is None else size(here), size(there(account, len(accounts)).total)
+    return NONE if here is None else size(here), size(there(account, ranks).total)
 
 
 def _world(told: Mapping[str, Any]) -> World:

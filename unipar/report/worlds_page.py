@@ -12,7 +12,20 @@ from unipar.report.bars import SMALL, sizes
 from unipar.report.columns import assumptions, columns, meant, three, took
 from unipar.report.comparison import HEADS, Row
 from unipar.report.cuda import Measured
-from unipar.report.markup import again, e, figure, installed, keys_of, located, said, section, tabled, together, whole
+from unipar.report.markup import (
+    again,
+    e,
+    figure,
+    installed,
+    keys_of,
+    listed,
+    located,
+    said,
+    section,
+    tabled,
+    together,
+    whole,
+)
 from unipar.report.seen import Seen, asked_of, config_of
 from unipar.report.svg import Drawing, Scale, marks, wide
 from unipar.report.table import counted, duration, size
@@ -140,11 +153,10 @@ def _section(found: Scaling, shown: Shown, words: str) -> str:
 def _how(found: Scaling, repeated: str) -> str:
     accounts = [(row.cell, a) for row in found.rows if (a := _seen(row).fullest) is not None]
     methods, notes = {a.method for _, a in accounts}, {f"{name}: {note}" for name, a in accounts for note in a.notes}
-    listed = "".join(f"<li>{e(together(t))}</li>" for t in [*sorted(methods), *found.remarks(), *sorted(notes)])
     return section(
         "how",
         "How it was measured",
-        f"<ul>{listed}</ul>",
+        listed([*sorted(methods), *found.remarks(), *sorted(notes)]),
         assumptions() if accounts and not _measured(found) else "",
         installed(found.machine, found.versions),
         repeated,
@@ -174,8 +186,9 @@ def _worlds(found: Scaling) -> str:
         "efficiency",
     ]
     cuda = any(a.on is not None for row in found.rows for a in row.memory)
-    head += columns(cuda=cuda, measured=_measured(found))
+    memory = ["cell", "scaling", "ranks", *columns(cuda=cuda, measured=_measured(found))]
     rows: list[list[str]] = []
+    held: list[list[str]] = []
     for world in found.worlds:
         row, rate = found.row(world), found.rate(world)
         share = f"{world.micro} × {world.accumulate}"
@@ -185,12 +198,13 @@ def _worlds(found: Scaling) -> str:
             continue
         faster, efficient = found.faster(world), found.efficiency(world)
         told = [NONE if faster is None else f"{faster:.2f}", NONE if efficient is None else percent(efficient)]
-        told += three(_seen(row), world.ranks)
+        held.append([*start[:3], *three(_seen(row), world.ranks)])
         rows.append([*start, duration(world.samples / rate), f"{rate:.1f}", *told])
     return section(
         "worlds",
         "Every world",
         tabled(head, rows, "What each world took", (0, 1)),
+        tabled(memory, held, "Memory of its largest rank", (0, 1)),
         meant(cuda=cuda, measured=_measured(found)),
     )
 
