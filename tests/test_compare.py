@@ -338,9 +338,7 @@ def test_worlds_of_several_sizes_are_a_comparison_each(given: dict[str, Any], tm
     assert found.efficiency(found.worlds[1])
     assert len({str(row.marks and row.marks.values) for row in found.rows[:2]}) == 1
     out = tmp_path / "out/worlds"
-    assert sorted(path.name for path in out.iterdir()) == [
-        *("report.html", "world-1", "world-2", "worlds.csv", "worlds.json")
-    ]
+    assert sorted(path.name for path in out.glob("w*")) == ["world-1", "world-2", "worlds.csv", "worlds.json"]
     for n in (1, 2):
         one = json.loads((out / f"world-{n}/compare.json").read_text("utf-8"))
         assert [len(row["peak_rss"]) for row in one["cells"]] == [1, n, 0]
@@ -348,9 +346,7 @@ def test_worlds_of_several_sizes_are_a_comparison_each(given: dict[str, Any], tm
     assert "unipar compare · out" not in (text := (out / "report.html").read_text("utf-8"))
     assert "strong scaling, by ranks" in text
     assert f"unipar compare {out}/world-1/asked/" in text
-    assert (
-        f" --out {out.parent} --world 1,2 --cell native/parameters --cell horovod/gradients --overwrite</pre>" in text
-    )
+    assert f" --out {out.parent} --world 1,2 --cell native/parameters --cell horovod/gradients --overwrite<" in text
     assert (out / "worlds.csv").read_text("utf-8").splitlines()[2].startswith("native/parameters,2,strong,8,4,1,ran,")
     assert "weak" not in text
     assert "worlds of one size took turns; those of different sizes did not" in found.remarks()
