@@ -170,6 +170,7 @@ class Contest(Generic[Now]):
             with self._failing(name) as run:
                 run.watch(turns.watched)
                 self._say(name, "was watched", note="was watched", memory=self._accounts(name, run))
+        self._keep(self.now)
         for i, steps in enumerate(turns.rounds):
             for name in rotated(list(self._in), i):
                 with self._failing(name) as run:
