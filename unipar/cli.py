@@ -165,18 +165,19 @@ def report(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Instead of report.html in it.")] = None,
 ) -> None:
-    """The page of a comparison, a scaling or a run, made from its folder.
+    """The pages of a run folder: of a comparison, a scaling, a run.
 
-    One file with figures and tables, to be opened in a browser or sent on: memory, losses, time,
-    config, versions. With two comparisons or two runs, what changed from the first to the second.
+    Each is one file with figures and tables, to be opened in a browser or sent on: memory, losses, time,
+    config, versions. Each thing that lies there has its page, with links to the others. With two
+    comparisons or two runs, what changed from the first to the second.
 
     \b
     unipar report runs/quickstart
     unipar report runs/before runs/after --out change.html
     """
-    from unipar.verbs.report import report as reported
+    from unipar.verbs.report import reported
 
-    typer.echo(f"page: {reported(run, after, out)}")
+    typer.echo("\n".join(reported(run, after, out)))
 
 
 @app.command(epilog=EXITS)

@@ -7,12 +7,17 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 from unipar.report.table import counted, size
 
 WIDE, NARROW = 920, 350
 """How wide a figure is drawn for a screen, and for a phone."""
+
+GENERATOR: Final = '<meta name="generator" content="unipar">'
+"""By which a page of ours is known."""
+
+BODY: Final = "</head><body>"
 
 e = html.escape
 
@@ -25,9 +30,10 @@ def whole(title: str, head: str, sections: Iterable[str]) -> str:
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            GENERATOR,
             '<meta name="color-scheme" content="light dark">',
             f"<title>{e(title)}</title>",
-            f"<style>{style}</style></head><body>",
+            f"<style>{style}</style>{BODY}",
             head,
             "<main>",
             *filter(None, sections),
@@ -36,6 +42,12 @@ def whole(title: str, head: str, sections: Iterable[str]) -> str:
             "",
         ]
     )
+
+
+def linked(page: str, links: Mapping[str, str]) -> str:
+    """A page with links to others at its top, by what each is."""
+    listed = " · ".join(f'<a href="{e(at)}">{e(label)}</a>' for label, at in links.items())
+    return page.replace(BODY, f"{BODY}\n<nav>Beside it: {listed}</nav>", 1) if links else page
 
 
 def section(name: str, title: str, *parts: str) -> str:
