@@ -12,7 +12,7 @@ import pytest
 
 from tests.comparisons import made
 from unipar import cli
-from unipar.errors import Hung, NonFinite, Stopped, WorkerFailed
+from unipar.errors import ConfigError, Hung, NonFinite, Stopped, WorkerFailed
 
 CONFIG = """\
 task: {use: net.py:Net}
@@ -266,6 +266,21 @@ def test_what_to_try_next(
     answer = unipar("compare", "x.yaml", *words)
     ways = "next: unipar verify x.yaml\n      unipar scale x.yaml --world 1,2\n      unipar explain x.yaml --compare\n"
     assert (answer.code, answer.out) == (code, "the table\n" + (ways if more else ""))
+
+
+@pytest.mark.parametrize("verb", ["compare", "scale", "verify", "explain"])
+def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """As sizes of worlds have; repeated, too."""
+    asked: list[Any] = []
+
+    def met(_: Any, /, *words: Any, **named: Any) -> None:
+        asked.extend(words[0] if verb == "explain" else named["cells"])
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(f"unipar.verbs.{verb}.{verb}", met)
+    world = ["--world", "1,2"] if verb == "scale" else []
+    assert unipar(verb, "x.yaml", "--cell", "single, native/nothing,", "--cell", "deepspeed/*", *world).code == 2
+    assert asked == ["single", "native/nothing", "deepspeed/*"]
 
 
 def test_report(unipar: Any, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from unipar.errors import UniparError
-from unipar.flags import EXITS, AsJson, Cells, File, InCell, Out, Overwrite, Sets, Sizes, Version
+from unipar.flags import CELL, EXITS, AsJson, Cells, File, InCell, Out, Overwrite, Sets, Sizes, Version, apart
 from unipar.place import without_launcher_arguments
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def scale(
 
     \b
     unipar scale configs/quickstart.yaml --world 1,2,4
-    unipar scale configs/quickstart.yaml --world 1,2 --cell native/nothing --cell native/parameters
+    unipar scale configs/quickstart.yaml --world 1,2 --cell native/nothing,native/parameters
     """
     from unipar.verbs.scale import scale as scaled
 
@@ -185,7 +185,9 @@ def verify(
     file: File,
     cells: Annotated[
         list[str] | None,
-        typer.Option("--cells", "--cell", metavar="CELL", help="Instead of compare.cells. Repeat it for more."),
+        typer.Option(
+            "--cells", "--cell", metavar=CELL, callback=apart, help="Instead of compare.cells. May be repeated."
+        ),
     ] = None,
     world: Annotated[int | None, typer.Option("--world", metavar="N", min=2, help="Ranks in each cell.")] = None,
     steps: Annotated[
@@ -242,7 +244,9 @@ def explain(
     file: File,
     cells: Annotated[
         list[str] | None,
-        typer.Option("--cell", metavar="CELL", help="What its library is told; deepspeed/* for all of one."),
+        typer.Option(
+            "--cell", metavar=CELL, callback=apart, help="What its library is told; deepspeed/* for all of one."
+        ),
     ] = None,
     sets: Sets = None,
     *,

@@ -21,9 +21,19 @@ InCell = Annotated[
 Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Another run folder.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the run folder holds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+def apart(cells: list[str] | None) -> list[str] | None:
+    """Several in one word have commas between them, as sizes of worlds have."""
+    return None if cells is None else [cell for word in cells for part in word.split(",") if (cell := part.strip())]
+
+
+CELL = "CELL,CELL,..."
 Cells = Annotated[
     list[str] | None,
-    typer.Option("--cell", "--cells", metavar="CELL", help="Instead of those that FILE names. Repeat it for more."),
+    typer.Option(
+        "--cell", "--cells", metavar=CELL, callback=apart, help="Instead of those that FILE names. May be repeated."
+    ),
 ]
 Sizes = Annotated[
     str | None,
