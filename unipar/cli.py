@@ -183,12 +183,7 @@ def report(
 @app.command(epilog=EXITS)
 def verify(
     file: File,
-    cells: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cells", "--cell", metavar=CELL, callback=apart, help="Instead of compare.cells. May be repeated."
-        ),
-    ] = None,
+    cells: Cells = None,
     world: Annotated[int | None, typer.Option("--world", metavar="N", min=2, help="Ranks in each cell.")] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps; 10 without it.")
