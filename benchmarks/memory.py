@@ -35,6 +35,9 @@ PROFILER = "profiler"
 LIMIT = 0.02
 """The share of a peak that may have no name."""
 
+OVER = 0.001
+"""The share by which what is named may exceed a peak: more was counted twice."""
+
 
 def config_of(size: str, precision: str, world: int) -> Config:
     task = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {**SIZES[size], "context": 64}}
@@ -59,14 +62,19 @@ def measured(config: Config, cell: Cell, environment: dict[str, str]) -> list[Ph
             return list(fullest(run.accounts()).phases)
 
 
+def named(phase: Phase) -> int:
+    """All that has a name. With what has none it adds up to the peak by arithmetic; alone it may be too much."""
+    return sum(size for category, size in phase.held.items() if category != "unattributed")
+
+
 def row(name: tuple[str, ...], phases: list[Phase]) -> tuple[tuple[str, ...], bool]:
     """A line of the table, and whether it is as promised: in every phase."""
     peak = max(phases, key=lambda phase: phase.peak)
     worst = max(phases, key=lambda phase: abs(phase.unattributed))
-    sums = all(sum(phase.held.values()) == phase.peak for phase in phases)
-    good = sums and abs(worst.unattributed) <= LIMIT
+    twice = any(named(phase) > (1 + OVER) * phase.peak for phase in phases)
+    good = not twice and worst.unattributed <= LIMIT
     shown = f"{100 * worst.unattributed:.2f} % in {worst.name}"
-    return (*name, mib(peak.peak), mib(sum(peak.held.values())), shown, "" if good else "MISSED"), good
+    return (*name, mib(peak.peak), mib(named(peak)), shown, "" if good else "TWICE" if twice else "MISSED"), good
 
 
 def asked(words: list[str]) -> Iterator[tuple[tuple[str, ...], Config, Cell]]:
@@ -100,10 +108,12 @@ def main(words: list[str]) -> int:
         print(f"{i} of {len(todo)}, {took}:", *filter(None, made), file=sys.stderr, flush=True)
         rows.append(made)
         missed += not good
-    header = ("model", "precision", "ranks", "cell", "peak MiB", "sum MiB", "most without a name", "")
+    header = ("model", "precision", "ranks", "cell", "peak MiB", "named MiB", "most without a name", "")
     print(table(header, rows, right=(2, 4, 5), width=110))
     took = duration(time.monotonic() - began)
-    print(f"parts add up, and at most {LIMIT:.0%} has no name: {len(rows) - missed} of {len(rows)}, in {took}")
+    print(
+        f"no more is named than there was, and at most {LIMIT:.0%} has no name: {len(rows) - missed} of {len(rows)}, in {took}"
+    )
     return 1 if missed else 0
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory import asked
+from benchmarks.memory import asked, row
 from benchmarks.overhead import CELLS
 from benchmarks.timing import interleaved, interval, ratio
 from tests.world import FOUND
 from unipar import registry
 from unipar.crew import Crew
+from unipar.memory.account import Phase
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(6, 1, 6), (12, 3, 10), (20, 6, 15), (100, 40, 61)])
@@ -56,6 +57,23 @@ def test_rows_of_the_memory_table_are_what_was_asked_for() -> None:
         ("50M", "bf16-master", "2", "native/optimizer"),
     ]
     assert len({name[:3] for name, _, _ in asked(["single"])}) == 8  # it has no bf16-master
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rest", "shown"),
+    [
+        (990, 10, ("x", "0.0", "0.0", "1.00 % in update", "")),
+        (970, 30, ("x", "0.0", "0.0", "3.00 % in update", "MISSED")),
+        (1000, 0, ("x", "0.0", "0.0", "0.00 % in update", "")),
+        (1010, -10, ("x", "0.0", "0.0", "-1.00 % in update", "TWICE")),
+    ],
+)
+def test_a_row_of_the_memory_table_tells_what_is_named_twice(
+    parameters: int, rest: int, shown: tuple[str, ...]
+) -> None:
+    """Parts add up by arithmetic, whatever was counted: what is named alone must not exceed the peak, be it by 1 %."""
+    phase = Phase(name="update", peak=1000, held={"parameters": parameters, "unattributed": rest})
+    assert row(("x",), [phase]) == (shown, shown[-1] == "")
 
 
 def test_every_cell_has_a_loop_by_hand() -> None:

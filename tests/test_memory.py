@@ -20,7 +20,7 @@ from unipar.verbs.contest import Asked, one_way
 from unipar.verbs.contestant import Unwatched
 
 ROOT = Path(__file__).parent.parent
-PLANTED = 5_000_000
+PLANTED, LISTED = 5_000_000, 3_000_000
 TASK = '''
 import ctypes
 import os
@@ -130,7 +130,8 @@ def test_parts_add_up_to_the_peak_in_every_phase(found: dict[str, Any]) -> None:
             for phase in account["phases"]:
                 assert sum(phase["held"].values()) == phase["peak"] > 0
                 assert set(phase["held"]) <= set(CATEGORIES)
-                assert abs(phase["held"].get("unattributed", 0)) <= 0.02 * phase["peak"], (cell, phase)
+                rest = phase["held"].get("unattributed", 0)  # negative where something is counted twice
+                assert -0.001 * phase["peak"] <= rest <= 0.02 * phase["peak"], (cell, phase)
 
 
 def test_the_curve_goes_through_a_whole_step(found: dict[str, Any]) -> None:
@@ -167,6 +168,15 @@ def test_a_hidden_buffer_of_an_engine_is_unattributed(found: dict[str, Any]) -> 
     for phase in ("forward", "backward", "update", "steady"):
         assert PLANTED <= held(row, phase)["unattributed"] < 1.1 * PLANTED
     assert "unattributed" in {block["category"] for block in row["memory"][0]["phases"][1]["largest"]}
+
+
+def test_a_double_count_is_none(found: dict[str, Any]) -> None:
+    """What an engine lists under three names and in two categories is there once, under the first of the categories."""
+    for account in found["faulty/nothing+hidden-buffer"]["memory"]:
+        for phase in account["phases"]:
+            assert phase["held"]["masters"] == LISTED
+            assert "buffers" not in phase["held"]
+            assert phase["held"].get("unattributed", 0) >= (0 if phase["name"] == "built" else PLANTED)
 
 
 def test_what_breaks_in_watching_is_a_note(found: dict[str, Any]) -> None:

@@ -287,11 +287,18 @@ class LastMicrobatchDropped(Around):
 
 @final
 class HiddenBuffer(Healthy):
-    """It keeps five million bytes that its holdings do not list."""
+    """It keeps five million bytes that its holdings do not list, and three million that they list three times."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
-        self.hidden = torch.ones(1_250_000)
+        self.hidden, self.thrice = torch.ones(1_250_000), torch.ones(750_000)
+
+    @override
+    def held_beside(self) -> Iterator[Holding]:
+        yield Holding("buffers", "flat", self.thrice)
+        yield Holding("masters", "w", self.thrice.view(750, 1000))
+        yield Holding("masters", "v", self.thrice)
+        yield from super().held_beside()
 
 
 @final
