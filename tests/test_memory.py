@@ -314,6 +314,9 @@ def test_memory_that_was_seen_in_two_ways_is_not_set_side_by_side() -> None:
     with pytest.raises(Unwatched) as e:
         one_way([by["meter"], by["profiler"]], rows)
     assert str(e.value) == "on rank 1 it was seen in another way (profiler) than in single (meter)"
+    with pytest.raises(Unwatched) as e:
+        one_way([by["profiler"].model_copy(update={"rank": 0}), by["meter"]], [])
+    assert str(e.value) == "on rank 1 it was seen in another way (meter) than on rank 0 (profiler)"
 
 
 @pytest.mark.parametrize(

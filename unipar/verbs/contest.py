@@ -147,7 +147,7 @@ class Contest(Generic[Now]):
             try:
                 self._start()
                 self._take_turns(turns)
-                self._finish(watched=bool(turns.watched))
+                self._finish()
             except (KeyboardInterrupt, Stopped):
                 self.now = replace(self.now, interrupted=True)
         return self.now
@@ -166,11 +166,8 @@ class Contest(Generic[Now]):
                 run.go(turns.warmup)
                 self._say(name, "is warm", note="is warm", marks=run.marks())
                 self._hold(name)
-        for name in list(self._in) if turns.watched else ():
-            with self._failing(name) as run:
-                run.watch(turns.watched)
-                self._say(name, "was watched", note="was watched", memory=self._accounts(name, run))
-        self._keep(self.now)
+        if turns.watched:
+            self._watch(turns.watched)
         for i, steps in enumerate(turns.rounds):
             for name in rotated(list(self._in), i):
                 with self._failing(name) as run:
@@ -179,12 +176,19 @@ class Contest(Generic[Now]):
                     where = f"round {i + 1} of {len(turns.rounds)}"
                     self._say(name, f"{where}: {spread(took)} ms a step", seconds=[*row.seconds, took])
 
-    def _finish(self, *, watched: bool) -> None:
+    def _watch(self, passes: Sequence[str]) -> None:
+        for name in list(self._in):
+            with self._failing(name) as run:
+                run.watch(passes)
+                self._say(name, "was watched", note="was watched", memory=self._accounts(name, run))
+        self._keep(self.now)
+
+    def _finish(self) -> None:
         """One by one: what is whole is kept, whatever becomes of the rest."""
         for name in list(self._in):
             with self._failing(name) as run:
-                if watched and asks_apart(run) and self._row(name).memory:
-                    whole = completed(run, self._row(name).memory, self._threads)
+                if (seen := self._row(name).memory) and asks_apart(run):
+                    whole = completed(run, seen, self._threads)
                     for account in whole:
                         account.write(run.run)
                     self._say(name, "was asked for what it sends", memory=whole)
@@ -236,13 +240,12 @@ class Contest(Generic[Now]):
 
 def one_way(found: list[Account], rows: Iterable[Row]) -> list[Account]:
     """The same; Unwatched, where it was watched in another way than what it would stand beside."""
+    own = f"on rank {found[0].rank}", found[0].method
+    where, method = next(((f"in {row.cell}", theirs.method) for row in rows for theirs in row.memory), own)
     for account in found:
-        for name, theirs in ((row.cell, theirs) for row in rows for theirs in row.memory):
-            if theirs.method != account.method:
-                raise Unwatched(
-                    f"on rank {account.rank} it was seen in another way ({account.method}) than in {name} "
-                    f"({theirs.method})"
-                )
+        if account.method != method:
+            ways = f"in another way ({account.method}) than {where} ({method})"
+            raise Unwatched(f"on rank {account.rank} it was seen {ways}")
     return found
 
 
