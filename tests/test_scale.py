@@ -150,13 +150,18 @@ def made(*found: Any, **changed: Any) -> Scaling:
     return Scaling(**told | changed, worlds=worlds, rows=list(rows))
 
 
-@pytest.fixture
-def found() -> Scaling:
+def one_cell() -> Scaling:
+    """Alone, on two ranks, both ways."""
     return made(
         timed("native/nothing", 1, 0.080, "strong", "weak"),
         timed("native/nothing", 2, 0.050, "strong"),
         timed("native/nothing", 2, 0.100, "weak"),
     )
+
+
+@pytest.fixture
+def found() -> Scaling:
+    return one_cell()
 
 
 def test_speed_up_and_efficiency(found: Scaling) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_scale import made, timed, two_cells
+from tests.test_scale import one_cell, two_cells
 from unipar.report.worlds import Scaling
 from unipar.report.worlds_page import answer, page
 from unipar.verbs.report import beside, written
@@ -15,11 +15,7 @@ from unipar.verbs.report import beside, written
 
 @pytest.fixture
 def found() -> Scaling:
-    return made(
-        timed("native/nothing", 1, 0.080, "strong", "weak"),
-        timed("native/nothing", 2, 0.050, "strong"),
-        timed("native/nothing", 2, 0.100, "weak"),
-    )
+    return one_cell()
 
 
 def test_the_page_says_first_how_near_the_ideal_is(tmp_path: Path) -> None:

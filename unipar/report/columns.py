@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from unipar.report.cuda import ASSUMED, Measured, Predicted, there
+from unipar.report.comparison import Row
+from unipar.report.cuda import ASSUMED, there
 from unipar.report.markup import listed, said
-from unipar.report.memory import resident
-from unipar.report.seen import Seen
+from unipar.report.memory import fullest, here
 from unipar.report.table import size
 
 NONE = "–"
@@ -34,20 +34,10 @@ def assumptions() -> str:
     return "<h3>On CUDA: assumed, not measured</h3>" + listed(ASSUMED)
 
 
-def three(cell: Seen, ranks: int) -> list[str]:
+def three(row: Row, ranks: int) -> list[str]:
     """The columns in which memory is always shown, in its world of so many ranks."""
-    account = cell.fullest
-    rss = f"~{size(max(cell.row.peak_rss))}" if cell.row.peak_rss else NONE
-    if account is None:
+    rss = f"~{size(max(row.peak_rss))}" if row.peak_rss else NONE
+    if not row.memory:
         return [NONE, rss, NONE]
-    resides = resident(cell.memory)
-    here = rss if resides is None else size(resides)
-    if account.reserved is not None:
-        here = size(account.reserved)
-    return [size(cell.peak), here, size(took(cell, ranks).total)]
-
-
-def took(cell: Seen, ranks: int) -> Predicted | Measured:
-    """Of its fullest rank on CUDA."""
-    assert cell.fullest is not None
-    return there(cell.fullest, ranks)
+    account, taken = fullest(row.memory), here(row.memory)
+    return [size(account.peak.peak), rss if taken is None else size(taken), size(there(account, ranks).total)]

@@ -69,6 +69,12 @@ def included(accounts: Iterable[Account]) -> str:
     return said[0] if len(said) == 1 else f"not counted alike by every rank ({'; '.join(said)})"
 
 
+def here(accounts: Sequence[Account]) -> int | None:
+    """What the fullest rank had of this machine: on CUDA reserved, else resident; None where nobody looked."""
+    reserved = fullest(accounts).reserved
+    return resident(accounts) if reserved is None else reserved
+
+
 def memory_tables(cells: Sequence[tuple[str, int, Sequence[Account]]], width: int) -> list[str]:
     """How much each cell takes in its world of so many ranks, seen in three ways; then what for."""
     header: tuple[str, ...] = ("memory", "fullest in", "allocated", "resident", "on CUDA")

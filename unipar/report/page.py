@@ -11,9 +11,9 @@ from unipar.memory.account import CATEGORIES, PHASES
 from unipar.report import change
 from unipar.report.answer import WORDS, answer, base_of, halves, moves, ranked
 from unipar.report.bars import balance, bridge, cut_short, stacked, times
-from unipar.report.columns import assumptions, columns, meant, three, took
+from unipar.report.columns import assumptions, columns, meant, three
 from unipar.report.comparison import HEADS, tolerance
-from unipar.report.cuda import Predicted
+from unipar.report.cuda import Predicted, there
 from unipar.report.device import device
 from unipar.report.markup import (
     again,
@@ -29,7 +29,7 @@ from unipar.report.markup import (
     together,
     whole,
 )
-from unipar.report.memory import settled
+from unipar.report.memory import fullest, settled
 from unipar.report.own import own
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
 from unipar.report.seen import Seen, Told, asked_of
@@ -167,7 +167,7 @@ def _cells(told: Told) -> str:
                 duration(cell.middle),
                 factor,
                 f"{told.found.samples / cell.middle:.1f}",
-                *three(cell, told.found.world(row)),
+                *three(row, told.found.world(row)),
             ]
         )
     return section(
@@ -180,7 +180,7 @@ def _cells(told: Told) -> str:
 
 def _assumed(told: Told) -> bool:
     """Whether any figure of CUDA is a prediction."""
-    return any(isinstance(took(c, told.found.world(c.row)), Predicted) for c in told.measured)
+    return any(isinstance(there(fullest(c.memory), told.found.world(c.row)), Predicted) for c in told.measured)
 
 
 def _changed(told: Told, before: Told | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Final
 
@@ -31,21 +32,21 @@ GAINS: Final = ("speed_up", "efficiency")
 
 def sheet(found: Comparison) -> str:
     """What is not known is empty; `digits` of losses that are equal to the bit is `all`."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(HEAD)
-    writer.writerows(
-        [row.cell, row.outcome, *_agrees(found, row), *_timed(found, row), *_held(row, found.world(row))]
-        for row in found.rows
+    return _written(
+        HEAD,
+        (
+            [row.cell, row.outcome, *_said(found.agreement(row)), *_timed(found, row), *_held(row, found.world(row))]
+            for row in found.rows
+        ),
     )
-    return text.getvalue()
 
 
 def of_worlds(found: Scaling) -> str:
     """The same of cells in worlds of several sizes: a row a world."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("cell", *WORLD, "outcome", *AGREES, *TIMED, *GAINS, *HELD))
+    return _written(("cell", *WORLD, "outcome", *AGREES, *TIMED, *GAINS, *HELD), _worlds(found))
+
+
+def _worlds(found: Scaling) -> Iterator[list[object]]:
     for world in found.worlds:
         row, rate = found.row(world), found.rate(world)
         step = [None, None] if rate is None else [world.samples / rate, rate]
@@ -53,12 +54,15 @@ def of_worlds(found: Scaling) -> str:
         cut = [world.ranks, world.shown[-1], world.samples, world.micro, world.accumulate]
         agrees = _said(found.agreement(world))
         figures = ["" if v is None else f"{v:.6g}" for v in gains]
-        writer.writerow([world.cell, *cut, row.outcome, *agrees, *figures, *_held(row, world.ranks)])
+        yield [world.cell, *cut, row.outcome, *agrees, *figures, *_held(row, world.ranks)]
+
+
+def _written(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(rows)
     return text.getvalue()
-
-
-def _agrees(found: Comparison, row: Row) -> list[str]:
-    return _said(found.agreement(row))
 
 
 def _said(told: Agreement | None) -> list[str]:
@@ -77,7 +81,7 @@ def _timed(found: Comparison, row: Row) -> list[str]:
 def _held(row: Row, ranks: int) -> list[str]:
     """Of the largest rank; its categories add up to what is allocated. Of a cell that failed not all is known."""
     if not row.memory or row.outcome in ("failed", "unlike"):
-        return [""] * (6 + len(CATEGORIES))
+        return [""] * len(HELD)
     account = fullest(row.memory)
     took = there(account, ranks)
     on_cuda = (None, took.total) if isinstance(took, Measured) else (took.total, None)

@@ -16,7 +16,7 @@ from unipar.memory.account import Account
 from unipar.report.alike import unlike
 from unipar.report.comparison import HEADS, Agreement, Found, Row, agreement, row_json, row_of, spread, tolerance
 from unipar.report.cuda import there
-from unipar.report.memory import fullest, largest, remarks, resident
+from unipar.report.memory import fullest, here, largest, remarks
 from unipar.report.table import blocks, counted, size
 
 Kind = Literal["strong", "weak"]
@@ -292,9 +292,8 @@ class Scaling(Found):
 
 def _others(accounts: Sequence[Account], ranks: int) -> tuple[str, str]:
     """Resident, on CUDA reserved; and what it comes to on CUDA."""
-    account = fullest(accounts)
-    here = resident(accounts) if account.on is None else account.reserved
-    return NONE if here is None else size(here), size(there(account, ranks).total)
+    taken = here(accounts)
+    return NONE if taken is None else size(taken), size(there(fullest(accounts), ranks).total)
 
 
 def _world(told: Mapping[str, Any]) -> World:

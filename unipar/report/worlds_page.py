@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from unipar.report.bars import SMALL, sizes
-from unipar.report.columns import assumptions, columns, meant, three, took
-from unipar.report.comparison import HEADS, Row
-from unipar.report.cuda import Measured
+from unipar.report.columns import assumptions, columns, meant, three
+from unipar.report.comparison import HEADS
+from unipar.report.cuda import Measured, there
 from unipar.report.markup import (
     again,
     e,
@@ -26,7 +26,8 @@ from unipar.report.markup import (
     together,
     whole,
 )
-from unipar.report.seen import Seen, asked_of, config_of
+from unipar.report.memory import fullest
+from unipar.report.seen import asked_of, config_of
 from unipar.report.svg import Drawing, Scale, marks, wide
 from unipar.report.table import counted, duration, size
 from unipar.report.worlds import Kind, Scaling, World, percent
@@ -151,7 +152,7 @@ def _section(found: Scaling, shown: Shown, words: str) -> str:
 
 
 def _how(found: Scaling, repeated: str) -> str:
-    accounts = [(row.cell, a) for row in found.rows if (a := _seen(row).fullest) is not None]
+    accounts = [(row.cell, fullest(row.memory)) for row in found.rows if row.memory]
     methods, notes = {a.method for _, a in accounts}, {f"{name}: {note}" for name, a in accounts for note in a.notes}
     return section(
         "how",
@@ -163,14 +164,10 @@ def _how(found: Scaling, repeated: str) -> str:
     )
 
 
-def _seen(row: Row) -> Seen:
-    return Seen(row=row, memory=tuple(row.memory), config={})
-
-
 def _measured(found: Scaling) -> bool:
     """Whether no figure of CUDA is a prediction."""
-    seen = [(cell, world.ranks) for world in found.worlds if (cell := _seen(found.row(world))).fullest is not None]
-    return all(isinstance(took(cell, ranks), Measured) for cell, ranks in seen)
+    watched = [(row.memory, world.ranks) for world in found.worlds if (row := found.row(world)).memory]
+    return all(isinstance(there(fullest(accounts), ranks), Measured) for accounts, ranks in watched)
 
 
 def _worlds(found: Scaling) -> str:
@@ -198,7 +195,7 @@ def _worlds(found: Scaling) -> str:
             continue
         faster, efficient = found.faster(world), found.efficiency(world)
         told = [NONE if faster is None else f"{faster:.2f}", NONE if efficient is None else percent(efficient)]
-        held.append([*start[:3], *three(_seen(row), world.ranks)])
+        held.append([*start[:3], *three(row, world.ranks)])
         rows.append([*start, duration(world.samples / rate), f"{rate:.1f}", *told])
     return section(
         "worlds",

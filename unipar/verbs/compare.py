@@ -18,7 +18,7 @@ from unipar.report import page, worlds_page
 from unipar.report.answer import answer
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row
-from unipar.report.seen import Told, asked_of
+from unipar.report.seen import Told
 from unipar.report.table import counted
 from unipar.report.worlds import Scaling, World
 from unipar.source import Source
@@ -139,8 +139,7 @@ def compared(
         }
         with writing(folder):
             kept.write(folder, of, first)
-            asked_of(folder, first.name).parent.mkdir(exist_ok=True)
-            asked_of(folder, first.name).write_text(config.written(), encoding="utf-8")
+            kept.ask(folder, first.name, config)
 
         def keep(so_far: Comparison) -> str:
             return kept.unkept(folder, lambda: kept.write(folder, of, so_far))

@@ -14,7 +14,7 @@ from unipar.errors import ConfigError, OutExists, ReportError
 from unipar.folder import write_whole
 from unipar.installed import machine, versions
 from unipar.report.comparison import Comparison
-from unipar.report.seen import comparison_of, inner, mapping
+from unipar.report.seen import asked_of, comparison_of, inner, mapping
 from unipar.report.sheet import of_worlds, sheet
 from unipar.report.worlds import Scaling
 from unipar.task import TaskRef
@@ -116,10 +116,17 @@ def write(folder: Path, of: dict[str, Any], now: Comparison) -> None:
     write_whole(folder / SHEET, sheet(now))
 
 
-def write_worlds(folder: Path, figures: str, sheet: str, now: Scaling) -> None:
+def write_worlds(folder: Path, figures: str, rows: str, now: Scaling) -> None:
     """All figures; a row a world beside them."""
     write_whole(folder / figures, json.dumps(now.to_json(), indent=2) + "\n")
-    write_whole(folder / sheet, of_worlds(now))
+    write_whole(folder / rows, of_worlds(now))
+
+
+def ask(folder: Path, name: str, config: Config) -> None:
+    """What was asked, under its name, so that it can be run again."""
+    file = asked_of(folder, name)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(config.written(), encoding="utf-8")
 
 
 def unkept(folder: Path, write: Callable[[], None]) -> str:

@@ -14,7 +14,7 @@ from unipar.errors import Unsupported
 from unipar.installed import machine, versions
 from unipar.report.board import Board
 from unipar.report.comparison import Row
-from unipar.report.seen import ASKED, asked_of
+from unipar.report.seen import ASKED
 from unipar.report.worlds import KINDS, Kind, Scaling, World
 from unipar.report.worlds_page import page
 from unipar.source import Source
@@ -70,8 +70,7 @@ def scale(
     with folder.owned(out):
         folder.make_room(out, "scale", (FIGURES, SHEET, NAME, ASKED), "scaling", overwrite=overwrite)
         with folder.writing(out):
-            asked_of(out, source.name).parent.mkdir()
-            asked_of(out, source.name).write_text(settings.written(), encoding="utf-8")
+            kept.ask(out, source.name, settings)
         runs = {
             world.name: Contestant(Cell.parse(world.cell), at, asked.ref, out / _slug(world), asked.meter)
             for world, at in waiting
