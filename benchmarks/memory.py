@@ -17,9 +17,10 @@ from unipar.errors import UniparError, Unsupported
 from unipar.memory.account import ORDER, PASSES, Phase
 from unipar.memory.meter import SETTLED, built, preloading
 from unipar.report.memory import fullest, mib
-from unipar.report.table import duration, table
+from unipar.report.table import table
 from unipar.source import given
 from unipar.task import TaskRef
+from unipar.text import format_duration
 from unipar.verbs.contestant import Contestant
 
 ROOT = Path(__file__).parent.parent
@@ -104,13 +105,13 @@ def main(words: list[str]) -> int:
             made, good = row(name, measured(config, cell, environment))
         except UniparError as e:
             made, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
-        took = duration(time.monotonic() - began)
+        took = format_duration(time.monotonic() - began)
         print(f"{i} of {len(todo)}, {took}:", *filter(None, made), file=sys.stderr, flush=True)
         rows.append(made)
         missed += not good
     header = ("model", "precision", "ranks", "cell", "peak MiB", "named MiB", "most without a name", "")
     print(table(header, rows, right=(2, 4, 5), width=110))
-    took = duration(time.monotonic() - began)
+    took = format_duration(time.monotonic() - began)
     good = f"{len(rows) - missed} of {len(rows)}"
     print(f"no more is named than there was, and at most {LIMIT:.0%} has no name: {good}, in {took}")
     return 1 if missed else 0

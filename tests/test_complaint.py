@@ -10,9 +10,10 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from unipar import registry
-from unipar.complaint import complaint, known_keys, near, options_complaint, shown
+from unipar.complaint import complaint, known_keys, options_complaint
 from unipar.config import Config
 from unipar.errors import ConfigError
+from unipar.text import did_you_mean, show_value
 
 GOOD: dict[str, Any] = {"batch": {"total": 8}, "train": {"steps": 1}}
 
@@ -298,7 +299,7 @@ def test_options_of_a_backend_that_is_not_used() -> None:
 )
 def test_values_are_shown_as_a_config_says_them(value: object, text: str) -> None:
     """Short, and in the words of the file."""
-    assert shown(value) == text
+    assert show_value(value) == text
 
 
 @pytest.mark.parametrize(
@@ -307,4 +308,4 @@ def test_values_are_shown_as_a_config_says_them(value: object, text: str) -> Non
 )
 def test_near(word: str, question: str) -> None:
     """A beginning, or a slip of the fingers; otherwise nothing is proposed."""
-    assert near(word, ["total", "micro", "accumulate"]) == question
+    assert did_you_mean(word, ["total", "micro", "accumulate"]) == question

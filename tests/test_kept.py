@@ -14,7 +14,6 @@ import pytest
 
 from tests.tiny import CONFIG, Tiny
 from tests.world import ROOT
-from unipar import registry
 from unipar.verbs.compare import compare
 
 
@@ -22,7 +21,7 @@ def test_a_backend_that_is_still_missing_is_no_reason_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """All that can run has run: the second call starts nothing, changes no row, and says where it has them from."""
-    monkeypatch.setattr(registry, "find_spec", lambda name: None if name == "horovod" else name)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr("unipar.points.find_spec", lambda name: None if name == "horovod" else name)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     asked: dict[str, Any] = CONFIG | {
         "train": {"steps": 7},
         "compare": {"repeat": 2, "memory": False},

@@ -21,8 +21,8 @@ from unipar.memory.account import read_account
 from unipar.memory.counting import NOTE, folded
 from unipar.memory.replay import Events
 from unipar.parts import flat
+from unipar.procfs import anonymous_memory, forget_peak, peak_rss
 from unipar.report import Report
-from unipar.rss import anonymous, forget_peak, peak_rss
 
 MATRIX = 512 * 512 * 4
 TASK = '''
@@ -179,7 +179,7 @@ def test_what_is_forgotten_was_the_peak_all_the_same() -> None:
     most = peak_rss()
     del block
     forget_peak()
-    assert anonymous("VmHWM") < most - 2**25
+    assert anonymous_memory("VmHWM") < most - 2**25
     assert peak_rss() >= most - 2**20  # the system counts a little late
 
 

@@ -143,7 +143,7 @@ def test_several_reasons_are_all_told() -> None:
 
 def test_a_library_that_another_goes_through_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate is there, and DeepSpeed is not."""
-    monkeypatch.setattr(registry, "find_spec", lambda name: None if name == "deepspeed" else name)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr("unipar.points.find_spec", lambda name: None if name == "deepspeed" else name)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     through = _config(
         backend="accelerate", parallel={"shard": "gradients"}, options={"accelerate": {"through": "deepspeed"}}
     )
@@ -157,7 +157,7 @@ def test_a_library_that_another_goes_through_may_be_missing(monkeypatch: pytest.
 
 def test_a_missing_library_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known, and not installed."""
-    monkeypatch.setattr(registry, "find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr("unipar.points.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(BackendNotInstalled) as e:
         registry.load("horovod")
     assert str(e.value) == "backend 'horovod' needs horovod, not installed here: unipar install horovod"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from unipar.report import Report
-from unipar.report.table import counted, duration, size, table
+from unipar.report.table import table
+from unipar.text import count_of, format_duration, format_size
 
 EVENTS: list[dict[str, Any]] = [
     {
@@ -121,15 +122,15 @@ def test_a_short_row_is_a_sentence_that_wraps(tmp_path: Path) -> None:
 )
 def test_durations_have_two_or_three_figures(seconds: float, text: str) -> None:
     """The unit follows the size."""
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_one_is_one() -> None:
     """Not 1 steps."""
-    assert (counted(1, "step"), counted(2, "step"), counted(0, "step")) == ("1 step", "2 steps", "0 steps")
+    assert (count_of(1, "step"), count_of(2, "step"), count_of(0, "step")) == ("1 step", "2 steps", "0 steps")
 
 
 @pytest.mark.parametrize(("count", "text"), [(900, "900 B"), (612 * 2**20, "612 MiB"), (3.2 * 2**30, "3.2 GiB")])
 def test_bytes_are_shown_in_binary_units(count: float, text: str) -> None:
     """As memory is counted."""
-    assert size(count) == text
+    assert format_size(count) == text

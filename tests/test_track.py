@@ -249,7 +249,7 @@ def test_an_unknown_name() -> None:
 
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line that installs it is named."""
-    monkeypatch.setattr("unipar.track.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr("unipar.points.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(BackendNotInstalled) as e:
         track.require("mlflow")
     assert str(e.value) == (

@@ -10,6 +10,7 @@ from torch import nn
 from unipar.config import Config
 from unipar.errors import ConfigError, TaskError
 from unipar.task import Task
+from unipar.text import first_few
 
 
 def blocks_of(task: Task, module: nn.Module, config: Config) -> tuple[str, ...]:
@@ -21,14 +22,18 @@ def blocks_of(task: Task, module: nn.Module, config: Config) -> tuple[str, ...]:
         wanted = config.model.blocks
         for pattern in wanted:
             if not any(fnmatchcase(name, pattern) for name in known):
-                raise ConfigError(f"model.blocks: nothing in the model is called {pattern!r}; it has {_some(known)}")
+                raise ConfigError(
+                    f"model.blocks: nothing in the model is called {pattern!r}; it has {first_few(known, most=8)}"
+                )
         return _outermost([name for name in known if any(fnmatchcase(name, p) for p in wanted)])
     given = task.blocks(module)
     if given is None:
         return found(module)
     for name in given:
         if name not in known:
-            raise TaskError(f"blocks() names {name!r}, which the model does not have; it has {_some(known)}")
+            raise TaskError(
+                f"blocks() names {name!r}, which the model does not have; it has {first_few(known, most=8)}"
+            )
     return _outermost(list(given))
 
 
@@ -48,7 +53,3 @@ def found(module: nn.Module) -> tuple[str, ...]:
 def _outermost(names: list[str]) -> tuple[str, ...]:
     kept = dict.fromkeys(names)
     return tuple(n for n in kept if not any(n.startswith(f"{other}.") for other in kept))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

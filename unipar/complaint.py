@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from unipar.backend import Backend
 from unipar.config import Config
+from unipar.text import did_you_mean, join_with_or, show_value
 
 Where = Mapping[str, str]
 """Where each dotted key was given: "line 12", "--set"."""
@@ -29,14 +28,6 @@ def complaint(error: ValidationError, where: Where | None = None) -> str:
 def options_complaint(error: ValidationError, backend: Backend, where: Where | None = None) -> str:
     """The same for a backend's own options, whose keys read options.NAME.key."""
     return _told(error, backend.options, f"options.{backend.name}", where or {})
-
-
-def near(word: str, words: Iterable[str]) -> str:
-    """The question that ends a complaint about a misspelt word; nothing where no word is near."""
-    words = list(words)
-    found = [w for w in words if w.startswith(word)] if word else []
-    found = found or difflib.get_close_matches(word, words, 1)
-    return f"; did you mean {_either([repr(w) for w in found[:2]])}?" if found else ""
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -104,11 +95,11 @@ class _Kind:
         """What is wanted, in words."""
         tags = [m.tag for m in self.members() if m.tag]
         if tags:
-            return f"a section {{name: ..., ...}} whose name is {_either(tags)}"
+            return f"a section {{name: ..., ...}} whose name is {join_with_or(tags)}"
         if len(members := self.members()) == 1 and members[0].section is not None:
             keys = list(members[0].section.model_fields)
             return f"a section with the key{'s' * (len(keys) > 1)} {', '.join(keys)}"
-        return _either([word for m in members for word in m._words()])
+        return join_with_or([word for m in members for word in m._words()])
 
     def _words(self) -> list[str]:
         kind, origin = self.annotation, get_origin(self.annotation)
@@ -209,10 +200,10 @@ def _sentence(m: _Mistake, model: type[BaseModel], prefix: str, where: Where) ->
         tags = [x.tag for x in m.kind.members() if x.tag]
         name = given["name"]
         return (
-            f"{key}.name{_place(f'{key}.name', where)}: wanted {_either(tags)}, "
-            f"got {shown(name)}{near(str(name), tags)}"
+            f"{key}.name{_place(f'{key}.name', where)}: wanted {join_with_or(tags)}, "
+            f"got {show_value(name)}{did_you_mean(str(name), tags)}"
         )
-    return f"{key}{place}: wanted {m.kind.described()}, got {shown(given)}{_hint(m.kind, given)}"
+    return f"{key}{place}: wanted {m.kind.described()}, got {show_value(given)}{_hint(m.kind, given)}"
 
 
 def _place(key: str, where: Where) -> str:
@@ -231,7 +222,7 @@ def _instead(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
     if word in path and "." in word:
         steps = word.split(".")
         return f"; in a file keys are nested: {': {'.join(steps)}: ...{'}' * (len(steps) - 1)}"
-    if question := near(word, m.owner.section.model_fields):
+    if question := did_you_mean(word, m.owner.section.model_fields):
         return question
     if rivals := [r.tag for r in m.rivals if r.tag and r.section and word in r.section.model_fields]:
         return f"; it is a key of {' and '.join(rivals)}, and this is {m.owner.tag}"
@@ -246,20 +237,4 @@ def _hint(kind: _Kind, given: object) -> str:
         return ""
     if given in (tags := [m.tag for m in kind.members() if m.tag]):
         return f"; write {{name: {given}}}"
-    return near(given, [*kind.choices, *tags])
-
-
-def shown(value: object) -> str:
-    """A value as a config would say it, shortened."""
-    if isinstance(value, str):
-        text = repr(value)
-    else:
-        try:
-            text = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError):
-            text = repr(value)
-    return text if len(text) <= 60 else f"{text[:56]} ..."
-
-
-def _either(words: Sequence[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return did_you_mean(given, [*kind.choices, *tags])

@@ -24,6 +24,7 @@ from unipar import parcel as parcels
 from unipar.errors import UniparError, WorkerFailed
 from unipar.orders import Orders
 from unipar.process import Fresh, Process, Starter, reap, send, send_all
+from unipar.procfs import cores_per_rank
 from unipar.signals import Signals
 from unipar.watch import Watch
 from unipar.worker import log_of, stack_of
@@ -323,16 +324,12 @@ class Crew:
 
 def worker_environment(size: int, more: Mapping[str, str]) -> dict[str, str]:
     """This process's own, with a fair share of the cores, and whatever the backend's host gives."""
-    cores = len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(max(1, cores // size)), **os.environ, "PYTHONUNBUFFERED": "1", **more}
+    return {"OMP_NUM_THREADS": str(cores_per_rank(size)), **os.environ, "PYTHONUNBUFFERED": "1", **more}
 
 
 def _listening(size: int) -> socket.socket:
     """Made here, so that the port is known before any rank runs, and nobody can take it."""
-    made = socket.socket()
-    made.bind(("127.0.0.1", 0))
-    made.listen(max(128, size))
-    return made
+    return socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
 
 
 def _short_folder() -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,6 @@ MARKS = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"scrip
 
 BESIDE = ("compare", "worlds", "verify", "scale")
 """What may lie in it before a run, and stays when the run is overwritten."""
-
-
-def cache() -> Path:
-    """Where what is compiled is kept for the next run of this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unipar"
 
 
 def look(out: Path, *, overwrite: bool) -> None:
@@ -115,18 +110,6 @@ def made(out: Path, config: str, launch: str, *, overwrite: bool) -> Generator[N
             for name, text in zip(MARKS, (config, launch), strict=True):
                 (out / name).write_text(text, encoding="utf-8")
         yield
-
-
-def write_whole(file: Path, text: str) -> None:
-    """All of it or none; where it cannot be written, what was there stays."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    except OSError as e:
-        with suppress(OSError):
-            partial.unlink()
-        raise OSError(e.errno, e.strerror, str(file)) from None
 
 
 @contextmanager

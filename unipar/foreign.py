@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unipar.complaint import near, shown
 from unipar.errors import ConfigError
+from unipar.text import did_you_mean, show_value
 
 AUTO = "auto"
 _T = TypeVar("_T")
@@ -104,7 +104,7 @@ class Keys:
         number = _number(value, kind)
         if number is not None:
             return number
-        self.reading.wrong.append(f"{self.reading.place(self.name(key))}: {shown(value)} is not {_WANTED[kind]}")
+        self.reading.wrong.append(f"{self.reading.place(self.name(key))}: {show_value(value)} is not {_WANTED[kind]}")
         return default
 
     def open(self, key: str, ours: str, example: str) -> bool:
@@ -147,7 +147,7 @@ class Keys:
                 self.reading.used.add(name)
                 self.reading.omit(name, "not known (left out as asked)")
             else:
-                self.reading.wrong.append(f"{self.reading.place(name)}: there is no such key{near(key, words)}")
+                self.reading.wrong.append(f"{self.reading.place(name)}: there is no such key{did_you_mean(key, words)}")
 
 
 def _number(value: object, kind: type) -> Any:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unipar.errors import Stopped, WorldMismatch
+from unipar.files import write_whole
 from unipar.orders import die_with_parent
 from unipar.place import Place, without_launcher_arguments
 from unipar.plan import Plan
+from unipar.procfs import BEGAN, PARENT, process_stat
 from unipar.progress import Progress
 from unipar.short import explaining
 from unipar.worker import record
@@ -65,7 +67,7 @@ def _die_with_launcher(between: int) -> None:
     """What foreign launchers leave behind when they are killed themselves is theirs no more."""
     parent = os.getppid()
     for _ in range(between):
-        parent = int(_stat(parent)[1])
+        parent = int(process_stat(parent)[PARENT])
     if parent > 1 and parent != os.getppid():
         watched = os.pidfd_open(parent)
         threading.Thread(target=_end_with, args=(watched,), name="launcher", daemon=True).start()
@@ -79,11 +81,6 @@ def _end_with(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stat(pid: int | str) -> list[str]:
-    """A process's state, its parent, and from there on as proc(5) lists them."""
-    return Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
-
-
 def _mark(run: Path, place: Place) -> Path:
     """A file that only the ranks of one world look for."""
     told = [place.launcher, place.job, place.address, os.environ.get("TORCHELASTIC_RUN_ID")]
@@ -95,9 +92,7 @@ def _announced(run: Path, place: Place) -> Generator[None]:
     """The folder is made: the others may write to it. Gone again when all have met, or when this rank fails before."""
     mark = _mark(run, place)
     if place.size > 1:
-        partial = mark.with_suffix(".partial")
-        partial.write_text(json.dumps([_here(), os.getpid(), _stat("self")[_BEGAN]]), encoding="utf-8")
-        partial.rename(mark)
+        write_whole(mark, json.dumps([_here(), os.getpid(), process_stat("self")[BEGAN]]))
     try:
         yield
     finally:
@@ -123,13 +118,9 @@ def _fresh(mark: Path) -> bool:
     """Whether a rank that lives has left it: a run that was killed leaves its own behind, under the same name."""
     try:
         here, pid, began = json.loads(mark.read_bytes())
-        return here != _here() or _stat(pid)[_BEGAN] == began
+        return here != _here() or process_stat(pid)[BEGAN] == began
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-_BEGAN = 19
-"""When a process began, in ticks since the machine did: the same number twice is the same process."""
 
 
 def _here() -> list[str]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from unipar.errors import ConfigError
 from unipar.model import Weights
-from unipar.weights import WRAPPERS, check_patterns, chosen, holds_code, some, stripped
+from unipar.text import first_few
+from unipar.weights import WRAPPERS, check_patterns, chosen, holds_code, stripped
 
 _LISTED = 100
 """Names of each kind that the ledger holds."""
@@ -53,8 +54,8 @@ def load(module: nn.Module, wanted: Weights) -> Loaded:
     missing = [name for name in asked if id(mine[name]) not in there]  # a tied one is there under its other name
     if not taken:
         raise ConfigError(
-            f"model.weights: {wanted.file} has none of the model's names: it has {some(list(held))}; "
-            f"the model has {some(asked)}"
+            f"model.weights: {wanted.file} has none of the model's names: it has {first_few(list(held))}; "
+            f"the model has {first_few(asked)}"
         )
     if wanted.strict and (missing or unexpected):
         raise ConfigError(f"model.weights: {wanted.file} {_unlike(missing, unexpected)}; {_WAYS}")
@@ -77,9 +78,9 @@ _WAYS = "give strict: false to take what fits, or only: [patterns] to say which 
 
 
 def _unlike(missing: list[str], unexpected: list[str]) -> str:
-    said = [f"lacks {len(missing)} of the model's names ({some(missing)})"] if missing else []
+    said = [f"lacks {len(missing)} of the model's names ({first_few(missing)})"] if missing else []
     if unexpected:
-        said.append(f"has {len(unexpected)} that the model lacks ({some(unexpected)})")
+        said.append(f"has {len(unexpected)} that the model lacks ({first_few(unexpected)})")
     return " and ".join(said)
 
 
@@ -170,7 +171,7 @@ def _pickled(file: Path) -> Iterator[tuple[str, Read]]:
     if isinstance(found, dict) and not any(isinstance(value, Tensor) for value in found.values()):
         state = next((found[key] for key in WRAPPERS if isinstance(found.get(key), dict)), found)
     if not isinstance(state, dict) or not any(isinstance(value, Tensor) for value in state.values()):
-        has = f"the keys {some([str(key) for key in state])}" if isinstance(state, dict) else type(state).__name__
+        has = f"the keys {first_few([str(key) for key in state])}" if isinstance(state, dict) else type(state).__name__
         raise ConfigError(
             f"model.weights: {file} holds no state dict: it has {has}; tensors by their names are wanted, "
             f"at the top or under {', '.join(WRAPPERS)}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unipar.errors import TaskError
+from unipar.text import closest
 
 if TYPE_CHECKING:
     from unipar.task import Where
@@ -53,8 +53,8 @@ def _absent(name: str, file: Path, tree: ast.Module, classes: list[str]) -> None
         isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(tree)
     ):
         return  # imported there from elsewhere, or another name of something: the worker will see
-    near = difflib.get_close_matches(name, classes, 1)
-    hint = f"; did you mean {near[0]}?" if near else f"; its classes: {', '.join(classes) or 'none'}"
+    near = closest(name, classes)
+    hint = f"; did you mean {near}?" if near else f"; its classes: {', '.join(classes) or 'none'}"
     raise TaskError(f"task.use: {file} has no class {name}{hint}")
 
 
@@ -96,8 +96,8 @@ def _fit(node: ast.ClassDef, args: Mapping[str, Any]) -> None:
     ]
     for name in args:
         if name not in every:
-            near = difflib.get_close_matches(name, every, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(every) or 'none'}"
+            near = closest(name, every)
+            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(every) or 'none'}"
             raise TaskError(f"task.args.{name}: {node.name} has no such argument; {hint}")
     absent = [name for name in needed if name not in args]
     if absent:

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from unipar.files import path_of_tools
+from unipar.procfs import memory_available
+
 MIB = 2**20
 SOCKET_PATH = 108
 """Bytes in the longest path of a socket."""
@@ -38,11 +41,6 @@ class Check:
     status: Literal["ok", "warn", "fail"]
     found: str
     remedy: str = ""
-
-
-def path_of_tools() -> str:
-    """This environment's scripts first: what came from PyPI is found without activating anything."""
-    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
 def checks() -> Iterator[Check]:
@@ -186,16 +184,6 @@ def _cores() -> Check:
     if available < 2048 * MIB:
         return Check("cores and memory", "warn", said, "close other programs; a rank takes 0.5 GiB before its model")
     return Check("cores and memory", "ok", said)
-
-
-def memory_available() -> int:
-    """Bytes: the machine's, or what the control group leaves where that is less."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
-    machine = int(fields["MemAvailable"].split()[0]) * 1024
-    most, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if most.exists() and (text := most.read_text("ascii").strip()).isdecimal():
-        return min(machine, int(text) - int(used.read_text("ascii")))
-    return machine
 
 
 def locks(cache: Path) -> Check:

@@ -24,8 +24,8 @@ from unipar.loop import Run
 from unipar.optim import grouped, optimizer_of
 from unipar.parts import Trained
 from unipar.place import Place
+from unipar.procfs import anonymous_memory, peak_rss
 from unipar.rework import reworked
-from unipar.rss import anonymous, peak_rss
 from unipar.short import explaining
 from unipar.stopping import listening
 from unipar.task import Task
@@ -127,7 +127,7 @@ def assembled(
     sizes = config.batch.settle(world.size)
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"total": sizes.total})})
     _prepare(task, world)
-    base = anonymous()
+    base = anonymous_memory()
     modules = born(task, config, world)
     whole = whole_of(modules)
     wanted = config.model.loading

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from unipar.config import Config
 from unipar.errors import TaskError
 from unipar.task import Task
+from unipar.text import first_few
 from unipar.training import SGD, Adam, AdamW, Constant, Schedule
 
 _KINDS: Mapping[type, Any] = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
@@ -73,8 +74,9 @@ def _given(
         made.append(Group(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
     left = [n for n in trained if n not in seen]
     if left:
-        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-        raise TaskError(f"groups() leaves out {shown}: give every trained parameter a group, or freeze it")
+        raise TaskError(
+            f"groups() leaves out {first_few(left, most=4)}: give every trained parameter a group, or freeze it"
+        )
     return tuple(g for g in made if g.names)
 
 

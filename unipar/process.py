@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol, final
 
+from unipar import procfs
 from unipar.orders import Orders
 
 VANISH = 0.5
@@ -109,13 +109,6 @@ def _lives(group: int) -> bool:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
         return False
-    return any(words[2] == str(group) and words[0] not in "ZX" for words in _stats())
-
-
-def _stats() -> Iterator[list[str]]:
-    """State, parent and group of every process."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            yield path.read_text("utf-8", errors="replace").rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    return any(
+        stat[procfs.GROUP] == str(group) and stat[procfs.STATE] not in "ZX" for stat in procfs.all_process_stats()
+    )

@@ -15,7 +15,7 @@ from typing import Any, Self, TextIO
 from unipar.beat import beat_of, feel
 from unipar.ledger import ledger_of
 from unipar.prints import prints_of
-from unipar.report.table import counted, number, size
+from unipar.text import count_of, format_number, format_size
 from unipar.weights import told
 
 TWENTIETH = 20
@@ -125,7 +125,7 @@ class Progress:
 
     def _event(self, row: Mapping[str, Any]) -> None:
         if row["event"] == "start":
-            self._say(f"{row['cell']}, {counted(row['size'], 'rank')}, {row['parameters']:,} parameters")
+            self._say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self._say(f"weights: {told(row)}")
         elif row["event"] in ("data", "tracker", "memory"):
@@ -138,7 +138,7 @@ class Progress:
                 said = f"step {self._of(row['step'])}  loss {row['loss']:.4f}  {rate}{_memory(row)}"
                 self._say(said)
         elif row["event"] == "eval":
-            named = "  ".join(f"{k} {number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
+            named = "  ".join(f"{k} {format_number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
             self._say(f"step {self._of(row['step'])}  evaluated: {named}")
 
     def _due(self, step: int) -> bool:
@@ -186,7 +186,9 @@ class Progress:
     def _summary(self) -> str:
         first, last = self._rows[0], self._rows[-1]
         took = _clock(last["time"] - first["time"])
-        return f"{counted(last['step'], 'step')} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {self._run}"
+        return (
+            f"{count_of(last['step'], 'step')} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {self._run}"
+        )
 
 
 def _memory(row: Mapping[str, Any]) -> str:
@@ -195,7 +197,7 @@ def _memory(row: Mapping[str, Any]) -> str:
         return ""
     fullest = max(row["memory"], key=lambda phase: phase["peak"])
     most, held = max(fullest["held"].items(), key=lambda item: item[1])
-    return f"  {size(fullest['peak'])} in {fullest['name']}, {most} {size(held)}"
+    return f"  {format_size(fullest['peak'])} in {fullest['name']}, {most} {format_size(held)}"
 
 
 def _draws(stream: TextIO) -> bool:

@@ -4,47 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
+from typing_extensions import TypeIs
 
-from unipar import points
 from unipar.backend import Backend, Variant
 from unipar.config import SHARDS, Cell, Config, Parallel, Precision, Shard
-from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
+from unipar.errors import BackendNotFound, ConfigError, Unsupported
 from unipar.place import Launcher
+from unipar.points import PluginGroup
 
-GROUP = "unipar.backends"
+
+def _is_backend(plugin: object) -> TypeIs[Backend]:
+    return isinstance(plugin, Backend)
+
+
+BACKENDS = PluginGroup(
+    "unipar.backends", "backend", "backend {!r}", "an instance of Backend", _is_backend, BackendNotFound
+)
 
 
 def names() -> list[str]:
-    return points.names(GROUP)
+    """Return the names of all backends that are installed."""
+    return BACKENDS.names()
 
 
 @cache
 def find(name: str) -> Backend:
-    """The description; its library may be missing."""
-    value, backend = points.loaded(GROUP, "backend", name, BackendNotFound)
-    if not isinstance(backend, Backend):
-        raise TypeError(f"{value} is {backend!r}; a {GROUP} entry point names an instance of Backend")
-    return backend
+    """Return the description of a backend; its library may be missing."""
+    return BACKENDS.find(name)
 
 
 def missing(backend: Backend) -> str | None:
-    """Why the backend cannot be loaded, or None. Imports nothing."""
-    gone = [module for module in backend.requires if find_spec(module) is None]
-    if not gone:
-        return None
-    hint = backend.hint or f"pip install 'unipar[{backend.name}]'"
-    return f"backend {backend.name!r} needs {', '.join(gone)}, not installed here: {hint}"
+    """Return why the backend cannot be loaded, or None. Imports nothing."""
+    return BACKENDS.missing(backend.name, backend.requires, backend.hint)
 
 
 def load(name: str) -> Backend:
-    """The description of a backend whose library is there."""
+    """Return the description of a backend whose library is installed."""
     backend = find(name)
-    if why := missing(backend):
-        raise BackendNotInstalled(why)
+    BACKENDS.require(backend.name, backend.requires, backend.hint)
     return backend
 
 

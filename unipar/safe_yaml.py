@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,9 +16,6 @@ from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-from unipar.errors import ConfigError
-
-BYTES = 1 << 20
 VALUES = 10_000
 """How many values a file may hold once its aliases are written out."""
 
@@ -77,41 +72,6 @@ for _kind, _pattern, _first in (
     ),
 ):
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(_pattern), _first)
-
-
-def text_of(file: Path) -> str:
-    """A file's text: of a sane size, in UTF-8."""
-    if not file.is_file():
-        raise ConfigError(_absent(file))
-    if file.suffix == ".py":
-        raise ConfigError(f"{file} is a Python file, not a config: start it with `python {file}`")
-    try:
-        with file.open("rb") as opened:
-            raw = opened.read(BYTES + 1)
-    except OSError as e:
-        raise ConfigError(f"{file} cannot be read: {e.strerror}") from None
-    if len(raw) > BYTES:
-        line = raw.count(b"\n") + 1
-        raise ConfigError(f"{file}, line {line}: the file is larger than 1 MiB, so it is not a config")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as e:
-        line = raw.count(b"\n", 0, e.start) + 1
-        raise ConfigError(
-            f"{file}, line {line}: byte 0x{raw[e.start]:02x} is not UTF-8; save the file as UTF-8"
-        ) from None
-
-
-def _absent(file: Path) -> str:
-    if file.is_dir():
-        return f"{file} is a folder; name a config file in it"
-    if file.exists():
-        return f"{file} is not a plain file"
-    if not file.parent.is_dir():
-        return f"there is no file {file}: there is no folder {file.parent}"
-    beside = sorted(p.name for p in file.parent.iterdir() if p.suffix in (".yaml", ".yml"))
-    close = difflib.get_close_matches(file.name, beside, 1)
-    return f"there is no file {file}" + (f"; did you mean {file.parent / close[0]}?" if close else "")
 
 
 def read(text: str) -> tuple[Any, dict[Keys, int]]:

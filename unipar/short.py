@@ -17,8 +17,9 @@ from unipar.config import Config
 from unipar.errors import OutOfMemory, ReportError, UniparError
 from unipar.ledger import Ledger, ledger_of
 from unipar.memory.account import read_account
-from unipar.memory.fits import fitting, kept, room
-from unipar.report.table import size
+from unipar.memory.fits import fitting, kept
+from unipar.procfs import memory_left
+from unipar.text import format_size
 
 if TYPE_CHECKING:
     from unipar.loop import Run
@@ -107,10 +108,10 @@ def _sentence(error: BaseException, run: Path, rank: int, live: Run | None) -> s
     wanted = asked(error)
     device = live.device.type if live is not None else "cpu"
     on_cuda = live is None and "CUDA" in str(error)  # nothing is built: the error itself tells whose memory it was
-    left = _left(live) if live is not None else _left_on_cuda() if on_cuda else room()
+    left = _left(live) if live is not None else _left_on_cuda() if on_cuda else memory_left()
     said = f"rank {rank} ran out of memory {at}"
     if wanted is not None:
-        said += f": {size(wanted)} more were asked for, about {size(left)} were left"
+        said += f": {format_size(wanted)} more were asked for, about {format_size(left)} were left"
     if live is None:
         config, parameters, parts, beside = _config(run), 0, {}, None
     else:
@@ -134,8 +135,8 @@ def most(parts: Mapping[Any, int], beside: int | None) -> str:
         return ""
     (first, number), *others = ranked
     about = "about " if beside and first not in parts else ""
-    rest = ", ".join(f"{name} {size(number)}" for name, number in others)
-    return f"the most was held by {first}, {about}{size(number)}" + (f" ({rest})" if rest else "")
+    rest = ", ".join(f"{name} {format_size(number)}" for name, number in others)
+    return f"the most was held by {first}, {about}{format_size(number)}" + (f" ({rest})" if rest else "")
 
 
 def of_the_dead(run: Path, rank: int) -> str:
@@ -175,7 +176,7 @@ def _last(run: Path, rank: int, event: str) -> Mapping[str, Any]:
 
 def _left(live: Run) -> int:
     """Bytes that the device could still have given."""
-    return _left_on_cuda(live.device) if live.device.type == "cuda" else room()
+    return _left_on_cuda(live.device) if live.device.type == "cuda" else memory_left()
 
 
 def _left_on_cuda(device: Any = None) -> int:
@@ -192,6 +193,6 @@ def _taken(live: Run, base: int) -> int:
         import torch
 
         return torch.cuda.memory_allocated(live.device)
-    from unipar.rss import anonymous
+    from unipar.procfs import anonymous_memory
 
-    return anonymous() - base
+    return anonymous_memory() - base

@@ -14,9 +14,11 @@ from pydantic import BaseModel, ValidationError
 
 from unipar import registry, safe_yaml, track
 from unipar.backend import Backend
-from unipar.complaint import complaint, options_complaint, shown
+from unipar.complaint import complaint, options_complaint
 from unipar.config import NOT_YET, Cell, Config
+from unipar.config_file import read_config_text
 from unipar.errors import BackendNotFound, ConfigError
+from unipar.text import show_value
 
 LENGTHS = ("steps", "epochs")
 _GIVEN = "given"
@@ -58,9 +60,9 @@ class Source:
 def read(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Source:
     """The config in a file, then each `--set key=value` in order, then the overrides of a script."""
     label = str(file)
-    data, lines = _parsed(safe_yaml.text_of(file), label)
+    data, lines = _parsed(read_config_text(file), label)
     if not isinstance(data, dict):
-        what = "empty" if data is None else f"{'a list' if isinstance(data, list) else shown(data)}, not a mapping"
+        what = "empty" if data is None else f"{'a list' if isinstance(data, list) else show_value(data)}, not a mapping"
         raise ConfigError(
             f"{label}, line 1: a config is keys and values, such as `batch: {{total: 32}}`; this is {what}"
         )
@@ -119,7 +121,7 @@ class _Draft:
             if not isinstance(into, dict):
                 place = self.origins.get(above, "a default")
                 raise ConfigError(
-                    f"{origin} {dotted}: {above} is {shown(into)} ({place}), not a section; "
+                    f"{origin} {dotted}: {above} is {show_value(into)} ({place}), not a section; "
                     f"give {above} as a whole: {{{steps[i + 1]}: ..., ...}}"
                 )
         if origin != _GIVEN:
@@ -288,6 +290,6 @@ def _plain(value: Any, key: str, origin: str, depth: int = 1) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner, f"{key}.{i}", origin, depth + 1) for i, inner in enumerate(value)]
     raise ConfigError(
-        f"{origin} {key}: {shown(value)} is not plain: a config holds text, finite numbers, true, false, null, "
+        f"{origin} {key}: {show_value(value)} is not plain: a config holds text, finite numbers, true, false, null, "
         "lists, and mappings whose keys are text"
     )

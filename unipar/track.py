@@ -7,16 +7,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from typing_extensions import override
+from typing_extensions import TypeIs, override
 
-from unipar import points
-from unipar.errors import BackendNotInstalled, ConfigError
+from unipar.errors import ConfigError
+from unipar.points import PluginGroup
 
-GROUP = "unipar.trackers"
 PATIENCE = 30.0
 """Seconds that a run waits for a tracker to begin, and to write what is left at the end."""
 
@@ -43,26 +41,30 @@ class Tracker(ABC):
         """Nothing follows; what is not yet written is written now."""
 
 
+def _is_tracker(plugin: object) -> TypeIs[type[Tracker]]:
+    return isinstance(plugin, type) and issubclass(plugin, Tracker)
+
+
+TRACKERS = PluginGroup(
+    "unipar.trackers", "tracker", "log.to: {}", "a subclass of unipar.Tracker", _is_tracker, ConfigError
+)
+
+
 def names() -> list[str]:
-    return points.names(GROUP)
+    """Return the names of all trackers that are installed."""
+    return TRACKERS.names()
 
 
 @cache
 def find(name: str) -> type[Tracker]:
-    """The class by the name that `log.to` gives it; its library may be missing."""
-    value, made = points.loaded(GROUP, "tracker", name, ConfigError)
-    if not (isinstance(made, type) and issubclass(made, Tracker)):
-        raise TypeError(f"{value} is {made!r}; a {GROUP} entry point names a subclass of unipar.Tracker")
-    return made
+    """Return the class by the name that `log.to` gives it; the libraries that it needs may be missing."""
+    return TRACKERS.find(name)
 
 
 def require(name: str) -> None:
     """Raise unless what the tracker needs is installed. Imports none of it."""
-    kind = find(name)
-    gone = [module for module in kind.requires if find_spec(module) is None]
-    if gone:
-        hint = kind.hint or f"pip install 'unipar[{name}]'"
-        raise BackendNotInstalled(f"log.to: {name} needs {', '.join(gone)}, not installed here: {hint}")
+    tracker = find(name)
+    TRACKERS.require(name, tracker.requires, tracker.hint)
 
 
 Note = Callable[..., None]

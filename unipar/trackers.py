@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
 from typing_extensions import override
 
+from unipar.mappings import flatten
 from unipar.track import Tracker
 
 
@@ -24,7 +25,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(run / "tensorboard"), flush_secs=10)  # a run may end in an error
-        rows = "\n".join(f"    {key}: {value}" for key, value in flat(config))  # four spaces: code, to its Markdown
+        rows = "\n".join(f"    {key}: {value}" for key, value in flatten(config))  # four spaces: code, to its Markdown
         self._writer.add_text("config", rows)
 
     @override
@@ -93,7 +94,7 @@ class MLflow(Tracker):
         place = None if "MLFLOW_TRACKING_URI" in os.environ else (run / "mlflow").as_uri()
         number = known.experiment_id if known else self._client.create_experiment(name, artifact_location=place)
         self._id = self._client.create_run(number, run_name=os.environ.get("MLFLOW_RUN_NAME", run.name)).info.run_id
-        params: list[Any] = [Param(key, str(value)) for key, value in flat(config)]
+        params: list[Any] = [Param(key, str(value)) for key, value in flatten(config)]
         for i in range(0, len(params), 100):  # as many as it takes at once
             self._client.log_batch(self._id, params=params[i : i + 100])
 
@@ -105,12 +106,3 @@ class MLflow(Tracker):
     @override
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from unipar.beat import PHASES, Beat, beat_of, feel
 from unipar.errors import Hung
+from unipar.procfs import process_state
 from unipar.worker import log_of, stack_of
 
 PATIENT = ("start", "waiting", "end")
@@ -159,15 +160,6 @@ def _in_vain(rank: int) -> str:
 
 def _silent(seconds: float) -> str:
     return f"no sign of life for {seconds:.0f} s"
-
-
-def process_state(pid: int) -> str:
-    """R, S, D, T (stopped), Z: the third word of /proc/PID/stat; empty when it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return text.rpartition(")")[2].split()[0]
 
 
 def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, Frame]:

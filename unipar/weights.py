@@ -15,6 +15,7 @@ from typing import Any
 
 from unipar.errors import BackendNotInstalled, ConfigError
 from unipar.model import Weights
+from unipar.text import first_few
 
 PICKLED = (".pt", ".pth", ".bin")
 """What torch.save writes."""
@@ -69,14 +70,8 @@ def check_patterns(only: Sequence[str], names: Iterable[str], called: str) -> No
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"model.weights.only: {pattern!r} matches none of {called} ({some(names) or 'there are none'})"
+                f"model.weights.only: {pattern!r} matches none of {called} ({first_few(names) or 'there are none'})"
             )
-
-
-def some(names: Sequence[str], count: int | None = None, most: int = 3) -> str:
-    """The first few of `count` names."""
-    count = len(names) if count is None else count
-    return ", ".join(names[:most]) + (f" and {count - most} more" if count > most else "")
 
 
 def _stays(file: Path, roots: Sequence[Path]) -> None:
@@ -163,5 +158,5 @@ def told(row: Mapping[str, Any]) -> str:
     said = [f"{row['loaded']:,} of {row['names']:,} names loaded from {row['file']}"]
     for key, words in (("missing", "not in the file"), ("unexpected", "not in the model"), ("kept", "not asked for")):
         if count := row[key]:
-            said.append(f"{words}: {some(row[f'{key}_names'], count)}")
+            said.append(f"{words}: {first_few(row[f'{key}_names'], count)}")
     return "; ".join(said)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from unipar import parcel
 from unipar.errors import Stopped, TaskError, UniparError
+from unipar.files import write_whole
 from unipar.orders import Orders, die_with_parent, watch_lifeline
 from unipar.place import Place
 from unipar.prints import Prints
@@ -159,9 +160,7 @@ def record(run: Path, rank: int, error: BaseException) -> None:
         "message": str(error),
         "traceback": "".join(traceback.format_exception(type(error), error, _theirs(error.__traceback__))),
     }
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(said), encoding="utf-8")
-    partial.rename(path)
+    write_whole(path, json.dumps(said))
 
 
 def _theirs(frames: TracebackType | None) -> TracebackType | None:

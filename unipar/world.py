@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unipar.config import Config
 from unipar.errors import WorldMismatch
+from unipar.files import write_whole
 from unipar.place import Place
 
 
@@ -191,17 +192,14 @@ def _store(place: Place, patience: timedelta) -> dist.Store:
 
 def _listening(host: str, port: int) -> socket.socket:
     """A socket on this address alone: left to itself the store listens everywhere."""
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        return socket.create_server((host, port), backlog=128)
     except OSError as e:
+        why = os.strerror(e.errno or 0)  # create_server adds the address to e.strerror
         raise WorldMismatch(
-            f"{host}:{port} is taken ({e.strerror}): another run uses this port; give the launcher another "
+            f"{host}:{port} is taken ({why}): another run uses this port; give the launcher another "
             "(--master_port, --main_process_port, --master-port)"
         ) from None
-    made.listen(128)
-    return made
 
 
 def _by_file(place: Place, patience: timedelta) -> dist.Store:
@@ -211,9 +209,7 @@ def _by_file(place: Place, patience: timedelta) -> dist.Store:
     if place.rank == 0:
         listener = _listening("127.0.0.1", 0)
         port = listener.getsockname()[1]
-        partial = said.with_suffix(".partial")
-        partial.write_text(str(port), encoding="utf-8")
-        partial.rename(said)
+        write_whole(said, str(port))
         return dist.TCPStore(
             "127.0.0.1", port, place.size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
         )

@@ -9,9 +9,9 @@ from typing import Any
 from unipar_deepspeed import foreign as zero
 
 from unipar.config import SHARDS
+from unipar.config_file import read_config_text
 from unipar.errors import ConfigError
 from unipar.foreign import AUTO, Keys, Reading
-from unipar.safe_yaml import text_of
 
 _WHERE = "the launcher's; unipar starts processes itself, or joins those of a launcher"
 LAUNCHERS = {
@@ -257,7 +257,7 @@ def _nested(reading: Reading, file: str) -> Mapping[str, Any]:
             "of its folder; name the file itself"
         )
     try:
-        found: Any = json.loads(text_of(path))
+        found: Any = json.loads(read_config_text(path))
     except json.JSONDecodeError as e:
         raise ConfigError(f"{path}, line {e.lineno}: {e.msg}") from None
     if not isinstance(found, dict):

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unipar import devices
-from unipar.complaint import shown
 from unipar.config import SHARDS
 from unipar.foreign import AUTO, Keys, Reading
+from unipar.text import show_value
 from unipar_deepspeed.options import OF_STAGE, SIZES
 
 LOOKS = {
@@ -369,7 +369,7 @@ def _gradients(section: Keys, stage: int) -> None:
         if section.data[theirs] == AUTO or stage == 0:
             section.omit({theirs: "DeepSpeed decides" if stage else _OTHER_STAGE})
         elif (wanted := section.take(theirs, bool, default=usual)) == usual:
-            reading.omit(section.name(theirs), f"{shown(wanted)} is what DeepSpeed does at this stage by itself")
+            reading.omit(section.name(theirs), f"{show_value(wanted)} is what DeepSpeed does at this stage by itself")
         elif idle:
             reading.omit(section.name(theirs), idle)
         else:

@@ -12,7 +12,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch.optim import Adam, AdamW, Optimizer
 
 from unipar.config import Config
-from unipar.folder import cache
+from unipar.files import cache_folder
 from unipar_deepspeed.options import options_of
 
 STALE = 900.0
@@ -35,7 +35,7 @@ def offloaded(optimizer: Optimizer, config: Config) -> Optimizer:
 def keep_compiled() -> None:
     """One folder for each torch under the user's cache, unless the environment names one; stale locks go."""
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(cache() / "torch_extensions" / torch.__version__)
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_folder() / "torch_extensions" / torch.__version__)
     for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
         try:
             if time.time() - lock.stat().st_mtime > STALE:

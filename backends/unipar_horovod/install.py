@@ -19,8 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from unipar.errors import BackendNotInstalled
-from unipar.folder import cache
-from unipar.machine import path_of_tools
+from unipar.files import cache_folder, path_of_tools, whole
 from unipar_horovod.building import CommandFailed, Say, run, step
 from unipar_horovod.toolchain import Features, Torch, features, jobs, key, needs, only_asked, torch_here
 
@@ -105,9 +104,9 @@ def _build(torch: Torch, plan: Features, folder: Path, kept: Path, log: Path) ->
         )
     (wheel,) = made.glob("*.whl")
     kept.mkdir(parents=True, exist_ok=True)
-    partial = kept / f".{os.getpid()}.partial"
-    shutil.move(wheel, partial)
-    return partial.rename(kept / wheel.name)
+    with whole(kept / wheel.name) as partial:
+        shutil.move(wheel, partial)
+    return kept / wheel.name
 
 
 def environment(plan: Features) -> dict[str, str]:
@@ -138,9 +137,8 @@ def _source(folder: Path, log: Path) -> Path:
                 log,
                 f"its source could not be fetched (it may be put by hand at {kept}, sha256 {SHA256})",
             )
-        partial = kept.with_name(f".{os.getpid()}.partial")
-        shutil.move(folder / SDIST, partial)
-        partial.rename(kept)
+        with whole(kept) as partial:
+            shutil.move(folder / SDIST, partial)
     check_sum(kept)
     return kept
 
@@ -223,6 +221,6 @@ def _attempt(
 
 
 def _cache(part: str) -> Path:
-    folder = cache() / part
+    folder = cache_folder() / part
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -16,7 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from unipar.machine import memory_available, path_of_tools
+from unipar.files import path_of_tools
+from unipar.procfs import memory_available
 
 CMAKE = (3, 13)
 SETUPTOOLS = 81

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from unipar import registry
 from unipar.backend import Category
 from unipar.config import SHARDS, Cell, Config, Shard
 from unipar.errors import UniparError
-from unipar.machine import memory_available
-from unipar.report.table import size
+from unipar.text import format_size
 
 _SPLIT: Final[dict[Category, Shard]] = {
     "parameters": "parameters",
@@ -89,7 +86,8 @@ def _cells(config: Config, parameters: int, lack: int | None) -> Iterator[str]:
             there = sum(kept(config, parameters, shard).values())
             cell = Cell(backend, shard)
             if here - there >= (lack or 1) and _runs(config, cell):
-                yield f"{cell} (parameters, gradients and optimizer {size(there)} a rank, here {size(here)})"
+                less, now = format_size(there), format_size(here)
+                yield f"{cell} (parameters, gradients and optimizer {less} a rank, here {now})"
                 return
 
 
@@ -99,12 +97,3 @@ def _runs(config: Config, cell: Cell) -> bool:
     except UniparError:
         return False
     return True
-
-
-def room() -> int:
-    """Bytes that this process could still have had on the host: what its limit, its group and the machine leave."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return memory_available()
-    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-    return max(0, min(memory_available(), limit - pages * resource.getpagesize()))

@@ -17,7 +17,7 @@ from unipar.memory.held import held
 from unipar.memory.meter import NoMeter, built
 from unipar.memory.replay import NAMES
 from unipar.memory.watching import Watching
-from unipar.rss import anonymous, forget_peak
+from unipar.procfs import anonymous_memory, forget_peak
 from unipar.world import World
 
 OFTEN: Final = 1 << 20
@@ -165,10 +165,12 @@ class _Counters:
         self._found[self._phase] = Phase(name=self._phase, peak=peak, held=parts)
 
     def _now(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else anonymous()
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else anonymous_memory()
 
     def _most(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else anonymous("VmHWM")
+        return (
+            torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else anonymous_memory("VmHWM")
+        )
 
     def _forget(self) -> None:
         if self._device.type == "cuda":

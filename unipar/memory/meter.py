@@ -18,7 +18,7 @@ from typing import Final
 from unipar import devices
 from unipar.config import Config
 from unipar.errors import UniparError
-from unipar.folder import cache
+from unipar.files import cache_folder
 
 SETTLED: Final = {"MKL_DISABLE_FAST_MM": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 """What only the environment can set: MKL keeps no buffers of its own, while it is timed, too; and malloc gives back at
@@ -38,7 +38,7 @@ def built() -> Path:
     source = files("unipar.memory").joinpath("meter.c").read_bytes()
     told = hashlib.sha256(source + " ".join(platform.libc_ver()).encode()).hexdigest()[:16]
     try:
-        made = cache() / f"meter-{platform.machine()}-{told}.so"
+        made = cache_folder() / f"meter-{platform.machine()}-{told}.so"
         if not made.exists():
             _compile(source, made)
     except (OSError, RuntimeError) as e:  # a home that is read-only, or none

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from unipar.memory.account import Resident
-from unipar.rss import anonymous
+from unipar.procfs import anonymous_memory
 
 _TRIM, _MMAP = -1, -3
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>."""
@@ -27,4 +27,4 @@ def resident(base: int) -> Resident:
     """After a step: its peak, and what is this process's own now."""
     rows = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
     own = sum(int(line.split()[1]) for line in rows if line.startswith("Private_"))
-    return Resident(base=base, peak=anonymous("VmHWM"), own=own * 1024)
+    return Resident(base=base, peak=anonymous_memory("VmHWM"), own=own * 1024)

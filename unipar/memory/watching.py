@@ -25,7 +25,7 @@ from unipar.memory.profiled import Profiled
 from unipar.memory.replay import Named, Replay, pace
 from unipar.memory.sent import METHOD, Sent
 from unipar.memory.source import Source
-from unipar.rss import anonymous
+from unipar.procfs import anonymous_memory
 from unipar.world import World
 
 Given = ParamSpec("Given")
@@ -73,14 +73,14 @@ class Watching:
         """The base mark: the world has met, and nothing is built."""
         self._world, self._heart = world, heart
         warm(world)
-        self._anonymous = anonymous()
+        self._anonymous = anonymous_memory()
         self._begin()
 
     @_losing
     def _begin(self) -> None:
         for watched in self._watched:
             watched.source.begin()
-        self._anonymous = anonymous()
+        self._anonymous = anonymous_memory()
         self._mark("start")
         self._heart.heed = self._mark
 

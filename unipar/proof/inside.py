@@ -16,6 +16,7 @@ from unipar.beat import Heart, beat_of
 from unipar.config import Config
 from unipar.data import Feed, source_of
 from unipar.errors import UniparError
+from unipar.files import whole
 from unipar.ledger import Ledger, ledger_of
 from unipar.loop import Run
 from unipar.opening import assembled
@@ -45,9 +46,8 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     heart = Heart(beat_of(folder, place.rank))
     for i, job in enumerate(jobs):
         result = _attempt(job, ref, world, folder, heart)
-        path = result_of(folder, i, place.rank)
-        torch.save(result, path.with_suffix(".partial"))
-        path.with_suffix(".partial").rename(path)
+        with whole(result_of(folder, i, place.rank)) as path:
+            torch.save(result, path)
         world.barrier()
     world.close()
 

@@ -16,6 +16,7 @@ from unipar.proof.runs import BASE, BITS, EXACT, LOOK, MICROS, SHARES, SPREAD, R
 from unipar.proof.worlds import Result, Worlds, grouped
 from unipar.report.comparison import agreement
 from unipar.report.verdicts import Verdict, Verdicts
+from unipar.text import first_few
 
 RANDOM = (
     "the data is random at each read: the same samples, read twice under the same seeds, were others. Draw in the "
@@ -155,7 +156,7 @@ def remarks(looked: Mapping[str, Any]) -> list[str]:
     """What a look at the task has shown, as sentences."""
     said: list[str] = []
     if quiet := looked["quiet"]:
-        said.append(f"dropout is set to 0 for this proof: {_some(quiet)}")
+        said.append(f"dropout is set to 0 for this proof: {first_few(quiet)}")
     if looked["stream"]:
         said.append(
             "data() returns a stream: its first samples were read once and held, and cells take theirs from these; how "
@@ -163,8 +164,8 @@ def remarks(looked: Mapping[str, Any]) -> list[str]:
         )
     if len(looked["parts"]) > 1:
         said.append(
-            f"the parts ({_some(looked['parts'])}) have losses of their own, so whether these depend on how a batch is "
-            "cut was not looked at; steps are counted one for each part's"
+            f"the parts ({first_few(looked['parts'])}) have losses of their own, so whether these depend on how a "
+            "batch is cut was not looked at; steps are counted one for each part's"
         )
     if looked["optimizer"]:
         said.append(
@@ -179,8 +180,8 @@ def remarks(looked: Mapping[str, Any]) -> list[str]:
         figures = f"{looked['batch_loss']:.6g} for a batch, {looked['halves_loss']:.6g} for its halves"
         if norms := looked["norms"]:
             said.append(
-                f"BatchNorm without sync takes the statistics of a microbatch on one rank ({_some(norms)}): the loss "
-                f"depends on how a batch is cut, {figures}"
+                f"BatchNorm without sync takes the statistics of a microbatch on one rank ({first_few(norms)}): the "
+                f"loss depends on how a batch is cut, {figures}"
             )
         else:
             said.append(
@@ -188,7 +189,3 @@ def remarks(looked: Mapping[str, Any]) -> list[str]:
                 f"over something that weight(batch) does not count; {figures}"
             )
     return said
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

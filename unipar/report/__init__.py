@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from unipar.ledger import Ledger, ledger_of
 from unipar.memory.account import Phase
-from unipar.report.table import duration, number, size, table
+from unipar.report.table import table
+from unipar.text import format_duration, format_number, format_size
 
 _OWN = ("event", "time", "step")
 
@@ -105,7 +106,7 @@ class Report:
         rows = [("cell", f"{self.cell}, {ranks}"), ("parameters", f"{self.parameters:,}")]
         how = f", stopped by a signal after step {self.stopped}" if self.stopped is not None else ""
         rows.append(("steps", f"{self.steps}{how}"))
-        rows.append(("time", f"{duration(self.seconds)} from the first event to the last"))
+        rows.append(("time", f"{format_duration(self.seconds)} from the first event to the last"))
         series = {f"loss of {name}": losses for name, losses in self.parts.items()} or {"loss": self.losses}
         for name, losses in series.items():
             if losses:
@@ -113,13 +114,17 @@ class Report:
                 rows.append((name, f"{a:.4f} at step {first}, {b:.4f} at step {last}"))
         if self.evals:
             step, values = self.evals[-1]
-            rows.append(("evaluation", ", ".join(f"{k} {number(v)}" for k, v in values.items()) + f" at step {step}"))
+            rows.append(
+                ("evaluation", ", ".join(f"{k} {format_number(v)}" for k, v in values.items()) + f" at step {step}")
+            )
         if self.peak_rss:
-            rows.append(("peak RSS", f"{size(max(self.peak_rss))} on the largest rank"))
+            rows.append(("peak RSS", f"{format_size(max(self.peak_rss))} on the largest rank"))
         if self.memory:
             step, phases = self.memory[-1]
             fullest = max(phases, key=lambda phase: phase.peak)
-            rows.append(("memory", f"{size(fullest.peak)} in the {fullest.name} of step {step}, on the largest rank"))
+            rows.append(
+                ("memory", f"{format_size(fullest.peak)} in the {fullest.name} of step {step}, on the largest rank")
+            )
         rows.append(("folder", str(self.out)))
         header, *rest = rows
         return table(header, rest, width=width)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self, TypedDict
 
 from unipar.errors import ReportError
-from unipar.report.table import counted
+from unipar.text import count_of
 from unipar.training import Section
 
 
@@ -108,7 +108,7 @@ def _values(mine: Marks, theirs: Marks, other: str) -> str:
     moved = [name for name, mark in mine.values.items() if theirs.values.get(name, mark) != mark]
     if not moved:
         return ""
-    more = f", and {counted(len(moved) - 1, 'parameter')} more" if len(moved) > 1 else ""
+    more = f", and {count_of(len(moved) - 1, 'parameter')} more" if len(moved) > 1 else ""
     return f"{moved[0]} begins with other values than in {other}{more}: model() must follow from train.seed alone"
 
 
@@ -117,7 +117,7 @@ def _samples(mine: Marks, theirs: Marks, other: str) -> str:
         zip(mine.samples, theirs.samples, strict=False), 1
     ):
         if count != theirs_count:
-            return f"step {step} trains on {counted(count, 'sample')}, and on {theirs_count} in {other}"
+            return f"step {step} trains on {count_of(count, 'sample')}, and on {theirs_count} in {other}"
         if mark != theirs_mark:
             return f"step {step} trains on other samples than in {other}"
     for step, (batches, theirs_batches) in enumerate(zip(mine.batches, theirs.batches, strict=False), 1):

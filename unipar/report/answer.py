@@ -7,7 +7,7 @@ from statistics import quantiles
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES
 from unipar.report.seen import Seen, Told
-from unipar.report.table import duration, size
+from unipar.text import first_few, format_duration, format_size
 
 WORDS: dict[Category, str] = {
     "parameters": "parameters",
@@ -41,7 +41,7 @@ def smallest(told: Told) -> str:
     if not cells:
         return ""
     first = cells[0]
-    says = f"{first.cell} is smallest: {size(first.peak)} on its largest rank"
+    says = f"{first.cell} is smallest: {format_size(first.peak)} on its largest rank"
     other = base_of(told) or (cells[1] if len(cells) > 1 else None)
     if other is first:
         other = cells[1] if len(cells) > 1 else None
@@ -51,7 +51,8 @@ def smallest(told: Told) -> str:
     category = max(moved, key=lambda c: -moved[c])
     before, after = (_held(cell).get(category, 0) for cell in (other, first))
     part = 100 * (1 - first.peak / other.peak)
-    return f"{says}, {part:.0f} % less than {other.cell}, above all {WORDS[category]} ({size(before)} to {size(after)})"
+    change = f"{WORDS[category]} ({format_size(before)} to {format_size(after)})"
+    return f"{says}, {part:.0f} % less than {other.cell}, above all {change}"
 
 
 def fastest(told: Told) -> str:
@@ -61,11 +62,10 @@ def fastest(told: Told) -> str:
     first, *rest = cells
     low, high = halves(first)
     ties = [cell.cell for cell in rest if low <= cell.middle <= high]
-    says = f"{first.cell} is fastest: {duration(first.middle)} a step"
+    says = f"{first.cell} is fastest: {format_duration(first.middle)} a step"
     if not ties:
         return says
-    near = ties[0] if len(ties) == 1 else f"{ties[0]} and {len(ties) - 1} more"
-    return f"{says}, though {near} {'is' if len(ties) == 1 else 'are'} too near to tell"
+    return f"{says}, though {first_few(ties, most=1)} {'is' if len(ties) == 1 else 'are'} too near to tell"
 
 
 def halves(cell: Seen) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from unipar.memory.account import CATEGORIES
 from unipar.report.answer import WORDS, halves, moves
 from unipar.report.seen import Seen, Told
 from unipar.report.svg import Drawing, Scale, marks, unit_of, wide
-from unipar.report.table import duration, size
+from unipar.text import format_duration, format_size
 
 SMALL = 500
 """Below this width a name stands above its row, and not left of it."""
@@ -58,7 +58,7 @@ class Rows:
 def sizes(high: float, about: int = 5) -> list[tuple[float, str]]:
     """Round numbers of bytes up to `high`, with their words."""
     unit = unit_of(high)
-    return [(v, size(v) if v else "0") for v in marks(0, high, about, unit)]
+    return [(v, format_size(v) if v else "0") for v in marks(0, high, about, unit)]
 
 
 def cut_short(told: Told, before: Told | None) -> tuple[float, list[str]]:
@@ -79,16 +79,16 @@ def stacked(told: Told, before: Told | None, width: int) -> str:
     high, cut = cut_short(told, before)
     names = [f"{c.cell} †" if c.own else c.cell for c in cells]
     label = "Memory at the peak, by category"
-    label += "".join(f"; the bar of {c.cell} is cut short, it is {size(c.peak)}" for c in cells if c.cell in cut)
+    label += "".join(f"; the bar of {c.cell} is cut short, it is {format_size(c.peak)}" for c in cells if c.cell in cut)
     rows = Rows(names, width, 38 if old else 30, high, label, 84)
     rows.grid(sizes(high, 3 if rows.small else 5))
     for i, cell in enumerate(cells):
         rows.name(i)
         end = _stack(rows, cell, rows.y(i) + 4, 20, "")
-        rows.drawing.text(end + 7, rows.y(i) + 18, size(cell.peak), "value")
+        rows.drawing.text(end + 7, rows.y(i) + 18, format_size(cell.peak), "value")
         if (was := old.get(cell.cell)) is not None:
             end = _stack(rows, was, rows.y(i) + 26, 5, "was ")
-            rows.drawing.text(end + 7, rows.y(i) + 33, size(was.peak), "faint")
+            rows.drawing.text(end + 7, rows.y(i) + 33, format_size(was.peak), "faint")
     return str(rows.drawing)
 
 
@@ -101,7 +101,7 @@ def _stack(rows: Rows, cell: Seen, y: float, height: float, whose: str) -> float
             start, end = rows.x(total), rows.x(total + part)
             total += part
             if start < rows.x.end:
-                tip = f"{whose}{cell.cell}, {WORDS[category]}: {size(part)}"
+                tip = f"{whose}{cell.cell}, {WORDS[category]}: {format_size(part)}"
                 rows.drawing.rect(start, y, max(end - start - 1, 0.6), height, f"c-{category}", tip)
     if total > rows.x.high:
         for at in (rows.x.end - 26, rows.x.end - 18):
@@ -127,7 +127,7 @@ def bridge(one: Seen, two: Seen, width: int) -> str:
     rows.grid(sizes(highest, 3 if rows.small else 5))
     rows.name(0)
     draw.rect(rows.x.start, rows.y(0) + 4, rows.x(one.peak) - rows.x.start, 17, "whole")
-    draw.text(draw.width, rows.y(0) + 17, size(one.peak), "value", "end")
+    draw.text(draw.width, rows.y(0) + 17, format_size(one.peak), "value", "end")
     total = one.peak
     for i, (category, delta) in enumerate(shown, 1):
         rows.name(i)
@@ -141,12 +141,12 @@ def bridge(one: Seen, two: Seen, width: int) -> str:
     last = len(names) - 1
     rows.name(last)
     draw.rect(rows.x.start, rows.y(last) + 4, rows.x(two.peak) - rows.x.start, 17, "whole")
-    draw.text(draw.width, rows.y(last) + 17, size(two.peak), "value", "end")
+    draw.text(draw.width, rows.y(last) + 17, format_size(two.peak), "value", "end")
     return str(draw)
 
 
 def _signed(delta: int) -> str:
-    return f"{'−' if delta < 0 else '+'}{size(abs(delta))}"
+    return f"{'−' if delta < 0 else '+'}{format_size(abs(delta))}"
 
 
 def balance(told: Told, width: int) -> str:
@@ -162,7 +162,7 @@ def balance(told: Told, width: int) -> str:
         least, most = min(p for _, p in peaks), max(p for _, p in peaks)
         rows.drawing.line((rows.x(least), y), (rows.x(most), y), "span")
         for rank, peak in peaks:
-            rows.drawing.dot((rows.x(peak), y), 4.5, "dot", f"{cell.cell}, rank {rank}: {size(peak)}")
+            rows.drawing.dot((rows.x(peak), y), 4.5, "dot", f"{cell.cell}, rank {rank}: {format_size(peak)}")
         over = f"+{100 * (most / least - 1):.1f} %" if len(peaks) > 1 and least else "one rank"
         rows.drawing.text(width, y + 4, over, "value", "end")
     return str(rows.drawing)
@@ -175,18 +175,19 @@ def times(told: Told, before: Told | None, width: int) -> str:
     high = max(max(c.timed) for c in cells)
     high = max([high, *(halves(old[c.cell])[1] for c in cells if c.cell in old)])
     rows = Rows([c.cell for c in cells], width, 28, high, "Seconds a step", 70)
-    rows.grid([(v, duration(v) if v else "0") for v in marks(0, high, 3 if rows.small else 5)])
+    rows.grid([(v, format_duration(v) if v else "0") for v in marks(0, high, 3 if rows.small else 5)])
     for i, cell in enumerate(cells):
         rows.name(i)
         y, (low, top) = rows.y(i) + 14, halves(cell)
         if (was := old.get(cell.cell)) is not None:
             start, end = halves(was)
-            tip = f"before: {duration(was.middle)}"
+            tip = f"before: {format_duration(was.middle)}"
             rows.drawing.rect(rows.x(start), y + 9, max(rows.x(end) - rows.x(start), 2), 3, "was", tip)
-        tip = f"{cell.cell}: median {duration(cell.middle)}, middle half {duration(low)} to {duration(top)}"
+        half = f"{format_duration(low)} to {format_duration(top)}"
+        tip = f"{cell.cell}: median {format_duration(cell.middle)}, middle half {half}"
         rows.drawing.rect(rows.x(low), y - 7, max(rows.x(top) - rows.x(low), 1), 14, "half", tip)
         for seconds in cell.timed:
             rows.drawing.dot((rows.x(seconds), y), 2.2, "step")
         rows.drawing.line((rows.x(cell.middle), y - 9), (rows.x(cell.middle), y + 9), "median")
-        rows.drawing.text(width, y + 4, duration(cell.middle), "value", "end")
+        rows.drawing.text(width, y + 4, format_duration(cell.middle), "value", "end")
     return str(rows.drawing)

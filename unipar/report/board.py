@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from unipar.report.table import duration
+from unipar.text import format_duration
 
 _STYLES = {
     "failed": "red",
@@ -59,7 +59,7 @@ class Board:
 
     def show(self, so_far: Shown, line: str) -> None:
         """`line` says what has just changed."""
-        since = duration(max(time.monotonic() - self._began, 0.1))
+        since = format_duration(max(time.monotonic() - self._began, 0.1))
         if self._live is None:
             print(f"{since:>9}  {line}", file=sys.stderr, flush=True)  # noqa: T201 - this is the terminal's side
             return

@@ -10,7 +10,7 @@ from typing import Any
 from unipar.report.alike import Marks
 from unipar.report.ran import Ran
 from unipar.report.seen import Seen, Told
-from unipar.report.table import counted, duration, size
+from unipar.text import count_of, format_duration, format_size
 
 SILENT = ("out", "compare.")
 """Keys that say where a run lies, and not what it is."""
@@ -24,7 +24,9 @@ def sentence(before: Told, now: Told) -> str:
     for cell in held:
         if one := was.get(cell):
             part = held[cell] / one - 1
-            said.append((abs(part), f"{cell} holds {_percent(part)} memory ({size(one)} to {size(held[cell])})"))
+            said.append(
+                (abs(part), f"{cell} holds {_percent(part)} memory ({format_size(one)} to {format_size(held[cell])})")
+            )
     times = [
         (abs(part := b.middle / a.middle - 1), f"{b.cell} takes {_percent(part)} time a step")
         for a, b in pairs
@@ -51,7 +53,7 @@ def rows(before: Told, now: Told) -> list[list[str]]:
         a = before.cell(b.cell)
         peaks = [held.get(b.cell) for held in known]
         times = [c.middle if c is not None and c.timed else None for c in (a, b)]
-        made.append([b.cell, *_both(peaks, size), *_both(times, duration)])
+        made.append([b.cell, *_both(peaks, format_size), *_both(times, format_duration)])
     return made
 
 
@@ -131,7 +133,7 @@ def _values(one: Marks, two: Marks) -> list[str]:
     if one.values.keys() != two.values.keys():
         return ["other names of parameters"]
     other = sum(two.values[name] != mark for name, mark in one.values.items())
-    return [f"other initial values of {counted(other, 'parameter')}"] if other else []
+    return [f"other initial values of {count_of(other, 'parameter')}"] if other else []
 
 
 def _samples(one: Marks, two: Marks) -> list[str]:

@@ -6,7 +6,7 @@ from unipar.report.comparison import Row
 from unipar.report.cuda import ASSUMED, there
 from unipar.report.markup import listed, said
 from unipar.report.memory import fullest, here
-from unipar.report.table import size
+from unipar.text import format_size
 
 NONE = "–"
 
@@ -36,8 +36,12 @@ def assumptions() -> str:
 
 def three(row: Row, ranks: int) -> list[str]:
     """The columns in which memory is always shown, in its world of so many ranks."""
-    rss = f"~{size(max(row.peak_rss))}" if row.peak_rss else NONE
+    rss = f"~{format_size(max(row.peak_rss))}" if row.peak_rss else NONE
     if not row.memory:
         return [NONE, rss, NONE]
     account, taken = fullest(row.memory), here(row.memory)
-    return [size(account.peak.peak), rss if taken is None else size(taken), size(there(account, ranks).total)]
+    return [
+        format_size(account.peak.peak),
+        rss if taken is None else format_size(taken),
+        format_size(there(account, ranks).total),
+    ]

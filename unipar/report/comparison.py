@@ -17,7 +17,8 @@ from unipar.config import Precision
 from unipar.memory.account import Account
 from unipar.report.alike import Marks, unlike
 from unipar.report.memory import largest, memory_tables, remarks, varied
-from unipar.report.table import blocks, counted, size
+from unipar.report.table import blocks
+from unipar.text import count_of, format_size
 
 Outcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
 """absent: its library is not installed here; unlike: it trained something else than the others."""
@@ -185,7 +186,7 @@ class Found(ABC):
         ran = next((row for row in self.rows if row.outcome == "ran"), None)
         if ran is None:
             return []
-        turns = f"{counted(len(ran.timed), 'step')} in {counted(len(ran.seconds), 'turn')}"
+        turns = f"{count_of(len(ran.timed), 'step')} in {count_of(len(ran.seconds), 'turn')}"
         return [f"step ms: median [middle half] of {turns}, of the slowest rank"]
 
     def others(self, row: Row) -> dict[str, Marks]:
@@ -297,8 +298,8 @@ class Comparison(Found):
 
     def _held(self, row: Row) -> str:
         if self._watched:
-            return size(largest(row.memory)) if row.memory else "-"
-        return size(max(row.peak_rss)) if row.peak_rss else "-"
+            return format_size(largest(row.memory)) if row.memory else "-"
+        return format_size(max(row.peak_rss)) if row.peak_rss else "-"
 
     @override
     def remarks(self) -> list[str]:
@@ -339,7 +340,7 @@ class Comparison(Found):
         cells = f"all {len(held)} cells agree" if len(held) > 1 else f"{held[0][0].cell} agrees"
         first, last = self.reference.losses[0], self.reference.losses[-1]
         return [
-            f"{cells} with one process {how}, over {counted(steps, 'step')}",
+            f"{cells} with one process {how}, over {count_of(steps, 'step')}",
             f"loss of one process: {first:.4f} at step 1, {last:.4f} at step {steps}",
         ]
 

@@ -7,7 +7,7 @@ from unipar.memory.account import CATEGORIES, Account, Phase
 from unipar.report.answer import WORDS
 from unipar.report.markup import said, section, tabled
 from unipar.report.seen import Told
-from unipar.report.table import size
+from unipar.text import format_size
 
 NONE = "–"
 
@@ -34,13 +34,13 @@ def device(told: Told) -> str:
 
 def _phases(cell: str, account: Account) -> list[list[str]]:
     sizes = [(p, (p.peak, p.requested, p.active, p.reserved, account.gaps(p))) for p in account.phases]
-    return [[cell, p.name, *(NONE if s is None else size(s) for s in those)] for p, those in sizes]
+    return [[cell, p.name, *(NONE if s is None else format_size(s) for s in those)] for p, those in sizes]
 
 
 def _driver(cells: list[tuple[str, Account]]) -> str:
     """What the driver counts, where it told."""
     rows = [
-        [cell, a.on.name, size(a.on.used), size(a.on.reserved), size(a.on.beside)]
+        [cell, a.on.name, format_size(a.on.used), format_size(a.on.reserved), format_size(a.on.beside)]
         for cell, a in cells
         if a.on is not None and a.on.used is not None and a.on.beside is not None
     ]
@@ -61,7 +61,7 @@ def _hosts(cells: list[tuple[str, Account]]) -> str:
         return said("The host's memory was not watched.", "note")
     shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for _, _, phase in found)]
     rows = [
-        [cell, kind, p.name, size(p.peak), *(size(p.held[c]) if c in p.held else NONE for c in shown)]
+        [cell, kind, p.name, format_size(p.peak), *(format_size(p.held[c]) if c in p.held else NONE for c in shown)]
         for cell, kind, p in found
     ]
     head = ["cell", "by", "phase", "peak", *(WORDS[c] for c in shown)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
-from unipar.report.table import counted, size
+from unipar.text import count_of, format_size
 
 WIDE, NARROW = 920, 350
 """How wide a figure is drawn for a screen, and for a phone."""
@@ -114,15 +114,15 @@ def again(command: str) -> str:
 def located(machine: Mapping[str, Any], versions: Mapping[str, str], more: Sequence[str] = ()) -> str:
     """The machine, in words."""
     words = [str(machine["cpu"])] if "cpu" in machine else []
-    words += [counted(int(machine["cores"]), "core")] if isinstance(machine.get("cores"), int) else []
-    words += [f"{size(float(machine['memory']))} of memory"] if isinstance(machine.get("memory"), int) else []
+    words += [count_of(int(machine["cores"]), "core")] if isinstance(machine.get("cores"), int) else []
+    words += [f"{format_size(float(machine['memory']))} of memory"] if isinstance(machine.get("memory"), int) else []
     words += [*more, *([f"torch {versions['torch']}"] if "torch" in versions else [])]
     return ", ".join(words) or "a machine that was not written down"
 
 
 def installed(machine: Mapping[str, Any], versions: Mapping[str, str]) -> str:
     """The same as tables, beside each other."""
-    rows = [[str(k), size(v) if k == "memory" and isinstance(v, int) else str(v)] for k, v in machine.items()]
+    rows = [[str(k), format_size(v) if k == "memory" and isinstance(v, int) else str(v)] for k, v in machine.items()]
     return "\n".join(
         [
             '<div class="pair">',

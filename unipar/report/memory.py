@@ -8,7 +8,8 @@ from typing import Final
 from unipar.memory.account import Account, Phase
 from unipar.memory.meter import SETTLED
 from unipar.report.cuda import there
-from unipar.report.table import blocks, size
+from unipar.report.table import blocks
+from unipar.text import format_size
 
 _COLUMNS: Final = {
     "param": ("parameters", "masters"),
@@ -58,7 +59,7 @@ def most(phases: Sequence[Phase]) -> int:
 def varied(cells: Iterable[tuple[str, Sequence[Account]]]) -> list[str]:
     """Between what the peaks of the watched steps lie, where they differ."""
     found = [(cell, peaks) for cell, accounts in cells if len(peaks := fullest(accounts).peaks) > 1]
-    said = [f"{c} {low} to {high}" for c, p in found if (low := size(min(p))) != (high := size(max(p)))]
+    said = [f"{c} {low} to {high}" for c, p in found if (low := format_size(min(p))) != (high := format_size(max(p)))]
     rest = "; elsewhere they are the same" if len(said) < len(found) else ""
     return [f"peaks of the watched steps: {', '.join(said)}{rest}"] if said else []
 
@@ -92,19 +93,33 @@ def memory_tables(cells: Sequence[tuple[str, int, Sequence[Account]]], width: in
 def _sized(cell: str, ranks: int, accounts: Sequence[Account]) -> tuple[str, ...]:
     account = fullest(accounts)
     resides = resident(accounts)
-    return cell, account.peak.name, size(account.peak.peak), _known(resides), size(there(account, ranks).total)
+    return (
+        cell,
+        account.peak.name,
+        format_size(account.peak.peak),
+        _known(resides),
+        format_size(there(account, ranks).total),
+    )
 
 
 def _on_cuda(cell: str, ranks: int, accounts: Sequence[Account]) -> tuple[str, ...]:
     account = fullest(accounts)
     peak = account.peak
-    took = size(there(account, ranks).total)
+    took = format_size(there(account, ranks).total)
     gaps = account.gaps(peak)
-    return cell, peak.name, size(peak.peak), _known(account.reserved), _known(gaps), took, _known(hosts(accounts))
+    return (
+        cell,
+        peak.name,
+        format_size(peak.peak),
+        _known(account.reserved),
+        _known(gaps),
+        took,
+        _known(hosts(accounts)),
+    )
 
 
 def _known(number: int | None) -> str:
-    return "-" if number is None else size(number)
+    return "-" if number is None else format_size(number)
 
 
 def _parts(cell: str, accounts: Sequence[Account]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from unipar.config import Cell, Config
 from unipar.report.answer import WORDS, moves
 from unipar.report.seen import Seen, Told
-from unipar.report.table import size
+from unipar.text import format_size
 
 PLAIN = str(Cell(Config.model_fields["backend"].default))
 """All of it by torch alone, and nothing split."""
@@ -18,7 +18,7 @@ def own(told: Told, cell: Seen) -> str:
     says = f"† {cell.cell} runs {cell.says}, its default"
     if cell not in told.measured:
         return f"{says}."
-    says += f": {size(cell.peak)}"
+    says += f": {format_size(cell.peak)}"
     without, plain = (
         next((c for c in told.measured if c.cell == name), None)
         for name in (str(replace(Cell.parse(cell.cell), variant=None)), PLAIN)
@@ -27,7 +27,7 @@ def own(told: Told, cell: Seen) -> str:
     beside += [(plain, "")] if plain is not None else []
     if not beside:
         return f"{says}."
-    times = [f"{cell.peak / c.peak:.1f} times {c.cell}{words} ({size(c.peak)})" for c, words in beside]
+    times = [f"{cell.peak / c.peak:.1f} times {c.cell}{words} ({format_size(c.peak)})" for c, words in beside]
     return f"{says}, {' and '.join(times)}{_why(cell, beside[0][0], plain)}."
 
 
@@ -38,8 +38,8 @@ def _why(cell: Seen, other: Seen, plain: Seen | None) -> str:
     if moved[category] <= 0 or cell.peak <= other.peak:
         return ""
     assert cell.fullest is not None
-    says = f"; {size(cell.fullest.peak.held[category])} of it are {WORDS[category]}"
+    says = f"; {format_size(cell.fullest.peak.held[category])} of it are {WORDS[category]}"
     if category != "communication" or plain is None or plain.fullest is None:
         return says
     gradients = max(phase.held.get("gradients", 0) for phase in plain.fullest.phases)
-    return f"{says}, for {size(gradients)} of gradients" if gradients else says
+    return f"{says}, for {format_size(gradients)} of gradients" if gradients else says

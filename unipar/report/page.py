@@ -33,8 +33,8 @@ from unipar.report.memory import fullest, settled
 from unipar.report.own import own
 from unipar.report.plots import SHADES, differences, drawable, losses, pareto, parted, through
 from unipar.report.seen import Seen, Told, asked_of
-from unipar.report.table import counted, duration, size
 from unipar.report.till import till
+from unipar.text import count_of, format_duration, format_size
 
 NONE = "–"
 
@@ -64,8 +64,8 @@ def page(told: Told, before: Told | None = None) -> str:
 
 def _head(told: Told, before: Told | None, apart: Sequence[str]) -> str:
     found = told.found
-    facts = [counted(found.ranks, "rank")] if found.ranks else []
-    facts += [found.precision, f"{counted(found.samples, 'sample')} a step"]
+    facts = [count_of(found.ranks, "rank")] if found.ranks else []
+    facts += [found.precision, f"{count_of(found.samples, 'sample')} a step"]
     facts += [f"{told.parameters:,} parameters"] if told.parameters else []
     sure = found.reference is not None and any(found.agreement(row) is not None for row in found.rows)
     kind, sign = ("bad", "✗") if found.disagree else ("good", "✓") if sure else ("open", "?")
@@ -123,9 +123,9 @@ def _memory(told: Told, before: Told | None) -> str:
     for cell in told.measured:
         assert cell.fullest is not None
         peak = cell.fullest.peak
-        parts = [size(peak.held[c]) if c in peak.held else NONE for c in shown]
-        rows.append([cell.cell, peak.name, size(peak.peak), *parts])
-    cut = [f"{c.cell} holds {size(c.peak)}" for c in told.measured if c.cell in cut_short(told, before)[1]]
+        parts = [format_size(peak.held[c]) if c in peak.held else NONE for c in shown]
+        rows.append([cell.cell, peak.name, format_size(peak.peak), *parts])
+    cut = [f"{c.cell} holds {format_size(c.peak)}" for c in told.measured if c.cell in cut_short(told, before)[1]]
     table = tabled(["cell", "phase", "peak", *(WORDS[c] for c in shown)], rows, "Bytes by category at the peak", (0, 1))
     return section(
         "memory",
@@ -164,7 +164,7 @@ def _cells(told: Told) -> str:
             [
                 cell.cell,
                 verdict + (" ✗" if found is not None and not found.within else ""),
-                duration(cell.middle),
+                format_duration(cell.middle),
                 factor,
                 f"{told.found.samples / cell.middle:.1f}",
                 *three(row, told.found.world(row)),
@@ -206,7 +206,7 @@ def _bridges(told: Told) -> str:
         return ""
 
     def one(cell: Seen) -> str:
-        moved = [[WORDS[c], f"{'−' if d < 0 else '+'}{size(abs(d))}"] for c, d in moves(base, cell).items()]
+        moved = [[WORDS[c], f"{'−' if d < 0 else '+'}{format_size(abs(d))}"] for c, d in moves(base, cell).items()]
         table = tabled(["category", "difference"], moved, f"From {base.cell} to {cell.cell}")
         return figure(lambda width: bridge(base, cell, width), table)
 
@@ -225,7 +225,10 @@ def _through(told: Told, before: Told | None) -> str:
     if not drawn:
         return ""
     rows = [
-        [c.cell, *(size(p.peak) if (p := next((p for p in a.phases if p.name == n), None)) else NONE for n in PHASES)]
+        [
+            c.cell,
+            *(format_size(p.peak) if (p := next((p for p in a.phases if p.name == n), None)) else NONE for n in PHASES),
+        ]
         for c, a in drawn
     ]
     dashed = " Dashed: the earlier comparison." if before is not None else ""
@@ -248,7 +251,7 @@ def _balance(told: Told) -> str:
         return ""
     ranks = sorted({a.rank for c in told.measured for a in c.memory})
     rows = [
-        [c.cell, *(next((size(a.peak.peak) for a in c.memory if a.rank == r), NONE) for r in ranks)]
+        [c.cell, *(next((format_size(a.peak.peak) for a in c.memory if a.rank == r), NONE) for r in ranks)]
         for c in told.measured
     ]
     return section(
@@ -296,7 +299,7 @@ def _pareto(told: Told, before: Told | None) -> str:
     cells = [c for c in told.measured if c.timed]
     if not cells:
         return ""
-    rows = [[c.cell, size(c.peak), f"{told.found.samples / c.middle:.1f}"] for c in cells]
+    rows = [[c.cell, format_size(c.peak), f"{told.found.samples / c.middle:.1f}"] for c in cells]
     table = tabled(["cell", "memory at the peak", "samples/s"], rows, "Throughput and memory")
     aside = f" {one.cell}, one process, is not ranked." if (one := told.found.reference) is not None else ""
     moved = " A line leads from where a cell was before." if before is not None and before.measured else ""
@@ -312,7 +315,7 @@ def _times(told: Told, before: Told | None) -> str:
     if not told.timed:
         return ""
     rows = [
-        [c.cell, *(duration(s) for s in (min(c.timed), halves(c)[0], c.middle, halves(c)[1], max(c.timed)))]
+        [c.cell, *(format_duration(s) for s in (min(c.timed), halves(c)[0], c.middle, halves(c)[1], max(c.timed)))]
         for c in told.timed
     ]
     head = ["cell", "fastest", "middle half from", "median", "to", "slowest"]
@@ -330,7 +333,7 @@ def _sent(told: Told) -> str:
     if not kinds:
         return ""
     known = [(c.cell, a) for c in told.measured if (a := c.fullest)]
-    rows = [[cell, *(size(a.sent[k]) if k in a.sent else NONE for k in kinds)] for cell, a in known]
+    rows = [[cell, *(format_size(a.sent[k]) if k in a.sent else NONE for k in kinds)] for cell, a in known]
     ways = {a.sent_by: [cell for cell, b in known if b.sent and b.sent_by == a.sent_by] for _, a in known if a.sent_by}
     return section(
         "sent",
@@ -365,7 +368,7 @@ def _how(told: Told) -> str:
     methods = sorted({a.method for _, a in accounts})
     keeps = ["before the timed steps malloc is told to keep what is freed"] if settled(a for _, a in accounts) else []
     notes = sorted({f"{c.cell}: {note}" for c, a in accounts for note in a.notes})
-    saved = [[c.cell, *(size(s) for s in a.saved)] for c, a in accounts if a.saved is not None]
+    saved = [[c.cell, *(format_size(s) for s in a.saved)] for c, a in accounts if a.saved is not None]
     asked = [f"--cell {shlex.quote(c.cell)}" for c in told.cells if c.row is not told.found.rows[0]]
     config, out = asked_of(told.folder, told.found.name), told.folder.parent
     places = [shlex.quote(str(config)), f"--out {shlex.quote(str(out))}"]

@@ -14,7 +14,7 @@ from unipar.report.bars import SMALL, sizes
 from unipar.report.comparison import tolerance
 from unipar.report.seen import Seen, Told
 from unipar.report.svg import LETTER, Drawing, Point, Scale, doubled, marks, unit_of, wide
-from unipar.report.table import size
+from unipar.text import format_size
 
 BINS = 240
 """A curve is drawn with so many points at most: the fullest of each stretch."""
@@ -55,9 +55,9 @@ def through(told: Told, before: Told | None, width: int) -> str:
             drawing.way([(x(a), y(b)) for a, b in thinned(was.curve)], "curve before")
         points = [(x(a), y(b)) for a, b in thinned(account.curve)]
         drawing.area([(points[0][0], y.start), *points, (points[-1][0], y.start)], "under")
-        drawing.way(points, "curve", f"{cell.cell}: {size(cell.peak)} at the peak")
+        drawing.way(points, "curve", f"{cell.cell}: {format_size(cell.peak)} at the peak")
         if apart:
-            drawing.text(x.start + 6, y.start - 8, f"a scale of its own, up to {size(y.high)}", "tick")
+            drawing.text(x.start + 6, y.start - 8, f"a scale of its own, up to {format_size(y.high)}", "tick")
     return str(drawing)
 
 
@@ -198,7 +198,9 @@ def pareto(told: Told, before: Told | None, width: int) -> str:
     at = doubled(x.low, x.high, unit_of(x.high)) if log else [v for v, _ in sizes(x.high, 3 if small else 6)]
     for value in at:
         drawing.line((x(value), y.start), (x(value), y.end), "grid")
-        drawing.text(x(value), y.start + 17, size(value) if value else "0", "tick", "middle" if value else "start")
+        drawing.text(
+            x(value), y.start + 17, format_size(value) if value else "0", "tick", "middle" if value else "start"
+        )
     for value in marks(y.low, y.high, 5):
         drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
         drawing.text(48, y(value) + 4, f"{value:g}", "tick", "end")
@@ -210,10 +212,10 @@ def pareto(told: Told, before: Told | None, width: int) -> str:
     drawing.way([places[n] for n in best], "front")
     for name, (a, b) in was.items():
         drawing.line((x(a), y(b)), places[name], "arrow")
-        drawing.dot((x(a), y(b)), 4, "point before", f"before, {name}: {size(a)}, {b:.1f} samples/s")
+        drawing.dot((x(a), y(b)), 4, "point before", f"before, {name}: {format_size(a)}, {b:.1f} samples/s")
     for name, (a, b) in now.items():
         kind = "point best" if name in best else "point"
-        drawing.dot(places[name], 5, kind, f"{name}: {size(a)}, {b:.1f} samples/s")
+        drawing.dot(places[name], 5, kind, f"{name}: {format_size(a)}, {b:.1f} samples/s")
     words = {n: str(i) for i, n in enumerate(now, 1)} if small else {n: n for n in now}
     for name, (spot, anchor_end) in spots(places, words, x, y, [*olden, *along([places[n] for n in best])]).items():
         (px, py), (sx, sy) = places[name], spot

@@ -25,7 +25,7 @@ from unipar.report.markup import (
 from unipar.report.memory import fullest, included
 from unipar.report.plots import Line, lines
 from unipar.report.ran import Ran
-from unipar.report.table import counted, duration, size
+from unipar.text import count_of, format_duration, format_size
 
 NONE = "–"
 
@@ -47,7 +47,7 @@ def page(ran: Ran, before: Ran | None = None) -> str:
 def answer(ran: Ran) -> str:
     """What became of it, in one line."""
     found = ran.report
-    took = f"{counted(found.steps, 'step')}; {duration(found.seconds)} from the first event to the last"
+    took = f"{count_of(found.steps, 'step')}; {format_duration(found.seconds)} from the first event to the last"
     if not found.losses:
         return f"{took}; no loss was written down."
     (first, a), (last, b) = found.losses[0], found.losses[-1]
@@ -66,7 +66,7 @@ def _state(ran: Ran) -> tuple[str, str, str]:
 
 def _head(ran: Ran, before: Ran | None) -> str:
     found = ran.report
-    facts = [ran.name, found.cell, counted(found.size, "rank"), f"{found.parameters:,} parameters"]
+    facts = [ran.name, found.cell, count_of(found.size, "rank"), f"{found.parameters:,} parameters"]
     kind, sign, words = _state(ran)
     since = f"Before, {before.folder}: {answer(before)}" if before is not None else ""
     return "\n".join(
@@ -142,7 +142,7 @@ def _times(ran: Ran, before: Ran | None) -> str:
         return ""
     old = [Line("before, ms a step", "curve before", _times_of(before))] if before and _times_of(before) else []
     rows = [
-        [str(row["step"]), duration(row["seconds"]), f"{row['samples'] / row['seconds']:.1f}"]
+        [str(row["step"]), format_duration(row["seconds"]), f"{row['samples'] / row['seconds']:.1f}"]
         for row in ran.rows
         if row.get("seconds") and row.get("samples")
     ]
@@ -162,7 +162,7 @@ def _times_of(ran: Ran) -> list[tuple[int, float]]:
 
 
 def _memory(ran: Ran) -> str:
-    peaks = [[str(rank), NONE if peak is None else size(peak)] for rank, peak in ran.peaks.items()]
+    peaks = [[str(rank), NONE if peak is None else format_size(peak)] for rank, peak in ran.peaks.items()]
     logged, ended = ran.report.memory[-1:], any(ran.peaks.values())
     if not ended and not ran.memory and not logged:
         return section("memory", "Memory", said("No rank wrote down what it held: that comes at a run's end."))
@@ -182,14 +182,14 @@ def _memory(ran: Ran) -> str:
 def _account(account: Account) -> list[str]:
     label = f"Allocated on rank {account.rank}, the fullest, by phase and category"
     how = f"{included([account])} ({account.method})"
-    base = f"Allocated: beyond the {size(account.base)} that were there before the model was built; {how}."
+    base = f"Allocated: beyond the {format_size(account.base)} that were there before the model was built; {how}."
     return [_phases(account.phases, label), said(base)]
 
 
 def _phases(phases: Sequence[Phase], label: str) -> str:
     shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for phase in phases)]
     rows = [
-        [phase.name, size(phase.peak), *(size(phase.held[c]) if c in phase.held else NONE for c in shown)]
+        [phase.name, format_size(phase.peak), *(format_size(phase.held[c]) if c in phase.held else NONE for c in shown)]
         for phase in phases
     ]
     return tabled(["phase", "peak", *(WORDS[c] for c in shown)], rows, label)

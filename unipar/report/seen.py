@@ -16,6 +16,7 @@ from unipar import registry
 from unipar.config import Cell, Config
 from unipar.errors import ConfigError, ReportError, UniparError
 from unipar.ledger import ledger_of
+from unipar.mappings import flatten
 from unipar.memory.account import Account
 from unipar.report.comparison import Comparison, Row
 from unipar.report.kinds import found
@@ -132,14 +133,6 @@ class Told:
         return max((c.parameters for c in self.cells), default=0)
 
 
-def flat(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} is {"a.b": 1}."""
-    made: dict[str, Any] = {}
-    for key, value in data.items():
-        made |= flat(value, f"{before}{key}.") if isinstance(value, dict) and value else {f"{before}{key}": value}
-    return made
-
-
 def mapping(file: Path, what: str) -> dict[str, Any]:
     """What a file holds; an error where that is no mapping."""
     try:
@@ -203,7 +196,7 @@ def config_of(file: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(str(e))
         return {}
     if data.keys() & Config.model_fields.keys():
-        return flat(data)
+        return dict(flatten(data))
     problems.append(f"{file} is no config that unipar wrote: no key of it is one of a config; it is left out")
     return {}
 

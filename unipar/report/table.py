@@ -43,33 +43,3 @@ def _lines(row: Sequence[str], wide: Sequence[int], right: Collection[int], widt
         for line in textwrap.wrap(paragraph, max(width - len(head), NARROWEST), break_on_hyphens=False) or [""]
     ]
     return [((head if i == 0 else " " * len(head)) + line).rstrip() for i, line in enumerate(folded)]
-
-
-def duration(seconds: float) -> str:
-    """380 us, 4.2 ms, 210 ms, 3.1 s, 2 min 05 s."""
-    if seconds >= 60:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest:02} s"
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 0.9995 or unit == "us":
-            return f"{seconds * factor:.{1 if seconds * factor < 9.95 else 0}f} {unit}"
-    raise AssertionError(seconds)
-
-
-def counted(count: int, what: str) -> str:
-    """1 step, 2 steps."""
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
-def number(value: float | None) -> str:
-    """With four places; a ledger has none for what is not finite."""
-    return "not finite" if value is None else f"{value:.4f}"
-
-
-def size(count: float) -> str:
-    """Bytes for people: 900 B, 612 MiB, 3.2 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1000 or unit == "GiB":
-            return f"{count:.{0 if unit == 'B' or count >= 9.95 else 1}f} {unit}"
-        count /= 1024
-    raise AssertionError(count)

@@ -7,7 +7,7 @@ from unipar.memory.account import CATEGORIES
 from unipar.report.answer import WORDS
 from unipar.report.markup import said, section, tabled
 from unipar.report.seen import Seen, Told
-from unipar.report.table import size
+from unipar.text import format_size
 
 
 def till(told: Told) -> str:
@@ -26,7 +26,10 @@ def _one(cell: Seen) -> tuple[str, str]:
     account = cell.fullest
     assert account is not None
     shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for phase in account.phases)]
-    rows = [[p.name, size(p.peak), *(size(p.held[c]) if c in p.held else "–" for c in shown)] for p in account.phases]
+    rows = [
+        [p.name, format_size(p.peak), *(format_size(p.held[c]) if c in p.held else "–" for c in shown)]
+        for p in account.phases
+    ]
     head = ["phase", "peak", *(WORDS[c] for c in shown)]
     where = f" {cell.row.at}" if cell.row.at else ""
     sentence = f"{cell.cell} failed{where}: {cell.row.note.splitlines()[0] if cell.row.note else 'it did not say why'}"

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from unipar.config import Precision
-from unipar.report.table import blocks, counted
+from unipar.report.table import blocks
+from unipar.text import count_of
 
 Outcome = Literal["waits", "agrees", "disagrees", "refused", "absent", "failed"]
 
@@ -117,7 +118,7 @@ class Verdicts:
     def _shown(self, row: Verdict) -> tuple[str, ...]:
         if row.outcome not in ("agrees", "disagrees"):
             return row.cell, _HEADS[row.outcome] + (row.note or "waits")
-        digits = "same bits" if row.digits is None else counted(row.digits, "digit")
+        digits = "same bits" if row.digits is None else count_of(row.digits, "digit")
         if row.outcome == "agrees":
             verdict = "agrees; the replay's bits" if row.bits else "agrees"
         else:
@@ -149,7 +150,7 @@ class Verdicts:
     def _agreed(self, ran: Sequence[Verdict]) -> list[str]:
         exact = sum(bool(row.bits) for row in ran)
         each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
-        lines = [f"{each} with one process over {counted(self.steps, 'step')} on {counted(self.ranks, 'rank')}"]
+        lines = [f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"]
         if exact:
             how = "all of them" if exact == len(ran) else f"{exact} of them"
             lines.append(f"{how} bit for bit with a replay in one process, optimizer by for-loop and norm in fp64")

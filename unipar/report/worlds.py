@@ -17,7 +17,8 @@ from unipar.report.alike import unlike
 from unipar.report.comparison import HEADS, Agreement, Found, Row, agreement, row_json, row_of, spread, tolerance
 from unipar.report.cuda import there
 from unipar.report.memory import fullest, here, largest, remarks
-from unipar.report.table import blocks, counted, size
+from unipar.report.table import blocks
+from unipar.text import count_of, format_size
 
 Kind = Literal["strong", "weak"]
 KINDS: tuple[Kind, ...] = ("strong", "weak")
@@ -177,7 +178,7 @@ class Scaling(Found):
             return []
         accounts = {world: self.row(world).memory for world in watched}
         second = "reserved" if any(a.on is not None for of in accounts.values() for a in of) else "resident"
-        rows = [[*world.shown, size(largest(of)), *_others(of, world.ranks)] for world, of in accounts.items()]
+        rows = [[*world.shown, format_size(largest(of)), *_others(of, world.ranks)] for world, of in accounts.items()]
         header = ("memory", "ranks", "scaling", "allocated", second, "on CUDA")
         made = blocks(header, rows, right=(1, 3, 4, 5), width=width)
         return ["", *(line for lines in made for line in lines)]
@@ -193,7 +194,7 @@ class Scaling(Found):
             f"{rate:.{1 if rate < 100 else 0}f}",
             NONE if faster is None else f"{faster:.2f}",
             NONE if efficient is None else percent(efficient),
-            *([size(max(row.peak_rss)) if row.peak_rss else NONE] if rss else []),
+            *([format_size(max(row.peak_rss)) if row.peak_rss else NONE] if rss else []),
         )
 
     @override
@@ -204,7 +205,7 @@ class Scaling(Found):
         lines += self.verdict()
         weak = f"; weak: {share} for each rank" if "weak" in self.kinds else ""
         lines += [
-            f"strong: {counted(first.samples, 'sample')} a step in every world{weak}",
+            f"strong: {count_of(first.samples, 'sample')} a step in every world{weak}",
             "speed-up: samples/s in proportion to the smallest world's; efficiency: that in proportion to the ranks",
             *(["worlds of one size took turns; those of different sizes did not"] if self.verb == "compare" else []),
             self.shared(),
@@ -220,7 +221,7 @@ class Scaling(Found):
 
     def shared(self) -> str:
         """What ranks on one machine have in common: efficiency is no statement on a cell without it."""
-        what = f"one machine: {counted(self.cores, 'core')}, {self.threads} thread{'s' * (self.threads != '1')} a rank"
+        what = f"one machine: {count_of(self.cores, 'core')}, {self.threads} thread{'s' * (self.threads != '1')} a rank"
         if ":" in self.device:
             return f"{what}; all ranks share {self.device}: no efficiency here is that of a GPU a rank"
         if self.device != "cpu":
@@ -232,7 +233,7 @@ class Scaling(Found):
             return f"{what}: one rank alone has more threads than there are cores, which no cell can make good"
         if all(world.ranks <= free for world in self.worlds):
             return f"{what}; ranks share its memory and caches, and no core"
-        return f"{what}; in worlds of more than {counted(free, 'rank')} they share cores, which no cell can make good"
+        return f"{what}; in worlds of more than {count_of(free, 'rank')} they share cores, which no cell can make good"
 
     def verdict(self) -> list[str]:
         """Whether worlds with the same total batch trained alike."""
@@ -293,7 +294,7 @@ class Scaling(Found):
 def _others(accounts: Sequence[Account], ranks: int) -> tuple[str, str]:
     """Resident, on CUDA reserved; and what it comes to on CUDA."""
     taken = here(accounts)
-    return NONE if taken is None else size(taken), size(there(fullest(accounts), ranks).total)
+    return NONE if taken is None else format_size(taken), format_size(there(fullest(accounts), ranks).total)
 
 
 def _world(told: Mapping[str, Any]) -> World:

@@ -29,8 +29,8 @@ from unipar.report.markup import (
 from unipar.report.memory import fullest
 from unipar.report.seen import asked_of, config_of
 from unipar.report.svg import Drawing, Scale, marks, wide
-from unipar.report.table import counted, duration, size
 from unipar.report.worlds import Kind, Scaling, World, percent
+from unipar.text import count_of, format_duration, format_size
 
 NONE = "–"
 COLOURS = 6
@@ -87,7 +87,7 @@ def answer(found: Scaling) -> str:
         last = [worlds[-1] for cell in found.cells if len(worlds := found.of(cell, kind)) > 1]
         by = {world: share for world in last if (share := found.efficiency(world)) is not None}
         best = sorted(by, key=lambda world: -by[world])
-        told = [f"{percent(by[world])} for {world.cell} on {counted(world.ranks, 'rank')}" for world in best]
+        told = [f"{percent(by[world])} for {world.cell} on {count_of(world.ranks, 'rank')}" for world in best]
         said += [f"{kind} scaling: {', '.join(told)}"] if told else []
     return f"Of the ideal, {'; '.join(said)}." if said else "No cell ran in two worlds, so there is nothing to hold."
 
@@ -141,7 +141,7 @@ def _figures(found: Scaling) -> Iterator[str]:
     if held:
         yield _section(
             found,
-            Shown("Memory", found.memory, size, max(held)),
+            Shown("Memory", found.memory, format_size, max(held)),
             "What the fullest rank had allocated at its fullest moment, beyond what it held before training.",
         )
 
@@ -196,7 +196,7 @@ def _worlds(found: Scaling) -> str:
         faster, efficient = found.faster(world), found.efficiency(world)
         told = [NONE if faster is None else f"{faster:.2f}", NONE if efficient is None else percent(efficient)]
         held.append([*start[:3], *three(row, world.ranks)])
-        rows.append([*start, duration(world.samples / rate), f"{rate:.1f}", *told])
+        rows.append([*start, format_duration(world.samples / rate), f"{rate:.1f}", *told])
     return section(
         "worlds",
         "Every world",
@@ -213,7 +213,7 @@ def _table(found: Scaling, shown: Shown) -> str:
         for kind in found.kinds:
             by = {world.ranks: shown.of(world) for world in found.of(cell, kind)}
             rows.append([cell, kind, *(NONE if (v := by.get(n)) is None else shown.words(v) for n in ranks)])
-    return tabled(["cell", "scaling", *(counted(n, "rank") for n in ranks)], rows, f"{shown.label} by ranks", (0, 1))
+    return tabled(["cell", "scaling", *(count_of(n, "rank") for n in ranks)], rows, f"{shown.label} by ranks", (0, 1))
 
 
 def panels(found: Scaling, shown: Shown, width: int) -> str:
@@ -250,5 +250,5 @@ def _lines(drawing: Drawing, found: Scaling, shown: Shown, kind: Kind, x: Scale,
         points = [(w, v) for w in found.of(cell, kind) if (v := shown.of(w)) is not None]
         drawing.way([(x(w.ranks), y(v)) for w, v in points], f"way {_line(i)}")
         for w, v in points:
-            tip = f"{cell}, {counted(w.ranks, 'rank')}: {shown.words(v)}"
+            tip = f"{cell}, {count_of(w.ranks, 'rank')}: {shown.words(v)}"
             drawing.dot((x(w.ranks), y(v)), 4, f"at {_line(i)}", tip)

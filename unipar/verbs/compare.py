@@ -19,10 +19,10 @@ from unipar.report.answer import answer
 from unipar.report.board import Board
 from unipar.report.comparison import Comparison, Row
 from unipar.report.seen import Told
-from unipar.report.table import counted
 from unipar.report.worlds import Scaling, World
 from unipar.source import Source
 from unipar.task import Task
+from unipar.text import count_of
 from unipar.verbs import kept
 from unipar.verbs.contest import Asked, Contest, same_total, sizes_of, terminable, threads
 from unipar.verbs.contestant import Contestant
@@ -190,7 +190,7 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
             held=settings.train.sync_every is None,
             unwatched=asked.unwatched,
             interrupted=any(one.interrupted for one in found.values()),
-            wrong=tuple(f"{counted(n, 'rank')}: {said}" for n, one in found.items() for said in wrong(one)),
+            wrong=tuple(f"{count_of(n, 'rank')}: {said}" for n, one in found.items() for said in wrong(one)),
             versions=versions(Cell.parse(cell).backend for cell in rows[0]),
             machine=machine(),
         ).sifted()

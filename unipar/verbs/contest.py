@@ -17,11 +17,12 @@ from unipar.errors import ConfigError, Stopped, TaskError, UniparError, WorldMis
 from unipar.memory.account import ORDER, PASSES, Account
 from unipar.memory.meter import SETTLED, NoMeter, built, forgetful, preloading
 from unipar.plan import look_at_weights
+from unipar.procfs import cores_per_rank
 from unipar.report.board import Board
 from unipar.report.comparison import Found, Row, spread
-from unipar.report.table import counted, duration
 from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
+from unipar.text import count_of, format_duration
 from unipar.verbs.contestant import Contestant, Unwatched
 from unipar.verbs.sending import asks_apart, completed
 
@@ -106,7 +107,7 @@ def _cut(config: Config) -> tuple[Turns, dict[str, str] | None, str]:
         return turns, None, f"{UNWATCHED}: {leaves} step for it beside those that are timed"
     blind = "" if "sent" in turns.watched else ", so that what a step sends was not seen"
     enough = turns.warmup + len(turns.rounds) + len(PASSES)
-    few = f"memory was watched in {counted(len(turns.watched), 'step')}{blind}: {leaves} more; {enough} would"
+    few = f"memory was watched in {count_of(len(turns.watched), 'step')}{blind}: {leaves} more; {enough} would"
     return turns, meter, "; ".join(filter(None, [few, unwatched]))
 
 
@@ -127,7 +128,7 @@ def _meter(config: Config) -> tuple[dict[str, str] | None, str]:
 
 def threads(widest: int) -> str:
     """Of a rank, so that those of the largest world share the cores."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // widest)))
+    return os.environ.get("OMP_NUM_THREADS", str(cores_per_rank(widest)))
 
 
 class Contest(Generic[Now]):
@@ -158,7 +159,7 @@ class Contest(Generic[Now]):
             self._say(name, "starts", note="starts")
             with self._failing(name) as run:
                 seconds = run.start(self._threads)
-                self._say(name, f"is ready after {duration(seconds)}", note="is ready", started=seconds)
+                self._say(name, f"is ready after {format_duration(seconds)}", note="is ready", started=seconds)
 
     def _take_turns(self, turns: Turns) -> None:
         for name in list(self._in):

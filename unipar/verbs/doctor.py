@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from unipar.aside import seen
-from unipar.machine import Check, checks, path_of_tools
+from unipar.files import path_of_tools
+from unipar.machine import Check, checks
 from unipar.registry import find, launchers, names
 from unipar.report.table import table
 

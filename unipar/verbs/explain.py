@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from unipar import devices, registry
-from unipar.complaint import shown
 from unipar.config import Cell, Config, Sizes
 from unipar.errors import UniparError
+from unipar.mappings import flatten
 from unipar.source import Source
+from unipar.text import show_value
 
 if TYPE_CHECKING:
     from unipar.verbs.depth import Depth
@@ -65,7 +66,7 @@ class Explanation:
             header = ("cell", *dtypes[0].dtypes)
             yield "what each thing is kept or done in", header, [(t.cell, *t.dtypes.values()) for t in dtypes]
         for t in self.cells:
-            rows: Rows = [(key, _text(value)) for key, value in _pairs(t.told)]
+            rows: Rows = [(key, _text(value)) for key, value in flatten(t.told)]
             if t.note:
                 rows.insert(0, ("cannot run", t.note))
             yield t.cell, ("its library is told", "value"), rows or [("nothing", "PyTorch as it is")]
@@ -134,15 +135,7 @@ def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, BaseModel):
             yield from _leaves(value, f"{prefix}{name}.")
         elif isinstance(value, dict) and value and f"{prefix}{name}" != "options":
-            yield from _pairs(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _pairs(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _pairs(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -246,4 +239,4 @@ def _text(value: Any) -> str:
         return f"{value:.12g}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
-    return shown(value)
+    return show_value(value)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,9 @@ from typing import Any
 from unipar import registry, safe_yaml
 from unipar.backend import Backend
 from unipar.config import Config
+from unipar.config_file import read_config_text
 from unipar.errors import ConfigError, OutExists, Unsupported
+from unipar.files import whole
 from unipar.foreign import Reading, failed
 from unipar.source import given, set_of
 
@@ -61,17 +61,15 @@ def write(made: Imported, out: Path, *, overwrite: bool = False) -> None:
         way = "name another file" if out.is_dir() else "name another file, or write over it (--overwrite)"
         raise OutExists(f"-o {out}: it is there already; {way}")
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as opened:
-            opened.write(made.text)
-        os.chmod(name, 0o644)
-        os.replace(name, out)
+        with whole(out) as partial:
+            partial.write_text(made.text, encoding="utf-8")
+            partial.chmod(0o644)
     except OSError as e:
         raise ConfigError(f"-o {out}: it cannot be written ({e.strerror}); name another file") from None
 
 
 def _parsed(file: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
-    text = safe_yaml.text_of(file)
+    text = read_config_text(file)
     lines: dict[str, int] = {}
     if file.suffix == ".json":
         data = _json(text, file)

@@ -11,7 +11,7 @@ from typing import Any
 
 from unipar.config import Cell, Config
 from unipar.errors import ConfigError, OutExists, ReportError
-from unipar.folder import write_whole
+from unipar.files import write_whole
 from unipar.installed import machine, versions
 from unipar.report.comparison import Comparison
 from unipar.report.seen import asked_of, comparison_of, inner, mapping

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from unipar.errors import ReportError
-from unipar.folder import write_whole
+from unipar.files import write_whole
 from unipar.report import change, page, run_page, worlds_page
 from unipar.report.kinds import FILES, Kind, found
 from unipar.report.markup import GENERATOR, linked

@@ -21,8 +21,8 @@ from unipar.memory.resident import keep, resident
 from unipar.memory.watching import Watching, sources
 from unipar.opening import opened
 from unipar.place import Place
+from unipar.procfs import forget_peak
 from unipar.proof.witness import Witness
-from unipar.rss import forget_peak
 from unipar.task import Task, TaskRef
 from unipar.verbs.contestant import MESSAGE, results_of
 from unipar.worker import last_words

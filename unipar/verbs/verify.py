@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from unipar import devices, folder, registry
 from unipar.config import Cell, Config, Eval
 from unipar.errors import ConfigError, WorldMismatch
+from unipar.procfs import cores_per_rank
 from unipar.report.board import Board
 from unipar.report.comparison import Row
 from unipar.report.verdicts import Verdict, Verdicts
@@ -107,7 +107,7 @@ def _proved(config: Config, ref: TaskRef, configs: Mapping[str, Config], first: 
 
     runs = Runs(config, first.steps)
     registry.check(runs.one())
-    threads = max(1, len(os.sched_getaffinity(0)) // first.ranks)  # in one process too: the same arithmetic
+    threads = cores_per_rank(first.ranks)  # in one process too: the same arithmetic
     with terminable(), Board() as board:
         board.show(first, "starts")
         with worlds(Path(first.out), ref, [runs.one(), *configs.values()], threads) as made:
