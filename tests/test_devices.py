@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 
 from unipar import devices
@@ -59,6 +60,45 @@ def test_a_torch_without_cuda_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
     assert devices.visible_gpus({}) == 4
     assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+
+
+def _nvml(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
+    """NVML as these functions have it; the list tells that it was shut down."""
+    shut: list[str] = []
+    told = {"nvmlInit": lambda: None, "nvmlShutdown": lambda: shut.append("shut down"), **functions}
+    for name, function in told.items():
+        monkeypatch.setattr(pynvml, name, function)
+    return shut
+
+
+def _fails(*_: object) -> None:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+
+def test_gpus_in_the_order_of_their_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by its UUID; one that NVML cannot speak of counts all the same."""
+
+    def uuid(index: int) -> str:
+        if index == 1:
+            _fails()
+        return IDS[index]
+
+    shut = _nvml(
+        monkeypatch,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=lambda index: index,  # pyright: ignore[reportUnknownLambdaType]
+        nvmlDeviceGetUUID=uuid,
+    )
+    assert devices.gpu_ids() == ["GPU-aaaa-1", "unknown-1", "GPU-cccc-3"]
+    assert shut == ["shut down"]
+
+
+@pytest.mark.parametrize(("function", "ended"), [("nvmlInit", []), ("nvmlDeviceGetCount", ["shut down"])])
+def test_no_gpus_without_a_driver(function: str, ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library is not there, or does not fit the kernel's part: no GPU can be used."""
+    shut = _nvml(monkeypatch, **{function: _fails})
+    assert devices.gpu_ids() == []
+    assert shut == ended
 
 
 def test_what_torch_was_built_with() -> None:

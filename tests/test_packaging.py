@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 TRACKERS = {"tensorboard", "wandb", "mlflow"}
-EXTRAS = {"accelerate", "all", "cuda", "deepspeed", "examples", "horovod", "notebook", "report", "weights"} | TRACKERS
+EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "notebook", "report", "weights"} | TRACKERS
 
 
 @pytest.fixture(scope="module")

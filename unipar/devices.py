@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from unipar import registry
 from unipar.config import Config
@@ -118,29 +118,27 @@ def chosen(ids: list[str], choice: str | None) -> int:
 
 
 def gpu_ids() -> list[str]:
-    """The UUIDs of this machine's NVIDIA GPUs, in the order of their bus; none without a driver."""
+    """Return the UUIDs of this machine's NVIDIA GPUs, in the order of their bus; none without a driver."""
+    import pynvml  # takes a while, and is needed only where torch was built with CUDA
+
+    nvml: Any = pynvml
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != 0:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
         return []
     try:
-        count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return []
-        return [_uuid(nvml, i) for i in range(count.value)]
+        return [_uuid(nvml, i) for i in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
+        return []
     finally:
         nvml.nvmlShutdown()
 
 
-def _uuid(nvml: ctypes.CDLL, index: int) -> str:
-    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
+def _uuid(nvml: Any, index: int) -> str:
+    try:
+        return nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
+    except nvml.NVMLError:
         return f"unknown-{index}"
-    if nvml.nvmlDeviceGetUUID(handle, text, 96) != 0:
-        return f"unknown-{index}"
-    return text.value.decode()
 
 
 def torch_has_cuda() -> bool:

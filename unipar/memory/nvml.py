@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from importlib import import_module
-from typing import Any, Final
-
-WAY: Final = "pip install nvidia-ml-py"
+from typing import Any
 
 
 def used(uuid: str) -> tuple[int | None, str]:
-    """Bytes of this process on that GPU; or none, and why."""
-    try:
-        nvml: Any = import_module("pynvml")
-    except ImportError:
-        return None, f"nvidia-ml-py is not installed ({WAY})"
+    """Return the bytes of this process on that GPU; or None, and why."""
+    import pynvml  # the worker's side, on CUDA only
+
+    nvml: Any = pynvml
     try:
         nvml.nvmlInit()
         try:
