@@ -111,6 +111,8 @@ def _of_pickle(file: Path) -> None:
         raise _damaged(
             file, "it is not the archive that torch.save writes: truncated, or from before PyTorch 1.6 (save it again)"
         )
+    # torch.load(weights_only=True) scans the pickle again in each rank: this one needs no torch, so that a bad file is
+    # refused before any process starts; that one is the guard, whatever became of the file in between
     try:
         with zipfile.ZipFile(file) as archive:
             inner = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
