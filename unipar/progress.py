@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any, Self, TextIO
 from unipar.beat import beat_of, feel
 from unipar.ledger import ledger_of
 from unipar.prints import prints_of
+from unipar.terminal import Terminal
 from unipar.text import count_of, format_number, format_size
 from unipar.weights import told
 
@@ -63,33 +63,28 @@ class Progress:
         err: TextIO | None = None,
     ) -> None:
         self._run, self._steps, self._quiet = run, steps, quiet
-        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._out, self._err = Terminal(out or sys.stdout), Terminal(err or sys.stderr)
         self._ledger = Tail(ledger_of(run, 0))
         self._prints = Tail(prints_of(run)) if prints else None
         """None in the process that prints itself."""
 
-        self._bar: Any = None  # rich's, which is imported when there is a terminal
-        self._task: Any = None
         self._rows: list[Mapping[str, Any]] = []
         self._shown = (0, 0.0)
 
     @property
     def every(self) -> float:
-        return 0.1 if self._bar is not None else 0.5
+        return 0.1 if self._err.draws else 0.5
 
     def __enter__(self) -> Self:
-        if not self._quiet and _draws(self._err):
-            self._bar = _bar(self._err, together=_draws(self._out))
-            self._task = self._bar.add_task("starting", total=None, says="")
-            self._bar.start()
+        if not self._quiet and self._err.can_draw:
+            self._err.draw_bar("starting", redirect_stdout=self._out.can_draw)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.tick()
         if self._prints is not None and (begun := self._prints.rest()):
             self._print(begun)
-        if self._bar is not None:
-            self._bar.stop()
+        self._err.stop()
         if kind is None and not self._quiet and self._rows:
             self._say(self._summary())
         for tail in (self._ledger, self._prints):
@@ -102,9 +97,9 @@ class Progress:
             self._print(line)
         for line in self._ledger.lines():
             self._event(json.loads(line))
-        if self._bar is not None:
+        if self._err.draws:
             self._move()
-            self._bar.refresh()
+            self._err.refresh()
 
     @contextmanager
     def ticking(self) -> Generator[None]:
@@ -133,7 +128,7 @@ class Progress:
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)
-            if self._bar is None and self._due(row["step"]):
+            if not self._err.draws and self._due(row["step"]):
                 rate = _rate(row["samples"] / row["seconds"]) if row["seconds"] else ""
                 said = f"step {self._of(row['step'])}  loss {row['loss']:.4f}  {rate}{_memory(row)}"
                 self._say(said)
@@ -161,27 +156,19 @@ class Progress:
             says += f"  {_rate(row['samples'] / row['seconds'])}{_memory(row)}"
             if self._steps:
                 says += f"  {_clock((self._steps - done) * row['seconds'])}"
-        self._bar.update(self._task, description=f"step {self._of(done)}", completed=done, total=self._steps, says=says)
+        self._err.move_bar(description=f"step {self._of(done)}", completed=done, total=self._steps, says=says)
 
     def _of(self, step: int) -> str:
         return f"{step}/{self._steps}" if self._steps else f"{step}"
 
     def _say(self, text: str) -> None:
-        if self._quiet:
-            return
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._err.write(f"{text}\n")
-            self._err.flush()
+        if not self._quiet:
+            self._err.line(text)
 
     def _print(self, line: str) -> None:
         """What rank 0 printed goes where a print would: above the bar if that is the same terminal."""
-        if self._bar is not None and _draws(self._out):
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._out.write(f"{line}\n")
-            self._out.flush()
+        same = self._err.draws and self._out.can_draw
+        (self._err if same else self._out).line(line)
 
     def _summary(self) -> str:
         first, last = self._rows[0], self._rows[-1]
@@ -198,28 +185,6 @@ def _memory(row: Mapping[str, Any]) -> str:
     fullest = max(row["memory"], key=lambda phase: phase["peak"])
     most, held = max(fullest["held"].items(), key=lambda item: item[1])
     return f"  {format_size(fullest['peak'])} in {fullest['name']}, {most} {format_size(held)}"
-
-
-def _draws(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def _bar(err: TextIO, *, together: bool) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[says]}"),
-        console=Console(file=err),
-        redirect_stdout=together,
-        redirect_stderr=False,
-        transient=True,
-        auto_refresh=False,  # `tick` draws: no thread of its own
-        expand=True,
-    )
 
 
 def _rate(samples: float) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from unipar.terminal import Terminal
+
 PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
 """As make prints it under CMake."""
 
@@ -27,46 +29,29 @@ class CommandFailed(Exception):
 
 @contextmanager
 def step(what: str) -> Generator[Say]:
-    """Shows that `what` is going on, for how long, and how far it is where that is known."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with _live(what, console) if console.is_terminal else _plain(what) as say:
-        yield say
-
-
-@contextmanager
-def _live(what: str, console: object) -> Generator[Say]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    assert isinstance(console, Console)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda percent: progress.update(task, total=100, completed=percent)
+    """Context manager: shows that `what` is going on, for how long, and how far it is where that is known."""
+    terminal = Terminal(sys.stderr)
+    if not terminal.can_draw:
+        yield _plain(what, terminal)
+        return
+    terminal.draw_spinner(what)
+    try:
+        yield lambda percent: terminal.move_bar(total=100, completed=percent)
+    finally:
+        terminal.stop()
 
 
-@contextmanager
-def _plain(what: str) -> Generator[Say]:
+def _plain(what: str, terminal: Terminal) -> Say:
     begun, told = time.monotonic(), 0
 
     def say(percent: int) -> None:
         nonlocal told
         if percent >= told + 20:
             told = percent - percent % 20
-            sys.stderr.write(f"{what}: {told} % after {time.monotonic() - begun:.0f} s\n")
-            sys.stderr.flush()
+            terminal.line(f"{what}: {told} % after {time.monotonic() - begun:.0f} s")
 
-    sys.stderr.write(f"{what} ...\n")
-    sys.stderr.flush()
-    yield say
+    terminal.line(f"{what} ...")
+    return say
 
 
 def run(

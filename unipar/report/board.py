@@ -6,8 +6,9 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
+from unipar.terminal import Terminal
 from unipar.text import format_duration
 
 _STYLES = {
@@ -40,35 +41,24 @@ class Board:
     """Shows each change; on leaving, a live table is wiped, for the caller prints the final one."""
 
     def __init__(self) -> None:
-        self._live: Any = None  # rich.live.Live, imported only where there is a terminal
+        self._terminal = Terminal(sys.stderr)
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            console = Console(stderr=True, highlight=False, markup=False)
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-            self._live.start()
+        if self._terminal.can_draw:
+            self._terminal.draw_block()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._terminal.stop()
 
     def show(self, so_far: Shown, line: str) -> None:
         """`line` says what has just changed."""
         since = format_duration(max(time.monotonic() - self._began, 0.1))
-        if self._live is None:
-            print(f"{since:>9}  {line}", file=sys.stderr, flush=True)  # noqa: T201 - this is the terminal's side
+        if not self._terminal.draws:
+            self._terminal.line(f"{since:>9}  {line}")
             return
-        from rich.text import Text
-
-        drawn = Text(no_wrap=True, overflow="crop")
-        header, *rows = so_far.blocks(self._live.console.width)
-        drawn.append("\n".join(header) + "\n", "bold")
-        for row, lines in zip(so_far.rows, rows, strict=True):
-            drawn.append("\n".join(lines) + "\n", _STYLES.get(row.outcome, ""))
-        drawn.append(f"\n{since}  {line}", "dim")
-        self._live.update(drawn, refresh=True)
+        header, *rows = so_far.blocks(self._terminal.width)
+        styles = ["bold", *(_STYLES.get(row.outcome, "") for row in so_far.rows)]
+        drawn = [("\n".join(lines) + "\n", style) for lines, style in zip((header, *rows), styles, strict=True)]
+        self._terminal.show_block([*drawn, (f"\n{since}  {line}", "dim")])
