@@ -17,6 +17,9 @@ from unipar.place import Launcher
 
 GROUP = "unipar.backends"
 
+ONE = Cell("single")
+"""The cell of one process without a wrapper: what all others are held to."""
+
 
 def names() -> list[str]:
     return points.names(GROUP)
