@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unipar import errors
-from unipar.report.comparison import Comparison, Row, agreement, spread
+from unipar.report.comparison import REUSED, Comparison, Row, agreement, row_json, row_of, spread
 from unipar.report.seen import Told
 from unipar.report.worlds import Scaling, World
 from unipar.verbs import kept
@@ -145,6 +145,17 @@ def test_a_table_that_would_be_too_wide_leaves_x_out() -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_a_remark_belongs_to_a_column_by_its_field() -> None:
+    """A note that begins like a column's name is shown where the table has not that column."""
+    said = "RSS: this is what somebody wrote"
+    slow = replace(SAME, cell="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
+    found = compared(replace(ONE, seconds=[[1.1]]), slow, note="x: " + said)
+    lines = str(found).splitlines()
+    assert "x" not in lines[0].split()
+    assert f"x: {said}" in lines
+    assert [r.column for r in found.column_remarks() if r.column] == ["x", "RSS"]
+
+
 def test_a_disagreement_is_said_and_is_a_failure() -> None:
     """Which cell, which step, both losses and what was allowed."""
     found = compared(ONE, SAME, FAR)
@@ -204,7 +215,16 @@ def test_a_finished_comparison_is_read_again(tmp_path: Path) -> None:
     """Every figure survives."""
     found = compared(ONE, SAME)
     kept.write(tmp_path, OF, found)
-    assert kept.earlier(tmp_path, OF, overwrite=False) == found
+    assert kept.reuse_or_clear(tmp_path, OF, overwrite=False) == found
+
+
+@pytest.mark.parametrize("note", [REUSED, f"in fp32; {REUSED}", "in fp32", ""])
+def test_an_older_file_says_in_its_note_that_a_row_was_reused(note: str) -> None:
+    """It has no field for that; a newer one has, and its note decides nothing."""
+    told = row_json(replace(ONE, note=note, reused=False))
+    assert row_of(told).reused is False
+    del told["reused"]
+    assert row_of(told).reused is (REUSED in note)
 
 
 @pytest.mark.parametrize("text", ['{"of": {"ce', '{"of": {}}', "[]"])
@@ -213,12 +233,12 @@ def test_a_truncated_comparison_is_replaced_only_when_asked(tmp_path: Path, text
     file = tmp_path / "compare.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(errors.OutExists) as e:
-        kept.earlier(tmp_path, OF, overwrite=False)
+        kept.reuse_or_clear(tmp_path, OF, overwrite=False)
     assert str(e.value) == (
         f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
     )
     assert file.read_text("utf-8") == text
-    assert kept.earlier(tmp_path, OF, overwrite=True) is None
+    assert kept.reuse_or_clear(tmp_path, OF, overwrite=True) is None
     assert not file.exists()
 
 
@@ -226,7 +246,7 @@ def test_a_comparison_of_which_nothing_is_whole_runs_anew(tmp_path: Path) -> Non
     """A failed cell may run today, also with other versions of its library."""
     kept.write(tmp_path, OF, compared(replace(ONE, outcome="waits"), Row(cell="native/nothing", outcome="failed")))
     (tmp_path / "native-nothing").mkdir()
-    assert kept.earlier(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False) is None
+    assert kept.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -236,15 +256,15 @@ def test_what_is_whole_is_kept(tmp_path: Path) -> None:
     kept.write(tmp_path, OF, found)
     for name in ("single", "native-nothing"):
         (tmp_path / name).mkdir()
-    assert kept.earlier(tmp_path, OF | {"versions": {"torch": "2", "more": "1"}}, overwrite=False) == found
+    assert kept.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "2", "more": "1"}}, overwrite=False) == found
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.csv", "compare.json", "single"]
     with pytest.raises(errors.OutExists) as e:
-        kept.earlier(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False)
+        kept.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False)
     assert str(e.value) == (
         f"{tmp_path} holds another comparison (other versions): give --overwrite to replace it, or another out"
     )
     assert (tmp_path / "single").exists()
-    assert kept.earlier(tmp_path, OF, overwrite=True) is None
+    assert kept.reuse_or_clear(tmp_path, OF, overwrite=True) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -254,11 +274,11 @@ def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str)
     kept.write(tmp_path, OF, compared(ONE, SAME))
     other = OF | {key: {"torch": "3"} if key == "versions" else "other"}
     with pytest.raises(errors.OutExists) as e:
-        kept.earlier(tmp_path, other, overwrite=False)
+        kept.reuse_or_clear(tmp_path, other, overwrite=False)
     assert str(e.value) == (
         f"{tmp_path} holds another comparison (other {key}): give --overwrite to replace it, or another out"
     )
-    assert kept.earlier(tmp_path, other, overwrite=True) is None
+    assert kept.reuse_or_clear(tmp_path, other, overwrite=True) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -268,7 +288,7 @@ def test_memory_that_was_watched_otherwise_is_not_set_beside_this(tmp_path: Path
     left = SAME if finished else replace(SAME, outcome="failed")
     kept.write(tmp_path, OF | {"memory": "of torch's own tensors"}, compared(ONE, left))
     with pytest.raises(errors.OutExists) as e:
-        kept.earlier(tmp_path, OF | {"memory": ""}, overwrite=False)
+        kept.reuse_or_clear(tmp_path, OF | {"memory": ""}, overwrite=False)
     assert str(e.value) == (
         f"{tmp_path} holds another comparison (other memory): give --overwrite to replace it, or another out"
     )
@@ -316,13 +336,13 @@ def test_a_file_of_somebody_else_is_no_earlier_comparison(
     spoil(data)
     file.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(errors.OutExists) as e:
-        kept.earlier(tmp_path, OF, overwrite=False)
+        kept.reuse_or_clear(tmp_path, OF, overwrite=False)
     assert str(e.value) == (
         f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
     )
     with pytest.raises(errors.ReportError, match="is no comparison that unipar wrote: "):
         Told.read(file)
-    assert kept.earlier(tmp_path, OF, overwrite=True) is None
+    assert kept.reuse_or_clear(tmp_path, OF, overwrite=True) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -334,13 +354,13 @@ def test_an_older_file_that_says_less_is_another_comparison(tmp_path: Path) -> N
     _no_versions(data)
     file.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(errors.OutExists, match=r"holds another comparison \(other versions\)"):
-        kept.earlier(tmp_path, OF, overwrite=False)
+        kept.reuse_or_clear(tmp_path, OF, overwrite=False)
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     """No half of a file either; the sentence has the file's name and the system's word."""
     (tmp_path / kept.NAME).mkdir()
-    said = kept.unkept(tmp_path, lambda: kept.write(tmp_path, OF, compared(ONE, SAME)))
+    said = kept.write_or_explain(tmp_path, lambda: kept.write(tmp_path, OF, compared(ONE, SAME)))
     assert said == f"what was found could not be kept: {tmp_path}/compare.json (Is a directory)"
     assert list(tmp_path.iterdir()) == [tmp_path / kept.NAME]
 
@@ -368,5 +388,5 @@ def test_a_folder_of_somebody_else_is_never_cleared(tmp_path: Path) -> None:
     with pytest.raises(
         errors.OutExists, match=r"is there and holds no compare\.json: move it away, or give another out"
     ):
-        kept.earlier(tmp_path, OF, overwrite=True)
+        kept.reuse_or_clear(tmp_path, OF, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()

@@ -25,7 +25,7 @@ from unipar.errors import TaskError, Unsupported, WorldMismatch
 from unipar.place import Place
 from unipar.plan import Plan
 from unipar.source import given
-from unipar.verbs.compare import entered
+from unipar.verbs.compare import select_cells
 from unipar.verbs.explain import explain
 from unipar.verbs.export import export
 from unipar.verbs.verify import of_ranks
@@ -118,7 +118,7 @@ def test_it_splits_nothing() -> None:
 def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the device is left open."""
     monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
-    row, _ = entered(config(device="auto", options={}, parallel={"data": 2}), (str(CELL),))[str(CELL)]
+    row, _ = select_cells(config(device="auto", options={}, parallel={"data": 2}), (str(CELL),))[str(CELL)]
     assert (row.outcome, row.note) == (
         "refused",
         "device: cpu (auto: no GPU visible here) cannot be had: nn.DataParallel is for CUDA devices; use "
@@ -129,7 +129,7 @@ def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.Monk
 def test_verify_leaves_it_to_compare() -> None:
     """Compare runs it beside the others; verify has nothing to hold to one process."""
     wide = config(options={}, parallel={"data": 2})
-    assert entered(wide, (str(CELL),))[str(CELL)][0].outcome == "waits"
+    assert select_cells(wide, (str(CELL),))[str(CELL)][0].outcome == "waits"
     row, _ = of_ranks(wide, (str(CELL),))[str(CELL)]
     assert (row.outcome, row.note) == (
         "refused",

@@ -16,7 +16,7 @@ from tests.tiny import Tiny
 from unipar.memory import meter
 from unipar.memory.account import CATEGORIES, PHASES, Account, account_of, read_account
 from unipar.report.comparison import Row
-from unipar.verbs.contest import Asked, one_way
+from unipar.verbs.contest import Asked, require_same_method
 from unipar.verbs.contestant import Unwatched
 
 ROOT = Path(__file__).parent.parent
@@ -310,12 +310,12 @@ def test_memory_that_was_seen_in_two_ways_is_not_set_side_by_side() -> None:
     """One rank without what the others have would count less, and look smaller."""
     by = {way: Account(rank=1, method=way, device="cpu", base=1, phases=(), peaks=()) for way in ("meter", "profiler")}
     rows = [Row(cell="single", outcome="waits", memory=[by["meter"]]), Row(cell="native/nothing", outcome="waits")]
-    assert one_way([by["meter"]], rows) == [by["meter"]]
+    assert require_same_method([by["meter"]], rows) == [by["meter"]]
     with pytest.raises(Unwatched) as e:
-        one_way([by["meter"], by["profiler"]], rows)
+        require_same_method([by["meter"], by["profiler"]], rows)
     assert str(e.value) == "on rank 1 it was seen in another way (profiler) than in single (meter)"
     with pytest.raises(Unwatched) as e:
-        one_way([by["profiler"].model_copy(update={"rank": 0}), by["meter"]], [])
+        require_same_method([by["profiler"].model_copy(update={"rank": 0}), by["meter"]], [])
     assert str(e.value) == "on rank 1 it was seen in another way (meter) than on rank 0 (profiler)"
 
 

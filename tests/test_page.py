@@ -228,7 +228,7 @@ def test_what_is_counted_depends_on_who_counts(methods: tuple[str, ...], said: s
     """The preloaded meter sees every block, torch's profiler tensors alone."""
     accounts = [account("single", rank, method=method) for rank, method in enumerate(methods)]
     assert included(accounts) == said
-    assert remarks(accounts)[0] == (
+    assert remarks(accounts)[0].text == (
         f"allocated here: the peak beyond the base of the largest rank, {said}; its parts add up to it"
     )
 

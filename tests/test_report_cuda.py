@@ -81,7 +81,7 @@ def test_the_table_of_a_run_on_cuda() -> None:
 )
 def test_the_table_says_what_was_measured_and_where(used: int | None, says: str) -> None:
     """By the GPU's name."""
-    assert remarks([account(used)]) == [
+    assert [remark.text for remark in remarks([account(used)])] == [
         f"allocated: the peak beyond the base of the largest rank, as torch's allocator on {GPU} counts it",
         "reserved: the most that the allocator had of the device; gaps: what of that nobody had in the fullest phase",
         f"on CUDA: {says}; host: the same rank's own memory beyond its base, and pinned pages",

@@ -19,7 +19,7 @@ from unipar.report.seen import Told
 from unipar.source import given
 from unipar.task import TaskRef
 from unipar.verbs.contestant import Contestant
-from unipar.verbs.sending import completed
+from unipar.verbs.sending import with_library_traffic
 
 TASK = '''
 import torch
@@ -109,7 +109,7 @@ def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path, task: dict[str,
     (tmp_path / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
     run = Contestant(cell, config, TaskRef.of(None, config.task, {}), tmp_path / "run")
     before = [Account(rank=r, method="m", device="cpu", base=1, phases=(), peaks=(), sent={"x": 3}) for r in (0, 1)]
-    after = completed(run, before, "1")
+    after = with_library_traffic(run, before, "1")
     assert [account.sent for account in after] == [{"x": 3}, {"x": 3}]
     for account in after:
         (note,) = account.notes

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from unipar.proof.jobs import Job, RunKey
+
 ROOT = Path(__file__).parents[1]
 
 CONFIG = """
@@ -73,6 +75,32 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comple
     return proved(tmp_path_factory.mktemp("planted"), CONFIG, "--steps", "6", *words)
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        (RunKey("look"), "a look at the task"),
+        (RunKey("one process"), "one process"),
+        (RunKey("one process", precision="fp64"), "one process, fp64"),
+        (RunKey("one process", micro=2), "one process, microbatches of 2"),
+        (RunKey("shares", bitwise=True), "a replay, share by share"),
+        (RunKey("micros", bitwise=True), "a replay, microbatch by microbatch"),
+        (RunKey("shares"), "a replay, share by share, as configured"),
+        (RunKey("micros"), "a replay, microbatch by microbatch, as configured"),
+        (RunKey("shares", precision="fp64"), "a replay, share by share, fp64"),
+        (RunKey("shares", step=3), "step 3 again"),
+        (RunKey("shares", step=3, precision="fp64"), "step 3 in fp64"),
+        (RunKey("cell", "native/nothing"), "native/nothing"),
+        (RunKey("cell", "native/nothing", bitwise=True), "bits of native/nothing"),
+    ],
+)
+def test_a_run_is_known_by_its_key(key: RunKey, text: str) -> None:
+    """Its text is what the terminal and verify.json say; a job comes whole through the file of its world."""
+    job = Job(key=key, kind="run", config="{}", steps=2)
+    told = json.loads(json.dumps(job.to_json()))
+    assert (str(key), told["name"]) == (text, text)
+    assert Job.from_json(told) == job
+
+
 def row_of(said: dict[str, Any], cell: str) -> dict[str, Any]:
     return next(row for row in said["cells"] if row["cell"] == cell)
 
@@ -119,3 +147,5 @@ def test_two_factors_are_told_apart(planted: tuple[Any, dict[str, Any]]) -> None
     assert ranks.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it stays (0.5)")
     micros = row_of(planted[1], "faulty/nothing+divided-twice")["finding"]["says"]
     assert micros.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it goes with them (1)")
+    cells = ("faulty/nothing+averaging-twice", "faulty/nothing+divided-twice")
+    assert [row_of(planted[1], cell)["finding"]["candidates"] for cell in cells] == [[], []]

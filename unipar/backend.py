@@ -66,6 +66,9 @@ class Variant:
     alone: bool = False
     """One process, whatever the config says about ranks."""
 
+    library_defaults: bool = False
+    """Sizes in it are the library's own defaults: a page of a comparison says what they cost."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:

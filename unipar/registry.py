@@ -24,6 +24,9 @@ BACKENDS = PluginGroup(
     "unipar.backends", "backend", "backend {!r}", "an instance of Backend", _is_backend, BackendNotFound
 )
 
+ONE = Cell("single")
+"""The cell of one process without a wrapper: what all others are held to."""
+
 
 def names() -> list[str]:
     """Return the names of all backends that are installed."""

@@ -47,7 +47,12 @@ class DeepSpeed(Backend):
     capabilities = Capabilities(
         shards=SHARDS,
         variants={
-            "library": Variant(options={"buckets": "library"}, shards=_SPLIT, says="with DeepSpeed's own bucket sizes")
+            "library": Variant(
+                options={"buckets": "library"},
+                shards=_SPLIT,
+                says="with DeepSpeed's own bucket sizes",
+                library_defaults=True,
+            )
         },
         gaps={(shard, "fp64"): _NO_FP64 for shard in _SPLIT},
         also={"model.offload": _SPLIT},

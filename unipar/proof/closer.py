@@ -11,11 +11,11 @@ from unipar.errors import UniparError
 from unipar.proof import fault
 from unipar.proof.allowance import Allowance
 from unipar.proof.facts import mixed
-from unipar.proof.jobs import Job
+from unipar.proof.jobs import Job, RunKey
 from unipar.proof.judge import Held
 from unipar.proof.modules import Parting, partings
 from unipar.proof.record import Record, put_together
-from unipar.proof.runs import BITS, Runs, bitwise, recut
+from unipar.proof.runs import Runs, bitwise, recut
 from unipar.proof.worlds import Result, Worlds, grouped
 from unipar.report.verdicts import Finding
 
@@ -34,73 +34,72 @@ class Looks:
         self._runs, self._worlds, self._configs, self._say = runs, worlds, configs, say
         self._own: bool | None = looked["optimizer"]
 
-    def findings(self, found: Mapping[str, Held], allowance: Allowance) -> Iterator[tuple[str, Finding]]:
-        """By name of the run that parted."""
+    def findings(self, found: Mapping[RunKey, Held], allowance: Allowance) -> Iterator[tuple[RunKey, Finding]]:
+        """Yield the key and the finding of each run that parted."""
         if not found:
             return
         replays = self._replays({_first(held) for held in found.values()})
-        jobs = [self._again(name, _first(held)) for name, held in found.items()]
+        jobs = [self._again(key, _first(held)) for key, held in found.items()]
         again = self._worlds.play(grouped(jobs), self._said)
-        cases: dict[str, tuple[fault.Case, Finding]] = {}
-        for name, held in found.items():
-            result = again[name]
+        cases: dict[RunKey, tuple[fault.Case, fault.Kind | None, Finding]] = {}
+        for key, held in found.items():
+            result = again[key]
             step = _first(held)
             own, exact = replays[step]
             if isinstance(result, UniparError):
-                yield name, replace(_finding(held, {}), says=f"the step could not be run again: {result}")
+                yield key, replace(_finding(held, {}), says=f"the step could not be run again: {result}")
                 continue
             run = put_together(result)
             limit = allowance.norms[step - 1] / max(allowance.base.norms[step - 1][0], 1e-300)
             ranks, micros = self._runs.ranks, self._runs.accumulate
             parted = partings(run, own, exact, ranks)
             case = fault.Case(
-                run, allowance.base, exact, held, self._config(name), ranks, micros, limit, parted, self._own
+                run, allowance.base, exact, held, self._config(key), ranks, micros, limit, parted, self._own
             )
-            finding = _finding(held, parted)
             kind = fault.kind_of(case)
-            if kind is not None:
-                finding = replace(finding, kind=kind.name, says=kind.says)
-            cases[name] = case, finding
+            cases[key] = case, kind, _of_kind(_finding(held, parted), kind)
         yield from self._settled(cases)
 
-    def _config(self, name: str) -> Config:
-        config = self._configs[name.removeprefix(BITS)]
-        return bitwise(config) if name.startswith(BITS) else config
+    def _config(self, key: RunKey) -> Config:
+        config = self._configs[key.cell]
+        return bitwise(config) if key.bitwise else config
 
     def _replays(self, steps: set[int]) -> dict[int, tuple[Record, Record]]:
         """In the run's precision and in fp64, up to each first bad step."""
         one, exactly = self._runs.one(), self._runs.one("fp64")
-        batches: list[list[Job]] = [[], []]
-        for step in sorted(steps):
-            batches[0].append(self._runs.replay(f"step {step} again", one, "shares", step=step))
-            batches[1].append(self._runs.replay(f"step {step} in fp64", exactly, "shares", step=step, apart=True))
+        keys = {s: (RunKey("shares", step=s), RunKey("shares", step=s, precision="fp64")) for s in sorted(steps)}
+        batches = [
+            [self._runs.replay(again, one) for again, _ in keys.values()],
+            [self._runs.replay(exact, exactly, apart=True) for _, exact in keys.values()],
+        ]
         made = self._worlds.play(batches, self._said, side_by_side=2)
-        return {s: (_record(made[f"step {s} again"]), _record(made[f"step {s} in fp64"])) for s in steps}
+        return {s: (_record(made[again]), _record(made[exact])) for s, (again, exact) in keys.items()}
 
-    def _again(self, name: str, step: int) -> Job:
-        return Job(name=name, kind="run", config=self._config(name).written(), steps=step, trace_at=step)
+    def _again(self, key: RunKey, step: int) -> Job:
+        return Job(key=key, kind="run", config=self._config(key).written(), steps=step, trace_at=step)
 
-    def _settled(self, cases: Mapping[str, tuple[fault.Case, Finding]]) -> Iterator[tuple[str, Finding]]:
+    def _settled(
+        self, cases: Mapping[RunKey, tuple[fault.Case, fault.Kind | None, Finding]]
+    ) -> Iterator[tuple[RunKey, Finding]]:
         """Where as many ranks as microbatches leave two factors possible, other microbatches tell which."""
         ranks, micros = self._runs.ranks, self._runs.accumulate
-        unsure = [name for name, (_, finding) in cases.items() if " or " in finding.kind]
         other = 1 if micros > 1 else 2
         jobs = [
-            Job(name=n, kind="run", config=recut(self._config(n), ranks, other).written(), steps=cases[n][1].step)
-            for n in unsure
+            Job(key=key, kind="run", config=recut(self._config(key), ranks, other).written(), steps=finding.step)
+            for key, (_, _, finding) in cases.items()
+            if finding.candidates
         ]
         more = self._worlds.play(grouped(jobs), self._said)
-        for name, (case, finding) in cases.items():
-            result = more.get(name)
-            if isinstance(result, list):
+        for key, (case, kind, finding) in cases.items():
+            result = more.get(key)
+            if kind is not None and isinstance(result, list):
                 measured = _factor(replace(case, run=put_together(result)), finding.step)
-                kind = fault.settled(case, fault.Kind(finding.kind, finding.says), measured, other)
-                yield name, replace(finding, kind=kind.name, says=kind.says)
+                yield key, _of_kind(finding, fault.settled(case, kind, measured, other))
             else:
-                yield name, finding
+                yield key, finding
 
-    def _said(self, name: str, result: Result) -> None:
-        self._say(f"{name}: {'failed' if isinstance(result, UniparError) else 'looked at again'}")
+    def _said(self, key: RunKey, result: Result) -> None:
+        self._say(f"{key}: {'failed' if isinstance(result, UniparError) else 'looked at again'}")
 
 
 def _first(held: Held) -> int:
@@ -119,6 +118,11 @@ def _factor(case: fault.Case, step: int) -> float:
     found, whole = fault.gradient_of(case, step), fault.whole_gradient(case, step)
     mix = mixed(found, {(0, 0): whole}, {}, sorted(found))
     return float("nan") if mix is None else mix.parts[0, 0]
+
+
+def _of_kind(finding: Finding, kind: fault.Kind | None) -> Finding:
+    """Return the finding with the kind of fault that fits; as it is where none does."""
+    return finding if kind is None else replace(finding, kind=kind.name, says=kind.says, candidates=kind.candidates)
 
 
 def _finding(held: Held, found: Mapping[str, Parting]) -> Finding:

@@ -31,6 +31,11 @@ class Kind:
 
     name: str
     says: str
+    candidates: tuple[str, ...] = ()
+    """Kinds that fit equally well, where it is not one alone; `name` lists them all."""
+
+    measured: str = ""
+    """The part of `says` that holds whichever of them it is."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +255,8 @@ def _factor(case: Case, factor: float, left: float, step: int) -> Kind | None:
         fits = [x for known in (by_world, by_micros) for value, x in known.items() if _near(case, factor, value)]
         if not fits:
             return Kind("a gradient off by a factor", said)
-        return Kind(" or ".join(name for name, _ in fits), f"{said}: {', or '.join(why for _, why in fits)}")
+        names, says = tuple(name for name, _ in fits), f"{said}: {', or '.join(why for _, why in fits)}"
+        return Kind(" or ".join(names), says, names if len(names) > 1 else (), said)
     for name, (least, most) in BITS.items():
         if least <= left <= most:
             return Kind(
@@ -294,15 +300,13 @@ def _near(case: Case, value: float, wanted: float) -> bool:
 
 def settled(case: Case, kind: Kind, measured: float, micros: int) -> Kind:
     """Two factors fit, for there are as many microbatches as ranks: which, a run with other microbatches has shown."""
-    names = kind.name.split(" or ")
-    if len(names) != 2:
+    if len(kind.candidates) != 2:
         return kind
     ranks = case.ranks
     by_world = _near(case, measured, float(ranks)) or _near(case, measured, 1.0 / ranks)
-    name = names[0] if by_world else names[1]
+    name = kind.candidates[0 if by_world else 1]
     stays = "stays" if by_world else "goes with them"
-    first = kind.says.partition(": ")[0]
-    return Kind(name, f"{first}; with {_counted(micros)} in place of {ranks} it {stays} ({measured:.4g})")
+    return Kind(name, f"{kind.measured}; with {_counted(micros)} in place of {ranks} it {stays} ({measured:.4g})")
 
 
 def _counted(micros: int) -> str:

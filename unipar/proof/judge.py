@@ -65,7 +65,7 @@ class Held:
         return self.first is None
 
 
-def held(run: Record, allowance: Allowance, replay: Record) -> Held:
+def judge(run: Record, allowance: Allowance, replay: Record) -> Held:
     """The verdict counts series and the state at the end; sketches say where it began."""
     series = [m for t in range(run.steps) for m in _series(run, allowance, replay, t)]
     end = list(_end(run, allowance))
@@ -75,8 +75,8 @@ def held(run: Record, allowance: Allowance, replay: Record) -> Held:
     for t in range(run.steps):
         for measure in series:
             if measure.step == t + 1 and measure.share > 1.0:
-                return Held(worst, measure, parted(run, allowance, t + 1))
-        if gone := parted(run, allowance, t + 1):
+                return Held(worst, measure, differing_tensors(run, allowance, t + 1))
+        if gone := differing_tensors(run, allowance, t + 1):
             off, allowed = _sketched(run, allowance, gone[0], t + 1)
             return Held(worst, Measure(gone[0][1], t + 1, off, allowed, gone[0][0]), gone)
     return Held(worst, worst, tuple((m.name, m.what) for m in end if m.share > 1.0))
@@ -114,7 +114,7 @@ def _strange(mine: list[Seen], wanted: list[Seen]) -> int:
     return sum(((one - other) + (other - one)).values())
 
 
-def parted(run: Record, allowance: Allowance, step: int) -> tuple[Key, ...]:
+def differing_tensors(run: Record, allowance: Allowance, step: int) -> tuple[Key, ...]:
     """Tensors of the state that are off after a step, by their sketches."""
     keys = [k for k in allowance.base.states[step] if k[0] not in allowance.noise]
     gone: list[Key] = []

@@ -10,9 +10,20 @@ from unipar.config import Config
 from unipar.errors import Stopped, UniparError
 from unipar.proof import closer
 from unipar.proof.allowance import measured
-from unipar.proof.judge import Held, held
+from unipar.proof.jobs import RunKey
+from unipar.proof.judge import Held, judge
 from unipar.proof.record import Record, put_together, same_bits
-from unipar.proof.runs import BASE, BITS, EXACT, LOOK, MICROS, SHARES, SPREAD, Runs
+from unipar.proof.runs import (
+    BASE,
+    EXACT,
+    LOOK,
+    MICROS,
+    MICROS_CONFIGURED,
+    SHARES,
+    SHARES_CONFIGURED,
+    SHARES_EXACT,
+    Runs,
+)
 from unipar.proof.worlds import Result, Worlds, grouped
 from unipar.report.comparison import agreement
 from unipar.report.verdicts import Verdict, Verdicts
@@ -31,16 +42,16 @@ class Proof:
 
     def __init__(self, runs: Runs, worlds: Worlds, configs: Mapping[str, Config], now: Verdicts, show: Show) -> None:
         self._runs, self._worlds, self._configs, self.now, self._show = runs, worlds, dict(configs), now, show
-        self._records: dict[str, Record] = {}
+        self._records: dict[RunKey, Record] = {}
         self._looked: dict[str, Any] = {}
-        self._found: dict[str, Held] = {}
+        self._found: dict[RunKey, Held] = {}
 
-    def play(self) -> Verdicts:
+    def run(self) -> Verdicts:
         try:
             self._references()
             if not self.now.stopped:
                 self._cells()
-                self._closer()
+                self._second_look()
         except (KeyboardInterrupt, Stopped):
             self.now = replace(self.now, interrupted=True)
         return self.now
@@ -59,14 +70,14 @@ class Proof:
             self._say_how_much()
         self._allow()
 
-    def _reference(self, name: str, result: Result) -> None:
+    def _reference(self, key: RunKey, result: Result) -> None:
         if isinstance(result, UniparError):
             raise result  # what one process cannot do is no verdict on any cell
-        if name == LOOK:
+        if key == LOOK:
             self._looked = result[0]
         else:
-            self._records[name] = put_together(result)
-        self._show(self.now, f"{name}: done")
+            self._records[key] = put_together(result)
+        self._show(self.now, f"{key}: done")
 
     @property
     def _cut_matters(self) -> bool:
@@ -74,25 +85,29 @@ class Proof:
 
     def _say_how_much(self) -> None:
         """One process through other microbatches, held to the replay: not a cell's fault."""
-        one, alike = self._records[EXACT].losses, self._records[f"{SHARES}, fp64"].losses
-        whole = [self._records[n].losses for n in self._records if n.startswith(SPREAD)]
-        off = max(abs(a - b) for losses in [one, *whole] for a, b in zip(losses, alike, strict=True))
+        one, alike = self._records[EXACT], self._records[SHARES_EXACT].losses
+        off = max(abs(a - b) for r in [one, *self._other_cuts] for a, b in zip(r.losses, alike, strict=True))
         why, *others = self.now.remarks[::-1]
         why += f"; one process that cuts batches in another way is off by up to {off:.1e}, so cells are held to one "
         self.now = replace(self.now, remarks=[*others[::-1], why + "that cuts them as they do"])
 
+    @property
+    def _other_cuts(self) -> list[Record]:
+        """One process through microbatches of other sizes than the config's."""
+        return [record for key, record in self._records.items() if key.micro is not None]
+
     def _allow(self) -> None:
         records, exact = self._records, self._records[EXACT]
         if self._cut_matters:
-            base, exact = records[f"{SHARES}, as configured"], records[f"{SHARES}, fp64"]
-            others = [records[f"{MICROS}, as configured"], records[SHARES], records[MICROS], exact]
+            base, exact = records[SHARES_CONFIGURED], records[SHARES_EXACT]
+            others = [records[MICROS_CONFIGURED], records[SHARES], records[MICROS], exact]
         else:
             base = records[BASE]
-            others = [records[n] for n in records if n.startswith(SPREAD)] + [records[SHARES], records[MICROS]]
+            others = [*self._other_cuts, records[SHARES], records[MICROS]]
             if self._runs.config.train.precision != self._runs.precision:
                 others.append(exact)  # a stand-in: its own rounding counts as well
         self._allowance = measured(base, others, exact, self._runs.config.train.precision)
-        one = {name: {"loss": r.losses, "norm": [n[0] for n in r.norms]} for name, r in records.items()}
+        one = {str(key): {"loss": r.losses, "norm": [n[0] for n in r.norms]} for key, r in records.items()}
         allowed = {"loss": self._allowance.losses, "norm": self._allowance.norms}
         noise = sorted(self._allowance.noise)
         said = [f"judged by gradient, for theirs is rounding noise: {', '.join(noise)}"] if noise else []
@@ -103,16 +118,15 @@ class Proof:
     def _cells(self) -> None:
         self._worlds.play(grouped(self._runs.cells(self._configs)), self._cell)
 
-    def _cell(self, name: str, result: Result) -> None:
-        cell = name.removeprefix(BITS)
-        row = next(row for row in self.now.rows if row.cell == cell)
+    def _cell(self, key: RunKey, result: Result) -> None:
+        row = self._verdict(key)
         if isinstance(result, UniparError):
             if row.outcome != "failed":
                 self._put(replace(row, outcome="failed", note=str(result)), f"failed: {str(result).splitlines()[0]}")
             return
         record = put_together(result)
-        found = held(record, self._allowance, self._records[SHARES])
-        if name != cell:
+        found = judge(record, self._allowance, self._records[SHARES])
+        if key.bitwise:
             orders = ("shares", self._records[SHARES]), ("micros", self._records[MICROS])
             bits = next((order for order, replay in orders if same_bits(record, replay)), "")
             row = replace(row, bits=bits)
@@ -122,7 +136,11 @@ class Proof:
         row = self._row(row, record, found)
         self._put(row, f"{row.outcome}: {row.worst}" if row.outcome == "disagrees" else row.outcome)
         if not found.agrees:
-            self._found[name] = found
+            self._found[key] = found
+
+    def _verdict(self, key: RunKey) -> Verdict:
+        """Return what is known so far of the cell that a run is of."""
+        return next(row for row in self.now.rows if row.cell == key.cell)
 
     def _row(self, row: Verdict, record: Record, found: Held) -> Verdict:
         near = agreement(record.losses, self._allowance.base.losses, 1.0)
@@ -142,14 +160,13 @@ class Proof:
 
     # Those that part
 
-    def _closer(self) -> None:
+    def _second_look(self) -> None:
         looks = closer.Looks(
             self._runs, self._worlds, self._configs, self._looked, lambda line: self._show(self.now, line)
         )
-        for name, finding in looks.findings(self._found, self._allowance):
-            cell = name.removeprefix(BITS)
-            row = next(row for row in self.now.rows if row.cell == cell)
-            self._put(replace(row, finding=finding), f"parts at step {finding.step}: {finding.kind or 'no known kind'}")
+        for key, finding in looks.findings(self._found, self._allowance):
+            row = replace(self._verdict(key), finding=finding)
+            self._put(row, f"parts at step {finding.step}: {finding.kind or 'no known kind'}")
 
 
 def remarks(looked: Mapping[str, Any]) -> list[str]:

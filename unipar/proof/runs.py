@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from unipar import registry
-from unipar.config import Cell, Config, Precision
-from unipar.proof.jobs import Job
+from unipar.config import Config, Precision
+from unipar.proof.jobs import Job, RunKey
 from unipar.training import Clip
 
-ONE = Cell("single")
+LOOK, EXACT, BASE = RunKey("look"), RunKey("one process", precision="fp64"), RunKey("one process")
+SHARES, MICROS = RunKey("shares", bitwise=True), RunKey("micros", bitwise=True)
 
-LOOK, EXACT, BASE = "a look at the task", "one process, fp64", "one process"
-SHARES, MICROS = "a replay, share by share", "a replay, microbatch by microbatch"
-SPREAD = "one process, microbatches of"
-BITS = "bits of "
-"""Before a cell's name: the run that is held to the replays' bits."""
+SHARES_CONFIGURED, MICROS_CONFIGURED, SHARES_EXACT = (
+    RunKey("shares"),
+    RunKey("micros"),
+    RunKey("shares", precision="fp64"),
+)
+"""Replays for a task whose numbers depend on how a batch is cut."""
 
 
 @dataclass(frozen=True)
@@ -42,46 +44,44 @@ class Runs:
 
     def one(self, precision: Precision | None = None) -> Config:
         """One process without a wrapper, through the same microbatches one after another."""
-        return in_precision(registry.at(self.config, ONE), precision or self.precision)
+        return in_precision(registry.at(self.config, registry.ONE), precision or self.precision)
 
     def references(self) -> list[list[Job]]:
         """Two worlds of one process, side by side."""
         one, exactly = self.one(), bitwise(self.one())
-        others = [self._run(f"{SPREAD} {m}", _cut(one, self._total, m)) for m in self._cuts()]
+        others = [self._run(RunKey("one process", micro=m), _cut(one, self._total, m)) for m in self._cuts()]
         return [
             [
-                Job(name=LOOK, kind="look", config=self.one("fp64").written(), steps=0),
+                Job(key=LOOK, kind="look", config=self.one("fp64").written(), steps=0),
                 self._run(EXACT, self.one("fp64")),
-                self.replay(MICROS, exactly, "micros"),
+                self.replay(MICROS, exactly),
             ],
-            [self._run(BASE, one), *others, self.replay(SHARES, exactly, "shares")],
+            [self._run(BASE, one), *others, self.replay(SHARES, exactly)],
         ]
 
     def cut_alike(self) -> list[list[Job]]:
         """More replays, for a task whose numbers depend on how a batch is cut: nothing else is cut alike."""
         return [
-            [self.replay(f"{SHARES}, as configured", self.one(), "shares")],
-            [
-                self.replay(f"{MICROS}, as configured", self.one(), "micros"),
-                self.replay(f"{SHARES}, fp64", self.one("fp64"), "shares"),
-            ],
+            [self.replay(SHARES_CONFIGURED, self.one())],
+            [self.replay(MICROS_CONFIGURED, self.one()), self.replay(SHARES_EXACT, self.one("fp64"))],
         ]
 
     def cells(self, configs: dict[str, Config]) -> list[Job]:
         """Each as it is configured, and once more by the arithmetic that a replay can repeat to the bit."""
         jobs: list[Job] = []
         for name, config in configs.items():
-            jobs += [self._run(name, config), self._run(BITS + name, bitwise(config))]
+            jobs.append(self._run(RunKey("cell", name), config))
+            jobs.append(self._run(RunKey("cell", name, bitwise=True), bitwise(config)))
         return jobs
 
-    def replay(self, name: str, config: Config, order: str, *, step: int | None = None, apart: bool = False) -> Job:
-        """Up to `step`, which is then recorded in full; all steps without."""
-        steps = step or self.steps
-        made = Job(name=name, kind="replay", config=config.written(), steps=steps, ranks=self.ranks, order=order)
-        return replace(made, trace_at=step, apart=apart)
+    def replay(self, key: RunKey, config: Config, *, apart: bool = False) -> Job:
+        """Return a replay in the order that `key` says, up to the step that it says; all steps without one."""
+        steps = key.step or self.steps
+        made = Job(key=key, kind="replay", config=config.written(), steps=steps, ranks=self.ranks, order=key.kind)
+        return replace(made, trace_at=key.step, apart=apart)
 
-    def _run(self, name: str, config: Config) -> Job:
-        return Job(name=name, kind="run", config=config.written(), steps=self.steps)
+    def _run(self, key: RunKey, config: Config) -> Job:
+        return Job(key=key, kind="run", config=config.written(), steps=self.steps)
 
     @property
     def _total(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +16,15 @@ from unipar.backend import Backend
 from unipar.config import Config
 from unipar.crew import Crew
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
-from unipar.proof.jobs import ENTRY, JOBS, Job, result_of
+from unipar.proof.jobs import ENTRY, JOBS, Job, RunKey, result_of
 from unipar.task import TaskRef
 from unipar.zygote import Zygote
 
 Result = list[dict[str, Any]] | UniparError
 """What each rank wrote down, or why the run came to nothing."""
 
-Said = Callable[[str, Result], None]
-"""Called with each job's name and result when it is there."""
+Said = Callable[[RunKey, Result], None]
+"""Called with each job's key and result when it is there."""
 
 
 @dataclass
@@ -47,17 +47,17 @@ class Worlds:
         self._folder, self._ref, self._zygote, self._threads = folder, ref, zygote, threads
         self._number = 0
 
-    def play(self, batches: Iterable[Sequence[Job]], said: Said, side_by_side: int = 1) -> dict[str, Result]:
+    def play(self, batches: Iterable[Sequence[Job]], said: Said, side_by_side: int = 1) -> dict[RunKey, Result]:
         """Each batch of jobs in a world of its own, some at a time; what a dead world leaves undone has another."""
         waiting = [list(jobs) for jobs in batches if jobs]
-        found: dict[str, Result] = {}
+        found: dict[RunKey, Result] = {}
         while waiting:
             now, waiting = waiting[:side_by_side], waiting[side_by_side:]
             left = self._together(now, found, said)
             waiting = left + waiting
         return found
 
-    def _together(self, batches: list[list[Job]], found: dict[str, Result], said: Said) -> list[list[Job]]:
+    def _together(self, batches: list[list[Job]], found: dict[RunKey, Result], said: Said) -> list[list[Job]]:
         worlds: list[_World] = []
         left: list[list[Job]] = []
         try:
@@ -108,7 +108,7 @@ class Worlds:
         )
         return _World(crew, folder, jobs, config.parallel.data)
 
-    def _collect(self, world: _World, found: dict[str, Result], said: Said) -> None:
+    def _collect(self, world: _World, found: dict[RunKey, Result], said: Said) -> None:
         """What has come since the last look."""
         import torch
 
@@ -119,20 +119,22 @@ class Worlds:
             ranks: list[dict[str, Any]] = [torch.load(file, weights_only=True) for file in files]
             for file in files:
                 file.unlink()
-            self._found(world.jobs[world.done].name, _result(ranks), found, said)
+            self._found(world.jobs[world.done].key, _result(ranks), found, said)
             world.done += 1
 
-    def _ended(self, world: _World, fault: UniparError | None, found: dict[str, Result], said: Said) -> list[list[Job]]:
+    def _ended(
+        self, world: _World, fault: UniparError | None, found: dict[RunKey, Result], said: Said
+    ) -> list[list[Job]]:
         if world.done == len(world.jobs):
             return []
-        name = world.jobs[world.done].name
-        self._found(name, fault or WorkerFailed(f"the world of {name} ended without a result"), found, said)
+        key = world.jobs[world.done].key
+        self._found(key, fault or WorkerFailed(f"the world of {key} ended without a result"), found, said)
         rest = list(world.jobs[world.done + 1 :])
         return [rest] if rest else []
 
-    def _found(self, name: str, result: Result, found: dict[str, Result], said: Said) -> None:
-        found[name] = result
-        said(name, result)
+    def _found(self, key: RunKey, result: Result, found: dict[RunKey, Result], said: Said) -> None:
+        found[key] = result
+        said(key, result)
 
 
 def _result(ranks: list[dict[str, Any]]) -> Result:
@@ -156,7 +158,7 @@ def grouped(jobs: Iterable[Job]) -> list[list[Job]]:
 def worlds(folder: Path, ref: TaskRef, configs: Sequence[Config], threads: int) -> Generator[Worlds]:
     """One process imports what all these configs need; workers are its forks."""
     backends = {name: registry.find(name) for name in {config.backend for config in configs}}
-    with Zygote(sorted({module for b in backends.values() for module in _modules(b)}), environment()) as zygote:
+    with Zygote(sorted({module for b in backends.values() for module in _modules(b)})) as zygote:
         yield Worlds(folder, ref, zygote, threads)
 
 
@@ -169,8 +171,3 @@ def _engine(home: str) -> list[str]:
     from importlib.util import find_spec
 
     return [f"{home}.engine"] if find_spec(f"{home}.engine") is not None else []
-
-
-def environment() -> Mapping[str, str]:
-    """Where this process finds modules, its workers shall."""
-    return {}

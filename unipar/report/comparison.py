@@ -16,12 +16,15 @@ from typing_extensions import override
 from unipar.config import Precision
 from unipar.memory.account import Account
 from unipar.report.alike import Marks, unlike
-from unipar.report.memory import largest, memory_tables, remarks, varied
-from unipar.report.table import blocks
+from unipar.report.memory import RSS, largest, memory_tables, remarks, varied
+from unipar.report.table import Remark, blocks, table_remarks
 from unipar.text import count_of, format_size
 
 Outcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
 """absent: its library is not installed here; unlike: it trained something else than the others."""
+
+REUSED = "kept from an earlier go, and not timed in turns with the cells that ran later"
+"""The note of a row that was reused; older files have it and no field `reused`."""
 
 HEADS = {"refused": "refused: ", "absent": "", "failed": "failed: ", "unlike": "not alike: ", "waits": ""}
 
@@ -70,6 +73,9 @@ class Row:
     at: str = ""
     """Where it failed, by the failing rank's own last sign: "in the backward of step 7"."""
 
+    reused: bool = False
+    """Whether it is from an earlier run of the same comparison, and was not timed in turns with the others."""
+
     @property
     def timed(self) -> list[float]:
         return list(chain.from_iterable(self.seconds))
@@ -116,10 +122,6 @@ def agreement(losses: Sequence[float], reference: Sequence[float], allowed: floa
     return Agreement(digits, worst + 1, pairs[worst][0], shares[worst] <= allowed)
 
 
-COLUMNS = ("x", "allocated", "RSS")
-"""That a narrow table leaves out, or has in one another's place: a remark on one that is not there is none."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Found(ABC):
     """What came of worlds that took turns, a row for each."""
@@ -164,9 +166,8 @@ class Found(ABC):
     def table(self, width: int = 80) -> str:
         made, beside = self.blocks(width), self.beside(width)
         head = " ".join([made[0][0], *beside]).split()
-        gone = [name for name in COLUMNS if name not in head]
-        remarks = [text for text in self.remarks() if text.partition(":")[0] not in gone]
-        said = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        shown = [r.text for r in self.column_remarks() if not r.column or r.column in head]
+        said = [line for text in shown for line in textwrap.wrap(text, width, subsequent_indent="  ")]
         return "\n".join(["\n".join(lines) for lines in made] + [*beside, "", *said])
 
     @abstractmethod
@@ -178,8 +179,12 @@ class Found(ABC):
         return []
 
     @abstractmethod
+    def column_remarks(self) -> list[Remark]:
+        """Return what the table means and what is wrong, each with the column that it is on."""
+
     def remarks(self) -> list[str]:
         """What the table means, and what is wrong."""
+        return [remark.text for remark in self.column_remarks()]
 
     def timing(self) -> list[str]:
         """What its times are of."""
@@ -188,6 +193,10 @@ class Found(ABC):
             return []
         turns = f"{count_of(len(ran.timed), 'step')} in {count_of(len(ran.seconds), 'turn')}"
         return [f"step ms: median [middle half] of {turns}, of the slowest rank"]
+
+    def row_notes(self) -> list[str]:
+        """Return what should be known of how worlds ran, each with the world's name."""
+        return [f"{row.cell}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
 
     def others(self, row: Row) -> dict[str, Marks]:
         """What the other rows were seen to train."""
@@ -302,20 +311,16 @@ class Comparison(Found):
         return format_size(max(row.peak_rss)) if row.peak_rss else "-"
 
     @override
-    def remarks(self) -> list[str]:
-        lines = [f"{row.cell}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
-        lines += self.verdict()
-        lines += self.timing()
+    def column_remarks(self) -> list[Remark]:
+        lines = table_remarks(*self.row_notes(), *self.verdict(), *self.timing())
         if self.baseline is not None:
-            lines.append(f"x: step time in proportion to {self.baseline.cell}")
+            lines.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
         if self._watched:
             lines += remarks([account for row in self.rows for account in row.memory])
-            lines += varied([(row.cell, row.memory) for row in self.rows if row.memory])
+            lines += table_remarks(*varied([(row.cell, row.memory) for row in self.rows if row.memory]))
         elif any(row.outcome == "ran" for row in self.rows):
-            lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
-        if self.unwatched:
-            lines.append(self.unwatched)
-        return [*lines, *filter(None, [self.answer, self.unkept, self.note])]
+            lines.append(RSS)
+        return [*lines, *table_remarks(self.unwatched, self.answer, self.unkept, self.note)]
 
     def verdict(self) -> list[str]:
         """Whether the cells agree, in a sentence or several."""
@@ -373,6 +378,7 @@ def row_of(told: Mapping[str, Any]) -> Row:
     if not all(account.phases for account in memory):
         raise TypeError(f"{known['cell']} has an account without phases")
     marks = told.get("marks")
+    known.setdefault("reused", REUSED in known.get("note", ""))
     return Row(**known, memory=memory, marks=None if marks is None else Marks.model_validate(marks, strict=False))
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from unipar.memory.account import Account, Phase
 from unipar.memory.meter import SETTLED
 from unipar.report.cuda import there
-from unipar.report.table import blocks
+from unipar.report.table import Remark, blocks, table_remarks
 from unipar.text import format_size
 
 _COLUMNS: Final = {
@@ -29,6 +29,9 @@ _COUNTED: Final = {
     "torch's CUDA allocator": "what torch's CUDA allocator gave counted",
 }
 """What is counted, by how the account's method begins."""
+
+RSS: Final = Remark(column="RSS", text="RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
+"""What the column says that stands in place of allocated memory, where that was not measured."""
 
 
 def fullest(accounts: Sequence[Account]) -> Account:
@@ -133,25 +136,26 @@ def mib(number: int) -> str:
     return f"{exact:.0f}" if abs(exact) >= 9.95 else f"{exact:.1f}"
 
 
-def remarks(accounts: Sequence[Account]) -> list[str]:
+def remarks(accounts: Sequence[Account]) -> list[Remark]:
     """What the columns mean."""
     gpus = sorted({a.on.name for a in accounts if a.on is not None})
     if not gpus:
-        return [
+        return table_remarks(
             f"allocated here: the peak beyond the base of the largest rank, {included(accounts)}; "
             "its parts add up to it",
             "resident here: the same as the system counts it; on CUDA: predicted, allocated + context + NCCL + "
             "rounding",
             *settled(accounts),
-        ]
+        )
     measured = all(a.on.beside is not None for a in accounts if a.on is not None)
     took = "measured, what NVML counts for the process" if measured else "reserved + context + NCCL, both assumed"
-    return [
-        f"allocated: the peak beyond the base of the largest rank, as torch's allocator on {', '.join(gpus)} counts it",
+    peak = f"the peak beyond the base of the largest rank, as torch's allocator on {', '.join(gpus)} counts it"
+    others = table_remarks(
         "reserved: the most that the allocator had of the device; gaps: what of that nobody had in the fullest phase",
         f"on CUDA: {took}; host: the same rank's own memory beyond its base, and pinned pages",
         *settled(accounts),
-    ]
+    )
+    return [Remark(column="allocated", text=f"allocated: {peak}"), *others]
 
 
 def settled(accounts: Iterable[Account]) -> list[str]:

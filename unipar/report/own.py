@@ -9,9 +9,6 @@ from unipar.report.answer import WORDS, moves
 from unipar.report.seen import Seen, Told
 from unipar.text import format_size
 
-PLAIN = str(Cell(Config.model_fields["backend"].default))
-"""All of it by torch alone, and nothing split."""
-
 
 def own(told: Told, cell: Seen) -> str:
     """Its peak beside that of the same cell without them, and of the plain one, where they were measured; and why."""
@@ -19,9 +16,10 @@ def own(told: Told, cell: Seen) -> str:
     if cell not in told.measured:
         return f"{says}."
     says += f": {format_size(cell.peak)}"
+    torch_alone = str(Cell(Config.model_fields["backend"].default))  # and nothing split
     without, plain = (
         next((c for c in told.measured if c.cell == name), None)
-        for name in (str(replace(Cell.parse(cell.cell), variant=None)), PLAIN)
+        for name in (str(replace(Cell.parse(cell.cell), variant=None)), torch_alone)
     )
     beside = [(without, " without them")] if without is not None else []
     beside += [(plain, "")] if plain is not None else []

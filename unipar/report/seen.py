@@ -186,7 +186,7 @@ def _seen(folder: Path, row: Row, problems: list[str]) -> Seen:
         variant = registry.find(cell.backend).capabilities.variants.get(cell.variant or "")
     except UniparError:  # a backend that is not known where the page is made
         variant = None
-    return seen if variant is None else replace(seen, says=variant.says, own="library" in variant.options.values())
+    return seen if variant is None else replace(seen, says=variant.says, own=variant.library_defaults)
 
 
 def config_of(file: Path, problems: list[str]) -> dict[str, Any]:

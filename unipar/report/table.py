@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 GAP = "  "
 NARROWEST = 20
 """What a cell that wraps is given at least, on however narrow a terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remark:
+    """A sentence below a table; one on a column is left out where the table has not that column."""
+
+    column: str = ""
+    """The head of the column that it is on; empty: it is on the table as a whole."""
+
+    text: str
+
+
+def table_remarks(*texts: str) -> list[Remark]:
+    """Return remarks on the table as a whole; an empty text is none."""
+    return [Remark(text=text) for text in texts if text]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = 80) -> str:

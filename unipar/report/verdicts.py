@@ -30,6 +30,9 @@ class Finding:
     kind: str = ""
     """Empty: no kind that is known fits."""
 
+    candidates: tuple[str, ...] = ()
+    """The kinds that fit equally well, where it is not one alone; `kind` lists them all."""
+
     says: str = ""
     parameter: str = ""
     """The first, in the model's order, of those that part in that step."""

@@ -16,8 +16,8 @@ from unipar.memory.account import Account
 from unipar.report.alike import unlike
 from unipar.report.comparison import HEADS, Agreement, Found, Row, agreement, row_json, row_of, spread, tolerance
 from unipar.report.cuda import there
-from unipar.report.memory import fullest, here, largest, remarks
-from unipar.report.table import blocks
+from unipar.report.memory import RSS, fullest, here, largest, remarks
+from unipar.report.table import Remark, blocks, table_remarks
 from unipar.text import count_of, format_size
 
 Kind = Literal["strong", "weak"]
@@ -198,26 +198,24 @@ class Scaling(Found):
         )
 
     @override
-    def remarks(self) -> list[str]:
-        first = self.worlds[0]
-        share = first.micro * first.accumulate
-        lines = [f"{row.cell}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
-        lines += self.verdict()
+    def column_remarks(self) -> list[Remark]:
+        smallest = self.worlds[0]
+        share = smallest.micro * smallest.accumulate
         weak = f"; weak: {share} for each rank" if "weak" in self.kinds else ""
-        lines += [
-            f"strong: {count_of(first.samples, 'sample')} a step in every world{weak}",
+        lines = table_remarks(
+            *self.row_notes(),
+            *self.verdict(),
+            f"strong: {count_of(smallest.samples, 'sample')} a step in every world{weak}",
             "speed-up: samples/s in proportion to the smallest world's; efficiency: that in proportion to the ranks",
             *(["worlds of one size took turns; those of different sizes did not"] if self.verb == "compare" else []),
             self.shared(),
             *self.timing(),
-        ]
+        )
         if accounts := [account for row in self.rows for account in row.memory]:
             lines += remarks(accounts)
         elif any(row.outcome == "ran" for row in self.rows):
-            lines.append("RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
-        if self.unwatched:
-            lines.append(self.unwatched)
-        return [*lines, *filter(None, [self.unkept, self.note])]
+            lines.append(RSS)
+        return [*lines, *table_remarks(self.unwatched, self.unkept, self.note)]
 
     def shared(self) -> str:
         """What ranks on one machine have in common: efficiency is no statement on a cell without it."""

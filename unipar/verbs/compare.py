@@ -17,24 +17,19 @@ from unipar.installed import machine, versions
 from unipar.report import page, worlds_page
 from unipar.report.answer import answer
 from unipar.report.board import Board
-from unipar.report.comparison import Comparison, Row
+from unipar.report.comparison import REUSED, Comparison, Row
 from unipar.report.seen import Told
 from unipar.report.worlds import Scaling, World
 from unipar.source import Source
 from unipar.task import Task
 from unipar.text import count_of
 from unipar.verbs import kept
-from unipar.verbs.contest import Asked, Contest, same_total, sizes_of, terminable, threads
+from unipar.verbs.contest import Asked, Contest, batch_with_fixed_total, sizes_of, terminable, threads
 from unipar.verbs.contestant import Contestant
 from unipar.verbs.report import NAME, beside, written
 
-ONE = Cell("single")
-"""One process without a wrapper: what all others are held to."""
-
 FIGURES, SHEET = "worlds.json", "worlds.csv"
 """What several worlds came to, beside a folder for each."""
-
-APART = "kept from an earlier go, and not timed in turns with the cells that ran later"
 
 Given = str | Path | Mapping[str, Any] | Config | Source
 
@@ -103,7 +98,7 @@ def compared(
     config = asked.source.config
     devices.check_enough(config, ranks, asked=by)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": ranks})})
-    entrants = entered(config, tuple(cells) or config.compare.cells)
+    entrants = select_cells(config, tuple(cells) or config.compare.cells)
     each = threads(max(ranks, widest))
     of = kept.identity(config, list(entrants), asked.ref, each, asked.unwatched)
     first = Comparison(
@@ -117,14 +112,14 @@ def compared(
         unwatched=asked.unwatched,
     )
     with owned(folder):
-        earlier = kept.earlier(folder, of, overwrite=overwrite)
+        earlier = kept.reuse_or_clear(folder, of, overwrite=overwrite)
         if earlier is not None:
             whole = {row.cell: row for row in earlier.rows if row.outcome == "ran"}
             more = any(row.outcome == "waits" and row.cell not in whole for row in first.rows)
             if not more and not earlier.interrupted:
                 said = f"from {folder / kept.NAME}; --overwrite runs it again"
                 return _with_page(folder, replace(earlier, note=said))
-            kept_rows = {cell: _apart(row) if more else row for cell, row in whole.items()}
+            kept_rows = {cell: _reused(row) if more else row for cell, row in whole.items()}
             first = replace(first, rows=[kept_rows.get(row.cell, row) for row in first.rows])
         runs = {
             row.cell: Contestant(
@@ -142,7 +137,7 @@ def compared(
             kept.ask(folder, first.name, config)
 
         def keep(so_far: Comparison) -> str:
-            return kept.unkept(folder, lambda: kept.write(folder, of, so_far))
+            return kept.write_or_explain(folder, lambda: kept.write(folder, of, so_far))
 
         with terminable(), Board() as board:
             now = Contest(first, board, runs, each, keep).play(asked.turns)
@@ -154,11 +149,11 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
     """A comparison for each size of world, one after another, all with the same total batch."""
     settings, out = asked.source.config, asked.source.out / "worlds"
     devices.check_enough(settings, ranks[-1], asked="--world")
-    settings = settings.model_copy(update={"batch": same_total(settings.batch, ranks[0])})
+    settings = settings.model_copy(update={"batch": batch_with_fixed_total(settings.batch, ranks[0])})
     asked = replace(asked, source=replace(asked.source, config=settings))
     sizes = {n: settings.batch.settle(n) for n in ranks}
-    if list(entered(settings, tuple(cells) or settings.compare.cells)) == [str(ONE)]:
-        raise Unsupported(str(ONE), ["it is one process, whatever the size of the world"])
+    if list(select_cells(settings, tuple(cells) or settings.compare.cells)) == [str(registry.ONE)]:
+        raise Unsupported(str(registry.ONE), ["it is one process, whatever the size of the world"])
     found: dict[int, Comparison] = {}
     with owned(out):
         only_ours(out, "compare", (FIGURES, SHEET, NAME))
@@ -194,7 +189,7 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
             versions=versions(Cell.parse(cell).backend for cell in rows[0]),
             machine=machine(),
         ).sifted()
-        why = kept.unkept(out, lambda: kept.write_worlds(out, FIGURES, SHEET, now))
+        why = kept.write_or_explain(out, lambda: kept.write_worlds(out, FIGURES, SHEET, now))
         return replace(now, unkept=why, note=beside(lambda: written(worlds_page.page(now, out), out / NAME)))
 
 
@@ -206,8 +201,9 @@ def wrong(one: Comparison) -> list[str]:
     return one.verdict() if one.disagree else []
 
 
-def _apart(row: Row) -> Row:
-    return row if APART in row.note else replace(row, note="; ".join(filter(None, [row.note, APART])))
+def _reused(row: Row) -> Row:
+    """Return the row of a cell that does not run again, with a note that says so."""
+    return row if row.reused else replace(row, reused=True, note="; ".join(filter(None, [row.note, REUSED])))
 
 
 def _with_page(folder: Path, now: Comparison) -> Comparison:
@@ -224,10 +220,11 @@ def _with_page(folder: Path, now: Comparison) -> Comparison:
     return replace(now, answer="".join(sentence), note="; ".join(filter(None, [now.note, said])))
 
 
-def entered(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Config]]:
+def select_cells(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Config]]:
     """Each cell by name, with its config; those that cannot run have their sentence already. `single` is first."""
     found: dict[str, tuple[Row, Config]] = {}
-    alone = registry.at(config, ONE)
+    one = str(registry.ONE)
+    alone = registry.at(config, registry.ONE)
     note = ""
     if alone.train.precision == "bf16-master":
         alone = alone.model_copy(update={"train": alone.train.model_copy(update={"precision": "fp32"})})
@@ -236,7 +233,7 @@ def entered(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Con
         alone = alone.model_copy(update={"model": alone.model.model_copy(update={"offload": "none"})})
         note = "; ".join(filter(None, [note, "without model.offload"]))
     registry.check(alone)
-    found[str(ONE)] = Row(cell=str(ONE), outcome="waits", note=note), _bare(alone)
+    found[one] = Row(cell=one, outcome="waits", note=note), _bare(alone)
     for pattern in patterns:
         try:
             cells = registry.expand((pattern,))
@@ -245,11 +242,11 @@ def entered(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Con
             continue
         for cell in cells:
             if str(cell) not in found:
-                found[str(cell)] = checked(config, cell)
+                found[str(cell)] = check_cell(config, cell)
     return found
 
 
-def checked(config: Config, cell: Cell) -> tuple[Row, Config]:
+def check_cell(config: Config, cell: Cell) -> tuple[Row, Config]:
     """What runs in it, or its sentence."""
     name = str(cell)
     try:

@@ -24,7 +24,7 @@ from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
 from unipar.text import count_of, format_duration
 from unipar.verbs.contestant import Contestant, Unwatched
-from unipar.verbs.sending import asks_apart, completed
+from unipar.verbs.sending import asks_apart, with_library_traffic
 
 UNWATCHED = "memory was not watched"
 
@@ -189,7 +189,7 @@ class Contest(Generic[Now]):
         for name in list(self._in):
             with self._failing(name) as run:
                 if (seen := self._row(name).memory) and asks_apart(run):
-                    whole = completed(run, seen, self._threads)
+                    whole = with_library_traffic(run, seen, self._threads)
                     for account in whole:
                         account.write(run.run)
                     self._say(name, "was asked for what it sends", memory=whole)
@@ -203,7 +203,7 @@ class Contest(Generic[Now]):
     def _accounts(self, name: str, run: Contestant) -> list[Account]:
         """None, and a note, where what watches broke: the cell itself goes on."""
         try:
-            return one_way(run.accounts(), self.now.rows)
+            return require_same_method(run.accounts(), self.now.rows)
         except Unwatched as e:
             self._notes[name] = "; ".join(filter(None, [self._notes[name], f"{UNWATCHED}: {e}"]))
             return []
@@ -227,7 +227,7 @@ class Contest(Generic[Now]):
                 raise
             del self._in[name]
             run.close()
-            left = {"at": run.fell(e), "memory": self._row(name).memory or run.left()}
+            left = {"at": run.failed_phase(e), "memory": self._row(name).memory or run.accounts_so_far()}
             self._say(name, f"has failed: {str(e).splitlines()[0]}", outcome="failed", note=str(e), **left)
 
     def _row(self, name: str) -> Row:
@@ -239,7 +239,7 @@ class Contest(Generic[Now]):
         self._board.show(self.now, f"{name} {line}")
 
 
-def one_way(found: list[Account], rows: Iterable[Row]) -> list[Account]:
+def require_same_method(found: list[Account], rows: Iterable[Row]) -> list[Account]:
     """The same; Unwatched, where it was watched in another way than what it would stand beside."""
     own = f"on rank {found[0].rank}", found[0].method
     where, method = next(((f"in {row.cell}", theirs.method) for row in rows for theirs in row.memory), own)
@@ -285,7 +285,7 @@ def sizes_of(worlds: Sequence[int] | str) -> list[int]:
     return made
 
 
-def same_total(batch: Batch, smallest: int) -> Batch:
+def batch_with_fixed_total(batch: Batch, smallest: int) -> Batch:
     """What keeps the total batch of the smallest world in every other one."""
     least = batch.settle(smallest)
     return batch if batch.total is not None else Batch(total=least.total, accumulate=least.accumulate)

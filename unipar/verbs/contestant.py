@@ -12,15 +12,13 @@ from typing import Any, Final
 
 from unipar import folder, registry
 from unipar.config import Cell, Config
-from unipar.crew import MESSAGE, Crew
+from unipar.crew import Crew
 from unipar.errors import NonFinite, ReportError, UniparError, WorkerFailed
 from unipar.memory.account import Account, read_account
 from unipar.report import Report
 from unipar.report.alike import Marks
 from unipar.short import At
 from unipar.task import TaskRef
-
-__all__ = ["MESSAGE", "Contestant", "Unwatched", "results_of"]
 
 ENTRY: Final = "unipar.verbs.turns:turns"
 
@@ -120,7 +118,7 @@ class Contestant:
         parts = {name: _summed([t["parts"][name]["loss"] for t in told]) for name in told[0].get("parts", {})}
         return losses, parts, Report.read(self.run).peak_rss
 
-    def left(self) -> list[Account]:
+    def accounts_so_far(self) -> list[Account]:
         """What ranks wrote down of their memory before the cell failed."""
         found: list[Account] = []
         for rank in range(self.size):
@@ -128,7 +126,7 @@ class Contestant:
                 found.append(read_account(self.run, rank))
         return found
 
-    def fell(self, error: BaseException) -> str:
+    def failed_phase(self, error: BaseException) -> str:
         """Where the rank was that failed, by its own last sign."""
         own = error if isinstance(error, WorkerFailed) else error.__cause__
         rank = own.rank if isinstance(own, WorkerFailed) else None

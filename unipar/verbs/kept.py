@@ -59,7 +59,7 @@ def _stamp(config: Config) -> list[int] | None:
     return [seen.st_size, seen.st_mtime_ns]
 
 
-def earlier(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison | None:
+def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison | None:
     """What is left of the same comparison: all of it, or the cells that ran whole, with nothing else in the folder.
 
     None and an empty folder where there is nothing to keep; an error where another one lies.
@@ -129,7 +129,7 @@ def ask(folder: Path, name: str, config: Config) -> None:
     file.write_text(config.written(), encoding="utf-8")
 
 
-def unkept(folder: Path, write: Callable[[], None]) -> str:
+def write_or_explain(folder: Path, write: Callable[[], None]) -> str:
     """Why what was found could not be written; empty: it was. It is shown all the same."""
     try:
         write()

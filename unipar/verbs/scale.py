@@ -20,8 +20,8 @@ from unipar.report.worlds_page import page
 from unipar.source import Source
 from unipar.task import Task
 from unipar.verbs import kept
-from unipar.verbs.compare import checked
-from unipar.verbs.contest import Asked, Contest, same_total, sizes_of, terminable, threads
+from unipar.verbs.compare import check_cell
+from unipar.verbs.contest import Asked, Contest, batch_with_fixed_total, sizes_of, terminable, threads
 from unipar.verbs.contestant import Contestant
 from unipar.verbs.report import NAME, beside, written
 
@@ -77,7 +77,7 @@ def scale(
         }
 
         def keep(now: Scaling) -> str:
-            return kept.unkept(out, lambda: kept.write_worlds(out, FIGURES, SHEET, now))
+            return kept.write_or_explain(out, lambda: kept.write_worlds(out, FIGURES, SHEET, now))
 
         with terminable(), Board() as board:
             now = Contest(first, board, runs, each, keep).play(asked.turns)
@@ -93,7 +93,7 @@ def entered(config: Config, sizes: Sequence[int], cells: Iterable[Cell]) -> Gene
     for cell in cells:
         for world, batch in _worlds(config.batch, sizes, str(cell)):
             parallel = config.parallel.model_copy(update={"data": world.ranks})
-            row, at = checked(config.model_copy(update={"batch": batch, "parallel": parallel}), cell)
+            row, at = check_cell(config.model_copy(update={"batch": batch, "parallel": parallel}), cell)
             if registry.alone(cell):
                 row = replace(row, outcome="refused", note="it is one process, whatever the size of the world")
             at.parallel.settle(world.ranks)
@@ -104,7 +104,7 @@ def entered(config: Config, sizes: Sequence[int], cells: Iterable[Cell]) -> Gene
 
 def _worlds(batch: Batch, sizes: Sequence[int], cell: str) -> Generator[tuple[World, Batch]]:
     """The smallest; then for each size the same total, and the same share of each rank."""
-    least, same = batch.settle(sizes[0]), same_total(batch, sizes[0])
+    least, same = batch.settle(sizes[0]), batch_with_fixed_total(batch, sizes[0])
     grows = Batch(micro=least.micro, accumulate=least.accumulate)
     for ranks in sizes:
         plans: list[tuple[tuple[Kind, ...], Batch]] = [(("strong",), same), (("weak",), grows)]

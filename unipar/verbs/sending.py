@@ -18,7 +18,7 @@ def asks_apart(run: Contestant) -> bool:
     return run.size > 1 and bool(registry.find(run.cell.backend).capabilities.recording)
 
 
-def completed(run: Contestant, accounts: Sequence[Account], threads: str) -> list[Account]:
+def with_library_traffic(run: Contestant, accounts: Sequence[Account], threads: str) -> list[Account]:
     """With what only the library's own records tell; where they cannot be had, with a note."""
     told = registry.find(run.cell.backend).capabilities
     try:

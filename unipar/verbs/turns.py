@@ -14,6 +14,7 @@ import torch
 
 from unipar import registry
 from unipar.config import Config
+from unipar.crew import MESSAGE
 from unipar.errors import Stopped, TaskError
 from unipar.loop import Run
 from unipar.memory.account import Pass, Resident
@@ -24,7 +25,7 @@ from unipar.place import Place
 from unipar.procfs import forget_peak
 from unipar.proof.witness import Witness
 from unipar.task import Task, TaskRef
-from unipar.verbs.contestant import MESSAGE, results_of
+from unipar.verbs.contestant import results_of
 from unipar.worker import last_words
 from unipar.world import device_of
 

@@ -17,7 +17,7 @@ from unipar.report.comparison import Row
 from unipar.report.verdicts import Verdict, Verdicts
 from unipar.source import Source, given
 from unipar.task import Reached, Task, TaskRef, importing
-from unipar.verbs.compare import ONE, entered
+from unipar.verbs.compare import select_cells
 from unipar.verbs.contest import terminable
 
 STEPS = 10
@@ -67,8 +67,8 @@ def verify(
 
 def of_ranks(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Config]]:
     """Compare's cells; what is one process has no ranks that could be held to one."""
-    found = entered(config, patterns)
-    del found[str(ONE)]
+    found = select_cells(config, patterns)
+    del found[str(registry.ONE)]
     for name, (row, at) in found.items():
         if row.outcome == "waits" and registry.alone(Cell.parse(name)):
             note = "it is one process, and verify holds several ranks to one; `unipar compare` runs it"
@@ -111,7 +111,7 @@ def _proved(config: Config, ref: TaskRef, configs: Mapping[str, Config], first: 
     with terminable(), Board() as board:
         board.show(first, "starts")
         with worlds(Path(first.out), ref, [runs.one(), *configs.values()], threads) as made:
-            return Proof(runs, made, configs, first, board.show).play()
+            return Proof(runs, made, configs, first, board.show).run()
 
 
 def _write(out: Path, now: Verdicts) -> None:
