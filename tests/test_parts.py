@@ -1,4 +1,4 @@
-"""Several parts: what `run.step` and `run.beside` give, what is refused, and what is written down."""
+"""Several parts: what `run.step` and `run.frozen` give, what is refused, and what is written down."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pair(unipar.Task):
         return (model(batch[0]) - 1).square().mean()
 
     def through(self, model: Any, batch: Any) -> Tensor:
-        return (self.run.beside("a")(_apply, model(batch[0])) - 1).square().mean()
+        return (self.run.frozen("a")(_apply, model(batch[0])) - 1).square().mean()
 
     @override
     def validation(self) -> Any:
@@ -163,7 +163,7 @@ def test_the_first_part_is_evaluated(tmp_path: Path) -> None:
     class Asking(Pair):
         @override
         def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-            return {"a": model(batch[0]).mean(), "b": self.run.beside("b")(_apply, batch[0]).mean()}
+            return {"a": model(batch[0]).mean(), "b": self.run.frozen("b")(_apply, batch[0]).mean()}
 
     with running(Asking(), tmp_path, eval={"every": 3}) as run:
         run.task.train(run)
@@ -218,12 +218,12 @@ def _never(run: Run) -> None:
 
 
 def _outside(run: Run) -> None:
-    run.beside("a")
+    run.frozen("a")
 
 
 def _own(run: Run) -> None:
     for share in run.batches():
-        run.step(share, part="a", loss=lambda model, batch: run.beside("a")(_apply, batch[0]).mean())
+        run.step(share, part="a", loss=lambda model, batch: run.frozen("a")(_apply, batch[0]).mean())
 
 
 def _default(run: Run) -> None:
@@ -245,7 +245,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "the part that uses it"),
     ({"model": _tied},
      "model(): 'a.weight' and 'b.0.weight' are one tensor; parts are trained apart and can share none: keep it in one "
-     "part, and reach that by run.beside()"),
+     "part, and reach that by run.frozen()"),
     ({"train": _once()},
      "run.step was not told which part: model() returned a, b; run.step(share, part='a', loss=...)"),
     ({"train": _once(part="b")},
@@ -257,9 +257,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "the loop called run.step 0 times for one share; once for each part at most, and for one at least, with that "
      "share, is wanted"),
     ({"train": _outside},
-     "run.beside('a') was called outside of a loss and metrics, where no other part is at work"),
+     "run.frozen('a') was called outside of a loss and metrics, where no other part is at work"),
     ({"train": _own},
-     "run.beside('a') was called in that part's own loss, whose first argument is its model"),
+     "run.frozen('a') was called in that part's own loss, whose first argument is its model"),
     ({"train": _default},
      "model() returned several parts (a, b) and the task has no train(run): write one, which says by "
      "run.step(share, part=..., loss=...) which part is trained when"),

@@ -74,7 +74,7 @@ def _refuse_ties(parts: Mapping[str, nn.Module]) -> None:
             if key in seen:
                 raise TaskError(
                     f"model(): {seen[key]!r} and {name!r} are one tensor; parts are trained apart and can share "
-                    "none: keep it in one part, and reach that by run.beside()"
+                    "none: keep it in one part, and reach that by run.frozen()"
                 )
         seen |= mine
 

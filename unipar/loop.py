@@ -132,18 +132,18 @@ class Run:
         """State in."""
         restore_parts(self.parts, read)
 
-    def beside(self, part: str) -> Callable[[Fn, Any], Any]:
-        """Another part inside a loss: `run.beside("critic")(fn, x)` is fn(critic, x), frozen for this step."""
+    def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
+        """Another part inside a loss: `run.frozen("critic")(fn, x)` is fn(critic, x), frozen for this step."""
         other, engaged = self._part(part), self._at_work
         if engaged is None:
             raise TaskError(
-                f"run.beside({part!r}) was called outside of a loss and metrics, where no other part is at work"
+                f"run.frozen({part!r}) was called outside of a loss and metrics, where no other part is at work"
             )
         if other is engaged:
             raise TaskError(
-                f"run.beside({part!r}) was called in that part's own loss, whose first argument is its model"
+                f"run.frozen({part!r}) was called in that part's own loss, whose first argument is its model"
             )
-        return other.engine.evaluate if self._evaluating else other.engine.beside
+        return other.engine.evaluate if self._evaluating else other.engine.call_frozen
 
     # The loop's verbs
 

@@ -69,7 +69,7 @@ class Trained:
 
     def learns(self, wanted: bool) -> None:
         """Whether its parameters take gradients; by name, as libraries put other tensors in their places."""
-        self.engine.at_rest()
+        self.engine.before_state_access()
         for name, p in self.module.named_parameters():
             if name in self._names:
                 p.requires_grad_(wanted)
