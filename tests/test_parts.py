@@ -18,14 +18,15 @@ from tests.test_loop import running
 from unipar.backend import Piece
 from unipar.errors import ConfigError, NonFinite, TaskError, UniparError
 from unipar.ledger import Ledger, ledger_of
-from unipar.loop import Run
+from unipar.loop import TrainingRun
 from unipar.parts import together
+from unipar.share import Run
 
 
 class Pair(unipar.Task):
     """Two lines: the first is trained as it is, the second through the first."""
 
-    def __init__(self, train: Callable[[Run], None] | None = None, model: Any = None) -> None:
+    def __init__(self, train: Callable[[TrainingRun], None] | None = None, model: Any = None) -> None:
         self._train, self._model = train, model
         self.run: Run
 
@@ -52,6 +53,7 @@ class Pair(unipar.Task):
     def train(self, run: Run) -> None:
         self.run = run
         if self._train is not None:
+            assert isinstance(run, TrainingRun)
             self._train(run)
             return
         for share in run.batches():
@@ -77,7 +79,7 @@ def test_the_other_part_is_left_alone(tmp_path: Path) -> None:
     """The gradient goes through the frozen part to the input; it has none itself, and learns again afterwards."""
     seen: list[tuple[bool, Any]] = []
 
-    def train(run: Run) -> None:
+    def train(run: TrainingRun) -> None:
         task: Any = run.task
         a: Any = run.parts["a"].module.weight
         for share in run.batches():
@@ -100,7 +102,7 @@ def test_buffers_of_a_frozen_part_are_afterwards_what_they_were(tmp_path: Path) 
     def model() -> dict[str, Any]:
         return {"a": nn.BatchNorm1d(1), "b": nn.Linear(1, 1)}
 
-    def train(run: Run) -> None:
+    def train(run: TrainingRun) -> None:
         task: Any = run.task
         for share in run.batches():
             kept = {name: b.clone() for name, b in run.parts["a"].module.named_buffers()}
@@ -226,7 +228,7 @@ def _own(run: Run) -> None:
         run.step(share, part="a", loss=lambda model, batch: run.frozen("a")(_apply, batch[0]).mean())
 
 
-def _default(run: Run) -> None:
+def _default(run: TrainingRun) -> None:
     unipar.Task.train(run.task, run)
 
 

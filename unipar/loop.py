@@ -1,4 +1,4 @@
-"""The loop. There is one: what a task sees of its run, the same under every backend."""
+"""Training loop of one rank, the same under every backend: feed, step, evaluate, log."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from unipar.backend import Engine, Fn, Micro, Piece, Read, Step
 from unipar.beat import Heart
@@ -20,7 +21,7 @@ from unipar.ledger import Ledger
 from unipar.optim import factor
 from unipar.parts import Trained, flat, frozen, pieces_of, reported, restore_parts, together
 from unipar.seeds import BEGUN, sow_torch, stirred
-from unipar.share import Outcome, Position, Share
+from unipar.share import Outcome, Position, Run, Share
 from unipar.stopping import Boundary
 from unipar.stream import STATED
 from unipar.streaming import Stream
@@ -35,8 +36,8 @@ Heed = Callable[[Sequence[tuple[Any, Plan]]], None]
 
 
 @final
-class Run:
-    """One rank's side of a run."""
+class TrainingRun(Run):
+    """The loop's side of one rank, with hooks for those who run a task's loop for it."""
 
     def __init__(
         self,
@@ -50,11 +51,9 @@ class Run:
         heart: Heart,
         trackers: Trackers,
     ) -> None:
-        self.task, self.parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
+        self.task, self._parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
         self.rank, self.size, self.device = world.rank, world.size, world.device
         self.done = 0
-        """Steps that are behind."""
-
         self._first = next(iter(parts.values()))
         self._only = self._first if len(parts) == 1 else None
         self._at_work: Trained | None = None
@@ -85,21 +84,22 @@ class Run:
     # What the run is over
 
     @property
+    @override
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
         if self._steps is None:
             assert self.config.train.epochs is not None
             self._steps = self.feed.steps(self.config.train.epochs)
         return self._steps
 
     @property
+    @override
     def feed(self) -> Feed | Stream:
-        """The run's own data, read from the task when first asked for."""
         if self._feed is None:
             self._feed = self._fed(self.task.data())
         return self._feed
 
     @property
+    @override
     def position(self) -> Position:
         return Position(self.done, *self.feed.place(self.done))
 
@@ -120,20 +120,25 @@ class Run:
     # What it trains
 
     @property
+    @override
+    def parts(self) -> Mapping[str, Trained]:
+        return self._parts
+
+    @property
     def engine(self) -> Engine:
         """Of the model, or of its first part."""
         return self._first.engine
 
+    @override
     def pieces(self) -> Iterator[Piece]:
-        """State out, of all parts; where there are several their names come first."""
-        return pieces_of(self.parts)
+        return pieces_of(self._parts)
 
+    @override
     def restore(self, read: Read) -> None:
-        """State in."""
-        restore_parts(self.parts, read)
+        restore_parts(self._parts, read)
 
+    @override
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
-        """Another part inside a loss: `run.frozen("critic")(fn, x)` is fn(critic, x), frozen for this step."""
         other, engaged = self._part(part), self._at_work
         if engaged is None:
             raise TaskError(
@@ -147,17 +152,17 @@ class Run:
 
     # The loop's verbs
 
+    @override
     def batches(self) -> Iterator[Share]:
-        """The run's own data, one share an optimizer step; evaluates between steps when that is due."""
         return self._shares(self.feed)
 
+    @override
     def over(self, loader: Any) -> Iterator[Share]:
-        """The same over a loader of the script's own, whose dataset, collate_fn and workers are taken."""
         self._feed = self._fed(loader)
         return self._shares(self._feed)
 
+    @override
     def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> Outcome:
-        """Forward, backward, accumulate, clip, update: of the model, or of one part by a loss of its own."""
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
             raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it was given {share!r}")
         trained = self._only
@@ -192,11 +197,11 @@ class Run:
 
     def _chosen(self, part: str | None, loss: Fn | None) -> Trained:
         """The part that a call of `run.step` means."""
-        names = ", ".join(self.parts)
+        names = ", ".join(self._parts)
         if part is None:
             raise TaskError(
                 f"run.step was not told which part: model() returned {names}; run.step(share, "
-                f"part={next(iter(self.parts))!r}, loss=...)"
+                f"part={next(iter(self._parts))!r}, loss=...)"
             )
         chosen = self._part(part)
         if loss is None and chosen is not self._first:
@@ -210,14 +215,14 @@ class Run:
         return chosen
 
     def _part(self, name: str) -> Trained:
-        if name not in self.parts:
-            raise TaskError(f"there is no part {name!r}; model() returned {', '.join(self.parts)}")
-        return self.parts[name]
+        if name not in self._parts:
+            raise TaskError(f"there is no part {name!r}; model() returned {', '.join(self._parts)}")
+        return self._parts[name]
 
     def _beside_others(self, trained: Trained, share: Share, rate: float) -> Step:
         """One part's step; the others are frozen, and each draws random numbers of its own."""
-        others = [part for part in self.parts.values() if part is not trained]
-        self._apart = (list(self.parts).index(trained.name),)
+        others = [part for part in self._parts.values() if part is not trained]
+        self._apart = (list(self._parts).index(trained.name),)
         self._at_work = trained
         try:
             with frozen(others):
@@ -225,12 +230,12 @@ class Run:
         finally:
             self._at_work = None
 
+    @override
     def evaluate(self) -> dict[str, float]:
-        """The task's metrics over its validation data, the same on every rank; of several parts the first is asked."""
         if self._sync_every and self.done != self.steps:
             refuse_between(self.done, self._sync_every)
         if self._evaluation is None:
-            told = (self.task, [part.module for part in self.parts.values()], self.engine, self.world)
+            told = (self.task, [part.module for part in self._parts.values()], self.engine, self.world)
             self._evaluation = Evaluation(*told, self.config, self.sizes, mark=self._mark)
         self._mark("evaluate")
         self._at_work, self._evaluating = self._first, True
@@ -242,18 +247,18 @@ class Run:
         self._mark("between")
         return means
 
+    @override
     def log(self, **named: float | Tensor) -> None:
-        """Write named values of this rank into its ledger; rank 0's go to the trackers too."""
         self._tell("log", {k: float(v) for k, v in named.items()})
 
     def record(self, steps: int) -> None:
         """Keep every step's share of the loss, and its norm, on the device."""
-        for part in self.parts.values():
+        for part in self._parts.values():
             part.record(steps)
 
     def recorded(self) -> dict[str, Any]:
         """This rank's shares (the ranks' sum is the loss) and the norms, of the steps done; of several parts, each."""
-        parts = {name: part.recorded() for name, part in self.parts.items()}
+        parts = {name: part.recorded() for name, part in self._parts.items()}
         if self._only is not None:
             return {key: parts[self._only.name][key] for key in ("loss", "norm")}
         return together(parts, self.done) | {"parts": parts}
@@ -281,7 +286,7 @@ class Run:
     def finish(self) -> None:
         """After the loop: what is not yet reported of its last steps."""
         self._end_share()
-        for part in self.parts.values():
+        for part in self._parts.values():
             part.finish()
         self._trackers.close()
         self._mark("end")
@@ -366,13 +371,13 @@ class Run:
         number = self.done = self.done + 1
         if not logs:
             return
-        for part in self.parts.values():
+        for part in self._parts.values():
             if part.steps:  # it had no step in this share
                 part.report()
         now = time.perf_counter()
         seconds, self._filled = (now - self._since) / self._filled, 0
         scale = self.config.train.lr_scale.factor(self.sizes.total)
-        row = reported(self.parts, scale) | {"samples": self._samples, "seconds": seconds}
+        row = reported(self._parts, scale) | {"samples": self._samples, "seconds": seconds}
         if self._logged is not None:
             row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._logged.after()]
             if self._logged.lost:

@@ -20,7 +20,7 @@ from unipar.config import Config
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.ledger import Ledger, ledger_of
 from unipar.loading import load
-from unipar.loop import Run
+from unipar.loop import TrainingRun
 from unipar.optim import grouped, optimizer_of
 from unipar.parts import Trained
 from unipar.place import Place
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @contextmanager
 def opened(
     config: Config, task: Task, place: Place, run: Path, *, met: Callable[[World, Heart], None] | None = None
-) -> Generator[Run]:
+) -> Generator[TrainingRun]:
     """A run that is ready to train; its world is left in order when the body ends well.
 
     `met` is called when the ranks have met and nothing is built.
@@ -89,7 +89,7 @@ def _watcher(config: Config, backend: Backend, world: World, run: Path, heart: H
     return watcher
 
 
-def _watched(run: Run, watcher: Logged) -> None:
+def _watched(run: TrainingRun, watcher: Logged) -> None:
     watcher.follow([part.engine for part in run.parts.values()])
     if type(run.task).train is Task.train:
         with watcher.reading():
@@ -119,7 +119,7 @@ def assembled(
     heart: Heart,
     trackers: Trackers,
     build: Build | None = None,
-) -> Run:
+) -> TrainingRun:
     """The model, its engine (by `build` instead of the backend, if given) and the loop's side, in a world that met."""
     if config.eval.every and not task.gives("validation"):
         raise TaskError("eval.every is given and the task has no validation(): give it a dataset, or leave eval out")
@@ -150,7 +150,7 @@ def assembled(
     ledger.note("start", **said, parameters=parameters, resident=base)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))
-    return Run(task, parts, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
+    return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
 
 
 def _nothing(model: nn.Module, given: None) -> None:
