@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from unipar.config import Config
 from unipar.errors import ConfigError, TaskError
-from unipar.task import Task
 
 
-def blocks_of(task: Task, module: nn.Module, config: Config) -> tuple[str, ...]:
-    """Names of the blocks: the config's, the task's, or those found."""
+def find_blocks(module: nn.Module, config: Config, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the blocks: the config's, else those that the task gives, else those found."""
     known = [name for name, _ in module.named_modules() if name]
     if config.model.blocks == "none":
         return ()
@@ -23,7 +23,6 @@ def blocks_of(task: Task, module: nn.Module, config: Config) -> tuple[str, ...]:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise ConfigError(f"model.blocks: nothing in the model is called {pattern!r}; it has {_some(known)}")
         return _outermost([name for name in known if any(fnmatchcase(name, p) for p in wanted)])
-    given = task.blocks(module)
     if given is None:
         return found(module)
     for name in given:
