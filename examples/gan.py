@@ -64,11 +64,11 @@ class Gan(unipar.Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The generator's: the critic, frozen meanwhile, shall take its points for real ones."""
         noise, _ = batch
-        return F.softplus(-self.run.beside("critic")(called, model(noise))).mean()
+        return F.softplus(-self.run.frozen("critic")(called, model(noise))).mean()
 
     def critic_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         noise, real = batch
-        made = self.run.beside("generator")(called, noise)
+        made = self.run.frozen("generator")(called, noise)
         return (F.softplus(-model(real)) + F.softplus(model(made))).mean()
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -18,12 +18,12 @@ from typing_extensions import override
 import unipar
 from unipar import registry
 from unipar.backend import Engine, Holding, Micro, Part
-from unipar.birth import born
-from unipar.blocks import blocks_of
+from unipar.birth import create_parts
+from unipar.blocks import find_blocks
 from unipar.config import Cell, Config
 from unipar.memory.account import CATEGORIES
 from unipar.opening import Build
-from unipar.optim import grouped, optimizer_of
+from unipar.optim import optimizer_factory, parameter_groups
 from unipar.place import Place
 from unipar.proof import replay
 from unipar.world import World
@@ -89,9 +89,10 @@ def config_of(cell: str, precision: str, size: int) -> Config:
 
 def engine_of(config: Config, world: World, build: Build) -> Engine:
     task = Task()
-    (name, module), *_ = born(task, config, world).items()
-    part = Part(name, module, optimizer_of(task, grouped(task, module, config), config, world.device),
-                blocks_of(task, module, config))  # fmt: skip
+    (name, module), *_ = create_parts(task.model, config, world).items()
+    groups = parameter_groups(module, config, task.groups(module), own_optimizer=False)
+    optimizer = optimizer_factory(groups, config, world.device, own=None)
+    part = Part(name, module, optimizer, find_blocks(module, config, task.blocks(module)))
     return build(part, config, world)
 
 

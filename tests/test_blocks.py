@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 from torch import nn
-from typing_extensions import override
 
-import unipar
-from unipar.blocks import blocks_of, found
+from unipar.blocks import find_blocks, found
 from unipar.config import Config
 from unipar.errors import ConfigError, TaskError
 
@@ -22,30 +20,9 @@ class _Stack(nn.Module):
         self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
 
 
-class _Task(unipar.Task):
-    def __init__(self, names: list[str] | None = None) -> None:
-        self.names = names
-
-    @override
-    def model(self) -> nn.Module:
-        return _Stack()
-
-    @override
-    def data(self) -> Any:
-        return None
-
-    @override
-    def loss(self, model: Any, batch: Any) -> Any:
-        return None
-
-    @override
-    def blocks(self, model: nn.Module) -> list[str] | None:
-        return self.names
-
-
 def _blocks(blocks: Any = "auto", names: list[str] | None = None) -> tuple[str, ...]:
     config = Config.model_validate({"batch": {"total": 1}, "train": {"steps": 1}, "model": {"blocks": blocks}})
-    return blocks_of(_Task(names), _Stack(), config)
+    return find_blocks(_Stack(), config, given=names)
 
 
 def test_found() -> None:

@@ -21,10 +21,11 @@ import unipar
 from unipar.config import Config
 from unipar.errors import NonFinite, Stopped, TaskError, UniparError
 from unipar.ledger import Ledger, ledger_of
-from unipar.loop import Position, Run
+from unipar.loop import TrainingRun
 from unipar.memory.account import Phase
 from unipar.opening import opened
 from unipar.place import Place
+from unipar.share import Position, Run
 
 if TYPE_CHECKING:
     from unipar.memory.logged import Logged
@@ -53,7 +54,7 @@ class Line(unipar.Task):
 
 
 @contextmanager
-def running(task: unipar.Task, folder: Path, **sections: Any) -> Generator[Run]:
+def running(task: unipar.Task, folder: Path, **sections: Any) -> Generator[TrainingRun]:
     """A run of this process alone."""
     made: dict[str, Any] = {"backend": "single", "device": "cpu", "batch": {"total": 4, "micro": 2}}
     made |= {"train": {"steps": 3, "optimizer": {"name": "sgd", "lr": 1e-3}}, "log": {"every": 2}} | sections

@@ -13,8 +13,8 @@ from typing_extensions import override
 import unipar
 from unipar.config import Config
 from unipar.errors import TaskError
-from unipar.optim import Group, Rates, factor, grouped, optimizer_of
-from unipar.training import Constant, Cosine, Linear
+from unipar.optim import Group, Rates, factor, optimizer_factory, parameter_groups
+from unipar.training import Constant, Cosine, Linear, optimizer_arguments
 
 CPU = torch.device("cpu")
 Groups = Callable[[Any], Any]
@@ -45,15 +45,24 @@ def _config(**train: Any) -> Config:
     return Config.model_validate({"batch": {"total": 8}, "train": {"steps": 10} | train})
 
 
+def _of(task: unipar.Task, module: nn.Module, config: Config) -> tuple[Group, ...]:
+    return parameter_groups(module, config, task.groups(module), own_optimizer=task.gives("optimizer"))
+
+
+def _made(task: unipar.Task, module: nn.Module, config: Config) -> torch.optim.Optimizer:
+    own = task.optimizer if task.gives("optimizer") else None
+    return optimizer_factory(_of(task, module, config), config, CPU, own)(module)
+
+
 def _groups(made: Groups, **train: Any) -> tuple[Group, ...]:
     task = _Task(made)
-    return grouped(task, task.model(), _config(**train))
+    return _of(task, task.model(), _config(**train))
 
 
 def test_matrices_alone_decay() -> None:
     """`decay: matrices` leaves biases and norms out."""
     task = _Task()
-    wide, thin = grouped(task, task.model(), _config(optimizer={"decay": "matrices"}))
+    wide, thin = _of(task, task.model(), _config(optimizer={"decay": "matrices"}))
     assert wide.names == ("0.weight", "2.weight")
     assert thin.names == ("0.bias", "1.weight", "1.bias", "2.bias")
     assert dict(thin.settings) == {"weight_decay": 0.0}
@@ -68,7 +77,7 @@ def test_groups_keep_their_ratio() -> None:
     task = _Task(groups)
     config = _config(optimizer={"name": "sgd", "lr": 0.1}, lr_scale={"rule": "linear", "at_batch": 4})
     module = task.model()
-    optimizer = optimizer_of(task, grouped(task, module, config), config, CPU)(module)
+    optimizer = _made(task, module, config)
     rates = Rates(optimizer)
     assert [g["lr"] for g in optimizer.param_groups] == [0.0, 0.0]
     rates.set(optimizer, 0.5)
@@ -110,8 +119,25 @@ def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
     task = _Task()
     config = _config(optimizer={"fused": fused, "foreach": foreach})
     module = task.model()
-    defaults = optimizer_of(task, grouped(task, module, config), config, CPU)(module).defaults
+    defaults = _made(task, module, config).defaults
     assert (defaults["fused"], defaults["foreach"]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "foreach", "device", "split", "wanted"),
+    [
+        ("adamw", "auto", "cuda", True, {"fused": True}),
+        ("sgd", "auto", "cuda", False, {"fused": True}),
+        ("sgd", "auto", "cuda", True, {}),
+        ("sgd", False, "cpu", True, {"foreach": False}),
+        ("adamw", "auto", "mps", False, {}),
+    ],
+)
+def test_kernels_of_split_parameters(name: str, foreach: Any, device: str, split: bool, wanted: dict[str, Any]) -> None:
+    """PyTorch has no fused SGD for them; `foreach` is then as the config says."""
+    optimizer = _config(optimizer={"name": name, "foreach": foreach}).train.optimizer
+    told = optimizer_arguments(optimizer, device, split=split)
+    assert {key: told[key] for key in ("fused", "foreach") if key in told} == wanted
 
 
 class _Owner(_Task):
@@ -129,7 +155,7 @@ class _Owner(_Task):
 def _owned(make: Callable[[Any], Any], groups: Groups | None = None, **train: Any) -> Any:
     task, config = _Owner(make, groups), _config(**train)
     module = task.model()
-    return optimizer_of(task, grouped(task, module, config), config, CPU)(module)
+    return _made(task, module, config)
 
 
 def test_an_optimizer_of_the_tasks_own() -> None:

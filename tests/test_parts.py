@@ -1,4 +1,4 @@
-"""Several parts: what `run.step` and `run.beside` give, what is refused, and what is written down."""
+"""Several parts: what `run.step` and `run.frozen` give, what is refused, and what is written down."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tests.test_loop import running
 from unipar.backend import Piece
 from unipar.errors import ConfigError, NonFinite, TaskError, UniparError
 from unipar.ledger import Ledger, ledger_of
-from unipar.loop import Run
+from unipar.loop import TrainingRun
 from unipar.parts import together
+from unipar.share import Run
 
 
 class Pair(unipar.Task):
     """Two lines: the first is trained as it is, the second through the first."""
 
-    def __init__(self, train: Callable[[Run], None] | None = None, model: Any = None) -> None:
+    def __init__(self, train: Callable[[TrainingRun], None] | None = None, model: Any = None) -> None:
         self._train, self._model = train, model
         self.run: Run
 
@@ -42,7 +43,7 @@ class Pair(unipar.Task):
         return (model(batch[0]) - 1).square().mean()
 
     def through(self, model: Any, batch: Any) -> Tensor:
-        return (self.run.beside("a")(_apply, model(batch[0])) - 1).square().mean()
+        return (self.run.frozen("a")(_apply, model(batch[0])) - 1).square().mean()
 
     @override
     def validation(self) -> Any:
@@ -52,6 +53,7 @@ class Pair(unipar.Task):
     def train(self, run: Run) -> None:
         self.run = run
         if self._train is not None:
+            assert isinstance(run, TrainingRun)
             self._train(run)
             return
         for share in run.batches():
@@ -77,7 +79,7 @@ def test_the_other_part_is_left_alone(tmp_path: Path) -> None:
     """The gradient goes through the frozen part to the input; it has none itself, and learns again afterwards."""
     seen: list[tuple[bool, Any]] = []
 
-    def train(run: Run) -> None:
+    def train(run: TrainingRun) -> None:
         task: Any = run.task
         a: Any = run.parts["a"].module.weight
         for share in run.batches():
@@ -100,7 +102,7 @@ def test_buffers_of_a_frozen_part_are_afterwards_what_they_were(tmp_path: Path) 
     def model() -> dict[str, Any]:
         return {"a": nn.BatchNorm1d(1), "b": nn.Linear(1, 1)}
 
-    def train(run: Run) -> None:
+    def train(run: TrainingRun) -> None:
         task: Any = run.task
         for share in run.batches():
             kept = {name: b.clone() for name, b in run.parts["a"].module.named_buffers()}
@@ -163,7 +165,7 @@ def test_the_first_part_is_evaluated(tmp_path: Path) -> None:
     class Asking(Pair):
         @override
         def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-            return {"a": model(batch[0]).mean(), "b": self.run.beside("b")(_apply, batch[0]).mean()}
+            return {"a": model(batch[0]).mean(), "b": self.run.frozen("b")(_apply, batch[0]).mean()}
 
     with running(Asking(), tmp_path, eval={"every": 3}) as run:
         run.task.train(run)
@@ -218,15 +220,15 @@ def _never(run: Run) -> None:
 
 
 def _outside(run: Run) -> None:
-    run.beside("a")
+    run.frozen("a")
 
 
 def _own(run: Run) -> None:
     for share in run.batches():
-        run.step(share, part="a", loss=lambda model, batch: run.beside("a")(_apply, batch[0]).mean())
+        run.step(share, part="a", loss=lambda model, batch: run.frozen("a")(_apply, batch[0]).mean())
 
 
-def _default(run: Run) -> None:
+def _default(run: TrainingRun) -> None:
     unipar.Task.train(run.task, run)
 
 
@@ -245,7 +247,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "the part that uses it"),
     ({"model": _tied},
      "model(): 'a.weight' and 'b.0.weight' are one tensor; parts are trained apart and can share none: keep it in one "
-     "part, and reach that by run.beside()"),
+     "part, and reach that by run.frozen()"),
     ({"train": _once()},
      "run.step was not told which part: model() returned a, b; run.step(share, part='a', loss=...)"),
     ({"train": _once(part="b")},
@@ -257,9 +259,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "the loop called run.step 0 times for one share; once for each part at most, and for one at least, with that "
      "share, is wanted"),
     ({"train": _outside},
-     "run.beside('a') was called outside of a loss and metrics, where no other part is at work"),
+     "run.frozen('a') was called outside of a loss and metrics, where no other part is at work"),
     ({"train": _own},
-     "run.beside('a') was called in that part's own loss, whose first argument is its model"),
+     "run.frozen('a') was called in that part's own loss, whose first argument is its model"),
     ({"train": _default},
      "model() returned several parts (a, b) and the task has no train(run): write one, which says by "
      "run.step(share, part=..., loss=...) which part is trained when"),

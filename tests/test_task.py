@@ -12,7 +12,8 @@ import pytest
 from unipar import task as module
 from unipar.config import TaskUse
 from unipar.errors import TaskError
-from unipar.task import Reached, Task, TaskRef, Where, importing, pass_launch
+from unipar.location import CodeLocation
+from unipar.task import Reached, Task, TaskRef, importing, pass_launch
 
 GOOD = """
 import unipar
@@ -157,7 +158,7 @@ def test_load_of_a_module_stops_at_its_launch_too(tmp_path: Path, monkeypatch: p
     (tmp_path / "apkg/train.py").write_text(text, "utf-8")
     for name in ("apkg", "apkg.train"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    ref = TaskRef(Where("Mine", module="apkg.train"), {}, {"width": 3}, (str(tmp_path),))
+    ref = TaskRef(CodeLocation("Mine", module="apkg.train"), {}, {"width": 3}, (str(tmp_path),))
     assert type(ref.load()).__module__ == "apkg.train"
     assert sys.modules["apkg"].train is sys.modules["apkg.train"]
     assert not importing()
@@ -169,10 +170,10 @@ def test_load_of_a_module_that_fails(tmp_path: Path) -> None:
     """Its own error, and no half of it stays; one that is not there is a sentence."""
     (tmp_path / "abad.py").write_text("1 / 0\n", "utf-8")
     with pytest.raises(ZeroDivisionError):
-        TaskRef(Where("Mine", module="abad"), path=(str(tmp_path),)).load()
+        TaskRef(CodeLocation("Mine", module="abad"), path=(str(tmp_path),)).load()
     assert "abad" not in sys.modules
     with pytest.raises(TaskError, match=r"^there is no module 'nowhere_at_all' on the path$"):
-        TaskRef(Where("Mine", module="nowhere_at_all")).load()
+        TaskRef(CodeLocation("Mine", module="nowhere_at_all")).load()
 
 
 def test_load_refuses(tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_what_other_processes_cannot_find() -> None:
     def local() -> None: ...
 
     with pytest.raises(TaskError) as e:
-        Where.of(local)
+        CodeLocation.of(local)
     assert str(e.value) == (
         "'test_what_other_processes_cannot_find.<locals>.local' cannot be found by other processes: "
         "define it at the top level of a file, by def or class"
@@ -212,7 +213,7 @@ def test_a_prompt_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     made = type("Mine", (), {"__module__": "prompt"})
     monkeypatch.setitem(sys.modules, "prompt", type(sys)("prompt"))
     with pytest.raises(TaskError) as e:
-        Where.of(made)
+        CodeLocation.of(made)
     assert str(e.value) == (
         "Mine was defined in a prompt, a notebook or a -c command, where other processes cannot find it: "
         "put it into a file and import it from there"
@@ -232,5 +233,5 @@ def test_a_task_or_functions() -> None:
 
 def test_refs_travel_as_json() -> None:
     """What is read back is what was written."""
-    ref = TaskRef(Where("Mine", file="/x/mine.py"), {}, {"width": 3}, ("/x",), ("runs/a",))
+    ref = TaskRef(CodeLocation("Mine", file="/x/mine.py"), {}, {"width": 3}, ("/x",), ("runs/a",))
     assert TaskRef.from_json(ref.to_json()) == ref

@@ -18,7 +18,7 @@ from tests.test_loop import Line, running
 from unipar import track
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped
 from unipar.ledger import Ledger, ledger_of
-from unipar.loop import Run
+from unipar.share import Run
 from unipar.source import given
 from unipar.track import Tracker, Trackers
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         WorldMismatch,
     )
     from unipar.launcher import join, launch
-    from unipar.loop import Run
     from unipar.report import Report
+    from unipar.share import Run
     from unipar.task import Task
     from unipar.track import Tracker
     from unipar.verbs.compare import compare
@@ -66,7 +66,7 @@ _HOMES = {
     "Cell": "config",
     "Config": "config",
     "Report": "report",
-    "Run": "loop",
+    "Run": "share",
     "Task": "task",
     "Tracker": "track",
     "compare": "verbs.compare",

@@ -275,14 +275,14 @@ class Engine(ABC):
         """Forward only, through the same wrapper."""
 
     @abstractmethod
-    def beside(self, fn: Fn, given: Any) -> Any:
-        """`fn(model, given)` inside another part's loss, where this one takes no gradients.
+    def call_frozen(self, fn: Fn, given: Any) -> Any:
+        """Return `fn(model, given)` inside another part's loss, while this part's parameters take no gradients.
 
-        They flow through it to what it was given; each module is in its own mode.
+        Gradients flow through it to `given`; each module is in its own mode.
         """
 
-    def at_rest(self) -> None:  # noqa: B027 - a neutral hook
-        """Between steps, before state moves or what takes gradients changes: parameters are where they stay."""
+    def before_state_access(self) -> None:  # noqa: B027 - a neutral hook
+        """Put parameters where they stay between steps: called before state is read or `requires_grad` changes."""
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
@@ -299,8 +299,8 @@ class Engine(ABC):
         Asked where phases meet, too: between forward and backward, backward and update.
         """
 
-    def rated(self) -> list[float]:
-        """The rate of each group as the optimizer itself holds it; empty where nobody can tell."""
+    def learning_rates(self) -> list[float]:
+        """Return each group's rate as the optimizer itself holds it; empty if the library does not tell."""
         return []
 
     def take_mean(self) -> None:  # noqa: B027 - a neutral hook
@@ -325,12 +325,12 @@ class Around(Engine):
         return self.inner.evaluate(fn, batch)
 
     @override
-    def beside(self, fn: Fn, given: Any) -> Any:
-        return self.inner.beside(fn, given)
+    def call_frozen(self, fn: Fn, given: Any) -> Any:
+        return self.inner.call_frozen(fn, given)
 
     @override
-    def at_rest(self) -> None:
-        self.inner.at_rest()
+    def before_state_access(self) -> None:
+        self.inner.before_state_access()
 
     @override
     def pieces(self) -> Iterator[Piece]:
@@ -345,8 +345,8 @@ class Around(Engine):
         return self.inner.holdings()
 
     @override
-    def rated(self) -> list[float]:
-        return self.inner.rated()
+    def learning_rates(self) -> list[float]:
+        return self.inner.learning_rates()
 
     @override
     def take_mean(self) -> None:

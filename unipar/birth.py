@@ -17,7 +17,6 @@ from unipar.config import Config
 from unipar.errors import ConfigError, TaskError
 from unipar.precision import born_as
 from unipar.seeds import sow
-from unipar.task import Task
 from unipar.world import World
 
 Place = Callable[[Tensor], Tensor]
@@ -27,10 +26,10 @@ ONLY = "model"
 """The name of the part where model() returned one module."""
 
 
-def born(task: Task, config: Config, world: World) -> dict[str, nn.Module]:
-    """The task's parts, mostly one: real on rank 0, on meta elsewhere; the same names, shapes and ties on all."""
+def create_parts(make_model: Callable[[], Any], config: Config, world: World) -> dict[str, nn.Module]:
+    """Return the task's parts, mostly one: real on rank 0, on meta elsewhere; same names, shapes and ties on all."""
     sow(config.train.seed)
-    parts = parts_of(_made(task) if world.rank == 0 else _on_meta(task))
+    parts = parts_of(_made(make_model) if world.rank == 0 else _on_meta(make_model))
     check_names(config, parts)
     wanted = born_as(config.train.precision)
     for module in parts.values():
@@ -74,7 +73,7 @@ def _refuse_ties(parts: Mapping[str, nn.Module]) -> None:
             if key in seen:
                 raise TaskError(
                     f"model(): {seen[key]!r} and {name!r} are one tensor; parts are trained apart and can share "
-                    "none: keep it in one part, and reach that by run.beside()"
+                    "none: keep it in one part, and reach that by run.frozen()"
                 )
         seen |= mine
 
@@ -99,37 +98,35 @@ def floats_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _made(task: Task) -> Any:
+def _made(make_model: Callable[[], Any]) -> Any:
     with torch.device("cpu"):
-        return task.model()
+        return make_model()
 
 
-def _on_meta(task: Task) -> Any:
+def _on_meta(make_model: Callable[[], Any]) -> Any:
     """Only the shape. A constructor that looks at values cannot run on meta: then it runs for real and is emptied."""
     try:
         with torch.device("meta"):
-            return task.model()
+            return make_model()
     except Exception:  # whatever it is: if it is not for meta's sake, the real run raises it again
-        made = _made(task)
+        made = _made(make_model)
         return {name: m.to("meta") for name, m in made.items()} if isinstance(made, dict) else made.to("meta")
 
 
 def _agree(parts: Mapping[str, nn.Module], world: World) -> None:
     """Another model on another rank would hang in the first broadcast."""
-    if world.size == 1 or world.store is None:
-        return
     shape: list[Any] = list(parts)
     for module in parts.values():
         shape += [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
         shape += [(n, tuple(b.shape), str(b.dtype), False) for n, b in module.named_buffers()]
-    mine, key = hashlib.sha256(repr(shape).encode()).hexdigest(), world.key("model")
-    if world.rank == 0:
-        world.store.set(key, mine)
-    elif world.store.get(key).decode() != mine:
-        raise TaskError(
+    world.agree(
+        "model",
+        hashlib.sha256(repr(shape).encode()).hexdigest(),
+        lambda _: (
             f"model() made another model on rank {world.rank} than on rank 0: names, shapes and what is trained "
             "must not depend on the rank"
-        )
+        ),
+    )
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

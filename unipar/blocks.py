@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from unipar.config import Config
 from unipar.errors import ConfigError, TaskError
-from unipar.task import Task
 from unipar.text import first_few
 
 
-def blocks_of(task: Task, module: nn.Module, config: Config) -> tuple[str, ...]:
-    """Names of the blocks: the config's, the task's, or those found."""
+def find_blocks(module: nn.Module, config: Config, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the blocks: the config's, else those that the task gives, else those found."""
     known = [name for name, _ in module.named_modules() if name]
     if config.model.blocks == "none":
         return ()
@@ -26,7 +26,6 @@ def blocks_of(task: Task, module: nn.Module, config: Config) -> tuple[str, ...]:
                     f"model.blocks: nothing in the model is called {pattern!r}; it has {first_few(known, most=8)}"
                 )
         return _outermost([name for name in known if any(fnmatchcase(name, p) for p in wanted)])
-    given = task.blocks(module)
     if given is None:
         return found(module)
     for name in given:

@@ -200,16 +200,14 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Confi
 
 def agree_on(samples: int, world: World) -> None:
     """Data of another length on another rank would be other batches, or a hang."""
-    if world.size == 1 or world.store is None:
-        return
-    key = world.key("samples")
-    if world.rank == 0:
-        world.store.set(key, str(samples))
-    elif (first := int(world.store.get(key))) != samples:
-        raise TaskError(
+    world.agree(
+        "samples",
+        str(samples),
+        lambda first: (
             f"the data has {samples} samples on rank {world.rank} and {first} on rank 0: every rank must see all "
             "of it, and unipar divides it"
-        )
+        ),
+    )
 
 
 @final

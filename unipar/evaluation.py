@@ -123,17 +123,15 @@ class Evaluation:
 
     def _agree(self, names: list[str]) -> None:
         """Sums of other names would be added to one another."""
-        world = self.world
-        if world.size == 1 or world.store is None:
-            return
-        key, mine = world.key("metrics"), ", ".join(names)
-        if world.rank == 0:
-            world.store.set(key, mine)
-        elif (first := world.store.get(key).decode()) != mine:
-            raise TaskError(
-                f"metrics() gave {mine or 'nothing'} on rank {world.rank} and {first or 'nothing'} on rank 0: "
+        mine, rank = ", ".join(names), self.world.rank
+        self.world.agree(
+            "metrics",
+            mine,
+            lambda first: (
+                f"metrics() gave {mine or 'nothing'} on rank {rank} and {first or 'nothing'} on rank 0: "
                 "the names must not depend on the batch"
-            )
+            ),
+        )
 
     def _means(self) -> dict[str, float]:
         names = sorted(self.sums)

@@ -27,14 +27,14 @@ from unipar.short import explaining
 from unipar.worker import record
 
 if TYPE_CHECKING:
-    from unipar.loop import Run
+    from unipar.loop import TrainingRun
     from unipar.task import Task
 
 ALONE = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
 
 
 @contextmanager
-def trained(plan: Plan, task: Task, *, quiet: bool = False) -> Generator[Run]:
+def trained(plan: Plan, task: Task, *, quiet: bool = False) -> Generator[TrainingRun]:
     """A run in this process; its body is the loop. Errors are written down as a worker's are, and raised."""
     from unipar.opening import opened
 

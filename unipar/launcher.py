@@ -20,7 +20,7 @@ from unipar.source import Source, given
 from unipar.task import Task, TaskRef, importing, pass_launch
 
 if TYPE_CHECKING:
-    from unipar.loop import Run
+    from unipar.share import Run
 
 Given = str | Path | Mapping[str, Any] | Config | Source
 """What a config may be given as."""

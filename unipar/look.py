@@ -11,12 +11,12 @@ from unipar.errors import TaskError
 from unipar.text import closest
 
 if TYPE_CHECKING:
-    from unipar.task import Where
+    from unipar.location import CodeLocation
 
 _NEEDED = ("model", "data", "loss")
 
 
-def look(where: Where, args: Mapping[str, Any], path: Sequence[str]) -> None:
+def look(where: CodeLocation, args: Mapping[str, Any], path: Sequence[str]) -> None:
     """Raise unless the file is there, parses, and holds the class with what a task needs."""
     file = Path(where.file) if where.file else file_of(str(where.module), path)
     if file is None:

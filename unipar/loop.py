@@ -1,4 +1,4 @@
-"""The loop. There is one: what a task sees of its run, the same under every backend."""
+"""Training loop of one rank, the same under every backend: feed, step, evaluate, log."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Micro, Piece, Read, Step
+from unipar.backend import Engine, Fn, Micro, Piece, Read
 from unipar.beat import Heart
 from unipar.call import moved
 from unipar.config import Config, Sizes
@@ -18,9 +19,9 @@ from unipar.errors import TaskError
 from unipar.evaluation import Evaluation, refuse_between
 from unipar.ledger import Ledger
 from unipar.optim import factor
-from unipar.parts import Trained, flat, frozen, pieces_of, reported, restore_parts, together
+from unipar.parts import ActivePart, Trained, flat, pieces_of, reported, restore_parts, together
 from unipar.seeds import BEGUN, sow_torch, stirred
-from unipar.share import Outcome, Position, Share
+from unipar.share import Outcome, Position, Run, Share
 from unipar.stopping import Boundary
 from unipar.stream import STATED
 from unipar.streaming import Stream
@@ -35,8 +36,8 @@ Heed = Callable[[Sequence[tuple[Any, Plan]]], None]
 
 
 @final
-class Run:
-    """One rank's side of a run."""
+class TrainingRun(Run):
+    """The loop's side of one rank, with hooks for those who run a task's loop for it."""
 
     def __init__(
         self,
@@ -50,14 +51,12 @@ class Run:
         heart: Heart,
         trackers: Trackers,
     ) -> None:
-        self.task, self.parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
+        self.task, self._parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
         self.rank, self.size, self.device = world.rank, world.size, world.device
         self.done = 0
-        """Steps that are behind."""
-
-        self._first = next(iter(parts.values()))
-        self._only = self._first if len(parts) == 1 else None
-        self._at_work: Trained | None = None
+        self._members = {name: ActivePart(part, parts) for name, part in parts.items()}
+        self._first = next(iter(self._members.values()))
+        self._active: ActivePart | None = None
         self._evaluating = False
         self._ledger, self._heart, self._trackers = ledger, heart, trackers
         self._mark = heart.mark
@@ -72,8 +71,11 @@ class Run:
         self._feed: Feed | Stream | None = None
         self._steps = config.train.steps
         self._spare: Any = None
-        self._apart: tuple[int, ...] = ()
-        self._stepped: list[Trained] = []
+        self._seeds: tuple[int, ...] = ()
+        self._stepped: list[ActivePart] = []
+        self._due = False
+        """Whether the share at hand is one that logs."""
+
         self._next_seed = self._filled = self._samples = 0
         self._cuda = self.device.type == "cuda"
         self._since = time.perf_counter()
@@ -85,21 +87,22 @@ class Run:
     # What the run is over
 
     @property
+    @override
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
         if self._steps is None:
             assert self.config.train.epochs is not None
             self._steps = self.feed.steps(self.config.train.epochs)
         return self._steps
 
     @property
+    @override
     def feed(self) -> Feed | Stream:
-        """The run's own data, read from the task when first asked for."""
         if self._feed is None:
             self._feed = self._fed(self.task.data())
         return self._feed
 
     @property
+    @override
     def position(self) -> Position:
         return Position(self.done, *self.feed.place(self.done))
 
@@ -120,142 +123,137 @@ class Run:
     # What it trains
 
     @property
+    @override
+    def parts(self) -> Mapping[str, Trained]:
+        return self._parts
+
+    @property
     def engine(self) -> Engine:
         """Of the model, or of its first part."""
-        return self._first.engine
+        return self._first.trained.engine
 
+    @override
     def pieces(self) -> Iterator[Piece]:
-        """State out, of all parts; where there are several their names come first."""
-        return pieces_of(self.parts)
+        return pieces_of(self._parts)
 
+    @override
     def restore(self, read: Read) -> None:
-        """State in."""
-        restore_parts(self.parts, read)
+        restore_parts(self._parts, read)
 
-    def beside(self, part: str) -> Callable[[Fn, Any], Any]:
-        """Another part inside a loss: `run.beside("critic")(fn, x)` is fn(critic, x), frozen for this step."""
-        other, engaged = self._part(part), self._at_work
-        if engaged is None:
+    @override
+    def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
+        other = self._member(part)
+        if self._active is None:
             raise TaskError(
-                f"run.beside({part!r}) was called outside of a loss and metrics, where no other part is at work"
+                f"run.frozen({part!r}) was called outside of a loss and metrics, where no other part is at work"
             )
-        if other is engaged:
+        if other is self._active:
             raise TaskError(
-                f"run.beside({part!r}) was called in that part's own loss, whose first argument is its model"
+                f"run.frozen({part!r}) was called in that part's own loss, whose first argument is its model"
             )
-        return other.engine.evaluate if self._evaluating else other.engine.beside
+        engine = other.trained.engine
+        return engine.evaluate if self._evaluating else engine.call_frozen
 
     # The loop's verbs
 
+    @override
     def batches(self) -> Iterator[Share]:
-        """The run's own data, one share an optimizer step; evaluates between steps when that is due."""
         return self._shares(self.feed)
 
+    @override
     def over(self, loader: Any) -> Iterator[Share]:
-        """The same over a loader of the script's own, whose dataset, collate_fn and workers are taken."""
         self._feed = self._fed(loader)
         return self._shares(self._feed)
 
+    @override
     def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> Outcome:
-        """Forward, backward, accumulate, clip, update: of the model, or of one part by a loss of its own."""
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
             raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it was given {share!r}")
-        trained = self._only
-        if trained is None or part is not None:
-            trained = self._chosen(part, loss)
+        active = self._chosen(part, loss)
+        trained = active.trained
         number = self.done + 1
         self._heart.step = number
         self._next_seed = self.rank
         self._loss = loss or self.task.loss
         steps = self._steps or self.steps
         rate = factor(self._schedule, self.done - trained.skipped, steps)
-        if self._only is not None:
-            out = trained.engine.step(self._fn, share.micros, rate, self._mark)
-        else:
-            out = self._beside_others(trained, share, rate)
+        self._active, self._seeds = active, active.seeds
+        try:
+            with active:
+                out = trained.engine.step(self._fn, share.micros, rate, self._mark)
+        finally:
+            self._active = None
         trained.took(number, out, rate)
         if not self._stepped:
             self._filled, self._samples = self._filled + 1, share.samples
-        logs = self._filled == self._every or number == steps or number == 1
-        said = trained.report() if logs or (out.skipped and not self._scales) else None
+        self._due = self._filled == self._every or number == steps or number == 1
+        said = trained.report() if self._due or (out.skipped and not self._scales) else None
         if out.skipped:
             trained.skip(number, expected=self._scales)
             self._ledger.note("skipped", step=number)
         if self._sync_every and (number % self._sync_every == 0 or number == steps):
             trained.engine.take_mean()
-        if self._only is None:
-            self._stepped.append(trained)
-        else:
-            self._over(logs=logs)
+        self._stepped.append(active)
+        if len(self._members) == 1:  # with several, the share is over when the loop asks for the next
+            self._end_share()
         self._mark("between")
         return Outcome(number, said)
 
-    def _chosen(self, part: str | None, loss: Fn | None) -> Trained:
-        """The part that a call of `run.step` means."""
-        names = ", ".join(self.parts)
+    def _chosen(self, part: str | None, loss: Fn | None) -> ActivePart:
+        """Return the part that a call of `run.step` means."""
         if part is None:
+            if len(self._members) == 1:
+                return self._first
             raise TaskError(
-                f"run.step was not told which part: model() returned {names}; run.step(share, "
-                f"part={next(iter(self.parts))!r}, loss=...)"
+                f"run.step was not told which part: model() returned {', '.join(self._parts)}; run.step(share, "
+                f"part={next(iter(self._parts))!r}, loss=...)"
             )
-        chosen = self._part(part)
+        chosen = self._member(part)
         if loss is None and chosen is not self._first:
-            raise TaskError(
-                f"run.step(part={part!r}) has no loss: the task's own is that of {self._first.name!r}; give loss="
-            )
-        if chosen in self._stepped and self._only is None:
+            own = self._first.trained.name
+            raise TaskError(f"run.step(part={part!r}) has no loss: the task's own is that of {own!r}; give loss=")
+        if chosen in self._stepped:
             raise TaskError(
                 f"the loop called run.step(part={part!r}) twice for one share; at most once for each part is wanted"
             )
         return chosen
 
-    def _part(self, name: str) -> Trained:
-        if name not in self.parts:
-            raise TaskError(f"there is no part {name!r}; model() returned {', '.join(self.parts)}")
-        return self.parts[name]
+    def _member(self, part: str) -> ActivePart:
+        if part not in self._members:
+            raise TaskError(f"there is no part {part!r}; model() returned {', '.join(self._parts)}")
+        return self._members[part]
 
-    def _beside_others(self, trained: Trained, share: Share, rate: float) -> Step:
-        """One part's step; the others are frozen, and each draws random numbers of its own."""
-        others = [part for part in self.parts.values() if part is not trained]
-        self._apart = (list(self.parts).index(trained.name),)
-        self._at_work = trained
-        try:
-            with frozen(others):
-                return trained.engine.step(self._fn, share.micros, rate, self._mark)
-        finally:
-            self._at_work = None
-
+    @override
     def evaluate(self) -> dict[str, float]:
-        """The task's metrics over its validation data, the same on every rank; of several parts the first is asked."""
         if self._sync_every and self.done != self.steps:
             refuse_between(self.done, self._sync_every)
         if self._evaluation is None:
-            told = (self.task, [part.module for part in self.parts.values()], self.engine, self.world)
+            told = (self.task, [part.module for part in self._parts.values()], self.engine, self.world)
             self._evaluation = Evaluation(*told, self.config, self.sizes, mark=self._mark)
         self._mark("evaluate")
-        self._at_work, self._evaluating = self._first, True
+        self._active, self._evaluating = self._first, True
         try:
             means = self._evaluation()
         finally:
-            self._at_work, self._evaluating = None, False
+            self._active, self._evaluating = None, False
         self._tell("eval", means)
         self._mark("between")
         return means
 
+    @override
     def log(self, **named: float | Tensor) -> None:
-        """Write named values of this rank into its ledger; rank 0's go to the trackers too."""
         self._tell("log", {k: float(v) for k, v in named.items()})
 
     def record(self, steps: int) -> None:
         """Keep every step's share of the loss, and its norm, on the device."""
-        for part in self.parts.values():
+        for part in self._parts.values():
             part.record(steps)
 
     def recorded(self) -> dict[str, Any]:
         """This rank's shares (the ranks' sum is the loss) and the norms, of the steps done; of several parts, each."""
-        parts = {name: part.recorded() for name, part in self.parts.items()}
-        if self._only is not None:
-            return {key: parts[self._only.name][key] for key in ("loss", "norm")}
+        parts = {name: part.recorded() for name, part in self._parts.items()}
+        if len(parts) == 1:
+            return {key: parts[self._first.trained.name][key] for key in ("loss", "norm")}
         return together(parts, self.done) | {"parts": parts}
 
     def heed(self, heed: Heed) -> None:
@@ -281,7 +279,7 @@ class Run:
     def finish(self) -> None:
         """After the loop: what is not yet reported of its last steps."""
         self._end_share()
-        for part in self.parts.values():
+        for part in self._parts.values():
             part.finish()
         self._trackers.close()
         self._mark("end")
@@ -310,7 +308,7 @@ class Run:
             yield self._share(next(ready), feed)
             self._end_share()
             if self.done != before + 1:
-                wanted = "once" if self._only is not None else "once for each part at most, and for one at least"
+                wanted = "once" if len(self._members) == 1 else "once for each part at most, and for one at least"
                 raise TaskError(
                     f"the loop called run.step {self.done - before} times for one share; {wanted}, with that share, "
                     "is wanted"
@@ -344,7 +342,7 @@ class Run:
 
     def _fn(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, under PyTorch's random numbers of this step's microbatch, whichever rank computes it."""
-        sow_torch(stirred(self._sown, self.done, self._next_seed, *self._apart) >> 1, cuda=self._cuda)
+        sow_torch(stirred(self._sown, self.done, self._next_seed, *self._seeds) >> 1, cuda=self._cuda)
         self._next_seed += self.size
         loss: Any = self._loss(model, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -356,23 +354,20 @@ class Run:
         return filled == self._every or number == self.steps or number == 1
 
     def _end_share(self) -> None:
-        """Of several parts each may have had its step with it; the only one's was its end."""
-        if self._stepped:
-            self._stepped.clear()
-            self._over(logs=self._logs(self.done + 1, self._filled))
-
-    def _over(self, *, logs: bool) -> None:
-        """A share is used up: the run is a step further, and what its parts gave is written down when that is due."""
-        number = self.done = self.done + 1
-        if not logs:
+        """Count the share's step, if a part had one with it, and write down what parts gave when that is due."""
+        if not self._stepped:
             return
-        for part in self.parts.values():
+        self._stepped.clear()
+        number = self.done = self.done + 1
+        if not self._due:
+            return
+        for part in self._parts.values():
             if part.steps:  # it had no step in this share
                 part.report()
         now = time.perf_counter()
         seconds, self._filled = (now - self._since) / self._filled, 0
         scale = self.config.train.lr_scale.factor(self.sizes.total)
-        row = reported(self.parts, scale) | {"samples": self._samples, "seconds": seconds}
+        row = reported(self._parts, scale) | {"samples": self._samples, "seconds": seconds}
         if self._logged is not None:
             row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._logged.after()]
             if self._logged.lost:

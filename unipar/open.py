@@ -114,7 +114,7 @@ class Open(Engine):
         return [p.grad for p in self.trained if p.grad is not None], False
 
     @override
-    def rated(self) -> list[float]:
+    def learning_rates(self) -> list[float]:
         return rates_of(self.base)
 
     @override
@@ -125,13 +125,13 @@ class Open(Engine):
 
     @override
     @final
-    def beside(self, fn: Fn, given: Any) -> Any:
+    def call_frozen(self, fn: Fn, given: Any) -> Any:
         return self.call(fn, Held(given))  # what splits parameters is in it; what reduces gradients is around it
 
     @override
     @final
     def pieces(self) -> Iterator[Piece]:
-        self.at_rest()
+        self.before_state_access()
         state: Any = self.base.state
         for name, p in self.model.named_parameters():
             for kind, value in {"weight": p, **state.get(p, {})}.items():
@@ -146,7 +146,7 @@ class Open(Engine):
     @final
     @torch.no_grad()
     def restore(self, read: Read) -> None:
-        self.at_rest()
+        self.before_state_access()
         state: Any = self.base.state
         mine = {id(p) for group in self.base.param_groups for p in group["params"]}
         for name, p in self.model.named_parameters():

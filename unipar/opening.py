@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from unipar import registry
 from unipar.backend import Backend, Engine, Part
 from unipar.beat import Heart, beat_of
-from unipar.birth import born, whole_of
-from unipar.blocks import blocks_of
+from unipar.birth import create_parts, whole_of
+from unipar.blocks import find_blocks
 from unipar.config import Config
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.ledger import Ledger, ledger_of
 from unipar.loading import load
-from unipar.loop import Run
-from unipar.optim import grouped, optimizer_of
+from unipar.loop import TrainingRun
+from unipar.optim import optimizer_factory, parameter_groups
 from unipar.parts import Trained
 from unipar.place import Place
 from unipar.procfs import anonymous_memory, peak_rss
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @contextmanager
 def opened(
     config: Config, task: Task, place: Place, run: Path, *, met: Callable[[World, Heart], None] | None = None
-) -> Generator[Run]:
+) -> Generator[TrainingRun]:
     """A run that is ready to train; its world is left in order when the body ends well.
 
     `met` is called when the ranks have met and nothing is built.
@@ -89,7 +89,7 @@ def _watcher(config: Config, backend: Backend, world: World, run: Path, heart: H
     return watcher
 
 
-def _watched(run: Run, watcher: Logged) -> None:
+def _watched(run: TrainingRun, watcher: Logged) -> None:
     watcher.follow([part.engine for part in run.parts.values()])
     if type(run.task).train is Task.train:
         with watcher.reading():
@@ -119,7 +119,7 @@ def assembled(
     heart: Heart,
     trackers: Trackers,
     build: Build | None = None,
-) -> Run:
+) -> TrainingRun:
     """The model, its engine (by `build` instead of the backend, if given) and the loop's side, in a world that met."""
     if config.eval.every and not task.gives("validation"):
         raise TaskError("eval.every is given and the task has no validation(): give it a dataset, or leave eval out")
@@ -128,17 +128,19 @@ def assembled(
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"total": sizes.total})})
     _prepare(task, world)
     base = anonymous_memory()
-    modules = born(task, config, world)
+    modules = create_parts(task.model, config, world)
     whole = whole_of(modules)
     wanted = config.model.loading
     loaded = load(whole, wanted) if wanted is not None and world.rank == 0 else None  # the others receive the values
     parameters = sum(p.numel() for p in whole.parameters())
+    own_optimizer = task.optimizer if task.gives("optimizer") else None
     parts: dict[str, Trained] = {}
     for name, module in modules.items():
         own = config.of_part(name)
-        groups, blocks = grouped(task, module, own), blocks_of(task, module, own)
+        groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=own_optimizer is not None)
+        blocks = find_blocks(module, own, given=task.blocks(module))
         reworked(module, blocks, own)
-        part = Part(name, module, optimizer_of(task, groups, own, world.device), blocks)
+        part = Part(name, module, optimizer_factory(groups, own, world.device, own=own_optimizer), blocks)
         with _library(backend):
             engine = (build or backend.build)(part, own, world)
             parts[name] = Trained(part, engine, own, world, alone=len(modules) == 1)
@@ -150,7 +152,7 @@ def assembled(
     ledger.note("start", **said, parameters=parameters, resident=base)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))
-    return Run(task, parts, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
+    return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
 
 
 def _nothing(model: nn.Module, given: None) -> None:

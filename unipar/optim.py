@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from unipar.config import Config
 from unipar.errors import TaskError
-from unipar.task import Task
 from unipar.text import first_few
-from unipar.training import SGD, Adam, AdamW, Constant, Schedule
+from unipar.training import SGD, Adam, AdamW, Constant, Schedule, optimizer_arguments
 
 _KINDS: Mapping[type, Any] = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
+
+MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer | None]
+"""A task's own optimizer over groups: `Task.optimizer`."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,17 @@ class Group:
     settings: Mapping[str, Any]
 
 
-def grouped(task: Task, module: nn.Module, config: Config) -> tuple[Group, ...]:
-    """The optimizer's groups, decided on the model as the user made it: split parameters lose their shape."""
+def parameter_groups(
+    module: nn.Module, config: Config, given: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
+) -> tuple[Group, ...]:
+    """Return the optimizer's groups: those that the task gives, else the config's.
+
+    They are decided on the model as the user made it, as split parameters lose their shape. Keys of the task's
+    groups are checked, but not for an optimizer of its own.
+    """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    given = task.groups(module)
     if given is not None:
-        return _given(given, trained, module, config, own=task.gives("optimizer"))
+        return _given(given, trained, module, config, own=own_optimizer)
     if config.train.optimizer.decay == "all":
         return (Group(tuple(trained), {}),)
     thick = tuple(n for n, p in trained.items() if p.ndim > 1)
@@ -52,7 +59,7 @@ def _given(
     own: bool,
 ) -> tuple[Group, ...]:
     names = {id(p): n for n, p in module.named_parameters()}
-    allowed = None if own else set(_settings(config)) - {"fused", "foreach"}
+    allowed = None if own else set(optimizer_arguments(config.train.optimizer, "cpu")) - {"fused", "foreach"}
     seen: set[str] = set()
     made: list[Group] = []
     for i, group in enumerate(given):
@@ -80,39 +87,34 @@ def _given(
     return tuple(g for g in made if g.names)
 
 
-def optimizer_of(
-    task: Task, groups: tuple[Group, ...], config: Config, device: torch.device
+def optimizer_factory(
+    groups: tuple[Group, ...], config: Config, device: torch.device, own: MakeOptimizer | None
 ) -> Callable[[nn.Module], Optimizer]:
-    """Makes the optimizer once the parameters are where they stay."""
-    if task.gives("optimizer"):
+    """Return what makes the optimizer once the parameters are where they stay: the config's, or the task's `own`."""
+    if own is not None:
         _refuse_idle(config)
-    settings = _settings(config)
-    settings["fused"], settings["foreach"] = _kernels(config, device)
+    wanted = config.train.optimizer
     scale = config.train.lr_scale.factor(config.batch.total or 1)
-    kind = _KINDS[type(config.train.optimizer)]
 
     def make(module: nn.Module) -> Optimizer:
         now = dict(module.named_parameters())
-        own: dict[str, Any] = dict(settings)
         made: list[dict[str, Any]] = []
         for group in groups:
-            lr = group.settings.get("lr", settings["lr"]) * scale
+            lr = group.settings.get("lr", float(wanted.lr)) * scale
             made.append({"params": [now[n] for n in group.names], **group.settings, "lr": lr})
-        if task.gives("optimizer"):
-            decay = {"weight_decay": settings["weight_decay"]}
-            return _own(task, [decay | group for group in made], now)
+        if own is not None:
+            decay = {"weight_decay": float(wanted.weight_decay)}
+            return _checked(own, [decay | group for group in made], now)
         split = any(isinstance(p, DTensor) for group in made for p in group["params"])
-        if split and kind is torch.optim.SGD and config.train.optimizer.fused == "auto":
-            own["fused"] = None  # PyTorch has no fused SGD for split parameters
-        return kind(made, **own)
+        return _KINDS[type(wanted)](made, **optimizer_arguments(wanted, device.type, split=split))
 
     return make
 
 
-def _own(task: Task, groups: list[dict[str, Any]], names: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The task's optimizer, over all that is trained and nothing else."""
+def _checked(own: MakeOptimizer, groups: list[dict[str, Any]], names: Mapping[str, nn.Parameter]) -> Optimizer:
+    """Return the task's optimizer; raise unless it is one over all that is trained and nothing else."""
     wanted = {id(p) for group in groups for p in group["params"]}
-    made: Any = task.optimizer(groups)
+    made: Any = own(groups)
     if not isinstance(made, Optimizer):
         raise TaskError(
             f"optimizer() returned {made!r}; a torch.optim.Optimizer over the groups that it is given is wanted"
@@ -139,23 +141,6 @@ def _refuse_idle(config: Config) -> None:
 
 _OBEYED = ("name", "lr", "weight_decay", "decay", "fused", "foreach")
 """What a task's own optimizer is given, or what decides on kernels alone."""
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    wanted = config.train.optimizer
-    made: dict[str, Any] = {"lr": float(wanted.lr), "weight_decay": float(wanted.weight_decay)}
-    if isinstance(wanted, SGD):
-        return made | {"momentum": float(wanted.momentum), "nesterov": wanted.nesterov}
-    return made | {"betas": tuple(float(b) for b in wanted.betas), "eps": float(wanted.eps)}
-
-
-def _kernels(config: Config, device: torch.device) -> tuple[bool | None, bool | None]:
-    """fused and foreach as PyTorch takes them: None leaves the choice to it."""
-    wanted = config.train.optimizer
-    automatic = wanted.foreach is not True and device.type in ("cpu", "cuda")
-    if automatic if wanted.fused == "auto" else wanted.fused:
-        return True, None
-    return (False if wanted.fused is False else None), (None if wanted.foreach == "auto" else wanted.foreach)
 
 
 class Rates:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -19,23 +18,6 @@ from unipar.world import World
 
 _AT_ONCE = 64
 """Losses that are kept one by one before they are copied into the window."""
-
-
-@contextmanager
-def frozen(parts: Iterable[Trained]) -> Generator[None]:
-    """No gradient reaches these parts while the body runs, and their buffers are afterwards what they were."""
-    held = list(parts)
-    kept = [(b, b.detach().clone()) for part in held for b in part.module.buffers()]
-    for part in held:
-        part.learns(False)
-    try:
-        yield
-    finally:
-        for part in held:
-            part.learns(True)
-        with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
 
 
 @final
@@ -69,7 +51,7 @@ class Trained:
 
     def learns(self, wanted: bool) -> None:
         """Whether its parameters take gradients; by name, as libraries put other tensors in their places."""
-        self.engine.at_rest()
+        self.engine.before_state_access()
         for name, p in self.module.named_parameters():
             if name in self._names:
                 p.requires_grad_(wanted)
@@ -150,6 +132,32 @@ class Trained:
         assert self._record is not None
         losses, norms = self._record[:, : len(self._recorded)].tolist()
         return {"loss": losses, "norm": norms, "step": list(self._recorded)}
+
+
+@final
+class ActivePart:
+    """The part that is stepped: inside, no gradient reaches the others; afterwards their buffers are as before."""
+
+    def __init__(self, trained: Trained, parts: Mapping[str, Trained]) -> None:
+        self.trained = trained
+        self._others = [part for part in parts.values() if part is not trained]
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self.seeds = (list(parts).index(trained.name),) if self._others else ()
+        """What the random numbers of one of several parts follow from besides run, step and microbatch."""
+
+    def __enter__(self) -> None:
+        for part in self._others:
+            self._buffers += [(buffer, buffer.detach().clone()) for buffer in part.module.buffers()]
+            part.learns(False)
+
+    def __exit__(self, *error: object) -> None:
+        for part in self._others:
+            part.learns(True)
+        if self._buffers:
+            with torch.no_grad():
+                for buffer, before in self._buffers:
+                    buffer.copy_(before)
+            self._buffers.clear()
 
 
 def reported(parts: Mapping[str, Trained], scale: float) -> dict[str, Any]:

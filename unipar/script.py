@@ -16,7 +16,7 @@ from typing import Any
 
 from unipar.config import Config, Sizes
 from unipar.errors import Unsupported
-from unipar.training import SGD, Adam, Constant
+from unipar.training import SGD, Adam, Constant, optimizer_arguments
 
 WIDTH = 120
 
@@ -135,22 +135,6 @@ def shared_values(outline: Outline) -> dict[str, str]:
     }
 
 
-def optimizer_settings(config: Config, *, split: bool = False) -> dict[str, Any]:
-    """What PyTorch's optimizer is told besides the rate."""
-    wanted = config.train.optimizer
-    made: dict[str, Any] = {"weight_decay": float(wanted.weight_decay)}
-    if isinstance(wanted, SGD):
-        made |= {"momentum": float(wanted.momentum), "nesterov": wanted.nesterov}
-    else:
-        made |= {"betas": tuple(float(b) for b in wanted.betas), "eps": float(wanted.eps)}
-    fused = wanted.foreach is not True if wanted.fused == "auto" else wanted.fused
-    if fused and not (split and isinstance(wanted, SGD) and wanted.fused == "auto"):  # PyTorch has none for split ones
-        return made | {"fused": True}
-    if wanted.fused is False:
-        made["fused"] = False
-    return made if wanted.foreach == "auto" else made | {"foreach": wanted.foreach}
-
-
 def optimizer_kind(config: Config) -> str:
     wanted = config.train.optimizer
     return "SGD" if isinstance(wanted, SGD) else "Adam" if isinstance(wanted, Adam) else "AdamW"
@@ -163,8 +147,9 @@ def optimizer(outline: Outline, *, split: bool = False) -> str:
 
 def optimizer_words(outline: Outline, *, split: bool = False) -> list[str]:
     """Its arguments besides the groups."""
-    settings = {"lr": rate_text(outline), **_reprs(optimizer_settings(outline.config, split=split))}
-    return [f"{name}={text}" for name, text in settings.items()]
+    told = optimizer_arguments(outline.config.train.optimizer, "cuda" if outline.cuda else "cpu", split=split)
+    texts = {name: repr(value) for name, value in told.items()} | {"lr": rate_text(outline)}
+    return [f"{name}={text}" for name, text in texts.items()]
 
 
 def rate_scale(outline: Outline) -> float:
@@ -173,10 +158,6 @@ def rate_scale(outline: Outline) -> float:
 
 def rate_text(outline: Outline) -> str:
     return "LR" if rate_scale(outline) == 1.0 else "LR * SCALE"
-
-
-def _reprs(values: Mapping[str, Any]) -> dict[str, str]:
-    return {name: repr(value) for name, value in values.items()}
 
 
 def groups(outline: Outline, *, listed: bool = False) -> str:

@@ -1,12 +1,20 @@
-"""What a loop is given and what it gives: a share of the data, the outcome of a step, a place in the data."""
+"""What a task's loop may do with a run: `Run`, and what it takes and gives (shares, outcomes, positions)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
-from unipar.backend import Micro
+from unipar.backend import Fn, Micro, Piece, Read
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from unipar.data import Feed
+    from unipar.streaming import Stream
 
 
 @final
@@ -42,3 +50,88 @@ class Position:
     step: int
     epoch: int
     batch: int
+
+
+class TrainedModule(Protocol):
+    """One part of a run, as its loop sees it."""
+
+    @property
+    def name(self) -> str:
+        """The part's name in `model()`'s dictionary; "model" where that returned one module."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself; where parameters are split, this rank's share of them."""
+        ...
+
+
+class Run(ABC):
+    """One rank's side of a run, as a task's own loop uses it."""
+
+    done: int
+    """Optimizer steps that are done."""
+
+    rank: int
+    """Number of this process, from 0."""
+
+    size: int
+    """Number of processes."""
+
+    device: torch.device
+    """Where this rank computes."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Mapping[str, TrainedModule]:
+        """What is trained, by name: one part, or the several that `model()` returned."""
+
+    @property
+    @abstractmethod
+    def position(self) -> Position:
+        """Where in the data the next step is."""
+
+    @property
+    @abstractmethod
+    def feed(self) -> Feed | Stream:
+        """The run's own data, read from the task when first asked for."""
+
+    @abstractmethod
+    def batches(self) -> Iterator[Share]:
+        """Yield the run's own data, one share an optimizer step; evaluates between steps when that is due."""
+
+    @abstractmethod
+    def over(self, loader: Any) -> Iterator[Share]:
+        """Yield shares of a loader of the script's own, whose dataset, collate_fn and workers are taken."""
+
+    @abstractmethod
+    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> Outcome:
+        """Do one optimizer step (forward, backward, accumulate, clip, update), of one part by a loss of its own."""
+
+    @abstractmethod
+    def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
+        """Return a call of another part inside a loss: `run.frozen("critic")(fn, x)` is fn(critic, x).
+
+        That part takes no gradients in this step; they flow through it to `x`.
+        """
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Return the task's metrics over its validation data, the same on every rank; of several parts, the first's."""
+
+    @abstractmethod
+    def log(self, **named: float | Tensor) -> None:
+        """Write named values of this rank into its ledger; rank 0's go to the trackers too."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the state of all parts that this rank holds; of several parts, with the part's name in front."""
+
+    @abstractmethod
+    def restore(self, read: Read) -> None:
+        """Take state in from `read`."""

@@ -22,7 +22,7 @@ from unipar.procfs import memory_left
 from unipar.text import format_size
 
 if TYPE_CHECKING:
-    from unipar.loop import Run
+    from unipar.loop import TrainingRun
 
 _SIGNS = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory", "Unable to allocate")
 """What torch, CUDA, C++, the system and numpy say."""
@@ -79,7 +79,7 @@ def asked(error: BaseException) -> int | None:
 
 
 @contextmanager
-def explaining(run: Path, rank: int, live: Run | None = None) -> Generator[None]:
+def explaining(run: Path, rank: int, live: TrainingRun | None = None) -> Generator[None]:
     """What runs out of memory in the body leaves it as OutOfMemory; `live` is not there while it is built."""
     try:
         yield
@@ -90,7 +90,7 @@ def explaining(run: Path, rank: int, live: Run | None = None) -> Generator[None]
         raise said from e
 
 
-def explained(error: BaseException, run: Path, rank: int, live: Run | None = None) -> BaseException:
+def explained(error: BaseException, run: Path, rank: int, live: TrainingRun | None = None) -> BaseException:
     """The same as OutOfMemory where it is that; any other as it is."""
     if not ran_out(error):
         return error
@@ -103,7 +103,7 @@ def explained(error: BaseException, run: Path, rank: int, live: Run | None = Non
     return made
 
 
-def _sentence(error: BaseException, run: Path, rank: int, live: Run | None) -> str:
+def _sentence(error: BaseException, run: Path, rank: int, live: TrainingRun | None) -> str:
     at = At.of(run, rank) or At("start", 0)
     wanted = asked(error)
     device = live.device.type if live is not None else "cpu"
@@ -174,7 +174,7 @@ def _last(run: Path, rank: int, event: str) -> Mapping[str, Any]:
     return found
 
 
-def _left(live: Run) -> int:
+def _left(live: TrainingRun) -> int:
     """Bytes that the device could still have given."""
     return _left_on_cuda(live.device) if live.device.type == "cuda" else memory_left()
 
@@ -187,7 +187,7 @@ def _left_on_cuda(device: Any = None) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _taken(live: Run, base: int) -> int:
+def _taken(live: TrainingRun, base: int) -> int:
     """Bytes that this process has now on its device, beyond what it had before the model was built."""
     if live.device.type == "cuda":
         import torch

@@ -123,18 +123,15 @@ class Stream:
             yield portion
 
     def _compare(self, what: str, mine: str) -> None:
-        """With the ranks that have come this far: nobody waits, the last one sees all."""
-        world = self.world
-        if world.size == 1 or world.store is None:
-            return
-        world.store.set(f"{self._key}/{what}/{world.rank}", mine)
-        for rank in range(world.size):
-            key = f"{self._key}/{what}/{rank}"
-            if rank != world.rank and world.store.check([key]) and world.store.get(key).decode() != mine:
-                raise TaskError(
-                    f"the stream is not the same on ranks {rank} and {world.rank}, and data.stream: whole takes each "
-                    "rank's samples from one stream; if it splits itself by rank, say data.stream: own"
-                )
+        """Raise if a rank that has come this far has read another stream."""
+        self.world.agree_so_far(
+            f"{self._key}/{what}",
+            mine,
+            lambda rank: (
+                f"the stream is not the same on ranks {rank} and {self.world.rank}, and data.stream: whole takes each "
+                "rank's samples from one stream; if it splits itself by rank, say data.stream: own"
+            ),
+        )
 
     # Each rank its part
 

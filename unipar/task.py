@@ -18,13 +18,14 @@ from typing_extensions import override
 
 from unipar.config import TaskUse
 from unipar.errors import TaskError
+from unipar.location import CodeLocation
 from unipar.parcel import called, handed, packed, typed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from unipar.loop import Run
+    from unipar.share import Run
 
 FUNCTIONS = ("model", "loss", "data", "weight", "collate", "validation", "metrics", "groups")
 """What the functional form of `launch` takes; the first three are needed."""
@@ -169,56 +170,11 @@ def pass_launch() -> str:
 
 
 @dataclass(frozen=True)
-class Where:
-    """A class or function that another process can find."""
-
-    name: str
-    module: str | None = None
-    file: str | None = None
-
-    @classmethod
-    def of(cls, thing: Any) -> Self:
-        name, module = getattr(thing, "__qualname__", ""), getattr(thing, "__module__", "")
-        if not name or "<" in name:
-            raise TaskError(
-                f"{name or thing!r} cannot be found by other processes: "
-                "define it at the top level of a file, by def or class"
-            )
-        here = sys.modules.get(module)
-        spec = getattr(here, "__spec__", None)
-        if module != "__main__" and spec is not None and importlib.util.find_spec(module) is not None:
-            return cls(name, module=module)
-        if module == "__main__" and spec is not None:
-            return cls(name, module=spec.name)  # python -m package.module
-        file = getattr(here, "__file__", None)
-        if file is None or not Path(file).exists():
-            raise TaskError(
-                f"{name} was defined in a prompt, a notebook or a -c command, where other processes cannot find it: "
-                "put it into a file and import it from there"
-            )
-        return cls(name, file=str(Path(file).resolve()))
-
-    @classmethod
-    def used(cls, use: str) -> Self:
-        """From the config's `file.py:Class` or `package.module:Class`."""
-        place, colon, name = use.rpartition(":")
-        if not colon or not name.isidentifier() or not place:
-            raise TaskError(f"task.use: {use!r} should be file.py:Class or package.module:Class")
-        if place.endswith(".py") or "/" in place:
-            return cls(name, file=str(Path(place).resolve()))
-        return cls(name, module=place)
-
-    @property
-    def shown(self) -> str:
-        return f"{self.file or self.module}:{self.name}"
-
-
-@dataclass(frozen=True)
 class TaskRef:
     """Where a task's code is; travels as JSON."""
 
-    task: Where | None = None
-    functions: Mapping[str, Where] = field(default_factory=dict[str, Where])
+    task: CodeLocation | None = None
+    functions: Mapping[str, CodeLocation] = field(default_factory=dict[str, CodeLocation])
     args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     path: Sequence[str] = ()
     """The parent's sys.path."""
@@ -249,16 +205,16 @@ class TaskRef:
             if any(typed(f) for f in functions.values()):
                 names = ", ".join(f"{name}={called(f)}" for name, f in functions.items())
                 return cls(path=path, earlier=tuple(earlier)).carrying(names, dict(functions))
-            found = {name: Where.of(f) for name, f in functions.items()}
+            found = {name: CodeLocation.of(f) for name, f in functions.items()}
             return cls(functions=found, path=path, earlier=tuple(earlier))
         if task is not None and typed(task):
             _whole(task, called(task))
             return cls(args=args, path=path, earlier=tuple(earlier)).carrying(called(task), task)
         if task is not None:
-            return cls(Where.of(task), args=args, path=path, earlier=tuple(earlier))
+            return cls(CodeLocation.of(task), args=args, path=path, earlier=tuple(earlier))
         if use is None:
             raise TaskError("there is no task: give the config task.use, or launch a task= or model=, loss= and data=")
-        return cls(Where.used(use.use), args=args, path=path, earlier=tuple(earlier))
+        return cls(CodeLocation.used(use.use), args=args, path=path, earlier=tuple(earlier))
 
     def carrying(self, names: str, thing: Any) -> Self:
         """With something that other processes cannot find by name."""
@@ -272,8 +228,8 @@ class TaskRef:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         return cls(
-            task=Where(**data["task"]) if data["task"] else None,
-            functions={k: Where(**v) for k, v in data["functions"].items()},
+            task=CodeLocation(**data["task"]) if data["task"] else None,
+            functions={k: CodeLocation(**v) for k, v in data["functions"].items()},
             args=data["args"],
             path=tuple(data["path"]),
             earlier=tuple(data["earlier"]),
@@ -317,7 +273,7 @@ def _whole(found: Any, shown: str) -> None:
         raise TaskError(f"{shown} lacks {', '.join(f'{m}()' for m in unwritten)}")
 
 
-def _fetch(where: Where, earlier: Sequence[str]) -> Any:
+def _fetch(where: CodeLocation, earlier: Sequence[str]) -> Any:
     module = _import_module(where.module, earlier) if where.module else _import_file(str(where.file), earlier)
     found: Any = module
     for name in where.name.split("."):

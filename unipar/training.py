@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
@@ -87,6 +87,27 @@ def _named(default: str) -> Discriminator:
 Optimizer = Annotated[
     Annotated[SGD, Tag("sgd")] | Annotated[Adam, Tag("adam")] | Annotated[AdamW, Tag("adamw")], _named("adamw")
 ]
+
+
+def optimizer_arguments(optimizer: Optimizer, device: str, *, split: bool = False) -> dict[str, Any]:
+    """Return the arguments of PyTorch's optimizer besides its groups; what PyTorch shall decide is left out.
+
+    `device` is a type ("cpu", "cuda"); `split` says that parameters are split over ranks, as FSDP2 does it.
+    """
+    made: dict[str, Any] = {"lr": float(optimizer.lr), "weight_decay": float(optimizer.weight_decay)}
+    if isinstance(optimizer, SGD):
+        made |= {"momentum": float(optimizer.momentum), "nesterov": optimizer.nesterov}
+    else:
+        made |= {"betas": tuple(float(b) for b in optimizer.betas), "eps": float(optimizer.eps)}
+    fused = optimizer.fused
+    if fused == "auto":
+        missing = split and isinstance(optimizer, SGD)  # PyTorch has no fused SGD for split parameters
+        fused = True if optimizer.foreach is not True and device in ("cpu", "cuda") and not missing else None
+    if fused:
+        return made | {"fused": True}
+    if fused is False:
+        made["fused"] = False
+    return made if optimizer.foreach == "auto" else made | {"foreach": optimizer.foreach}
 
 
 class LrScale(Section):

@@ -28,7 +28,7 @@ from unipar.place import Place
 from unipar.prints import Prints
 
 if TYPE_CHECKING:
-    from unipar.loop import Run
+    from unipar.loop import TrainingRun
 
 
 @dataclass
@@ -83,7 +83,7 @@ def fail(run: Path, rank: int, error: BaseException) -> NoReturn:
 
 
 @contextlib.contextmanager
-def last_words(run: Path, rank: int, live: Run) -> Generator[None]:
+def last_words(run: Path, rank: int, live: TrainingRun) -> Generator[None]:
     """Around a loop: its error ends this worker before what is around it is closed."""
     from unipar.short import explained
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unipar.config import Config
-from unipar.errors import WorldMismatch
+from unipar.errors import TaskError, WorldMismatch
 from unipar.files import write_whole
 from unipar.place import Place
 
@@ -44,6 +44,29 @@ class World:
         """A key of the store that was not used before; the same on all ranks that ask equally often."""
         self._keys += 1
         return f"{name}/{self._keys}"
+
+    def agree(self, name: str, mine: str, sentence: Callable[[str], str]) -> None:
+        """Raise a TaskError, `sentence(rank 0's)`, on a rank that says another thing than rank 0; all ranks call it."""
+        if self.size == 1 or self.store is None:
+            return
+        key = self.key(name)
+        if self.rank == 0:
+            self.store.set(key, mine)
+        elif (first := self.store.get(key).decode()) != mine:
+            raise TaskError(sentence(first))
+
+    def agree_so_far(self, key: str, mine: str, sentence: Callable[[int], str]) -> None:
+        """Compare with the ranks that have come this far; raise a TaskError, `sentence(rank)`, if one said other.
+
+        Nobody waits: the last rank to come sees all.
+        """
+        if self.size == 1 or self.store is None:
+            return
+        self.store.set(f"{key}/{self.rank}", mine)
+        for rank in range(self.size):
+            theirs = f"{key}/{rank}"
+            if rank != self.rank and self.store.check([theirs]) and self.store.get(theirs).decode() != mine:
+                raise TaskError(sentence(rank))
 
     def synchronize(self) -> None:
         """Until the device has done what it was given."""

@@ -141,7 +141,7 @@ class Zero(Engine):
             return self.engine(fn, Held(batch))
 
     @override
-    def beside(self, fn: Fn, given: Any) -> Any:
+    def call_frozen(self, fn: Fn, given: Any) -> Any:
         """Without the library's engine, which would take the outer loss's backward for its own."""
         return self.call(fn, Held(given))
 
@@ -165,7 +165,7 @@ class Zero(Engine):
         yield from held_by_modules(self.model)
 
     @override
-    def rated(self) -> list[float]:
+    def learning_rates(self) -> list[float]:
         return rates_of(self.base)
 
     @override

@@ -13,13 +13,13 @@ from unipar.script import (
     call,
     json_text,
     optimizer_kind,
-    optimizer_settings,
     rate_scale,
     refuse_options,
     samples,
     scheduled,
     written,
 )
+from unipar.training import optimizer_arguments
 from unipar_deepspeed import backend
 
 _CARRIED = frozenset({"buckets"})
@@ -55,10 +55,10 @@ def script(outline: Outline) -> Script:
 def ds_config(outline: Outline) -> dict[str, Any]:
     """What DeepSpeed reads: real batch sizes, and the optimizer, which it makes itself."""
     config, sizes = outline.config, outline.sizes
-    settings = optimizer_settings(config)
-    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+    settings = optimizer_arguments(config.train.optimizer, "cuda" if outline.cuda else "cpu")
+    params: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+    params["lr"] *= rate_scale(outline)
     kind = optimizer_kind(config)
-    params: dict[str, Any] = {"lr": float(config.train.optimizer.lr) * rate_scale(outline), **settings}
     if kind != "SGD":
         params["torch_adam"] = True
     if kind == "Adam":

@@ -77,7 +77,7 @@ class Sharded(Open):
                 yield Holding("communication", "reduce-scatter", reduced.reduce_scatter_input)
 
     @override
-    def at_rest(self) -> None:
+    def before_state_access(self) -> None:
         for module in self._groups:
             module.reshard()  # a forward may have left parameters whole; the optimizer knows the shards
 

@@ -70,7 +70,7 @@ def apply(model: Any, given: Any) -> Any:
 class Gan(unipar.Task):
     def __init__(self, *, norm: bool = False, dropout: float = 0.0) -> None:
         self.settings: dict[str, Any] = {"norm": norm, "dropout": dropout}
-        self.beside: Callable[[str], Apply]
+        self.frozen: Callable[[str], Apply]
 
     @override
     def model(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Gan(unipar.Task):
 
     @override
     def train(self, run: unipar.Run) -> None:
-        self.beside = run.beside
+        self.frozen = run.frozen
         for share in run.batches():
             run.step(share, part="critic", loss=self.critic_loss)
             if (run.done + 1) % EVERY == 0:
@@ -91,12 +91,12 @@ class Gan(unipar.Task):
     @override
     def loss(self, model: Any, batch: Pair) -> Tensor:
         (made,) = apply(model, batch[:1])
-        (judged,) = self.beside("critic")(apply, (made,))
+        (judged,) = self.frozen("critic")(apply, (made,))
         return F.softplus(-judged.float() if judged.dtype == torch.bfloat16 else -judged).mean()
 
     def critic_loss(self, model: Any, batch: Pair) -> Tensor:
         noise, real = batch
-        (made,) = self.beside("generator")(apply, (noise,))
+        (made,) = self.frozen("generator")(apply, (noise,))
         once, twice = apply(model, (real, made))
         if once.dtype == torch.bfloat16:
             once, twice = once.float(), twice.float()
@@ -112,7 +112,7 @@ def plain(case: Case, result: Result, size: int) -> Result:
     seed = config.train.seed
     sow(seed)
     parts = {name: module.to(dtype) for name, module in task.model().items()}
-    task.beside = lambda name: lambda fn, given: fn(parts[name], given)
+    task.frozen = lambda name: lambda fn, given: fn(parts[name], given)
     own = {name: config.of_part(name) for name in parts}
     optimizers = {name: optimizer_of(own[name], None, list(part.parameters())) for name, part in parts.items()}
     rates = {name: [g["lr"] for g in o.param_groups] for name, o in optimizers.items()}

@@ -22,7 +22,7 @@ from unipar.beat import Heart, beat_of
 from unipar.config import Cell
 from unipar.errors import UniparError
 from unipar.ledger import Ledger, ledger_of
-from unipar.loop import Run
+from unipar.loop import TrainingRun
 from unipar.opening import assembled
 from unipar.place import Place
 from unipar.track import Trackers
@@ -108,7 +108,7 @@ def _play(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> d
     return {"loss": now["loss"], "norm": now["norm"], "parts": parts, "pieces": pieces, "evals": evals}
 
 
-def _close(made: Run) -> None:
+def _close(made: TrainingRun) -> None:
     for part in made.parts.values():
         part.engine.close()
 

@@ -18,7 +18,7 @@ from unipar.data import Feed, source_of
 from unipar.errors import UniparError
 from unipar.files import whole
 from unipar.ledger import Ledger, ledger_of
-from unipar.loop import Run
+from unipar.loop import TrainingRun
 from unipar.opening import assembled
 from unipar.place import Place
 from unipar.proof import replay
@@ -119,7 +119,7 @@ def _everybodys(task: Task, config: Config, ranks: int) -> Feed:
     return Feed(source, sizes, None, config.train.seed)
 
 
-def _train(task: Task, live: Run, steps: int) -> None:
+def _train(task: Task, live: TrainingRun, steps: int) -> None:
     """The task's own loop, left after so many steps."""
 
     def enough(done: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
-from unipar.birth import born
+from unipar.birth import create_parts
 from unipar.call import Call, Held, moved
 from unipar.config import Config
 from unipar.data import Feed, source_of
@@ -65,7 +65,7 @@ def looked(task: Task, config: Config, world: World) -> dict[str, Any]:
     feed = Feed(source, sizes, 0, config.train.seed)
     keys = next(feed.plans(0))[0].keys
     again = fingerprint(feed.read(keys)) == fingerprint(feed.read(keys))
-    modules = born(task, config, world)
+    modules = create_parts(task.model, config, world)
     module = next(iter(modules.values())).to(world.device)
     asked = _Loss(task, module, config, world)
     batch = feed.read(keys)

@@ -69,7 +69,8 @@ class Notebook:
         out = engine.step(watched, micros, factor, mark)
         if trace is not None:
             self.traced = trace.rows
-        row = {"loss": float(out.loss), "norm": float(out.norm), "rates": engine.rated(), "given": given, "seen": seen}
+        rates = engine.learning_rates()
+        row = {"loss": float(out.loss), "norm": float(out.norm), "rates": rates, "given": given, "seen": seen}
         self.steps.append({**row, "prefix": prefix})
         self.states.append(self._state())
         return out

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from unipar.backend import Around, Engine, Fn, Mark, Micro, Step
 from unipar.data import Key, Plan
-from unipar.loop import Run
+from unipar.loop import TrainingRun
 from unipar.proof.digest import exact, fingerprint, marked
 from unipar.report.alike import Seen, seen_of
 from unipar.streaming import Stream
@@ -27,7 +27,7 @@ PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 class Witness:
     """From before the first step on; it looks closely until it `rests`, and then notes the numbers of samples alone."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._values: dict[str, int] = {}
         self._kept: set[str] = set()
@@ -77,7 +77,7 @@ class Witness:
         seen_of(folder, self._run.rank).write_text(json.dumps(seen), encoding="utf-8")
 
 
-def _frozen(run: Run) -> Iterator[str]:
+def _frozen(run: TrainingRun) -> Iterator[str]:
     """By the names of pieces."""
     for part in run.parts.values():
         before = f"{part.name}." if len(run.parts) > 1 else ""

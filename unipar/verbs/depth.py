@@ -50,7 +50,7 @@ def loaded(config: Config) -> Task:
 
 def look_into(config: Config, sizes: Sizes) -> Depth:
     """Make the task's model, on meta where it can, and its data."""
-    from unipar.blocks import blocks_of
+    from unipar.blocks import find_blocks
     from unipar.data import Order, source_of, training_source
     from unipar.stream import STATED
 
@@ -69,7 +69,7 @@ def look_into(config: Config, sizes: Sizes) -> Depth:
         if samples is not None and settings.stream == "whole":
             per_epoch = Order(samples, sizes.total, config.train.seed, settings.shuffle, settings.ragged).per_epoch
     counts = [(p.numel(), p.requires_grad) for module in modules.values() for p in module.parameters()]
-    blocks = {part: blocks_of(task, module, config) for part, module in modules.items()}
+    blocks = {part: find_blocks(module, config, given=task.blocks(module)) for part, module in modules.items()}
     several = tuple(modules) if len(modules) > 1 else ()
     return Depth(
         parameters=sum(n for n, _ in counts),

@@ -16,7 +16,7 @@ from unipar import registry
 from unipar.config import Config
 from unipar.crew import MESSAGE
 from unipar.errors import Stopped, TaskError
-from unipar.loop import Run
+from unipar.loop import TrainingRun
 from unipar.memory.account import Pass, Resident
 from unipar.memory.resident import keep, resident
 from unipar.memory.watching import Watching, sources
@@ -76,7 +76,7 @@ class _Turn:
     """Called at every step boundary: times the step behind it, and waits when the turn is over."""
 
     def __init__(
-        self, run: Run, control: socket.socket, watching: Watching | None, witness: Witness, folder: Path
+        self, run: TrainingRun, control: socket.socket, watching: Watching | None, witness: Witness, folder: Path
     ) -> None:
         self._run, self._control, self._watching, self._witness, self._folder = run, control, watching, witness, folder
         self._left = 0
