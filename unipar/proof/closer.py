@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unipar.config import Config
 from unipar.errors import UniparError
 from unipar.proof import fault
 from unipar.proof.allowance import Allowance
@@ -18,6 +17,7 @@ from unipar.proof.record import Record, put_together
 from unipar.proof.runs import BITS, Runs, bitwise, recut
 from unipar.proof.worlds import Result, Worlds, grouped
 from unipar.report.verdicts import Finding
+from unipar.settled import SettledConfig
 
 
 class Looks:
@@ -27,7 +27,7 @@ class Looks:
         self,
         runs: Runs,
         worlds: Worlds,
-        configs: Mapping[str, Config],
+        configs: Mapping[str, SettledConfig],
         looked: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
@@ -54,7 +54,7 @@ class Looks:
             ranks, micros = self._runs.ranks, self._runs.accumulate
             parted = partings(run, own, exact, ranks)
             case = fault.Case(
-                run, allowance.base, exact, held, self._config(name), ranks, micros, limit, parted, self._own
+                run, allowance.base, exact, held, self._settled_of(name).config, ranks, micros, limit, parted, self._own
             )
             finding = _finding(held, parted)
             kind = fault.kind_of(case)
@@ -63,9 +63,9 @@ class Looks:
             cases[name] = case, finding
         yield from self._settled(cases)
 
-    def _config(self, name: str) -> Config:
-        config = self._configs[name.removeprefix(BITS)]
-        return bitwise(config) if name.startswith(BITS) else config
+    def _settled_of(self, name: str) -> SettledConfig:
+        settled = self._configs[name.removeprefix(BITS)]
+        return bitwise(settled) if name.startswith(BITS) else settled
 
     def _replays(self, steps: set[int]) -> dict[int, tuple[Record, Record]]:
         """In the run's precision and in fp64, up to each first bad step."""
@@ -78,16 +78,15 @@ class Looks:
         return {s: (_record(made[f"step {s} again"]), _record(made[f"step {s} in fp64"])) for s in steps}
 
     def _again(self, name: str, step: int) -> Job:
-        return Job(name=name, kind="run", config=self._config(name).written(), steps=step, trace_at=step)
+        return Job(name=name, kind="run", settled=self._settled_of(name), steps=step, trace_at=step)
 
     def _settled(self, cases: Mapping[str, tuple[fault.Case, Finding]]) -> Iterator[tuple[str, Finding]]:
         """Where as many ranks as microbatches leave two factors possible, other microbatches tell which."""
-        ranks, micros = self._runs.ranks, self._runs.accumulate
+        micros = self._runs.accumulate
         unsure = [name for name, (_, finding) in cases.items() if " or " in finding.kind]
         other = 1 if micros > 1 else 2
         jobs = [
-            Job(name=n, kind="run", config=recut(self._config(n), ranks, other).written(), steps=cases[n][1].step)
-            for n in unsure
+            Job(name=n, kind="run", settled=recut(self._settled_of(n), other), steps=cases[n][1].step) for n in unsure
         ]
         more = self._worlds.play(grouped(jobs), self._said)
         for name, (case, finding) in cases.items():

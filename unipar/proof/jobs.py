@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self
+
+from unipar.settled import SettledConfig
 
 ENTRY: Final = "unipar.proof.inside:run"
 JOBS: Final = "jobs.json"
@@ -19,7 +21,7 @@ class Job:
     kind: Literal["run", "replay", "look"]
     """A run as anyone's; a replay, in one process, of what `ranks` ranks do; a look at the task alone."""
 
-    config: str
+    settled: SettledConfig
     steps: int
     ranks: int = 1
     order: str = "shares"
@@ -33,11 +35,13 @@ class Job:
     """Dropout is set to 0."""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settled"}
+        return plain | {"config": self.settled.config.written(), "settled": self.settled.to_json()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**data)
+        plain = {key: value for key, value in data.items() if key not in ("config", "settled")}
+        return cls(**plain, settled=SettledConfig.from_json(data["config"], data["settled"]))
 
 
 def result_of(folder: Path, job: int, rank: int) -> Path:

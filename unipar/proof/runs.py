@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from unipar import registry
 from unipar.config import Cell, Config, Precision
 from unipar.proof.jobs import Job
+from unipar.settled import SettledConfig
 from unipar.training import Clip
 
 ONE = Cell("single")
@@ -22,13 +24,16 @@ BITS = "bits of "
 class Runs:
     """What is run of a config whose number of ranks is settled."""
 
-    config: Config
+    settled: SettledConfig
     steps: int
 
     @property
+    def config(self) -> Config:
+        return self.settled.config
+
+    @property
     def ranks(self) -> int:
-        assert isinstance(self.config.parallel.data, int)
-        return self.config.parallel.data
+        return self.settled.ranks
 
     @property
     def precision(self) -> Precision:
@@ -38,11 +43,12 @@ class Runs:
 
     @property
     def accumulate(self) -> int:
-        return self.config.batch.settle(self.ranks).accumulate
+        return self.settled.sizes.accumulate
 
-    def one(self, precision: Precision | None = None) -> Config:
+    def one(self, precision: Precision | None = None) -> SettledConfig:
         """One process without a wrapper, through the same microbatches one after another."""
-        return in_precision(registry.at(self.config, ONE), precision or self.precision)
+        config = registry.at(self.config, ONE).changed({"train.precision": precision or self.precision})
+        return SettledConfig.of(config, ONE, 1, self.settled.device)
 
     def references(self) -> list[list[Job]]:
         """Two worlds of one process, side by side."""
@@ -50,7 +56,7 @@ class Runs:
         others = [self._run(f"{SPREAD} {m}", _cut(one, self._total, m)) for m in self._cuts()]
         return [
             [
-                Job(name=LOOK, kind="look", config=self.one("fp64").written(), steps=0),
+                Job(name=LOOK, kind="look", settled=self.one("fp64"), steps=0),
                 self._run(EXACT, self.one("fp64")),
                 self.replay(MICROS, exactly, "micros"),
             ],
@@ -67,52 +73,48 @@ class Runs:
             ],
         ]
 
-    def cells(self, configs: dict[str, Config]) -> list[Job]:
+    def cells(self, configs: Mapping[str, SettledConfig]) -> list[Job]:
         """Each as it is configured, and once more by the arithmetic that a replay can repeat to the bit."""
         jobs: list[Job] = []
-        for name, config in configs.items():
-            jobs += [self._run(name, config), self._run(BITS + name, bitwise(config))]
+        for name, settled in configs.items():
+            jobs += [self._run(name, settled), self._run(BITS + name, bitwise(settled))]
         return jobs
 
-    def replay(self, name: str, config: Config, order: str, *, step: int | None = None, apart: bool = False) -> Job:
+    def replay(
+        self, name: str, settled: SettledConfig, order: str, *, step: int | None = None, apart: bool = False
+    ) -> Job:
         """Up to `step`, which is then recorded in full; all steps without."""
         steps = step or self.steps
-        made = Job(name=name, kind="replay", config=config.written(), steps=steps, ranks=self.ranks, order=order)
+        made = Job(name=name, kind="replay", settled=settled, steps=steps, ranks=self.ranks, order=order)
         return replace(made, trace_at=step, apart=apart)
 
-    def _run(self, name: str, config: Config) -> Job:
-        return Job(name=name, kind="run", config=config.written(), steps=self.steps)
+    def _run(self, name: str, settled: SettledConfig) -> Job:
+        return Job(name=name, kind="run", settled=settled, steps=self.steps)
 
     @property
     def _total(self) -> int:
-        return self.config.batch.settle(self.ranks).total
+        return self.settled.sizes.total
 
     def _cuts(self) -> list[int]:
         """Other microbatches than the config's: smaller ones first, for they need no more memory."""
-        sizes = self.config.batch.settle(self.ranks)
+        sizes = self.settled.sizes
         others = [m for m in range(1, sizes.total + 1) if sizes.total % m == 0 and m != sizes.micro]
         smaller, larger = [m for m in others if m < sizes.micro][::-1], [m for m in others if m > sizes.micro]
         return sorted((smaller[:2] + larger)[:2])
 
 
-def bitwise(config: Config) -> Config:
+def bitwise(settled: SettledConfig) -> SettledConfig:
     """The optimizer by for-loop, the norm summed in fp64: what does not depend on how tensors are split."""
-    train, clip = config.train, config.train.clipping
-    optimizer = train.optimizer.model_copy(update={"fused": False, "foreach": False})
-    changed = {"optimizer": optimizer, "clip": None if clip is None else Clip(max=clip.max, norm="fp64")}
-    return config.model_copy(update={"train": train.model_copy(update=changed)})
+    clip = settled.config.train.clipping
+    loops = {"train.optimizer.fused": False, "train.optimizer.foreach": False}
+    return settled.changed({**loops, "train.clip": None if clip is None else Clip(max=clip.max, norm="fp64")})
 
 
-def in_precision(config: Config, precision: Precision) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
-
-
-def recut(config: Config, ranks: int, accumulate: int) -> Config:
+def recut(settled: SettledConfig, accumulate: int) -> SettledConfig:
     """The same global batch in so many microbatches on each rank."""
-    total = config.batch.settle(ranks).total
-    return _cut(config, total, total // (ranks * accumulate))
+    total = settled.sizes.total
+    return _cut(settled, total, total // (settled.ranks * accumulate))
 
 
-def _cut(config: Config, total: int, micro: int) -> Config:
-    batch = config.batch.model_copy(update={"total": total, "micro": micro, "accumulate": None})
-    return config.model_copy(update={"batch": batch})
+def _cut(settled: SettledConfig, total: int, micro: int) -> SettledConfig:
+    return settled.changed({"batch.total": total, "batch.micro": micro, "batch.accumulate": None})
