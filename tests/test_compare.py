@@ -171,8 +171,7 @@ def test_bf16_master_is_held_to_one_process_in_fp32() -> None:
 
 def test_one_process_sees_the_same_microbatches() -> None:
     """Two ranks with 4 samples each are 2 microbatches of 4 on one."""
-    _, alone = chosen()["single"]
-    sizes = alone.sizes
+    sizes = chosen()["single"][1].sizes
     assert (sizes.total, sizes.micro, sizes.accumulate) == (8, 4, 2)
 
 
