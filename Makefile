@@ -16,7 +16,7 @@ PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exi
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint bench memory conformance chaos matrix compiled setup horovod clean
+.PHONY: help demo verify test lint bench route memory conformance chaos matrix compiled setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -38,6 +38,9 @@ lint: setup $(DONE)/tests ## ruff and pyright
 
 bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabric and loops written by hand
 	$(IN_VENV) $(BIN)/python -m benchmarks.overhead $(ARGS)
+
+route: setup ## the way of a config from launch to the first step: modules, calls to higher floors, lookups
+	$(IN_VENV) $(BIN)/python -m benchmarks.route $(ARGS)
 
 memory: setup ## whether every byte has a name, in every cell: two models, three precisions, worlds of 1 and 2
 	$(IN_VENV) $(BIN)/python -m benchmarks.memory $(ARGS)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.loops import CLIP, DECAY, LR, by_hand
 from benchmarks.timing import Loop, calls, interleaved, interval, ratio
 from unipar import registry
+from unipar.checks import settle
 from unipar.config import Cell, Config
 from unipar.opening import opened
 from unipar.place import Place
@@ -56,7 +57,8 @@ class Pair:
 def both(cell: str, place: Place, run: Path) -> Generator[Pair]:
     config = config_of(cell, place.size)
     task: Task = TaskRef.of(None, config.task, {}).load()
-    with opened(config, task, place, run) as live:
+    settled = settle(config, place.size)
+    with opened(settled, registry.find(settled.cell.backend), task, place, run) as live:
         share = next(live.batches())
 
         def ours() -> None:

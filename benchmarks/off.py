@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.gpt import WARM, config_of
 from unipar import registry
+from unipar.checks import settle
 from unipar.crew import MESSAGE
 from unipar.memory.account import ORDER, PASSES
 from unipar.memory.counting import Meter
@@ -26,8 +27,9 @@ def turns(place: Place, run: Path, control: socket.socket | None) -> None:
     assert control is not None
     config = config_of(CELL, 1)
     task: Task = TaskRef.of(None, config.task, {}).load()
-    watching = Watching(registry.find(config.backend), [Meter()]) if Meter.here() else None
-    with opened(config, task, place, run, met=watching and watching.begin) as live:
+    backend = registry.find(config.backend)
+    watching = Watching(backend, [Meter()]) if Meter.here() else None
+    with opened(settle(config, 1), backend, task, place, run, met=watching and watching.begin) as live:
         share = next(live.batches())
 
         def step() -> None:

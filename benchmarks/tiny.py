@@ -20,6 +20,8 @@ from typing_extensions import override
 
 import unipar
 from benchmarks.timing import Loop, calls, interleaved
+from unipar import registry
+from unipar.checks import settle
 from unipar.config import Config
 from unipar.opening import opened
 from unipar.place import Place
@@ -117,7 +119,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     """A worker's entry."""
     dataset = MLP().data()
     batch = next(iter(DataLoader(dataset, BATCH)))
-    with opened(CONFIG, MLP(), place, run) as live:
+    with opened(settle(CONFIG, 1), registry.find(CONFIG.backend), MLP(), place, run) as live:
         data = live.batches()
         share = next(data)
         live.step(share)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from tests.conformance import tasks
 from unipar import registry
 from unipar.beat import Heart, beat_of
+from unipar.checks import settle
 from unipar.config import Cell, Config
 from unipar.ledger import Ledger, ledger_of
 from unipar.opening import assembled
@@ -76,11 +77,12 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
 
 
 def _played(config: Config, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
-    registry.check(config)
-    task = Overflowing(world, config.batch.settle(world.size).accumulate)
+    settled = settle(config, world.size)
+    task = Overflowing(world, settled.sizes.accumulate)
     trackers = Trackers((), folder, world.rank)
     with Ledger(ledger_of(folder, world.rank)) as ledger:
-        made = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers)
+        backend = registry.find(settled.cell.backend)
+        made = assembled(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers)
         made.record(made.steps)
         engine: Any = made.engine
         scales: list[float] = []

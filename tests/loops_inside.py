@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.gpt import config_of
 from benchmarks.loops import by_hand
+from unipar import registry
+from unipar.checks import settle
 from unipar.opening import opened
 from unipar.place import Place
 from unipar.task import Task, TaskRef
@@ -38,7 +40,8 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
 
         own = folder / cell.replace("/", "-")
         own.mkdir()
-        with opened(config, task, place, own) as live:
+        settled = settle(config, place.size)
+        with opened(settled, registry.find(settled.cell.backend), task, place, own) as live:
             share = next(live.batches())
             torch.manual_seed(0)
             fresh: Any = task.model()

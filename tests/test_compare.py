@@ -18,6 +18,7 @@ from tests.tiny import CONFIG
 from unipar import errors, registry
 from unipar.config import Cell, Config
 from unipar.report.comparison import REUSED
+from unipar.settled import SettledConfig
 from unipar.source import read
 from unipar.verbs.compare import compare, select_cells
 from unipar.verbs.contest import Turns, rotated
@@ -121,41 +122,44 @@ def test_each_round_begins_with_another_cell() -> None:
 # Which cells
 
 
+def chosen(*patterns: str, **changed: Any) -> Any:
+    return select_cells(SettledConfig.of(config(**changed), Cell("native"), 2, "cpu"), patterns)
+
+
 def test_single_is_always_first_and_runs_once() -> None:
     """Whether it is asked for or not."""
-    both = config(parallel={"data": 2})
-    assert list(select_cells(both, ("native/nothing", "single"))) == ["single", "native/nothing"]
+    assert list(chosen("native/nothing", "single")) == ["single", "native/nothing"]
 
 
 def test_cells_keep_the_order_in_which_they_are_named() -> None:
     """A cell that a pattern names again is not there twice."""
-    found = select_cells(config(parallel={"data": 2}), ("native/parameters", "native/*"))
+    found = chosen("native/parameters", "native/*")
     assert list(found) == ["single", "native/parameters", "native/nothing", "native/optimizer", "native/gradients"]
 
 
 def test_a_cell_that_is_not_there_is_a_row() -> None:
     """The others run all the same."""
-    row, _ = select_cells(config(parallel={"data": 2}), ("native/nothing", "horovod/parameters"))["horovod/parameters"]
+    row, _ = chosen("native/nothing", "horovod/parameters")["horovod/parameters"]
     assert (row.outcome, row.note) == ("refused", "there is no such cell; horovod has: horovod/nothing")
 
 
 def test_a_backend_that_nobody_offers_is_an_error() -> None:
     """A typo is not a result."""
     with pytest.raises(errors.BackendNotFound, match="did you mean 'native'"):
-        select_cells(config(parallel={"data": 2}), ("nativ/nothing",))
+        chosen("nativ/nothing")
 
 
 def test_one_process_never_offloads() -> None:
     """What cells keep elsewhere it keeps at hand: it is what their losses are held to."""
-    found = select_cells(config(model={"offload": "optimizer"}, device="cuda"), ("deepspeed/gradients",))
-    assert (found["single"][0].note, found["single"][1].model.offload) == ("without model.offload", "none")
-    assert found["deepspeed/gradients"][1].model.offload == "optimizer"
+    found = chosen("deepspeed/gradients", model={"offload": "optimizer"}, device="cuda")
+    assert (found["single"][0].note, found["single"][1].config.model.offload) == ("without model.offload", "none")
+    assert found["deepspeed/gradients"][1].config.model.offload == "optimizer"
 
 
 def test_bf16_master_is_held_to_one_process_in_fp32() -> None:
     """One process has no second copy, so its reference is the full precision."""
-    found = select_cells(config(parallel={"data": 2}, train={"steps": 5, "precision": "bf16-master"}), ("native/*",))
-    assert found["single"][1].train.precision == "fp32"
+    found = chosen("native/*", train={"steps": 5, "precision": "bf16-master"})
+    assert found["single"][1].config.train.precision == "fp32"
     assert found["single"][0].note == "in fp32: one process keeps no second copy"
     assert {name: row.outcome for name, (row, _) in found.items()} == {
         "single": "waits",
@@ -168,8 +172,7 @@ def test_bf16_master_is_held_to_one_process_in_fp32() -> None:
 
 def test_one_process_sees_the_same_microbatches() -> None:
     """Two ranks with 4 samples each are 2 microbatches of 4 on one."""
-    _, alone = select_cells(config(parallel={"data": 2}), ())["single"]
-    sizes = alone.batch.settle(1)
+    sizes = chosen()["single"][1].sizes
     assert (sizes.total, sizes.micro, sizes.accumulate) == (8, 4, 2)
 
 

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from unipar import registry
+from unipar.checks import given_source
 from unipar.complaint import complaint, known_keys, options_complaint
 from unipar.config import Config
 from unipar.errors import ConfigError
@@ -275,15 +276,14 @@ def test_options(backend: str, given: dict[str, Any], sentence: str) -> None:
     found = registry.find(backend)
     with pytest.raises(ValidationError) as e:
         found.options.model_validate(given)
-    assert options_complaint(e.value, found) == sentence
+    assert options_complaint(e.value, found.options, backend) == sentence
 
 
 def test_options_of_a_backend_that_is_not_used() -> None:
     """A typo waits for no one to choose that backend."""
-    config = Config.model_validate({**GOOD, "options": {"horovod": {"fusion": 3}}})
     with pytest.raises(ConfigError) as e:
-        registry.check_options(config)
-    assert str(e.value) == "options.horovod.fusion: there is no such key; did you mean 'fusion_mb'?"
+        given_source({**GOOD, "options": {"horovod": {"fusion": 3}}})
+    assert str(e.value) == "the config: options.horovod.fusion: there is no such key; did you mean 'fusion_mb'?"
 
 
 @pytest.mark.parametrize(

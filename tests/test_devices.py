@@ -13,7 +13,7 @@ from unipar.config import Config
 from unipar.devices import Ranks
 from unipar.errors import Unsupported, WorldMismatch
 from unipar.place import Place
-from unipar.plan import Plan
+from unipar.plan import Plan, prepare
 from unipar.source import given
 
 IDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4"]
@@ -219,8 +219,8 @@ def test_one_call_takes_all_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
-    source = given({"batch": {"total": 8}, "train": {"steps": 1}}, {})
-    plan = Plan.of(source, None, overwrite=False)
+    told = {"batch": {"total": 8}, "train": {"steps": 1}}
+    plan = Plan.of(prepare(told, code="in the script"), overwrite=False)
     assert (plan.size, plan.config.parallel.data) == (4, 4)
     monkeypatch.setattr(devices, "gpu_ids", list)
-    assert Plan.of(source, None, overwrite=False).size == 1
+    assert Plan.of(prepare(told, code="in the script"), overwrite=False).size == 1

@@ -23,7 +23,8 @@ from unipar.config import Cell, Config
 from unipar.devices import Ranks
 from unipar.errors import TaskError, Unsupported, WorldMismatch
 from unipar.place import Place
-from unipar.plan import Plan
+from unipar.plan import Plan, prepare
+from unipar.settled import SettledConfig
 from unipar.source import given
 from unipar.verbs.compare import select_cells
 from unipar.verbs.explain import explain
@@ -64,9 +65,9 @@ def test_it_is_one_process() -> None:
 def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would train the same in each."""
     place = Place(rank=0, size=2, local_rank=0, local_size=2, launcher="torchrun")
-    monkeypatch.setattr("unipar.plan._place", lambda source: place)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr("unipar.plan._place", lambda source, starts: place)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(WorldMismatch) as e:
-        Plan.of(given(config(), {}), None, overwrite=False)
+        Plan.of(prepare(config(), code="in the script"), overwrite=False)
     assert str(e.value) == ("torchrun started 2 processes, and native/nothing+dp is one process; start it with python")
 
 
@@ -118,7 +119,9 @@ def test_it_splits_nothing() -> None:
 def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the device is left open."""
     monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
-    row, _ = select_cells(config(device="auto", options={}, parallel={"data": 2}), (str(CELL),))[str(CELL)]
+    row, _ = select_cells(SettledConfig.of(config(device="auto", options={}), Cell("native"), 2, "cpu"), (str(CELL),))[
+        str(CELL)
+    ]
     assert (row.outcome, row.note) == (
         "refused",
         "device: cpu (auto: no GPU visible here) cannot be had: nn.DataParallel is for CUDA devices; use "
@@ -128,7 +131,7 @@ def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.Monk
 
 def test_verify_leaves_it_to_compare() -> None:
     """Compare runs it beside the others; verify has nothing to hold to one process."""
-    wide = config(options={}, parallel={"data": 2})
+    wide = SettledConfig.of(config(options={}), Cell("native"), 2, "cuda")
     assert select_cells(wide, (str(CELL),))[str(CELL)][0].outcome == "waits"
     row, _ = of_ranks(wide, (str(CELL),))[str(CELL)]
     assert (row.outcome, row.note) == (

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 import unipar
+from unipar import registry
+from unipar.checks import settle
 from unipar.config import Config
 from unipar.errors import NonFinite, Stopped, TaskError, UniparError
 from unipar.ledger import Ledger, ledger_of
@@ -60,7 +62,8 @@ def running(task: unipar.Task, folder: Path, **sections: Any) -> Generator[Train
     made |= {"train": {"steps": 3, "optimizer": {"name": "sgd", "lr": 1e-3}}, "log": {"every": 2}} | sections
     place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
     try:
-        with opened(Config.model_validate(made), task, place, folder) as run:
+        settled = settle(Config.model_validate(made), 1)
+        with opened(settled, registry.find(settled.cell.backend), task, place, folder) as run:
             yield run
     finally:
         assert not torch.distributed.is_initialized(), "a run left its world behind"

@@ -27,7 +27,7 @@ def config(**changed: Any) -> Config:
 
 def planned(batch: dict[str, Any], sizes: list[int], *cells: str) -> list[World]:
     asked = [Cell.parse(cell) for cell in cells or ("native/nothing",)]
-    return [world for world, _, _ in entered(config(batch=batch), sizes, asked)]
+    return [world for world, _, _ in entered(config(batch=batch), sizes, asked, "cpu")]
 
 
 # Which worlds
@@ -84,10 +84,11 @@ def test_strong_keeps_the_total_and_weak_the_share_of_a_rank(
 
 def test_the_config_of_a_world_is_what_its_plan_says() -> None:
     """Each settles to its own numbers."""
-    for world, row, at in entered(config(), [1, 2, 4], [Cell("native", "parameters")]):
-        sizes = at.batch.settle(world.ranks)
+    for world, row, at in entered(config(), [1, 2, 4], [Cell("native", "parameters")], "cpu"):
+        assert at is not None
+        sizes = at.sizes
         assert (sizes.total, sizes.micro, sizes.accumulate) == (world.samples, world.micro, world.accumulate)
-        assert (at.parallel.data, at.parallel.shard, row.outcome) == (world.ranks, "parameters", "waits")
+        assert (at.ranks, at.config.parallel.shard, row.outcome) == (world.ranks, "parameters", "waits")
         assert row.cell == world.name
 
 
@@ -104,7 +105,7 @@ def test_a_world_that_copies_do_not_fill() -> None:
     """Pairs of ranks cannot be made of one."""
     split = config(parallel={"data": 2, "shard": "parameters", "shard_over": 2})
     with pytest.raises(errors.ConfigError) as e:
-        list(entered(split, [1, 2], [Cell("native", "parameters")]))
+        list(entered(split, [1, 2], [Cell("native", "parameters")], "cpu"))
     assert str(e.value) == (
         "parallel.shard_over (2) does not divide the number of ranks (1): give a divisor of it, or leave "
         "shard_over out, and all ranks split one copy"
@@ -113,7 +114,7 @@ def test_a_world_that_copies_do_not_fill() -> None:
 
 def test_a_cell_that_is_one_process_is_one_row() -> None:
     """It has no larger worlds; the others run all the same."""
-    found = list(entered(config(), [1, 2], [Cell("single"), Cell("native")]))
+    found = list(entered(config(), [1, 2], [Cell("single"), Cell("native")], "cpu"))
     assert [(world.cell, row.outcome) for world, row, _ in found] == [
         ("single", "refused"),
         *[("native/nothing", "waits")] * 3,

@@ -11,6 +11,7 @@ from unipar_horovod.timeline import OURS, read
 from tests.comparisons import made
 from tests.test_memory import compared
 from unipar import registry
+from unipar.checks import settle
 from unipar.config import Cell
 from unipar.memory.account import Account, read_account
 from unipar.memory.sent import kind_of
@@ -107,7 +108,7 @@ def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path, task: dict[str,
     cell = Cell.parse("horovod/nothing")
     config = registry.at(given(told | {"batch": {"total": 2}, "train": {"steps": 4}}, None).config, cell)
     (tmp_path / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
-    run = Contestant(cell, config, TaskRef.of(None, config.task, {}), tmp_path / "run")
+    run = Contestant(settle(config, 2), TaskRef.of(None, config.task, {}), tmp_path / "run")
     before = [Account(rank=r, method="m", device="cpu", base=1, phases=(), peaks=(), sent={"x": 3}) for r in (0, 1)]
     after = with_library_traffic(run, before, "1")
     assert [account.sent for account in after] == [{"x": 3}, {"x": 3}]

@@ -251,16 +251,16 @@ def given(**more: Any) -> Config:
 def test_what_a_rank_keeps(train: dict[str, Any], shard: str, wanted: dict[str, int]) -> None:
     """Of 100 parameters on two ranks."""
     config = given(train={"steps": 1, **train}, parallel={"data": 2, "shard": shard})
-    assert kept(config, 100) == wanted
+    assert kept(config, 2, 100) == wanted
 
 
 def test_the_largest_microbatch_that_fits() -> None:
     """Of 12: 120 MiB move with it, so that 6 save 60 and 4 save 80; below 1 there is none."""
     config = given()
     said = "by an estimate batch.micro: {} instead of 12 would have fitted"
-    assert fitting(config, 1, "forward", moving=120 * MIB, lack=60 * MIB) == said.format(6)
-    assert fitting(config, 1, "backward", moving=120 * MIB, lack=61 * MIB) == said.format(4)
-    assert fitting(config, 1, "forward", moving=120 * MIB, lack=111 * MIB) == (
+    assert fitting(config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=60 * MIB) == said.format(6)
+    assert fitting(config, config.batch.settle(2), 1, "backward", moving=120 * MIB, lack=61 * MIB) == said.format(4)
+    assert fitting(config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=111 * MIB) == (
         "by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted"
     )
 
@@ -276,15 +276,15 @@ def test_the_largest_microbatch_that_fits() -> None:
 def test_nothing_is_said_to_fit_where_nobody_knows_the_lack(micro: int, phase: str, said: str) -> None:
     """A rank that was killed: what needs less is named, and where nothing does, why."""
     config = given(batch={"micro": micro, "accumulate": 1}, parallel={"data": 2, "shard": "parameters"})
-    assert fitting(config, MIB, phase) == said
+    assert fitting(config, config.batch.settle(2), MIB, phase) == said
 
 
 def test_the_cell_that_splits_least_and_fits() -> None:
     """In the update the microbatch is no way out. A MiB of parameters keeps 16 MiB, or split 12, 10 and 8."""
     told = "by an estimate native/{} (parameters, gradients and optimizer {} MiB a rank, here 16 MiB) would have fitted"
     config = given()
-    assert fitting(config, MIB, "update", lack=4 * MIB) == told.format("optimizer", 12)
-    assert fitting(config, MIB, "update", lack=5 * MIB) == told.format("gradients", 10)
-    assert fitting(config, MIB, "update", lack=8 * MIB) == told.format("parameters", "8.0")
-    elsewhere = fitting(given(backend="horovod"), MIB, "update", lack=4 * MIB)
+    assert fitting(config, config.batch.settle(2), MIB, "update", lack=4 * MIB) == told.format("optimizer", 12)
+    assert fitting(config, config.batch.settle(2), MIB, "update", lack=5 * MIB) == told.format("gradients", 10)
+    assert fitting(config, config.batch.settle(2), MIB, "update", lack=8 * MIB) == told.format("parameters", "8.0")
+    elsewhere = fitting(given(backend="horovod"), config.batch.settle(2), MIB, "update", lack=4 * MIB)
     assert elsewhere.startswith("by an estimate accelerate/gradients (")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from unipar.checks import given_source, in_cell, read_source
 from unipar.config import Batch, Config, Data, Train
 from unipar.errors import BackendNotFound, ConfigError
-from unipar.source import Source, given, read
+from unipar.source import Source
 from unipar.training import SGD
 
 GOOD = """\
@@ -38,7 +39,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
     def reader(text: str | bytes = GOOD, *sets: str, **overrides: Any) -> Source:
         file = Path("x.yaml")
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return read(file, sets, overrides)
+        return read_source(file, sets, overrides)
 
     return reader
 
@@ -216,7 +217,7 @@ def test_an_unknown_backends_options(config: Reader) -> None:
 def test_a_mapping_is_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script's own dict: named run, its files relative to the working directory, tuples and paths made plain."""
     monkeypatch.chdir(tmp_path)
-    source = given(
+    source = given_source(
         {
             "task": {"use": "net.py:Net", "args": {"sizes": (1, 2)}},
             "batch": {"total": 8},
@@ -238,7 +239,7 @@ def test_a_mapping_is_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_config_keeps_its_defaults_as_defaults() -> None:
     """What a script left out of a Config is not taken for said; a section's kind is."""
     made = Config(batch=Batch(total=8), train=Train(steps=1, optimizer=SGD(lr=0.1)), data=Data(workers=2))
-    source = given(made, {"train.seed": 7})
+    source = given_source(made, {"train.seed": 7})
     assert source.config.train.optimizer == SGD(lr=0.1)
     assert source.config.train.seed == 7
     assert source.config.data.model_fields_set == {"workers"}
@@ -249,7 +250,7 @@ def test_a_config_keeps_its_defaults_as_defaults() -> None:
 def test_overrides_leave_the_given_config_alone() -> None:
     """A frozen Config is not changed through the dicts that it holds."""
     made = Config(batch=Batch(total=8), train=Train(steps=1), options={"native": {"bucket_mb": 5}})
-    given(made, {"options.native.bucket_mb": 6})
+    given_source(made, {"options.native.bucket_mb": 6})
     assert made.options == {"native": {"bucket_mb": 5}}
 
 
@@ -260,7 +261,7 @@ def test_overrides_leave_the_given_config_alone() -> None:
 def test_what_no_file_could_hold(value: object, shown: str) -> None:
     """Workers read the config as JSON, so a script may say no more than a file."""
     with pytest.raises(ConfigError) as e:
-        given({"batch": {"total": 8}, "train": {"steps": 1}}, {"task.args.x": value})
+        given_source({"batch": {"total": 8}, "train": {"steps": 1}}, {"task.args.x": value})
     assert str(e.value) == (
         f"overrides task.args.x: {shown} is not plain: a config holds text, finite numbers, true, false, null, lists, "
         "and mappings whose keys are text"
@@ -272,7 +273,7 @@ def test_a_mapping_that_holds_itself() -> None:
     loop: dict[str, Any] = {}
     loop["x"] = loop
     with pytest.raises(ConfigError, match=r"nested more than 32 deep$"):
-        given({"batch": {"total": 8}, "train": {"steps": 1}, "task": loop})
+        given_source({"batch": {"total": 8}, "train": {"steps": 1}, "task": loop})
 
 
 def test_written_for_the_ranks() -> None:
@@ -287,7 +288,7 @@ def test_in_another_cell(config: Reader) -> None:
     """--backend and --out change the config and say that they did."""
     from unipar.config import Cell
 
-    source = config().at(Cell.parse("deepspeed/gradients")).with_out("there")
+    source = in_cell(config(), Cell.parse("deepspeed/gradients")).with_out("there")
     assert (source.config.backend, source.config.parallel.shard) == ("deepspeed", "gradients")
     assert source.config.options == {"deepspeed": {}}  # the plain cell, without the variant that the file asks for
     assert source.origins["parallel.shard"] == "--backend"
@@ -297,6 +298,6 @@ def test_in_another_cell(config: Reader) -> None:
 @pytest.mark.parametrize("file", sorted(Path(__file__).parent.parent.glob("configs/*.yaml")), ids=lambda f: f.name)
 def test_our_configs(file: Path) -> None:
     """Every config in the repository is one, and names a task that is there."""
-    source = read(file)
+    source = read_source(file)
     assert source.config.task is not None
     assert Path(source.config.task.use.rpartition(":")[0]).is_file()

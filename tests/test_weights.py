@@ -301,12 +301,13 @@ def test_relative_to_what_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert plain.config.model.loading == Weights(file=str(tmp_path / "u.pt"))
 
 
-def test_refused_before_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", [unipar.launch, unipar.compare, unipar.verify])
+def test_refused_before_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     """No run folder is made."""
     monkeypatch.chdir(tmp_path)
     config = {"batch": {"total": 4}, "train": {"steps": 1}, "model": {"weights": "w.pt"}, "device": "cpu"}
     with pytest.raises(ConfigError, match=r"w\.pt is not there$"):
-        unipar.launch(config, task=Line)
+        start(config, task=Line)
     assert list(tmp_path.iterdir()) == []
 
 

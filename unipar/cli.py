@@ -72,12 +72,12 @@ def _say(found: Found | Verdicts, more: str = "") -> NoReturn:
 
 
 def _read(file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None) -> Source:
+    from unipar.checks import in_cell, read_source
     from unipar.config import Cell
-    from unipar.source import read
 
-    source = read(file, sets or ())
+    source = read_source(file, sets or ())
     if cell is not None:
-        source = source.at(Cell.parse(cell))
+        source = in_cell(source, Cell.parse(cell))
     return source if out is None else source.with_out(out)
 
 

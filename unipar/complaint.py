@@ -12,8 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, Tag, ValidationError
 from pydantic.fields import FieldInfo
 
-from unipar.backend import Backend
-from unipar.config import Config
+from unipar.config import Config, Section
 from unipar.text import did_you_mean, join_with_or, show_value
 
 Where = Mapping[str, str]
@@ -25,9 +24,9 @@ def complaint(error: ValidationError, where: Where | None = None) -> str:
     return _told(error, Config, "", where or {})
 
 
-def options_complaint(error: ValidationError, backend: Backend, where: Where | None = None) -> str:
-    """The same for a backend's own options, whose keys read options.NAME.key."""
-    return _told(error, backend.options, f"options.{backend.name}", where or {})
+def options_complaint(error: ValidationError, options: type[Section], name: str, where: Where | None = None) -> str:
+    """Return the same for a backend's own options, whose keys read options.NAME.key."""
+    return _told(error, options, f"options.{name}", where or {})
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

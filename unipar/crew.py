@@ -21,10 +21,12 @@ from typing import Self
 
 from unipar import autopsy
 from unipar import parcel as parcels
+from unipar.backend import Backend
 from unipar.errors import UniparError, WorkerFailed
 from unipar.orders import Orders
 from unipar.process import Fresh, Process, Starter, reap, send, send_all
 from unipar.procfs import cores_per_rank
+from unipar.settled import SettledConfig
 from unipar.signals import Signals
 from unipar.watch import Watch
 from unipar.worker import log_of, stack_of
@@ -82,6 +84,35 @@ class Crew:
         self._lifeline = -1
         self._asked = ""
         self._until = float("inf")
+
+    @classmethod
+    def of(
+        cls,
+        settled: SettledConfig,
+        backend: Backend,
+        run: Path,
+        entry: str,
+        environment: Mapping[str, str],
+        *,
+        control: bool = False,
+        parcel: bytes = b"",
+        zygote: Starter | None = None,
+    ) -> Self:
+        """Return the workers of a settled config, watched as its `launch` section says."""
+        said = settled.config.launch
+        return cls(
+            run,
+            settled.ranks,
+            entry,
+            environment=environment,
+            heartbeat=said.heartbeat,
+            timeout=said.timeout,
+            grace=said.grace,
+            control=control,
+            waits=backend.capabilities.waits,
+            parcel=parcel,
+            zygote=zygote,
+        )
 
     def __enter__(self) -> Self:
         try:

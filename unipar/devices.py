@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unipar import registry
-from unipar.config import Config
+from unipar.config import Cell, Config
 from unipar.errors import Unsupported, WorldMismatch
 from unipar.place import Place, probe
 
@@ -29,8 +29,15 @@ class Ranks:
 
 def ranks(config: Config, place: Place | None = None) -> Ranks:
     """The ranks of a run: what the config says, or the world found, or the visible GPUs, or one."""
+    backend = registry.find(config.backend)
+    cell = registry.cell_in(backend, config)
+    return ranks_in(cell, config, place, alone=registry.is_alone(backend, cell))
+
+
+def ranks_in(cell: Cell, config: Config, place: Place | None, *, alone: bool) -> Ranks:
+    """Return the ranks of a run whose cell is known, and whether that is one process by itself."""
     said = config.parallel.data
-    if registry.alone(cell := registry.cell_of(config)):
+    if alone:
         return Ranks(1, f"{cell} is one process")
     if place is not None:
         if said not in ("auto", place.size):

@@ -52,7 +52,10 @@ def trained(plan: Plan, task: Task, *, quiet: bool = False) -> Generator[Trainin
         else:
             _wait(run, place, plan.config.launch.timeout)
         try:
-            with opened(plan.config, task, place, run) as training, explaining(run, place.rank, training):
+            with (
+                opened(plan.settled, plan.backend, task, place, run) as training,
+                explaining(run, place.rank, training),
+            ):
                 _forget(run, place)  # all have met by now
                 yield training
         except Stopped:

@@ -16,9 +16,13 @@ _LIBRARIES = ("unipar", "torch", "numpy")
 
 def versions(backends: Iterable[str]) -> dict[str, str]:
     """Python's, ours, PyTorch's, and those of what these backends need."""
-    needed = {module for name in backends for module in registry.find(name).requires}
+    return library_versions({module for name in backends for module in registry.find(name).requires})
+
+
+def library_versions(modules: Iterable[str]) -> dict[str, str]:
+    """Return the versions of Python, unipar, PyTorch and these modules."""
     made = {"python": platform.python_version()}
-    for name in (*_LIBRARIES, *sorted(needed)):
+    for name in (*_LIBRARIES, *sorted(modules)):
         try:
             made[name] = version(name)
         except PackageNotFoundError:

@@ -9,21 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unipar import again, worker
-from unipar.config import Config
 from unipar.crew import Crew
 from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
 from unipar.memory.meter import logging
-from unipar.plan import Plan, task_here
+from unipar.plan import Plan, prepare, task_here
 from unipar.progress import Progress
 from unipar.report import Report
-from unipar.source import Source, given
-from unipar.task import Task, TaskRef, importing, pass_launch
+from unipar.settled import read_settled
+from unipar.source import Given
+from unipar.task import Task, importing, pass_launch
 
 if TYPE_CHECKING:
     from unipar.share import Run
-
-Given = str | Path | Mapping[str, Any] | Config | Source
-"""What a config may be given as."""
 
 Function = Callable[..., Any]
 
@@ -54,13 +51,11 @@ def launch(
         return _before_join()
     functions = _given(locals())
     try:
-        source = given(config, overrides)
-        earlier = _but(source.out)
-        ref = TaskRef.of(task, source.config.task, functions, earlier)
-        plan = Plan.of(source, ref, overwrite=overwrite)
-        _earlier[:] = earlier
+        plan = Plan.of(prepare(config, task, overrides, functions=functions), overwrite=overwrite)
+        _earlier[:] = _but(plan.out)
+        plan = plan.after(_earlier)
         if plan.place is not None:
-            _train_here(plan, task_here(task, functions, plan.config, ref), quiet)
+            _train_here(plan, task_here(task, functions, plan.config, plan.ref), quiet)
         else:
             _start(plan, "unipar.worker:train", quiet)
         report = Report.read(plan.out)
@@ -101,7 +96,7 @@ def join(
         with _joined(worker.context, task, functions) as run:
             yield run
         return
-    plan = Plan.of(given(config, overrides), None, overwrite=overwrite)
+    plan = Plan.of(prepare(config, task, overrides, code="in the script"), overwrite=overwrite)
     if plan.place is None and plan.size > 1:
         _start_again(plan, quiet)
     with trained(plan, task_here(task, functions, plan.config, None), quiet=quiet) as run:
@@ -121,15 +116,12 @@ def _start(plan: Plan, entry: str, quiet: bool, script: Sequence[str] = ()) -> N
         plan.made(script),
         plan.backend.host(config, plan.size) as environment,
         Progress(run, config.train.steps, quiet=quiet) as shown,
-        Crew(
+        Crew.of(
+            plan.settled,
+            plan.backend,
             run,
-            plan.size,
             entry,
-            environment={**environment, **logging(config)},
-            heartbeat=config.launch.heartbeat,
-            timeout=config.launch.timeout,
-            grace=config.launch.grace,
-            waits=plan.backend.capabilities.waits,
+            {**environment, **logging(config)},
             parcel=plan.ref.parcel if plan.ref is not None else b"",
         ) as crew,
     ):
@@ -159,15 +151,17 @@ def _start_again(plan: Plan, quiet: bool) -> None:
 @contextmanager
 def _joined(context: worker.Context, task: type[Task] | None, functions: Mapping[str, Function]) -> Generator[Run]:
     """In a worker that runs the user's script."""
+    from unipar import registry
     from unipar.opening import opened
 
     if context.joined:
         raise TaskError("join() was called a second time in one script; a script joins one run")
     context.joined = True
-    config = Config.model_validate_json((context.run / "config.json").read_text("utf-8"))
-    made = task_here(task, functions, config, None)
+    settled = read_settled(context.run)
+    backend = registry.find(settled.cell.backend)
+    made = task_here(task, functions, settled.config, None)
     folder, rank = context.run, context.place.rank
-    with opened(config, made, context.place, folder) as run, worker.last_words(folder, rank, run):
+    with opened(settled, backend, made, context.place, folder) as run, worker.last_words(folder, rank, run):
         yield run
 
 

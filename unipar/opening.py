@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unipar import registry
 from unipar.backend import Backend, Engine, Part
 from unipar.beat import Heart, beat_of
 from unipar.birth import create_parts, whole_of
@@ -26,6 +25,7 @@ from unipar.parts import Trained
 from unipar.place import Place
 from unipar.procfs import anonymous_memory, peak_rss
 from unipar.rework import reworked
+from unipar.settled import SettledConfig
 from unipar.short import explaining
 from unipar.stopping import listening
 from unipar.task import Task
@@ -40,14 +40,20 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(
-    config: Config, task: Task, place: Place, run: Path, *, met: Callable[[World, Heart], None] | None = None
+    settled: SettledConfig,
+    backend: Backend,
+    task: Task,
+    place: Place,
+    run: Path,
+    *,
+    met: Callable[[World, Heart], None] | None = None,
 ) -> Generator[TrainingRun]:
     """A run that is ready to train; its world is left in order when the body ends well.
 
-    `met` is called when the ranks have met and nothing is built.
+    `backend` is that of the settled cell. `met` is called when the ranks have met and nothing is built.
     """
+    config = settled.config
     heart = Heart(beat_of(run, place.rank))
-    backend = registry.check(config)
     with listening(), Ledger(ledger_of(run, place.rank)) as ledger, ExitStack() as failed:
         if place.size == 1 or not place.ours:  # a process that goes on after an error; a worker of ours ends at once
             failed.callback(abandon)
@@ -58,7 +64,7 @@ def opened(
         watcher = _watcher(config, backend, world, run, heart, ledger)
         trackers = Trackers(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
         with explaining(run, place.rank):
-            made = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers)
+            made = assembled(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers)
         if watcher is not None:
             _watched(made, watcher)
         gc.collect()  # what building left in cycles: rank 0's whole model, where it was split
@@ -111,7 +117,8 @@ Build = Callable[[Part, Config, World], Engine]
 
 
 def assembled(
-    config: Config,
+    settled: SettledConfig,
+    backend: Backend,
     task: Task,
     world: World,
     *,
@@ -121,11 +128,10 @@ def assembled(
     build: Build | None = None,
 ) -> TrainingRun:
     """The model, its engine (by `build` instead of the backend, if given) and the loop's side, in a world that met."""
+    config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.gives("validation"):
         raise TaskError("eval.every is given and the task has no validation(): give it a dataset, or leave eval out")
-    backend = registry.find(config.backend)
-    sizes = config.batch.settle(world.size)
-    config = config.model_copy(update={"batch": config.batch.model_copy(update={"total": sizes.total})})
+    config = config.changed({"batch.total": sizes.total})
     _prepare(task, world)
     base = anonymous_memory()
     modules = create_parts(task.model, config, world)
@@ -147,8 +153,7 @@ def assembled(
     if len(parts) > 1:
         for part in parts.values():  # some libraries settle in their first forward what takes gradients
             part.engine.evaluate(_nothing, None)
-    cell = str(registry.cell_of(config))
-    said = {"rank": world.rank, "size": world.size, "cell": cell, "pid": os.getpid()}
+    said = {"rank": world.rank, "size": world.size, "cell": str(settled.cell), "pid": os.getpid()}
     ledger.note("start", **said, parameters=parameters, resident=base)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))

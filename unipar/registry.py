@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from pydantic import ValidationError
 from typing_extensions import TypeIs
 
 from unipar.backend import Backend, Variant
 from unipar.config import SHARDS, Cell, Config, Parallel, Precision, Shard
-from unipar.errors import BackendNotFound, ConfigError, Unsupported
+from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
 from unipar.place import Launcher
 from unipar.points import PluginGroup
 
@@ -73,9 +72,14 @@ def expand(patterns: tuple[str, ...]) -> list[Cell]:
 
 def existing(cell: Cell) -> Cell:
     """`cell`, or the sentence that says which ones there are."""
-    backend = find(cell.backend)
+    _check_offers(find(cell.backend), cell)
+    return cell
+
+
+def _check_offers(backend: Backend, cell: Cell) -> None:
+    """Raise Unsupported where the backend has no such cell."""
     if cell in cells(backend):
-        return cell
+        return
     have = ", ".join(map(str, cells(backend)))
     if cell.variant and cell.variant not in backend.capabilities.variants:
         raise Unsupported(str(cell), [f"{cell.backend} has no variant {cell.variant!r}; its cells: {have}"])
@@ -84,7 +88,11 @@ def existing(cell: Cell) -> Cell:
 
 def cell_of(config: Config) -> Cell:
     """The cell that a config runs in: its options say which variant."""
-    backend = find(config.backend)
+    return cell_in(find(config.backend), config)
+
+
+def cell_in(backend: Backend, config: Config) -> Cell:
+    """Return the cell that a config of this backend runs in."""
     given = config.options.get(backend.name, {})
     for name, variant in backend.capabilities.variants.items():
         if variant.options.items() <= given.items():
@@ -94,14 +102,20 @@ def cell_of(config: Config) -> Cell:
 
 def alone(cell: Cell) -> bool:
     """Whether the cell is one process, whatever a config says about ranks."""
-    can = find(cell.backend).capabilities
+    return is_alone(find(cell.backend), cell)
+
+
+def is_alone(backend: Backend, cell: Cell) -> bool:
+    """Return whether a cell of this backend is one process, whatever a config says about ranks."""
+    can = backend.capabilities
     return can.alone or (cell.variant is not None and can.variants[cell.variant].alone)
 
 
 def at(config: Config, cell: Cell) -> Config:
     """`config`, run in another cell; what it says about batch and data keeps its meaning."""
-    backend = find(existing(cell).backend)
-    can, one = backend.capabilities, alone(cell)
+    backend = find(cell.backend)
+    _check_offers(backend, cell)
+    can, one = backend.capabilities, is_alone(backend, cell)
     shard: Shard = cell.shard
     data, over = config.parallel.data, config.parallel.shard_over
     # ranks that split nothing have nothing to say about how many of them share it
@@ -139,36 +153,29 @@ def _without_variants(given: Mapping[str, Any], variants: Iterable[Variant]) -> 
 
 def check(config: Config) -> Backend:
     """The backend of `config`, or every reason why it cannot run. Starts nothing, imports no library."""
-    backend = load(config.backend)
-    check_options(config)
-    reasons, cell = list(refusals(backend, config)), cell_of(config)
-    if reasons:
-        plain = Cell(backend.name, config.parallel.shard)
-        raise Unsupported(str(cell if cell in cells(backend) else plain), reasons)
-    existing(cell)
+    backend = find(config.backend)
+    check_cell(config, backend, cell_in(backend, config))
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
         config.parallel.settle(config.parallel.data)
     return backend
 
 
-def check_options(config: Config) -> None:
-    """Every backend's options, those of the others too: a typo there waits for the day they are used."""
-    from unipar.complaint import options_complaint
+def check_cell(config: Config, backend: Backend, cell: Cell) -> None:
+    """Raise with every reason why `config` cannot run in its cell of this backend. Imports no library."""
+    if why := missing(backend):
+        raise BackendNotInstalled(why)
+    reasons = list(refusals(backend, config, cell))
+    if reasons:
+        plain = Cell(backend.name, config.parallel.shard)
+        raise Unsupported(str(cell if cell in cells(backend) else plain), reasons)
+    _check_offers(backend, cell)
 
-    for name, given in config.options.items():
-        backend = find(name)
-        try:
-            backend.options.model_validate(given)
-        except ValidationError as e:
-            raise ConfigError(options_complaint(e, backend)) from None
 
-
-def refusals(backend: Backend, config: Config) -> Iterator[str]:
-    """Each reason why a backend cannot run a config."""
+def refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]:
+    """Each reason why a backend cannot run a config, which is in `cell`."""
     can = backend.capabilities
     shard, precision = config.parallel.shard, config.train.precision
-    cell = cell_of(config)
     if shard not in can.shards and cell.variant is None:
         yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(_shards(backend))}"
     keys: tuple[tuple[Shard | None, Precision], ...] = ((None, precision), (shard, precision))
@@ -178,7 +185,7 @@ def refusals(backend: Backend, config: Config) -> Iterator[str]:
     kind = config.device.partition(":")[0]
     if kind != "auto" and kind not in can.devices:
         yield f"device: {config.device} is not among its devices ({', '.join(can.devices)})"
-    if alone(cell) and config.parallel.data not in (1, "auto"):
+    if is_alone(backend, cell) and config.parallel.data not in (1, "auto"):
         yield f"parallel.data: {config.parallel.data} contradicts it: {cell} is one process"
     for key, value in _asked(config).items():
         if value is not None and shard not in can.also.get(key, ()):

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from unipar.beat import beat_of, feel
-from unipar.config import Config
 from unipar.errors import OutOfMemory, ReportError, UniparError
 from unipar.ledger import Ledger, ledger_of
 from unipar.memory.account import read_account
 from unipar.memory.fits import fitting, kept
 from unipar.procfs import memory_left
+from unipar.settled import read_settled
 from unipar.text import format_size
 
 if TYPE_CHECKING:
@@ -113,17 +113,18 @@ def _sentence(error: BaseException, run: Path, rank: int, live: TrainingRun | No
     if wanted is not None:
         said += f": {format_size(wanted)} more were asked for, about {format_size(left)} were left"
     if live is None:
-        config, parameters, parts, beside = _config(run), 0, {}, None
+        settled = read_settled(run)
+        config, sizes, parameters, parts, beside = settled.config, settled.sizes, 0, {}, None
     else:
         from unipar.memory.held import held
 
         start = _last(run, rank, "start")
-        config, parameters = live.config, int(start["parameters"])
+        config, sizes, parameters = live.config, live.sizes, int(start["parameters"])
         parts = held((part.engine for part in live.parts.values()), device)
         beside = max(0, _taken(live, int(start["resident"])) - sum(parts.values()))
     lack = None if wanted is None else max(1, wanted - left)
     moving = None if beside is None else beside + (wanted or 0)
-    more = [most(parts, beside), fitting(config, parameters, at.phase, moving=moving, lack=lack)]
+    more = [most(parts, beside), fitting(config, sizes, parameters, at.phase, moving=moving, lack=lack)]
     return "; ".join([said, *filter(None, more)])
 
 
@@ -142,12 +143,12 @@ def most(parts: Mapping[Any, int], beside: int | None) -> str:
 def of_the_dead(run: Path, rank: int) -> str:
     """What can be told of a rank that could not say why it ended: nothing, if it did not come so far."""
     with suppress(FileNotFoundError):
-        config, at, start = _config(run), At.of(run, rank), _last(run, rank, "start")
+        settled, at, start = read_settled(run), At.of(run, rank), _last(run, rank, "start")
         if at is None or not start:
             return ""
         parameters = int(start["parameters"])
-        said = _counted(run, rank) or f"by an estimate {most(kept(config, parameters), None)}"
-        return f"{said}; {fitting(config, parameters, at.phase)}"
+        said = _counted(run, rank) or f"by an estimate {most(kept(settled.config, settled.ranks, parameters), None)}"
+        return f"{said}; {fitting(settled.config, settled.sizes, parameters, at.phase)}"
     return ""
 
 
@@ -161,10 +162,6 @@ def _counted(run: Path, rank: int) -> str:
         fullest = read_account(run, rank).peak
         return f"in the {fullest.name} of a watched step {most(fullest.held, None)}"
     return ""
-
-
-def _config(run: Path) -> Config:
-    return Config.model_validate_json((run / "config.json").read_text("utf-8"))
 
 
 def _last(run: Path, rank: int, event: str) -> Mapping[str, Any]:

@@ -8,16 +8,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from unipar import registry, safe_yaml, track
-from unipar.backend import Backend
-from unipar.complaint import complaint, options_complaint
-from unipar.config import NOT_YET, Cell, Config
+from unipar import safe_yaml
+from unipar.complaint import complaint
+from unipar.config import NOT_YET, Config
 from unipar.config_file import read_config_text
-from unipar.errors import BackendNotFound, ConfigError
+from unipar.errors import ConfigError
 from unipar.text import show_value
 
 LENGTHS = ("steps", "epochs")
@@ -47,12 +46,18 @@ class Source:
         """The run folder."""
         return Path(self.config.out or f"runs/{self.name}")
 
-    def at(self, cell: Cell, origin: str = "--backend") -> Source:
-        """The same run in another cell."""
-        origins = {**self.origins, "backend": origin, "parallel.shard": origin}
-        return replace(self, config=registry.at(self.config, cell), origins=origins)
+    @property
+    def places(self) -> dict[str, str]:
+        """Origins as errors name them: a value that a script gave has none."""
+        return _places(self.origins)
 
-    def with_out(self, out: str, origin: str = "--out") -> Source:
+    def place(self, key: str) -> str:
+        """Return where a key was given, in brackets after a blank, or ""."""
+        origin = self.places.get(key)
+        return f" ({origin})" if origin else ""
+
+    def with_out(self, out: str, origin: str = "--out") -> Self:
+        """Return the same run with another run folder."""
         config = self.config.model_copy(update={"out": out})
         return replace(self, config=config, origins={**self.origins, "out": origin})
 
@@ -75,9 +80,7 @@ def read(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | No
     return draft.checked(file.stem, file.resolve().parent)
 
 
-def given(
-    config: str | Path | Mapping[str, Any] | Config | Source, overrides: Mapping[str, Any] | None = None
-) -> Source:
+def given(config: Given, overrides: Mapping[str, Any] | None = None) -> Source:
     """What `launch` was given, with its overrides."""
     if isinstance(config, Source):
         if not overrides:
@@ -99,6 +102,10 @@ def given(
     for key, value in (overrides or {}).items():
         draft.put(key, value, "overrides")
     return draft.checked(name, folder)
+
+
+Given = str | Path | Mapping[str, Any] | Config | Source
+"""What a config may be given as."""
 
 
 class _Draft:
@@ -173,51 +180,21 @@ class _Draft:
 
     def checked(self, name: str, folder: Path) -> Source:
         self.locate(Path.cwd())  # one that was given on the command line or by a script
+        places = _places(self.origins)
         for key, sentence in NOT_YET.items():
             if _holds(self.data, key.split(".")):
                 way = "" if ";" in sentence else "; leave the key out"
-                raise ConfigError(f"{self.label}: {key}{self._place(key)}: {sentence}{way}")
+                place = f" ({places[key]})" if key in places else ""
+                raise ConfigError(f"{self.label}: {key}{place}: {sentence}{way}")
         try:
             config = Config.model_validate(self.data)
         except ValidationError as e:
-            raise ConfigError(f"{self.label}: {complaint(e, self._places())}") from None
-        self._check_backends(config)
+            raise ConfigError(f"{self.label}: {complaint(e, places)}") from None
         return Source(config, name, folder, self.origins, self.label)
 
-    def _check_backends(self, config: Config) -> None:
-        """All that is named by a backend's name: options wait for the day they are used, their typos do not."""
-        if "/" in config.backend:
-            cell = Cell.parse(config.backend)
-            raise ConfigError(
-                f"{self.label}: backend{self._place('backend')}: {config.backend!r} is a cell; "
-                f"write backend: {cell.backend} and parallel: {{shard: {cell.shard}}}"
-            )
-        self._named("backend", config.backend)
-        for i, name in enumerate(config.log.to):
-            try:
-                track.find(name)
-            except ConfigError as e:
-                place = self._place(f"log.to.{i}") or self._place("log.to")
-                raise ConfigError(f"{self.label}: log.to{place}: {e}") from None
-        for name, options in config.options.items():
-            backend = self._named(f"options.{name}", name)
-            try:
-                backend.options.model_validate(options)
-            except ValidationError as e:
-                raise ConfigError(f"{self.label}: {options_complaint(e, backend, self._places())}") from None
 
-    def _named(self, key: str, name: str) -> Backend:
-        try:
-            return registry.find(name)
-        except BackendNotFound as e:
-            raise BackendNotFound(f"{self.label}: {key}{self._place(key)}: {e}") from None
-
-    def _places(self) -> dict[str, str]:
-        return {key: origin for key, origin in self.origins.items() if origin != _GIVEN}
-
-    def _place(self, key: str) -> str:
-        origin = self._places().get(key)
-        return f" ({origin})" if origin else ""
+def _places(origins: Mapping[str, str]) -> dict[str, str]:
+    return {key: origin for key, origin in origins.items() if origin != _GIVEN}
 
 
 def _parsed(text: str, label: str) -> tuple[Any, dict[safe_yaml.Keys, int]]:

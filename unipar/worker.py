@@ -172,15 +172,17 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
 
 def train(place: Place, run: Path, control: socket.socket | None) -> None:
     """The entry of an ordinary run."""
-    from unipar.config import Config
+    from unipar import registry
     from unipar.opening import opened
+    from unipar.settled import read_settled
     from unipar.task import TaskRef
 
-    config = Config.model_validate_json((run / "config.json").read_text("utf-8"))
+    settled = read_settled(run)
+    backend = registry.find(settled.cell.backend)
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
     if place.rank == 0:
         sys.stdout = Prints(sys.stdout, run)  # not before: what the user's file prints, the script has printed already
-    with opened(config, task, place, run) as training, last_words(run, place.rank, training):
+    with opened(settled, backend, task, place, run) as training, last_words(run, place.rank, training):
         task.train(training)
 
 

@@ -19,6 +19,7 @@ from tests.conformance.cases import CASES, Case
 from unipar import registry
 from unipar.backend import Piece
 from unipar.beat import Heart, beat_of
+from unipar.checks import settle
 from unipar.config import Cell
 from unipar.errors import UniparError
 from unipar.ledger import Ledger, ledger_of
@@ -78,10 +79,10 @@ def attempt(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) ->
 
 def _play(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
     config = case.config(cell, world.size)
-    registry.check(config)
+    settled, backend = settle(config, world.size), registry.find(cell.backend)
     with Ledger(ledger_of(folder, world.rank)) as ledger:
         trackers = Trackers((), folder, world.rank)
-        made = assembled(config, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
+        made = assembled(settled, backend, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
         made.record(made.steps)
         kept: dict[str, Any] = {"loss": []}
 
@@ -90,7 +91,7 @@ def _play(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> d
                 state = Memory(_collected(made.pieces()))
                 kept.update(made.recorded())
                 _close(made)
-                new = assembled(config, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
+                new = assembled(settled, backend, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
                 new.restore(state)
                 for part, other in zip(made.parts.values(), new.parts.values(), strict=True):
                     part.module, part.engine = other.module, other.engine

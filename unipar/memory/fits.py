@@ -7,7 +7,7 @@ from typing import Final
 
 from unipar import registry
 from unipar.backend import Category
-from unipar.config import SHARDS, Cell, Config, Shard
+from unipar.config import SHARDS, Cell, Config, Shard, Sizes
 from unipar.errors import UniparError
 from unipar.text import format_size
 
@@ -24,8 +24,8 @@ _STILL: Final = ("start", "update")
 """Where nothing that is there grows with the microbatch."""
 
 
-def kept(config: Config, parameters: int, shard: Shard | None = None) -> dict[Category, int]:
-    """Bytes that a rank keeps from step to step, by what they are for; buckets and the like are left out."""
+def kept(config: Config, ranks: int, parameters: int, shard: Shard | None = None) -> dict[Category, int]:
+    """Return the bytes that a rank keeps from step to step, by what they are for; buckets and the like are left out."""
     precision, optimizer = config.train.precision, config.train.optimizer
     weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
     state = max(4, weight)
@@ -36,8 +36,7 @@ def kept(config: Config, parameters: int, shard: Shard | None = None) -> dict[Ca
         "gradients": weight,
         "optimizer": moments * state,
     }
-    assert isinstance(config.parallel.data, int)
-    among = config.parallel.shard_over or config.parallel.data
+    among = config.parallel.shard_over or ranks
     level = SHARDS.index(shard or config.parallel.shard)
     return {
         category: parameters * number // (among if level >= SHARDS.index(_SPLIT[category]) else 1)
@@ -46,15 +45,23 @@ def kept(config: Config, parameters: int, shard: Shard | None = None) -> dict[Ca
     }
 
 
-def fitting(config: Config, parameters: int, phase: str, *, moving: int | None = None, lack: int | None = None) -> str:
-    """In words: a smaller micro-batch, another cell, or why neither.
+def fitting(
+    config: Config,
+    sizes: Sizes,
+    parameters: int,
+    phase: str,
+    *,
+    moving: int | None = None,
+    lack: int | None = None,
+) -> str:
+    """Say in words what would have fitted: a smaller micro-batch, another cell, or why neither.
 
     `moving` is what grows with the microbatch, `lack` how much too little there was. Where they are unknown, what needs
     less is named, without the claim that it fits.
     """
     if not parameters:
         return "no cell and no batch needs less: the model is built whole before it is split"
-    ways = [*_smaller(config, phase, moving, lack), *_cells(config, parameters, lack)]
+    ways = [*_smaller(sizes.micro, phase, moving, lack), *_cells(config, sizes.ranks, parameters, lack)]
     if ways:
         return f"by an estimate {' or '.join(ways)} " + ("needs less" if lack is None else "would have fitted")
     if lack is None:
@@ -65,25 +72,23 @@ def fitting(config: Config, parameters: int, phase: str, *, moving: int | None =
     return f"by an estimate {tried} would have fitted"
 
 
-def _smaller(config: Config, phase: str, moving: int | None, lack: int | None) -> Iterator[str]:
+def _smaller(now: int, phase: str, moving: int | None, lack: int | None) -> Iterator[str]:
     """The largest microbatch that takes that much less."""
     if phase in _STILL:
         return
-    assert isinstance(config.parallel.data, int)
-    now = config.batch.settle(config.parallel.data).micro
     for micro in (n for n in range(now - 1, 0, -1) if now % n == 0):
         if lack is None or moving is None or moving * (now - micro) / now >= lack:
             yield f"batch.micro: {micro} instead of {now}"
             return
 
 
-def _cells(config: Config, parameters: int, lack: int | None) -> Iterator[str]:
+def _cells(config: Config, ranks: int, parameters: int, lack: int | None) -> Iterator[str]:
     """Of this backend, else of any, the one that splits least and keeps that much less."""
-    here = sum(kept(config, parameters).values())
+    here = sum(kept(config, ranks, parameters).values())
     more = SHARDS[SHARDS.index(config.parallel.shard) + 1 :]
     for backend in sorted(registry.names(), key=lambda name: name != config.backend):
         for shard in more:
-            there = sum(kept(config, parameters, shard).values())
+            there = sum(kept(config, ranks, parameters, shard).values())
             cell = Cell(backend, shard)
             if here - there >= (lack or 1) and _runs(config, cell):
                 less, now = format_size(there), format_size(here)

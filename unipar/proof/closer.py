@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unipar.config import Config
 from unipar.errors import UniparError
 from unipar.proof import fault
 from unipar.proof.allowance import Allowance
@@ -18,6 +17,7 @@ from unipar.proof.record import Record, put_together
 from unipar.proof.runs import Runs, bitwise, recut
 from unipar.proof.worlds import Result, Worlds, grouped
 from unipar.report.verdicts import Finding
+from unipar.settled import SettledConfig
 
 
 class Looks:
@@ -27,7 +27,7 @@ class Looks:
         self,
         runs: Runs,
         worlds: Worlds,
-        configs: Mapping[str, Config],
+        configs: Mapping[str, SettledConfig],
         looked: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
@@ -54,15 +54,15 @@ class Looks:
             ranks, micros = self._runs.ranks, self._runs.accumulate
             parted = partings(run, own, exact, ranks)
             case = fault.Case(
-                run, allowance.base, exact, held, self._config(key), ranks, micros, limit, parted, self._own
+                run, allowance.base, exact, held, self._settled_of(key).config, ranks, micros, limit, parted, self._own
             )
             kind = fault.kind_of(case)
             cases[key] = case, kind, _of_kind(_finding(held, parted), kind)
         yield from self._settled(cases)
 
-    def _config(self, key: RunKey) -> Config:
-        config = self._configs[key.cell]
-        return bitwise(config) if key.bitwise else config
+    def _settled_of(self, key: RunKey) -> SettledConfig:
+        settled = self._configs[key.cell]
+        return bitwise(settled) if key.bitwise else settled
 
     def _replays(self, steps: set[int]) -> dict[int, tuple[Record, Record]]:
         """In the run's precision and in fp64, up to each first bad step."""
@@ -76,16 +76,16 @@ class Looks:
         return {s: (_record(made[again]), _record(made[exact])) for s, (again, exact) in keys.items()}
 
     def _again(self, key: RunKey, step: int) -> Job:
-        return Job(key=key, kind="run", config=self._config(key).written(), steps=step, trace_at=step)
+        return Job(key=key, kind="run", settled=self._settled_of(key), steps=step, trace_at=step)
 
     def _settled(
         self, cases: Mapping[RunKey, tuple[fault.Case, fault.Kind | None, Finding]]
     ) -> Iterator[tuple[RunKey, Finding]]:
         """Where as many ranks as microbatches leave two factors possible, other microbatches tell which."""
-        ranks, micros = self._runs.ranks, self._runs.accumulate
+        micros = self._runs.accumulate
         other = 1 if micros > 1 else 2
         jobs = [
-            Job(key=key, kind="run", config=recut(self._config(key), ranks, other).written(), steps=finding.step)
+            Job(key=key, kind="run", settled=recut(self._settled_of(key), other), steps=finding.step)
             for key, (_, _, finding) in cases.items()
             if finding.candidates
         ]

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from unipar.config import Config, Data
+from unipar.config import Data
 from unipar.data import Source, training_source
 from unipar.errors import ConfigError
 from unipar.proof.digest import fingerprint
+from unipar.settled import SettledConfig
 from unipar.stream import sown
 from unipar.task import Task
-from unipar.world import World
 
 
-def held(task: Task, config: Config, world: World, steps: int) -> tuple[Config, bool | None]:
+def held(task: Task, settled: SettledConfig, steps: int) -> tuple[SettledConfig, bool | None]:
     """The config for the task, whose `data()` has an index from now on; and whether the stream is the same again.
 
     None: it is no stream, and nothing is held.
     """
     original: Any = task.data
-    sizes = config.batch.settle(world.size)
+    config, sizes = settled.config, settled.sizes
 
     def read() -> Source:
         collate = task.collate if task.gives("collate") else None
@@ -33,7 +34,7 @@ def held(task: Task, config: Config, world: World, steps: int) -> tuple[Config, 
 
     source = read()
     if not source.streams:
-        return config, None
+        return settled, None
     if source.settings.stream != "whole":
         raise ConfigError(
             f"data.stream: {source.settings.stream} gives each rank samples of its own, and verify needs the same ones "
@@ -49,4 +50,4 @@ def held(task: Task, config: Config, world: World, steps: int) -> tuple[Config, 
     count = min(len(samples), sizes.micro)
     again = fingerprint(source.collate(samples[:count])) == fingerprint(source.collate(first(count, read())))
     said = config.data.model_dump(exclude_unset=True, exclude={"stream"})
-    return config.model_copy(update={"data": Data(**said)}), again
+    return replace(settled, config=config.changed({"data": Data(**said)})), again

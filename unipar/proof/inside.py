@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unipar import registry
+from unipar.backend import Backend
 from unipar.beat import Heart, beat_of
 from unipar.config import Config
 from unipar.data import Feed, source_of
@@ -41,43 +42,44 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     told = json.loads((folder / JOBS).read_text("utf-8"))
     ref = TaskRef.from_json(told["task"])
     jobs = [Job.from_json(job) for job in told["jobs"]]
-    first = Config.model_validate_json(jobs[0].config)
-    world = registry.check(first).join(first, place)
+    first = jobs[0].settled
+    backend = registry.find(first.cell.backend)
+    world = backend.join(first.config, place)
     heart = Heart(beat_of(folder, place.rank))
     for i, job in enumerate(jobs):
-        result = _attempt(job, ref, world, folder, heart)
+        result = _attempt(job, backend, ref, world, folder, heart)
         with whole(result_of(folder, i, place.rank)) as path:
             torch.save(result, path)
         world.barrier()
     world.close()
 
 
-def _attempt(job: Job, ref: TaskRef, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+def _attempt(job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
     """What a job gave, or the error that every rank met alike; any other error ends the world."""
     try:
-        return _done(job, ref, world, folder, heart)
+        return _done(job, backend, ref, world, folder, heart)
     except UniparError as e:
         return {"error": str(e), "kind": type(e).__name__}
 
 
-def _done(job: Job, ref: TaskRef, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
-    config = Config.model_validate_json(job.config)
+def _done(job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+    settled = job.settled
     task = ref.load()
     quiet = calmed(task) if job.calm else []
-    config, again = held(task, config, world, job.steps)
+    settled, again = held(task, settled, job.steps)
     if job.kind == "look":
-        found = {"quiet": quiet, "stream": again is not None, **looked(task, config, world)}
+        found = {"quiet": quiet, "stream": again is not None, **looked(task, settled, world)}
         return found | {"again": found["again"] and again is not False}
     build = replay.build(job.ranks, job.order, apart=job.apart) if job.kind == "replay" else None
     with Ledger(ledger_of(folder, world.rank)) as ledger:
         trackers = Trackers((), folder, world.rank)
-        live = assembled(config, task, world, ledger=ledger, heart=heart, trackers=trackers, build=build)
+        live = assembled(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers, build=build)
         book = Notebook(job.trace_at)
         for name, part in live.parts.items():
             part.engine = book.watch("" if len(live.parts) == 1 else f"{name}.", part.engine)
         book.open()
         if job.kind == "replay":
-            live.read_from(_everybodys(task, config, job.ranks))
+            live.read_from(_everybodys(task, settled.config, job.ranks))
         _train(task, live, job.steps)
         heart.mark("start")  # what follows has no steps
         made = {

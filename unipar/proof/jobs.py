@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, Self
 from typing_extensions import override
 
 from unipar.config import Precision
+from unipar.settled import SettledConfig
 
 ENTRY: Final = "unipar.proof.inside:run"
 JOBS: Final = "jobs.json"
@@ -61,7 +62,7 @@ class Job:
     kind: Literal["run", "replay", "look"]
     """A run as anyone's; a replay, in one process, of what `ranks` ranks do; a look at the task alone."""
 
-    config: str
+    settled: SettledConfig
     steps: int
     ranks: int = 1
     order: str = "shares"
@@ -76,13 +77,15 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and a name for one who reads the file."""
-        return {"name": str(self.key), **asdict(self)}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("key", "settled")}
+        told = {"config": self.settled.config.written(), "settled": self.settled.to_json()}
+        return {"name": str(self.key), "key": asdict(self.key)} | plain | told
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        made: dict[str, Any] = {f.name: data[f.name] for f in fields(cls)}
-        made["key"] = RunKey(**data["key"])
-        return cls(**made)
+        plain = {key: value for key, value in data.items() if key not in ("name", "key", "config", "settled")}
+        settled = SettledConfig.from_json(data["config"], data["settled"])
+        return cls(**plain, key=RunKey(**data["key"]), settled=settled)
 
 
 def result_of(folder: Path, job: int, rank: int) -> Path:

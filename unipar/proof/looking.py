@@ -18,6 +18,7 @@ from unipar.data import Feed, source_of
 from unipar.precision import batch_as
 from unipar.proof.digest import fingerprint
 from unipar.seeds import sow
+from unipar.settled import SettledConfig
 from unipar.task import Task
 from unipar.world import World
 
@@ -57,9 +58,9 @@ def _without_dropout(module: nn.Module) -> Iterator[str]:
                 yield f"{name}.{key}" if name else key
 
 
-def looked(task: Task, config: Config, world: World) -> dict[str, Any]:
-    """`config` says fp64, so that what differs is not rounding."""
-    sizes = config.batch.settle(world.size)
+def looked(task: Task, settled: SettledConfig, world: World) -> dict[str, Any]:
+    """The config says fp64, so that what differs is not rounding."""
+    config, sizes = settled.config, settled.sizes
     collate = task.collate if task.gives("collate") else None
     source = source_of(task.data(), collate, task.collate, config, sizes)
     feed = Feed(source, sizes, 0, config.train.seed)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unipar.config import Config
 from unipar.errors import Stopped, UniparError
 from unipar.proof import closer
 from unipar.proof.allowance import measured
@@ -27,6 +26,7 @@ from unipar.proof.runs import (
 from unipar.proof.worlds import Result, Worlds, grouped
 from unipar.report.comparison import agreement
 from unipar.report.verdicts import Verdict, Verdicts
+from unipar.settled import SettledConfig
 from unipar.text import first_few
 
 RANDOM = (
@@ -40,7 +40,9 @@ Show = Callable[[Verdicts, str], None]
 class Proof:
     """One proof from start to end; `now` is what is known so far."""
 
-    def __init__(self, runs: Runs, worlds: Worlds, configs: Mapping[str, Config], now: Verdicts, show: Show) -> None:
+    def __init__(
+        self, runs: Runs, worlds: Worlds, configs: Mapping[str, SettledConfig], now: Verdicts, show: Show
+    ) -> None:
         self._runs, self._worlds, self._configs, self.now, self._show = runs, worlds, dict(configs), now, show
         self._records: dict[RunKey, Record] = {}
         self._looked: dict[str, Any] = {}

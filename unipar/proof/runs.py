@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from unipar import registry
 from unipar.config import Config, Precision
 from unipar.proof.jobs import Job, RunKey
+from unipar.settled import SettledConfig
 from unipar.training import Clip
 
 LOOK, EXACT, BASE = RunKey("look"), RunKey("one process", precision="fp64"), RunKey("one process")
@@ -24,13 +26,16 @@ SHARES_CONFIGURED, MICROS_CONFIGURED, SHARES_EXACT = (
 class Runs:
     """What is run of a config whose number of ranks is settled."""
 
-    config: Config
+    settled: SettledConfig
     steps: int
 
     @property
+    def config(self) -> Config:
+        return self.settled.config
+
+    @property
     def ranks(self) -> int:
-        assert isinstance(self.config.parallel.data, int)
-        return self.config.parallel.data
+        return self.settled.ranks
 
     @property
     def precision(self) -> Precision:
@@ -40,11 +45,12 @@ class Runs:
 
     @property
     def accumulate(self) -> int:
-        return self.config.batch.settle(self.ranks).accumulate
+        return self.settled.sizes.accumulate
 
-    def one(self, precision: Precision | None = None) -> Config:
+    def one(self, precision: Precision | None = None) -> SettledConfig:
         """One process without a wrapper, through the same microbatches one after another."""
-        return in_precision(registry.at(self.config, registry.ONE), precision or self.precision)
+        config = registry.at(self.config, registry.ONE).changed({"train.precision": precision or self.precision})
+        return SettledConfig.of(config, registry.ONE, 1, self.settled.device)
 
     def references(self) -> list[list[Job]]:
         """Two worlds of one process, side by side."""
@@ -52,7 +58,7 @@ class Runs:
         others = [self._run(RunKey("one process", micro=m), _cut(one, self._total, m)) for m in self._cuts()]
         return [
             [
-                Job(key=LOOK, kind="look", config=self.one("fp64").written(), steps=0),
+                Job(key=LOOK, kind="look", settled=self.one("fp64"), steps=0),
                 self._run(EXACT, self.one("fp64")),
                 self.replay(MICROS, exactly),
             ],
@@ -66,53 +72,47 @@ class Runs:
             [self.replay(MICROS_CONFIGURED, self.one()), self.replay(SHARES_EXACT, self.one("fp64"))],
         ]
 
-    def cells(self, configs: dict[str, Config]) -> list[Job]:
+    def cells(self, configs: Mapping[str, SettledConfig]) -> list[Job]:
         """Each as it is configured, and once more by the arithmetic that a replay can repeat to the bit."""
         jobs: list[Job] = []
-        for name, config in configs.items():
-            jobs.append(self._run(RunKey("cell", name), config))
-            jobs.append(self._run(RunKey("cell", name, bitwise=True), bitwise(config)))
+        for name, settled in configs.items():
+            jobs.append(self._run(RunKey("cell", name), settled))
+            jobs.append(self._run(RunKey("cell", name, bitwise=True), bitwise(settled)))
         return jobs
 
-    def replay(self, key: RunKey, config: Config, *, apart: bool = False) -> Job:
+    def replay(self, key: RunKey, settled: SettledConfig, *, apart: bool = False) -> Job:
         """Return a replay in the order that `key` says, up to the step that it says; all steps without one."""
         steps = key.step or self.steps
-        made = Job(key=key, kind="replay", config=config.written(), steps=steps, ranks=self.ranks, order=key.kind)
+        made = Job(key=key, kind="replay", settled=settled, steps=steps, ranks=self.ranks, order=key.kind)
         return replace(made, trace_at=key.step, apart=apart)
 
-    def _run(self, key: RunKey, config: Config) -> Job:
-        return Job(key=key, kind="run", config=config.written(), steps=self.steps)
+    def _run(self, key: RunKey, settled: SettledConfig) -> Job:
+        return Job(key=key, kind="run", settled=settled, steps=self.steps)
 
     @property
     def _total(self) -> int:
-        return self.config.batch.settle(self.ranks).total
+        return self.settled.sizes.total
 
     def _cuts(self) -> list[int]:
         """Other microbatches than the config's: smaller ones first, for they need no more memory."""
-        sizes = self.config.batch.settle(self.ranks)
+        sizes = self.settled.sizes
         others = [m for m in range(1, sizes.total + 1) if sizes.total % m == 0 and m != sizes.micro]
         smaller, larger = [m for m in others if m < sizes.micro][::-1], [m for m in others if m > sizes.micro]
         return sorted((smaller[:2] + larger)[:2])
 
 
-def bitwise(config: Config) -> Config:
+def bitwise(settled: SettledConfig) -> SettledConfig:
     """The optimizer by for-loop, the norm summed in fp64: what does not depend on how tensors are split."""
-    train, clip = config.train, config.train.clipping
-    optimizer = train.optimizer.model_copy(update={"fused": False, "foreach": False})
-    changed = {"optimizer": optimizer, "clip": None if clip is None else Clip(max=clip.max, norm="fp64")}
-    return config.model_copy(update={"train": train.model_copy(update=changed)})
+    clip = settled.config.train.clipping
+    loops = {"train.optimizer.fused": False, "train.optimizer.foreach": False}
+    return settled.changed({**loops, "train.clip": None if clip is None else Clip(max=clip.max, norm="fp64")})
 
 
-def in_precision(config: Config, precision: Precision) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
-
-
-def recut(config: Config, ranks: int, accumulate: int) -> Config:
+def recut(settled: SettledConfig, accumulate: int) -> SettledConfig:
     """The same global batch in so many microbatches on each rank."""
-    total = config.batch.settle(ranks).total
-    return _cut(config, total, total // (ranks * accumulate))
+    total = settled.sizes.total
+    return _cut(settled, total, total // (settled.ranks * accumulate))
 
 
-def _cut(config: Config, total: int, micro: int) -> Config:
-    batch = config.batch.model_copy(update={"total": total, "micro": micro, "accumulate": None})
-    return config.model_copy(update={"batch": batch})
+def _cut(settled: SettledConfig, total: int, micro: int) -> SettledConfig:
+    return settled.changed({"batch.total": total, "batch.micro": micro, "batch.accumulate": None})

@@ -13,7 +13,6 @@ from typing import Any
 
 from unipar import registry
 from unipar.backend import Backend
-from unipar.config import Config
 from unipar.crew import Crew
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
 from unipar.proof.jobs import ENTRY, JOBS, Job, RunKey, result_of
@@ -92,21 +91,17 @@ class Worlds:
         folder.mkdir(parents=True)
         told = {"task": self._ref.to_json(), "jobs": [job.to_json() for job in jobs]}
         (folder / JOBS).write_text(json.dumps(told), encoding="utf-8")
-        config = Config.model_validate_json(jobs[0].config)
-        assert isinstance(config.parallel.data, int)
-        crew = Crew(
+        settled = jobs[0].settled
+        crew = Crew.of(
+            settled,
+            registry.find(settled.cell.backend),
             folder,
-            config.parallel.data,
             ENTRY,
-            environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads))},
-            heartbeat=config.launch.heartbeat,
-            timeout=config.launch.timeout,
-            grace=config.launch.grace,
-            waits=registry.find(config.backend).capabilities.waits,
+            {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads))},
             parcel=self._ref.parcel,
             zygote=self._zygote,
         )
-        return _World(crew, folder, jobs, config.parallel.data)
+        return _World(crew, folder, jobs, settled.ranks)
 
     def _collect(self, world: _World, found: dict[RunKey, Result], said: Said) -> None:
         """What has come since the last look."""
@@ -148,16 +143,16 @@ def grouped(jobs: Iterable[Job]) -> list[list[Job]]:
     """By library and what it is told when its world is made."""
     found: dict[str, list[Job]] = {}
     for job in jobs:
-        config = Config.model_validate_json(job.config)
+        config = job.settled.config
         told = config.backend, config.device, config.options.get(config.backend, {})
         found.setdefault(json.dumps(told, sort_keys=True), []).append(job)
     return list(found.values())
 
 
 @contextmanager
-def worlds(folder: Path, ref: TaskRef, configs: Sequence[Config], threads: int) -> Generator[Worlds]:
-    """One process imports what all these configs need; workers are its forks."""
-    backends = {name: registry.find(name) for name in {config.backend for config in configs}}
+def worlds(folder: Path, ref: TaskRef, names: Iterable[str], threads: int) -> Generator[Worlds]:
+    """One process imports what all these backends need; workers are its forks."""
+    backends = {name: registry.find(name) for name in names}
     with Zygote(sorted({module for b in backends.values() for module in _modules(b)})) as zygote:
         yield Worlds(folder, ref, zygote, threads)
 

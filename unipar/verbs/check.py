@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from unipar import devices, registry
+from unipar import registry
 from unipar.config import Cell
 from unipar.errors import BackendNotFound, ConfigError, Unsupported
-from unipar.plan import Plan
+from unipar.plan import Plan, prepare
 from unipar.source import Source
-from unipar.task import TaskRef
 
 
 def check(source: Source, *, deep: bool = False, overwrite: bool = False) -> str:
     """What the run will be, in a few lines; an error says why it cannot be."""
     config = source.config
-    ref = TaskRef.of(None, config.task, {}) if config.task is not None else None
-    plan = Plan.of(source, ref, overwrite=overwrite)
+    plan = Plan.of(prepare(source, code="if named"), overwrite=overwrite)
     compared = _cells(source)
-    sizes = config.batch.settle(plan.size)
-    device, why = devices.device(config)
+    settled, sizes = plan.settled, plan.settled.sizes
     ranks = "one process" if plan.size == 1 else f"{plan.size} ranks"
-    why = devices.ranks(config, plan.place).why or why
-    because = f" ({why})" if why else ""
+    because = f" ({plan.why})" if plan.why else ""
     rows = [
-        ("cell", f"{registry.cell_of(config)}, {ranks} on {device}{because}"),
+        ("cell", f"{settled.cell}, {ranks} on {settled.device}{because}"),
         ("batch", f"total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} x data {sizes.ranks}"),
         ("task", _task(source, deep=deep)),
         ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from unipar import devices, registry
-from unipar.config import Cell, Config, Eval
+from unipar.checks import settled_in
+from unipar.config import Cell, Eval
 from unipar.errors import BackendNotInstalled, ConfigError, Unsupported
 from unipar.folder import only_ours, owned, writing
 from unipar.installed import machine, versions
@@ -20,7 +21,8 @@ from unipar.report.board import Board
 from unipar.report.comparison import REUSED, Comparison, Row
 from unipar.report.seen import Told
 from unipar.report.worlds import Scaling, World
-from unipar.source import Source
+from unipar.settled import SettledConfig
+from unipar.source import Given
 from unipar.task import Task
 from unipar.text import count_of
 from unipar.verbs import kept
@@ -31,7 +33,6 @@ from unipar.verbs.report import NAME, beside, written
 FIGURES, SHEET = "worlds.json", "worlds.csv"
 """What several worlds came to, beside a folder for each."""
 
-Given = str | Path | Mapping[str, Any] | Config | Source
 
 
 @overload
@@ -79,7 +80,7 @@ def compare(
     if sizes:
         return _by_size(asked, sizes, cells, overwrite=overwrite)
     said = world or asked.source.config.parallel.data
-    ranks = said if isinstance(said, int) else devices.ranks(asked.source.config).number
+    ranks = said if isinstance(said, int) else asked.prepared.ranks().number
     by = "parallel.data" if world is None else "--world"
     return compared(asked, ranks, cells, asked.source.out / "compare", overwrite=overwrite, by=by)
 
@@ -95,17 +96,16 @@ def compared(
     by: str = "parallel.data",
 ) -> Comparison:
     """On so many ranks, which `by` asked for; what an earlier go has left of the same comparison is kept."""
-    config = asked.source.config
-    devices.check_enough(config, ranks, asked=by)
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": ranks})})
-    entrants = select_cells(config, tuple(cells) or config.compare.cells)
+    settled = asked.prepared.settled(ranks, asked=by)
+    config = settled.config
+    entrants = select_cells(settled, tuple(cells) or config.compare.cells)
     each = threads(max(ranks, widest))
     of = kept.identity(config, list(entrants), asked.ref, each, asked.unwatched)
     first = Comparison(
         name=asked.source.name,
         out=str(folder),
         precision=config.train.precision,
-        samples=config.batch.settle(ranks).total,
+        samples=settled.sizes.total,
         ranks=ranks,
         warmup=asked.turns.warmup,
         rows=[row for row, _ in entrants.values()],
@@ -122,15 +122,9 @@ def compared(
             kept_rows = {cell: _reused(row) if more else row for cell, row in whole.items()}
             first = replace(first, rows=[kept_rows.get(row.cell, row) for row in first.rows])
         runs = {
-            row.cell: Contestant(
-                Cell.parse(row.cell),
-                entrants[row.cell][1],
-                asked.ref,
-                folder / Cell.parse(row.cell).slug,
-                asked.meter,
-            )
+            row.cell: Contestant(at, asked.ref, folder / at.cell.slug, asked.meter)
             for row in first.rows
-            if row.outcome == "waits"
+            if row.outcome == "waits" and (at := entrants[row.cell][1]) is not None
         }
         with writing(folder):
             kept.write(folder, of, first)
@@ -147,12 +141,14 @@ def compared(
 
 def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwrite: bool) -> Scaling:
     """A comparison for each size of world, one after another, all with the same total batch."""
-    settings, out = asked.source.config, asked.source.out / "worlds"
-    devices.check_enough(settings, ranks[-1], asked="--world")
-    settings = settings.model_copy(update={"batch": batch_with_fixed_total(settings.batch, ranks[0])})
-    asked = replace(asked, source=replace(asked.source, config=settings))
-    sizes = {n: settings.batch.settle(n) for n in ranks}
-    if list(select_cells(settings, tuple(cells) or settings.compare.cells)) == [str(registry.ONE)]:
+    prepared, out = asked.prepared, asked.source.out / "worlds"
+    devices.check_enough(prepared.computed, ranks[-1], asked="--world")
+    settings = asked.source.config
+    settings = settings.changed({"batch": batch_with_fixed_total(settings.batch, ranks[0])})
+    asked = replace(asked, prepared=replace(prepared, source=replace(asked.source, config=settings)))
+    settled = {n: SettledConfig.of(settings, asked.source.cell, n, prepared.device) for n in ranks}
+    sizes = {n: one.sizes for n, one in settled.items()}
+    if list(select_cells(settled[ranks[0]], tuple(cells) or settings.compare.cells)) == [str(registry.ONE)]:
         raise Unsupported(str(registry.ONE), ["it is one process, whatever the size of the world"])
     found: dict[int, Comparison] = {}
     with owned(out):
@@ -180,7 +176,7 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
             rows=made,
             cores=len(os.sched_getaffinity(0)),
             threads=threads(ranks[-1]),
-            device=devices.device(settings)[0],
+            device=prepared.device,
             warmup=asked.turns.warmup,
             held=settings.train.sync_every is None,
             unwatched=asked.unwatched,
@@ -220,50 +216,51 @@ def _with_page(folder: Path, now: Comparison) -> Comparison:
     return replace(now, answer="".join(sentence), note="; ".join(filter(None, [now.note, said])))
 
 
-def select_cells(config: Config, patterns: Iterable[str]) -> dict[str, tuple[Row, Config]]:
-    """Each cell by name, with its config; those that cannot run have their sentence already. `single` is first."""
-    found: dict[str, tuple[Row, Config]] = {}
-    one = str(registry.ONE)
-    alone = registry.at(config, registry.ONE)
-    note = ""
-    if alone.train.precision == "bf16-master":
-        alone = alone.model_copy(update={"train": alone.train.model_copy(update={"precision": "fp32"})})
-        note = "in fp32: one process keeps no second copy"
-    if alone.model.offload != "none":
-        alone = alone.model_copy(update={"model": alone.model.model_copy(update={"offload": "none"})})
-        note = "; ".join(filter(None, [note, "without model.offload"]))
-    registry.check(alone)
-    found[one] = Row(cell=one, outcome="waits", note=note), _bare(alone)
+Entrants = dict[str, tuple[Row, SettledConfig | None]]
+"""Cells by name; one that cannot run has its sentence, and no config."""
+
+
+def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
+    """Return what runs of a config in these cells; `single` is always the first."""
+    one, alone = registry.ONE, settled
+    notes: list[str] = []
+    if settled.config.train.precision == "bf16-master":
+        alone = alone.changed({"train.precision": "fp32"})
+        notes.append("in fp32: one process keeps no second copy")
+    if settled.config.model.offload != "none":
+        alone = alone.changed({"model.offload": "none"})
+        notes.append("without model.offload")
+    row = Row(cell=str(one), outcome="waits", note="; ".join(notes))
+    found: Entrants = {str(one): (row, _bare(settled_in(alone, one)))}
     for pattern in patterns:
         try:
             cells = registry.expand((pattern,))
         except Unsupported as e:
-            found[pattern] = Row(cell=pattern, outcome="refused", note="; ".join(e.reasons)), config
+            found[pattern] = Row(cell=pattern, outcome="refused", note="; ".join(e.reasons)), None
             continue
         for cell in cells:
             if str(cell) not in found:
-                found[str(cell)] = check_cell(config, cell)
+                found[str(cell)] = check_cell(settled, cell)
     return found
 
 
-def check_cell(config: Config, cell: Cell) -> tuple[Row, Config]:
-    """What runs in it, or its sentence."""
+def check_cell(settled: SettledConfig, cell: Cell) -> tuple[Row, SettledConfig | None]:
+    """Return what runs in a cell, or a row that says why nothing does."""
     name = str(cell)
     try:
-        at = registry.at(config, cell)
-        registry.check(at)
+        at = settled_in(settled, cell)
     except Unsupported as e:
-        return Row(cell=name, outcome="refused", note="; ".join(e.reasons)), config
+        return Row(cell=name, outcome="refused", note="; ".join(e.reasons)), None
     except ConfigError as e:  # an option contradicts this cell
-        return Row(cell=name, outcome="refused", note=str(e)), config
+        return Row(cell=name, outcome="refused", note=str(e)), None
     except BackendNotInstalled as e:
-        return Row(cell=name, outcome="absent", note=str(e)), config
+        return Row(cell=name, outcome="absent", note=str(e)), None
     return Row(cell=name, outcome="waits"), _bare(at)
 
 
-def _bare(config: Config) -> Config:
+def _bare(settled: SettledConfig) -> SettledConfig:
     """Nothing but steps: what else a run does between them would be timed with them."""
-    return config.model_copy(update={"eval": Eval(), "log": config.log.model_copy(update={"to": (), "memory": False})})
+    return settled.changed({"eval": Eval(), "log.to": (), "log.memory": False})
 
 
 def onwards(file: Path) -> str:

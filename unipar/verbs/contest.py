@@ -8,20 +8,19 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from unipar import devices
+from unipar.checks import CheckedSource
 from unipar.config import Batch, Config
-from unipar.errors import ConfigError, Stopped, TaskError, UniparError, WorldMismatch
+from unipar.errors import ConfigError, Stopped, TaskError, UniparError
 from unipar.memory.account import ORDER, PASSES, Account
 from unipar.memory.meter import SETTLED, NoMeter, built, forgetful, preloading
-from unipar.plan import look_at_weights
+from unipar.plan import Prepared, prepare
 from unipar.procfs import cores_per_rank
 from unipar.report.board import Board
 from unipar.report.comparison import Found, Row, spread
-from unipar.source import Source, given
-from unipar.task import Reached, Task, TaskRef, importing
+from unipar.source import Given
+from unipar.task import Task, TaskRef
 from unipar.text import count_of, format_duration
 from unipar.verbs.contestant import Contestant, Unwatched
 from unipar.verbs.sending import asks_apart, with_library_traffic
@@ -63,7 +62,7 @@ class Turns:
 class Asked:
     """What is to be trained in turns; all that can be known without a process was looked at."""
 
-    source: Source
+    prepared: Prepared
     ref: TaskRef
     turns: Turns
     meter: Mapping[str, str] | None
@@ -72,33 +71,29 @@ class Asked:
     unwatched: str
     """Why it is not."""
 
+    @property
+    def source(self) -> CheckedSource:
+        return self.prepared.source
+
     @classmethod
     def of(
         cls,
-        config: str | Path | Mapping[str, Any] | Config | Source,
+        config: Given,
         overrides: Mapping[str, Any] | None,
         task: type[Task] | None,
         starts: str,
     ) -> Self:
         """`starts`: what a launcher that started this process would make of it."""
-        if importing():
-            raise Reached
-        source = given(config, overrides)
-        if (place := devices.found()) is not None:
-            raise WorldMismatch(
-                f"{starts}, and this is rank {place.rank} of one that {place.launcher} started: run it without that "
-                "launcher"
-            )
-        turns, meter, unwatched = _cut(source.config)
-        ref = TaskRef.of(task, source.config.task, {})
-        ref.look()
-        look_at_weights(source)
-        return cls(source, ref, turns, meter, unwatched)
+        prepared = prepare(config, task, overrides, starts=starts)
+        assert prepared.ref is not None
+        turns, meter, unwatched = _cut(prepared)
+        return cls(prepared, prepared.ref, turns, meter, unwatched)
 
 
-def _cut(config: Config) -> tuple[Turns, dict[str, str] | None, str]:
+def _cut(prepared: Prepared) -> tuple[Turns, dict[str, str] | None, str]:
     """Its turns; what makes workers count what they allocate, or None and why."""
-    meter, unwatched = _meter(config)
+    config = prepared.source.config
+    meter, unwatched = _meter(config, prepared.device)
     turns = Turns.of(config, memory=meter is not None)
     if meter is None or len(turns.watched) == len(PASSES):
         return turns, meter, unwatched
@@ -111,11 +106,11 @@ def _cut(config: Config) -> tuple[Turns, dict[str, str] | None, str]:
     return turns, meter, "; ".join(filter(None, [few, unwatched]))
 
 
-def _meter(config: Config) -> tuple[dict[str, str] | None, str]:
+def _meter(config: Config, device: str) -> tuple[dict[str, str] | None, str]:
     """What makes workers count what they allocate, which is nothing for CUDA's memory; or None; and why."""
     if not config.compare.memory:
         return None, ""
-    on_cuda = devices.device(config)[0] != "cpu"
+    on_cuda = device != "cpu"
     if on_cuda and (why := forgetful(os.environ)):
         return None, f"{UNWATCHED}: {why}"
     try:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from unipar import folder, registry
-from unipar.config import Cell, Config
 from unipar.crew import Crew
 from unipar.errors import NonFinite, ReportError, UniparError, WorkerFailed
 from unipar.memory.account import Account, read_account
 from unipar.report import Report
 from unipar.report.alike import Marks
+from unipar.settled import SettledConfig
 from unipar.short import At
 from unipar.task import TaskRef
 
@@ -40,37 +40,31 @@ class Contestant:
     """Start it, let it go some steps at a time, then finish; close it whatever happened."""
 
     def __init__(
-        self, cell: Cell, config: Config, ref: TaskRef, run: Path, environment: Mapping[str, str] | None = None
+        self, settled: SettledConfig, ref: TaskRef, run: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        self.cell, self.config, self.ref, self.run = cell, config, ref, run
+        self.settled, self.ref, self.run = settled, ref, run
+        self.backend = registry.find(settled.cell.backend)
         self._environment, self._watch = environment or {}, environment is not None
-        assert isinstance(config.parallel.data, int)
-        self.size = config.parallel.data
+        self.size = settled.ranks
         self._open = ExitStack()
         self._crew: Crew | None = None
 
     def start(self, threads: str) -> float:
         """Returns when all ranks have built their engines: seconds that took."""
         began = time.monotonic()
-        backend = registry.find(self.cell.backend)
-        texts = self.config.written(), json.dumps({"task": self.ref.to_json(), "watch": self._watch}, indent=2)
+        config = self.settled.config
+        told = {"task": self.ref.to_json(), "settled": self.settled.to_json(), "watch": self._watch}
+        texts = config.written(), json.dumps(told, indent=2)
         self._open.enter_context(folder.made(self.run, *texts, overwrite=True))
-        hosted = self._open.enter_context(backend.host(self.config, self.size))
+        hosted = self._open.enter_context(self.backend.host(config, self.size))
         self._crew = self._open.enter_context(
-            Crew(
+            Crew.of(
+                self.settled,
+                self.backend,
                 self.run,
-                self.size,
                 ENTRY,
-                environment={
-                    **self._environment,
-                    "OMP_NUM_THREADS": threads,
-                    **hosted,
-                },
-                heartbeat=self.config.launch.heartbeat,
-                timeout=self.config.launch.timeout,
-                grace=self.config.launch.grace,
+                {**self._environment, "OMP_NUM_THREADS": threads, **hosted},
                 control=True,
-                waits=backend.capabilities.waits,
                 parcel=self.ref.parcel,
             )
         )
@@ -79,7 +73,7 @@ class Contestant:
 
     def again(self, run: Path, more: Mapping[str, str]) -> Contestant:
         """The same cell in another world, with more in its environment."""
-        return Contestant(self.cell, self.config, self.ref, run, {**self._environment, **more})
+        return Contestant(self.settled, self.ref, run, {**self._environment, **more})
 
     def watch(self, passes: Sequence[str]) -> None:
         """Train a step for each pass, each rank watching its memory."""

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from unipar import devices, registry
 from unipar.backend import Backend
+from unipar.checks import in_cell
 from unipar.config import Cell, Config
 from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
 from unipar.task import FUNCTIONS, TaskRef
@@ -71,10 +72,10 @@ def export(source: Source, to: str, out: Path | None = None, *, overwrite: bool 
         raise TaskError(f"{source.label}: there is no task.use; export needs the class: task: {{use: file.py:Class}}")
     cell = Cell(backend.name, source.config.parallel.shard)
     own = registry.cell_of(source.config)
-    source = source.at(own if own.backend == backend.name else cell, "--to")
-    config = source.config
+    checked = in_cell(source, own if own.backend == backend.name else cell, "--to")
+    source, config = checked, checked.config
     registry.check(config)
-    _refuse_keys(config, own if own.backend == backend.name else cell)
+    _refuse_keys(config, checked.cell)
     folder = out or Path(f"{source.name}-{to}")
     _look(folder, overwrite=overwrite)
     outline, files = _outlined(source)

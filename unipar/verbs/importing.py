@@ -11,12 +11,13 @@ from typing import Any
 
 from unipar import registry, safe_yaml
 from unipar.backend import Backend
+from unipar.checks import given_source
 from unipar.config import Config
 from unipar.config_file import read_config_text
 from unipar.errors import ConfigError, OutExists, Unsupported
 from unipar.files import whole
 from unipar.foreign import Reading, failed
-from unipar.source import given, set_of
+from unipar.source import set_of
 
 _LENGTH = "how long to train, which the file does not say"
 _WIDTH = 48
@@ -44,10 +45,11 @@ def imported(file: Path, sets: Sequence[str] = (), *, world: int | None = None, 
     if reading.wrong:
         raise failed(reading)
     tree = _tree(reading)
-    config = given(tree).config
-    reasons = list(registry.refusals(registry.find(config.backend), config))
+    source = given_source(tree)
+    config = source.config
+    reasons = list(registry.refusals(source.backend, config, source.cell))
     if reasons:
-        raise Unsupported(str(registry.cell_of(config)), reasons)
+        raise Unsupported(str(source.cell), reasons)
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
     return Imported(_text(file, backend, reading, tree), config, tuple(reading.left_out))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from unipar import devices, folder, registry
@@ -17,7 +16,8 @@ from unipar.report.comparison import Row
 from unipar.report.seen import ASKED
 from unipar.report.worlds import KINDS, Kind, Scaling, World
 from unipar.report.worlds_page import page
-from unipar.source import Source
+from unipar.settled import SettledConfig
+from unipar.source import Given
 from unipar.task import Task
 from unipar.verbs import kept
 from unipar.verbs.compare import check_cell
@@ -29,7 +29,7 @@ FIGURES, SHEET = "scale.json", "scale.csv"
 
 
 def scale(
-    config: str | Path | Mapping[str, Any] | Config | Source,
+    config: Given,
     *,
     worlds: Sequence[int] | str,
     task: type[Task] | None = None,
@@ -44,10 +44,11 @@ def scale(
     sizes = sizes_of(worlds)
     asked = Asked.of(config, overrides, task, "scale starts a world for each size")
     source, settings = asked.source, asked.source.config
-    devices.check_enough(settings, sizes[-1], asked="--world")
-    wanted = registry.expand(tuple(cells)) if cells else [registry.cell_of(settings)]
-    entrants = list(entered(settings, sizes, wanted))
-    waiting = [(world, at) for world, row, at in entrants if row.outcome == "waits"]
+    prepared = asked.prepared
+    devices.check_enough(prepared.computed, sizes[-1], asked="--world")
+    wanted = registry.expand(tuple(cells)) if cells else [source.cell]
+    entrants = list(entered(settings, sizes, wanted, prepared.device))
+    waiting = [(world, at) for world, row, at in entrants if row.outcome == "waits" and at is not None]
     if not waiting:
         refused = entrants[0][1]
         raise Unsupported(entrants[0][0].cell, [refused.note])
@@ -60,7 +61,7 @@ def scale(
         rows=[row for _, row, _ in entrants],
         cores=len(os.sched_getaffinity(0)),
         threads=each,
-        device=devices.device(settings)[0],
+        device=prepared.device,
         warmup=asked.turns.warmup,
         held=settings.train.sync_every is None,
         unwatched=asked.unwatched,
@@ -71,10 +72,7 @@ def scale(
         folder.make_room(out, "scale", (FIGURES, SHEET, NAME, ASKED), "scaling", overwrite=overwrite)
         with folder.writing(out):
             kept.ask(out, source.name, settings)
-        runs = {
-            world.name: Contestant(Cell.parse(world.cell), at, asked.ref, out / _slug(world), asked.meter)
-            for world, at in waiting
-        }
+        runs = {world.name: Contestant(at, asked.ref, out / _slug(world), asked.meter) for world, at in waiting}
 
         def keep(now: Scaling) -> str:
             return kept.write_or_explain(out, lambda: kept.write_worlds(out, FIGURES, SHEET, now))
@@ -88,15 +86,17 @@ def _slug(world: World) -> str:
     return "world-" + world.name.replace("/", "-").replace(" ", "-")
 
 
-def entered(config: Config, sizes: Sequence[int], cells: Iterable[Cell]) -> Generator[tuple[World, Row, Config]]:
-    """Each world with its config, the smallest of each cell first; what cannot run has its sentence already."""
+def entered(
+    config: Config, sizes: Sequence[int], cells: Iterable[Cell], device: str
+) -> Generator[tuple[World, Row, SettledConfig | None]]:
+    """Yield each world with its config, the smallest of each cell first; what cannot run has its sentence, and none."""
     for cell in cells:
         for world, batch in _worlds(config.batch, sizes, str(cell)):
-            parallel = config.parallel.model_copy(update={"data": world.ranks})
-            row, at = check_cell(config.model_copy(update={"batch": batch, "parallel": parallel}), cell)
+            row, at = check_cell(SettledConfig.of(config.changed({"batch": batch}), cell, world.ranks, device), cell)
             if registry.alone(cell):
                 row = replace(row, outcome="refused", note="it is one process, whatever the size of the world")
-            at.parallel.settle(world.ranks)
+            if at is None:
+                config.parallel.settle(world.ranks)
             yield world, replace(row, cell=world.name), at
             if row.outcome != "waits" and world.ranks == sizes[0]:
                 break  # there is nothing to hold its larger worlds to

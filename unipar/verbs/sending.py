@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from unipar import registry
 from unipar.errors import Stopped, UniparError
 from unipar.memory.account import Account
 from unipar.verbs.contestant import Contestant
@@ -15,12 +14,12 @@ from unipar.verbs.contestant import Contestant
 
 def asks_apart(run: Contestant) -> bool:
     """Whether it sends anything that torch.distributed does not see."""
-    return run.size > 1 and bool(registry.find(run.cell.backend).capabilities.recording)
+    return run.size > 1 and bool(run.backend.capabilities.recording)
 
 
 def with_library_traffic(run: Contestant, accounts: Sequence[Account], threads: str) -> list[Account]:
     """With what only the library's own records tell; where they cannot be had, with a note."""
-    told = registry.find(run.cell.backend).capabilities
+    told = run.backend.capabilities
     try:
         with tempfile.TemporaryDirectory(prefix="unipar-sent-") as folder:
             there = Path(folder) / "run"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from unipar import registry
-from unipar.config import Config
 from unipar.crew import MESSAGE
 from unipar.errors import Stopped, TaskError
 from unipar.loop import TrainingRun
@@ -24,6 +23,7 @@ from unipar.opening import opened
 from unipar.place import Place
 from unipar.procfs import forget_peak
 from unipar.proof.witness import Witness
+from unipar.settled import read_settled
 from unipar.task import Task, TaskRef
 from unipar.verbs.contestant import results_of
 from unipar.worker import last_words
@@ -33,14 +33,15 @@ from unipar.world import device_of
 def turns(place: Place, run: Path, control: socket.socket | None) -> None:
     """A worker's entry: the task's own loop, held at step boundaries until the parent says go."""
     assert control is not None
-    config = Config.model_validate_json((run / "config.json").read_text("utf-8"))
+    settled = read_settled(run)
     told = json.loads((run / "launch.json").read_text("utf-8"))
     task = TaskRef.from_json(told["task"]).load()
-    backend = registry.find(config.backend)
-    watching = Watching(backend, sources(device_of(config, place))) if told["watch"] else None
+    backend = registry.find(settled.cell.backend)
+    watching = Watching(backend, sources(device_of(settled.config, place))) if told["watch"] else None
     if watching is not None:
         import_module(f"{type(backend).__module__}.engine")  # what it imports is not the model's
-    with opened(config, task, place, run, met=watching and watching.begin) as live, last_words(run, place.rank, live):
+    met = watching and watching.begin
+    with opened(settled, backend, task, place, run, met=met) as live, last_words(run, place.rank, live):
         if watching is not None:
             watching.follow(part.engine for part in live.parts.values())
         with watching.reading() if watching is not None else nullcontext():  # it is no part of what trains

@@ -1,0 +1,27 @@
+"""Floors of the packages of unipar, as data: a package imports and calls what is on floors below its own."""
+
+from __future__ import annotations
+
+FLOORS: list[set[str]] = [
+    {"errors"},
+    {"utils", "run_folder", "distributed"},
+    {"config", "tracking"},
+    {"backend", "data"},
+    {"engines", "model", "task", "memory", "planning"},
+    {"training", "results"},
+    {"launcher", "report", "conversion"},
+    {"comparison", "verification"},
+    {"cli"},
+]
+
+BACKENDS = 4.5
+"""Of what is in `backends/`: it may import floors 1 to 4, and `training` calls it."""
+
+
+def floor_of(file: str) -> float | None:
+    """Return the floor of a file, named from the repository's root; None for a file that is on no floor."""
+    folder, _, rest = file.partition("/")
+    if folder == "backends":
+        return BACKENDS
+    package = rest.split("/")[0].removesuffix(".py")
+    return next((float(i) for i, packages in enumerate(FLOORS) if folder == "unipar" and package in packages), None)

@@ -1,0 +1,26 @@
+"""A task so small that a run of it is all set-up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from typing_extensions import override
+
+import unipar
+
+
+class Line(unipar.Task):
+    """One linear layer."""
+
+    @override
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    @override
+    def data(self) -> TensorDataset:
+        return TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
+
+    @override
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
