@@ -80,7 +80,7 @@ class Recorder:
         find = registry["find"]
 
         def counting(name: str) -> Any:
-            caller = sys._getframe(1)
+            caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
             while caller.f_code.co_name.startswith("<") and caller.f_back is not None:
                 caller = caller.f_back
             if name == CONFIG["backend"] and caller.f_code.co_name != "launchers":
