@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from unipar import registry
-from unipar.config import Cell, Config
+from unipar.config import Config
 from unipar.errors import UniparError, Unsupported
 from unipar.memory.account import ORDER, PASSES, Phase
 from unipar.memory.meter import SETTLED, built, preloading
 from unipar.report.memory import fullest, mib
 from unipar.report.table import table
+from unipar.settled import SettledConfig
 from unipar.source import given
 from unipar.task import TaskRef
 from unipar.text import format_duration
@@ -52,11 +53,11 @@ def config_of(size: str, precision: str, world: int) -> Config:
     return given(told, None).config
 
 
-def measured(config: Config, cell: Cell, environment: dict[str, str]) -> list[Phase]:
+def measured(settled: SettledConfig, environment: dict[str, str]) -> list[Phase]:
     """The fullest rank's phases."""
     with tempfile.TemporaryDirectory(prefix="unipar-memory-") as folder:
-        ref = TaskRef.of(None, config.task, {})
-        with closing(Contestant(cell, config, ref, Path(folder) / "run", environment)) as run:
+        ref = TaskRef.of(None, settled.config.task, {})
+        with closing(Contestant(settled, ref, Path(folder) / "run", environment)) as run:
             run.start("1")
             run.go(2)
             run.watch(sorted(PASSES, key=ORDER.index))
@@ -78,7 +79,7 @@ def row(name: tuple[str, ...], phases: list[Phase]) -> tuple[tuple[str, ...], bo
     return (*name, mib(peak.peak), mib(named(peak)), shown, "" if good else "TWICE" if twice else "MISSED"), good
 
 
-def asked(words: list[str]) -> Iterator[tuple[tuple[str, ...], Config, Cell]]:
+def asked(words: list[str]) -> Iterator[tuple[tuple[str, ...], SettledConfig]]:
     """Each row's name, and what runs in it; cells that say no to a precision have none."""
     sizes = [w for w in words if w in SIZES] or list(SIZES)
     precisions = [w for w in words if w in PRECISIONS] or list(PRECISIONS)
@@ -91,7 +92,8 @@ def asked(words: list[str]) -> Iterator[tuple[tuple[str, ...], Config, Cell]]:
                 registry.check(config)
             except Unsupported:
                 continue
-            yield (size, precision, world, str(cell)), config, cell
+            settled = SettledConfig.of(config, cell, int(world), "cpu")
+            yield (size, precision, world, str(cell)), settled
 
 
 def main(words: list[str]) -> int:
@@ -100,9 +102,9 @@ def main(words: list[str]) -> int:
     began = time.monotonic()
     environment = dict(SETTLED) if PROFILER in words else preloading(built())
     todo = list(asked(words))
-    for i, (name, config, cell) in enumerate(todo, 1):
+    for i, (name, settled) in enumerate(todo, 1):
         try:
-            made, good = row(name, measured(config, cell, environment))
+            made, good = row(name, measured(settled, environment))
         except UniparError as e:
             made, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
         took = format_duration(time.monotonic() - began)

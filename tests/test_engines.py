@@ -139,7 +139,7 @@ def test_the_model_is_built_for_real_where_meta_will_not_do(tmp_path: Path) -> N
             depth = int(torch.linspace(1, 2, 2)[-1].item())
             return nn.Sequential(*[nn.Linear(2, 2) for _ in range(depth)])
 
-    made = _on_meta(Looking())
+    made = _on_meta(Looking().model)
     assert [(n, p.device.type) for n, p in made.named_parameters()][:1] == [("0.weight", "meta")]
     assert len(made) == 2
 

@@ -18,6 +18,7 @@ import unipar
 from tests.tiny import CONFIG, Tiny
 from tests.world import FOUND, ROOT, eventually
 from unipar import again
+from unipar.checks import given_source
 from unipar.errors import OutExists, Stopped, TaskError, Unsupported, WorkerFailed
 from unipar.ledger import Ledger
 from unipar.place import Launcher
@@ -329,7 +330,7 @@ def test_a_launcher_made_for_other_backends() -> None:
     """With the command to use instead."""
     ring = Launcher(name="ringrun", order=1, marks=(), rank="", size="", local_rank="", local_size="", serves=("ring",))
     with pytest.raises(Unsupported) as raised:
-        check_serves(ring, unipar.Config.model_validate(CONFIG))
+        check_serves(ring, given_source(CONFIG))
     assert str(raised.value) == (
         "native/nothing: ringrun starts ring only; start the same script with `torchrun --nproc-per-node N`, "
         "or with `python`, and unipar starts its ranks itself"

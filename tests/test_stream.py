@@ -16,7 +16,7 @@ from typing_extensions import override
 from tests.streams import Counted, Noisy, Numbers, Sharded, Streamed
 from tests.test_loop import running
 from tests.world import FOUND
-from unipar.config import Config
+from unipar.config import Cell, Config
 from unipar.crew import Crew
 from unipar.data import Plan, training_source
 from unipar.errors import ConfigError, TaskError, UniparError
@@ -24,6 +24,7 @@ from unipar.ledger import Ledger, ledger_of
 from unipar.loop import Position
 from unipar.place import Place
 from unipar.proof.holding import held
+from unipar.settled import SettledConfig
 from unipar.source import given, read
 from unipar.stream import STATED, digest, shard
 from unipar.streaming import Stream
@@ -343,8 +344,9 @@ def test_explained(tmp_path: Path) -> None:
 def test_streams_that_verify_refuses(sections: dict[str, Any], sentence: str) -> None:
     """It trains one process on the same samples."""
     config = Config.model_validate({"batch": {"total": 4}} | sections)
+    settled = SettledConfig.of(config, Cell("single"), 1, "cpu")
     with pytest.raises(ConfigError) as e:
-        held(Streamed(), config, _alone(0, 1), 3)
+        held(Streamed(), settled, 3)
     assert str(e.value) == sentence
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from unipar.config import Cell, Config
 from unipar.proof.jobs import Job, RunKey
+from unipar.settled import SettledConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,7 +97,8 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comple
 )
 def test_a_run_is_known_by_its_key(key: RunKey, text: str) -> None:
     """Its text is what the terminal and verify.json say; a job comes whole through the file of its world."""
-    job = Job(key=key, kind="run", config="{}", steps=2)
+    config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}})
+    job = Job(key=key, kind="run", settled=SettledConfig.of(config, Cell("native"), 2, "cpu"), steps=2)
     told = json.loads(json.dumps(job.to_json()))
     assert (str(key), told["name"]) == (text, text)
     assert Job.from_json(told) == job

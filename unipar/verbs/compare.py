@@ -34,7 +34,6 @@ FIGURES, SHEET = "worlds.json", "worlds.csv"
 """What several worlds came to, beside a folder for each."""
 
 
-
 @overload
 def compare(
     config: Given,
