@@ -147,6 +147,41 @@ def test_the_curve_goes_through_a_whole_step(found: dict[str, Any]) -> None:
         assert max(held for _, held in account["curve"]) == max(p["peak"] for p in account["phases"][1:])
 
 
+def test_the_curve_has_blocks_that_are_too_small_to_be_noted() -> None:
+    """A hundred of less than a KiB on top of a mebibyte, in a process with the meter: to the byte the phase's peak."""
+    code = """
+import numpy, unipar.memory.replay
+from unipar.memory.counting import Meter
+from unipar.memory.replay import Replay
+
+meter = Meter()
+meter.begin()
+meter.mark("forward")
+big = bytearray(2**20)
+crumbs = [bytearray(900) for _ in range(100)]
+del crumbs
+meter.mark("backward")
+del big
+meter.mark("update")
+crumbs = [bytearray(900) for _ in range(100)]
+del crumbs
+meter.mark("end")
+meter.end()
+replay = Replay(meter.seen())
+peaks = [window.peak - replay._seen.base for window in replay.windows]
+borders = [0, 1 / 3, 2 / 3, 1]
+curve = list(replay.curve(replay.windows, [1.0, 1.0, 1.0]))
+highest = [max(held for at, held in curve[:-1] if low <= at < high) for low, high in zip(borders, borders[1:])]
+print(peaks, highest)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **meter.preloading(meter.built())}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    peaks, highest = (json.loads(part + "]") for part in done.stdout.strip().removesuffix("]").split("] "))
+    assert highest == peaks
+    assert peaks[0] > 2**20 + 100 * 900
+    assert peaks[2] > 100 * 900
+
+
 def test_a_tied_weight_counts_once(found: dict[str, Any]) -> None:
     """Four matrices of a mebibyte, though five modules have one; two moments for each."""
     for cell in ("single", "native/nothing"):
