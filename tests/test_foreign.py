@@ -126,8 +126,8 @@ def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path)
     process.send_signal(signal.SIGKILL)
     process.wait()
     try:
-        eventually(lambda: not any(runs(pid) for pid in left[:2]), "orphans", 2)
-        eventually(lambda: not any(runs(pid) for pid in left), f"{left[2:]} lives on without ranks", 20)
+        eventually(lambda: not any(runs(pid) for pid in left[:2]), "orphans")
+        eventually(lambda: not any(runs(pid) for pid in left), f"{left[2:]} lives on without ranks")
     finally:
         for pid in filter(runs, left):
             os.kill(pid, signal.SIGKILL)
