@@ -22,6 +22,8 @@ from unipar.source import read
 from unipar.verbs.compare import APART, compare, entered
 from unipar.verbs.contest import Turns, rotated
 
+pytestmark = pytest.mark.forked
+
 TASK = '''
 import torch
 from torch import nn

@@ -136,6 +136,7 @@ def test_a_real_limit_in_the_forward(tmp_path: Path) -> None:
         ("update", "native/nothing", "in the update of step 1"),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) -> None:
     """Under each backend, in another phase of each: by torch, or as Python says it."""
     backend, _, shard = cell.partition("/")
@@ -164,6 +165,7 @@ def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) 
         assert rest.endswith(" needs less")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_the_kernel_kills(tmp_path: Path) -> None:
     """It cannot say anything: where it was is known by its beat, the rest by an estimate."""
     with pytest.raises(WorkerFailed) as e:
