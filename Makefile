@@ -16,7 +16,7 @@ PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exi
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint bench route memory conformance chaos matrix compiled setup horovod clean
+.PHONY: help demo verify test lint style bench route memory conformance chaos matrix sweeps compiled setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -28,13 +28,21 @@ verify: setup ## every cell held to one process on two examples, to the bit wher
 	$(BIN)/unipar verify configs/char_gpt.yaml --overwrite
 	$(BIN)/unipar verify configs/digits.yaml --overwrite
 
-test: lint ## lint, then every test that needs no GPU
-	@$(PYTEST) $(ARGS)
+# Types are checked on the second core while tests run; what is wrong with them is told at once, and again at the end.
+test: style ## lint, and every test that needs no GPU
+	@typed=$$(mktemp); \
+	( $(IN_VENV) $(BIN)/pyright > "$$typed" 2>&1 || { cat "$$typed"; exit 1; } ) & types=$$!; \
+	trap 'kill $$types 2> /dev/null; rm -f "$$typed"; exit 130' INT TERM; \
+	( $(PYTEST) $(ARGS) ); tests=$$?; \
+	wait $$types || tests=1; \
+	tail -n 1 "$$typed"; rm -f "$$typed"; exit $$tests
 
-lint: setup $(DONE)/tests ## ruff and pyright
+lint: style ## ruff and pyright
+	$(IN_VENV) $(BIN)/pyright
+
+style: setup $(DONE)/tests ## ruff
 	$(IN_VENV) $(BIN)/ruff check .
 	$(IN_VENV) $(BIN)/ruff format --check .
-	$(IN_VENV) $(BIN)/pyright
 
 bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabric and loops written by hand
 	$(IN_VENV) $(BIN)/python -m benchmarks.overhead $(ARGS)
@@ -54,6 +62,9 @@ chaos: setup $(DONE)/tests ## kill random ranks and parents, many times
 matrix: setup $(DONE)/tests ## every launcher with every backend, really started: one table
 	$(IN_VENV) $(BIN)/python -m tests.matrix $(ARGS)
 	@$(PYTEST) -m slow tests/test_slurm.py
+
+sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, exported scripts, widths of pages
+	@$(PYTEST) -m sweep $(ARGS)
 
 compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU Adam and its disk: some minutes
 	@$(PYTEST) -m slow tests/test_deepspeed.py

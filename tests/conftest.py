@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.forks import Forks
 
 KINDS = ("notimpl", "notyet", "never")
 
@@ -61,3 +65,30 @@ def _played(config: pytest.Config) -> list[Any]:
                     ]
                     made.append(pytest.param(cell, size, name, id=f"{cell}-{size}-{name}", marks=strict))
     return made
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Processes that have imported all libraries once, for all tests that start workers."""
+    from tests.forks import Forks
+
+    with Forks() as made:
+        yield made
+
+
+@pytest.fixture
+def forked(forks: Forks) -> Iterator[None]:
+    """In one test all workers are forks."""
+    with forks.instead():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In a module marked `forked` all workers are forks; elsewhere they are what they are for users."""
+    if request.node.get_closest_marker("forked") is None:
+        yield
+        return
+    forks: Forks = request.getfixturevalue("forks")
+    with forks.instead():
+        yield

@@ -70,14 +70,17 @@ def mismatched(place: Place, run: Path, control: Control) -> None:
 
 def echoes(place: Place, run: Path, control: Control) -> None:
     """Rank 0 sees its peer go and says so first; the peer is slower to say why it goes."""
+    _all_begun(place, run)
     if place.rank == 0:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
-    time.sleep(0.01)
+    while not (run / "rank-0.error.json").exists():
+        time.sleep(0.01)
     raise KeyError("labels")
 
 
 def ends_early(place: Place, run: Path, control: Control) -> None:
     """Rank 1 ends well before rank 0 is through with it."""
+    _all_begun(place, run)
     if place.rank == 0:
         time.sleep(0.2)
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
@@ -132,6 +135,7 @@ def deaf_steps(place: Place, run: Path, control: Control) -> None:
 
 
 def _beating(place: Place, run: Path, step: int, phase: str) -> None:
+    _all_begun(place, run)  # a rank that is started late must not look silent
     heart = Heart(beat_of(run, place.rank))
     heart.step = step
     heart.mark(phase)
@@ -173,7 +177,6 @@ def _all_begun(place: Place, run: Path) -> None:
 def waits_in_vain(place: Place, run: Path, control: Control) -> None:
     """Rank 0 has waited as long as it may, in gloo's words; 2 and 3 (for a store) still wait, for rank 1."""
     _beating(place, run, 1, "backward")
-    _all_begun(place, run)
     if place.rank == 0:
         raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete")
     if place.rank == 2:
@@ -186,7 +189,6 @@ def waits_in_vain(place: Place, run: Path, control: Control) -> None:
 def watchdog(place: Place, run: Path, control: Control) -> None:
     """Rank 0 is ended by NCCL's watchdog; rank 1 hangs in its first step."""
     _beating(place, run, 1, "forward")
-    _all_begun(place, run)
     if place.rank == 0:
         sys.stderr.write("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)\n")
         sys.stderr.flush()
@@ -205,7 +207,6 @@ def never_begins(place: Place, run: Path, control: Control) -> None:
 def both_wait(place: Place, run: Path, control: Control) -> None:
     """Rank 0 gives up in a collective, and rank 1 is in one too."""
     _beating(place, run, 1, "backward")
-    _all_begun(place, run)
     if place.rank == 0:
         raise RuntimeError("wait timeout after 1000ms, keys: /unipar/1/samples")
     _waits_for_ever()

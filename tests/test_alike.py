@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forks import Forks
 from tests.test_scale import made, timed
 from unipar.errors import ReportError
 from unipar.proof.digest import exact, fingerprint, marked
@@ -179,7 +178,7 @@ def test_a_rank_that_wrote_nothing_is_a_sentence(tmp_path: Path) -> None:
 # For real
 
 
-def compared(folder: Path, *cells: str, plant: str = "", precision: str = "fp32") -> dict[str, Any]:
+def compared(forks: Forks, folder: Path, *cells: str, plant: str = "", precision: str = "fp32") -> dict[str, Any]:
     (folder / "task.py").write_text(TASK, encoding="utf-8")
     told = {
         "task": {"use": "task.py:Sums", "args": {"plant": plant}},
@@ -191,19 +190,16 @@ def compared(folder: Path, *cells: str, plant: str = "", precision: str = "fp32"
         "out": str(folder / "out"),
     }
     (folder / "x.yaml").write_text(json.dumps(told), encoding="utf-8")
-    command = [sys.executable, "-m", "unipar", "compare", str(folder / "x.yaml")]
     path = os.pathsep.join([str(ROOT / "tests" / "faulty"), str(ROOT)])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path, "COLUMNS": "400"}, capture_output=True, text=True
-    )
+    done = forks.unipar(["compare", str(folder / "x.yaml")], {"PYTHONPATH": path, "COLUMNS": "400"})
     data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
     return {"code": done.returncode, "said": done.stdout, **{row["cell"]: row for row in data["cells"]}}
 
 
-def test_an_engine_that_begins_otherwise_is_not_ranked(tmp_path: Path) -> None:
+def test_an_engine_that_begins_otherwise_is_not_ranked(forks: Forks, tmp_path: Path) -> None:
     """One of its parameters; the other cells are compared, of the same values in whichever way they are split."""
     cells = ("native/optimizer", "native/parameters", "faulty/nothing+other-start", "faulty/nothing+same-samples")
-    found = compared(tmp_path, *cells)
+    found = compared(forks, tmp_path, *cells)
     assert found["code"] == 1
     row = found["faulty/nothing+other-start"]
     assert (row["outcome"], row["losses"], row["seconds"]) == ("unlike", [], [])
@@ -232,16 +228,16 @@ def test_an_engine_that_begins_otherwise_is_not_ranked(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_task_that_does_something_else_in_a_cell(tmp_path: Path, plant: str, said: str) -> None:
+def test_a_task_that_does_something_else_in_a_cell(forks: Forks, tmp_path: Path, plant: str, said: str) -> None:
     """Other contents behind the same numbers; another precision."""
-    row = compared(tmp_path, "native/nothing", plant=plant)["native/nothing"]
+    row = compared(forks, tmp_path, "native/nothing", plant=plant)["native/nothing"]
     assert (row["outcome"], row["note"]) == ("unlike", said)
 
 
-def test_what_is_frozen_may_be_kept_in_any_precision(tmp_path: Path) -> None:
+def test_what_is_frozen_may_be_kept_in_any_precision(forks: Forks, tmp_path: Path) -> None:
     """Nobody moves it: DeepSpeed keeps it in bf16, where FSDP2 keeps what it gathers from in fp32."""
     cells = ("native/parameters", "deepspeed/optimizer")
-    found = compared(tmp_path, *cells, plant="frozen", precision="bf16-master")
+    found = compared(forks, tmp_path, *cells, plant="frozen", precision="bf16-master")
     assert [found[cell]["outcome"] for cell in ("single", *cells)] == ["ran"] * 3, found["said"]
     assert [found[cell]["marks"]["computed"] for cell in ("single", *cells)] == [["float32"], *[["bfloat16"]] * 2]
     assert found["single"]["marks"]["values"].keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}

@@ -16,6 +16,8 @@ from unipar import registry
 from unipar.crew import Crew
 from unipar.memory.account import Phase
 
+pytestmark = pytest.mark.forked
+
 
 @pytest.mark.parametrize(("count", "low", "high"), [(6, 1, 6), (12, 3, 10), (20, 6, 15), (100, 40, 61)])
 def test_an_interval_holds_the_median_nineteen_times_in_twenty(count: int, low: int, high: int) -> None:

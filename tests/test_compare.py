@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import CONFIG
+from tests.world import eventually
 from unipar import errors, registry
 from unipar.config import Cell, Config
 from unipar.report.comparison import REUSED
@@ -22,6 +23,8 @@ from unipar.settled import SettledConfig
 from unipar.source import read
 from unipar.verbs.compare import compare, select_cells
 from unipar.verbs.contest import Turns, rotated
+
+pytestmark = pytest.mark.forked
 
 TASK = '''
 import torch
@@ -252,16 +255,13 @@ def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any]
         assert any("single is warm" in line for line in going.stderr)
         workers = _children(going.pid)
         os.kill(going.pid, signal.SIGINT)
-        out, _ = going.communicate(timeout=20)
+        out, _ = going.communicate(timeout=60)
     assert going.returncode == 130
     assert out.splitlines()[1].startswith("single")
     assert "interrupted: cells without figures did not come to their end" in out
     assert "unipar compare · x · 2 ranks · fp32" in (tmp_path / "out/compare/report.html").read_text("utf-8")
     assert len(workers) == 3
-    until = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "a worker lives on")
 
 
 SLOW = """
@@ -293,7 +293,7 @@ def test_what_was_interrupted_goes_on_where_it_stopped(given: dict[str, Any], tm
         assert any("single has ended" in line for line in going.stderr)
         time.sleep(0.5)
         os.kill(going.pid, sign)
-        going.communicate(timeout=20)
+        going.communicate(timeout=60)
     file = tmp_path / "out/compare/compare.json"
     first = json.loads(file.read_text("utf-8"))
     assert [(row["cell"], row["outcome"]) for row in first["cells"]] == [("single", "ran"), ("native/nothing", "waits")]

@@ -22,7 +22,7 @@ from unipar import devices, registry
 from unipar.config import Config
 from unipar.errors import TaskError, Unsupported
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, of its own calls
+pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # the library's own, of its own calls
 
 SMALL = {"reduce": 500, "gather": 300}
 TIGHT = {"reduce": 500, "prefetch": 100, "persistence": 0, "live": 700, "reuse": 50}

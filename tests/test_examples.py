@@ -11,6 +11,8 @@ import pytest
 import unipar
 from unipar.source import read
 
+pytestmark = pytest.mark.forked
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

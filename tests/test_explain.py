@@ -228,8 +228,9 @@ def test_json(source: Source) -> None:
     assert told["cells"][0]["told"]["DistributedDataParallel"]["bucket_cap_mb"] == 25
 
 
-def test_a_terminal(source: Source, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal(source: Source, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows in a drawn table."""
+    monkeypatch.setenv("COLUMNS", "100")
     explain(source, ["single"]).draw()
     drawn = capsys.readouterr().out
     assert "batch.accumulate" in drawn

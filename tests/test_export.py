@@ -94,8 +94,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize(
     ("to", "shard"),
     [
-        ("torchrun", "nothing"),
-        ("torchrun", "optimizer"),
+        pytest.param("torchrun", "nothing", marks=pytest.mark.sweep),
+        pytest.param("torchrun", "optimizer", marks=pytest.mark.sweep),
         ("torchrun", "parameters"),
         ("deepspeed", "gradients"),
         ("accelerate", "nothing"),

@@ -27,9 +27,9 @@ log: {{every: 5}}
 CELLS = [
     ("torchrun", "deepspeed"),
     ("accelerate launch", "accelerate"),
-    ("deepspeed", "deepspeed"),
+    pytest.param("deepspeed", "deepspeed", marks=pytest.mark.sweep),
     ("horovodrun", "horovod"),
-    ("mpirun", "native"),
+    pytest.param("mpirun", "native", marks=pytest.mark.sweep),
     ("by hand", "native"),
 ]
 """Each launcher and each backend; `make matrix` starts all of them together."""
@@ -98,7 +98,10 @@ def _twice(backend: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return run(private([*WAYS["torchrun"][:-1], "script.py"]), folder)
 
 
-@pytest.mark.parametrize("backend", ["native", "deepspeed", "horovod", "accelerate"])
+@pytest.mark.parametrize(
+    "backend",
+    ["native", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("deepspeed", "horovod", "accelerate"))],
+)
 def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path) -> None:
     """Both get their report on every rank."""
     done = _twice(backend, tmp_path)
@@ -107,7 +110,7 @@ def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path) -> None
         assert (tmp_path / name).read_text("utf-8") == "12 steps, 2 ranks"
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.sweep), "deepspeed", "mpirun"])
 def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path) -> None:
     """kill -9 leaves orphans otherwise; `deepspeed` has a process of its own between it and the ranks."""
     (tmp_path / "x.yaml").write_text(CONFIG.replace("steps: 12", "steps: 1000000"), encoding="utf-8")
@@ -126,8 +129,8 @@ def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path)
     process.send_signal(signal.SIGKILL)
     process.wait()
     try:
-        eventually(lambda: not any(runs(pid) for pid in left[:2]), "orphans", 2)
-        eventually(lambda: not any(runs(pid) for pid in left), f"{left[2:]} lives on without ranks", 20)
+        eventually(lambda: not any(runs(pid) for pid in left[:2]), "orphans")
+        eventually(lambda: not any(runs(pid) for pid in left), f"{left[2:]} lives on without ranks")
     finally:
         for pid in filter(runs, left):
             os.kill(pid, signal.SIGKILL)

@@ -16,6 +16,8 @@ from tests.test_importing import ASKED, LEAST, STEPS, YAML, ds, said, yaml
 from tests.world import FOUND
 from unipar.crew import Crew
 
+pytestmark = pytest.mark.forked
+
 FP64 = {"clip": {"max": 0.3, "norm": "fp64"}}
 ZERO = {"accelerate": {"through": "deepspeed"}}
 WORLDS = {

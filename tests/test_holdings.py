@@ -15,6 +15,8 @@ from tests.world import FOUND
 from unipar import registry
 from unipar.crew import Crew
 
+pytestmark = pytest.mark.forked
+
 ALL, TRAINED = 1_245_440, 1_179_904
 """The model's parameters, and those that are trained."""
 

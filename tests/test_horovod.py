@@ -16,6 +16,8 @@ from unipar import registry
 from unipar.config import Config
 from unipar.errors import Unsupported
 
+pytestmark = pytest.mark.forked
+
 SETS = {"process_sets": [[0, 1], [2, 3]], "cycle_ms": 0.5}
 ROWS: Rows = [
     {"name": "sets", "cell": "horovod/nothing", "task": "in sets", "options": {"horovod": SETS}},

@@ -277,12 +277,12 @@ except KeyboardInterrupt:
 """
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     child = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not (tmp_path / "begun").exists() and time.monotonic() < until:
         time.sleep(0.02)
     child.send_signal(sign)
     assert child.wait(30) == 130
-    until = time.monotonic() + 5  # a killed process is seen for a moment
+    until = time.monotonic() + 20  # a killed process is seen for a moment
     while list(alive(mark)) and time.monotonic() < until:
         time.sleep(0.02)
     assert list(alive(mark)) == []

@@ -16,6 +16,8 @@ from tests.tiny import CONFIG, Tiny
 from tests.world import ROOT
 from unipar.verbs.compare import compare
 
+pytestmark = pytest.mark.forked
+
 
 def test_a_backend_that_is_still_missing_is_no_reason_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

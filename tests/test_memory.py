@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.forks import Forks
 from tests.tiny import Tiny
 from unipar.memory import meter
 from unipar.memory.account import CATEGORIES, PHASES, Account, account_of, read_account
@@ -83,8 +84,8 @@ NORM = 2 * 512 * 4
 """Of the LayerNorm."""
 
 
-def compared(folder: Path, *cells: str, plant: str = "", **more: Any) -> dict[str, Any]:
-    """The rows of a comparison by the command, by cell."""
+def compared(folder: Path, *cells: str, plant: str = "", forks: Forks | None = None, **more: Any) -> dict[str, Any]:
+    """Return the rows of a comparison by the command, by cell: with workers of `forks`, or new interpreters."""
     (folder / "task.py").write_text(TASK, encoding="utf-8")
     told = {
         "task": {"use": "task.py:Tied", "args": {"plant": plant}},
@@ -96,16 +97,13 @@ def compared(folder: Path, *cells: str, plant: str = "", **more: Any) -> dict[st
         "out": str(folder / "out"),
     }
     (folder / "x.yaml").write_text(json.dumps(told | more), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "unipar",
-        "compare",
-        str(folder / "x.yaml"),
-        *(w for c in cells for w in ("--cell", c)),
-    ]
+    words = ["compare", str(folder / "x.yaml"), *(w for c in cells for w in ("--cell", c))]
     path = os.pathsep.join([str(ROOT / "tests" / "faulty"), str(ROOT)])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    if forks is not None:
+        done = forks.unipar(words, {"PYTHONPATH": path}, memory=True)
+    else:
+        command = [sys.executable, "-m", "unipar", *words]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
     mapped = [file.read_text("ascii") for file in folder.glob("maps-*")]
@@ -145,6 +143,41 @@ def test_the_curve_goes_through_a_whole_step(found: dict[str, Any]) -> None:
         assert begins == sorted(begins)
         assert len(set(begins)) == 5
         assert max(held for _, held in account["curve"]) == max(p["peak"] for p in account["phases"][1:])
+
+
+def test_the_curve_has_blocks_that_are_too_small_to_be_noted() -> None:
+    """A hundred of less than a KiB on top of a mebibyte, in a process with the meter: to the byte the phase's peak."""
+    code = """
+import numpy, unipar.memory.replay
+from unipar.memory.counting import Meter
+from unipar.memory.replay import Replay
+
+meter = Meter()
+meter.begin()
+meter.mark("forward")
+big = bytearray(2**20)
+crumbs = [bytearray(900) for _ in range(100)]
+del crumbs
+meter.mark("backward")
+del big
+meter.mark("update")
+crumbs = [bytearray(900) for _ in range(100)]
+del crumbs
+meter.mark("end")
+meter.end()
+replay = Replay(meter.seen())
+peaks = [window.peak - replay._seen.base for window in replay.windows]
+borders = [0, 1 / 3, 2 / 3, 1]
+curve = list(replay.curve(replay.windows, [1.0, 1.0, 1.0]))
+highest = [max(held for at, held in curve[:-1] if low <= at < high) for low, high in zip(borders, borders[1:])]
+print(peaks, highest)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **meter.preloading(meter.built())}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    peaks, highest = (json.loads(part + "]") for part in done.stdout.strip().removesuffix("]").split("] "))
+    assert highest == peaks
+    assert peaks[0] > 2**20 + 100 * 900
+    assert peaks[2] > 100 * 900
 
 
 def test_a_tied_weight_counts_once(found: dict[str, Any]) -> None:
@@ -195,9 +228,9 @@ def test_malloc_keeps_what_is_freed_while_steps_are_timed(found: dict[str, Any])
     assert sorted(found["mapped"]) == ["1111000000"] * 8 + ["11111111000000000000"]
 
 
-def test_what_a_loss_keeps_outside_the_graph_is_unattributed(tmp_path: Path) -> None:
+def test_what_a_loss_keeps_outside_the_graph_is_unattributed(forks: Forks, tmp_path: Path) -> None:
     """It comes in the forward and goes in the backward, as activations do; autograd does not know of it."""
-    row = compared(tmp_path, "native/nothing", plant="outside the graph")["single"]
+    row = compared(tmp_path, "native/nothing", plant="outside the graph", forks=forks)["single"]
     by_lifetime, saved = row["memory"][0]["saved"]
     assert PLANTED <= by_lifetime - saved < 1.1 * PLANTED
     told = held(row, "forward")
@@ -208,16 +241,17 @@ def test_what_a_loss_keeps_outside_the_graph_is_unattributed(tmp_path: Path) -> 
     assert largest[0]["name"].startswith("aten.ones.default in task.py:")
 
 
-def test_what_a_loss_keeps_for_good_is_unattributed(tmp_path: Path) -> None:
+def test_what_a_loss_keeps_for_good_is_unattributed(forks: Forks, tmp_path: Path) -> None:
     """It came in a forward, and stays."""
-    row = compared(tmp_path, "native/nothing", plant="for good")["native/nothing"]
+    row = compared(tmp_path, "native/nothing", plant="for good", forks=forks)["native/nothing"]
     assert PLANTED <= held(row, "steady", rank=1)["unattributed"] < 1.1 * PLANTED
 
 
-def test_what_is_offloaded_on_the_cpu_is_in_the_same_account(tmp_path: Path) -> None:
+def test_what_is_offloaded_on_the_cpu_is_in_the_same_account(forks: Forks, tmp_path: Path) -> None:
     """DeepSpeed puts the optimizer's states where they would be anyway: half of them on each of two ranks."""
     options = {"deepspeed": {"offload_optimizer": "cpu", "cpu_adam": "torch"}}
-    (account, _) = compared(tmp_path, "deepspeed/gradients", options=options)["deepspeed/gradients"]["memory"]
+    row = compared(tmp_path, "deepspeed/gradients", forks=forks, options=options)["deepspeed/gradients"]
+    (account, _) = row["memory"]
     assert account["host"] is None
     for phase in account["phases"]:
         assert sum(phase["held"].values()) == phase["peak"]
@@ -243,9 +277,9 @@ def test_resident_memory_is_measured_last(found: dict[str, Any]) -> None:
     assert resident["own"] > 0
 
 
-def test_memory_can_be_left_out(tmp_path: Path) -> None:
+def test_memory_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
     """Then the table shows what the system counted, as it is."""
-    found = compared(tmp_path, "native/nothing", compare={"memory": False})
+    found = compared(tmp_path, "native/nothing", forks=forks, compare={"memory": False})
     assert found["native/nothing"]["memory"] == []
     assert found["said"].splitlines()[0].split()[-1] == "RSS"
 

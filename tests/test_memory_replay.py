@@ -282,6 +282,26 @@ def test_the_curve_of_a_step() -> None:
     assert list(replay.curve(replay.windows[4:5], [1.0])) == []
 
 
+def test_the_curve_reaches_the_peak_that_small_blocks_made() -> None:
+    """Blocks below what is noted, between two notes, and in a phase without any note: its highest point has them."""
+    crumbs = [few(1000), few(1016), few(-2016)]
+    tape = played({2: [came(16, 4000), *crumbs, came(32, 100)], 3: [went(16, 4000), went(32, 100)], 4: crumbs})
+    replay = tape.replay()
+    step = replay.windows[2:5]
+    assert [window.peak - BASE for window in step] == [6016, 4100, 2016]
+    assert list(replay.curve(step, [1.0, 1.0, 2.0])) == [
+        *[(0.0, 0), (1 / 12, 4000), (2 / 12, 6016)],
+        *[(0.25, 4100), (0.25 + 1 / 12, 100), (0.25 + 2 / 12, 0)],
+        *[(0.5, 0), (0.75, 2016), (1.0, 0)],
+    ]
+
+
+def test_a_phase_that_was_fullest_when_it_began_keeps_its_curve() -> None:
+    """Its first point is its peak; nothing inside is raised."""
+    replay = played({2: [came(16, 4000)], 3: [went(16, 4000), few(300)]}).replay()
+    assert [held for _, held in replay.curve(replay.windows[2:4], [1.0, 1.0])] == [0, 4000, 4000, 0, 0]
+
+
 def test_phases_are_as_long_as_in_a_plain_step() -> None:
     """The least of several; of a step with other phases nothing is taken, and without any its own time stays."""
     windows = played({}).replay().windows

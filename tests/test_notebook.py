@@ -38,7 +38,7 @@ CONFIG = {
     "train": {"steps": 12, "optimizer": {"name": "sgd", "lr": 0.01}}, "log": {"every": 5},
 }
 """
-LAST = "(12, 3.38574"
+LAST = "(12, 3.385"  # further digits are the processor's
 
 
 @dataclass
@@ -135,7 +135,7 @@ def test_functions_of_a_cell(kernel: Kernel) -> None:
     run = "unipar.launch(CONFIG, **made, overrides={'out': 'b', 'parallel.data': 1}, quiet=True).losses[-1]"
     said = kernel.run(made + run)
     assert (said.error, said.stderr) == ("", "")
-    assert said.result.startswith("(12, 3.38574")
+    assert said.result.startswith(LAST)
 
 
 def test_a_cell_that_is_interrupted(kernel: Kernel) -> None:

@@ -105,7 +105,7 @@ def looked_at(whole: str, tmp_path: Path, width: int, *flags: str) -> dict[str, 
         (1280, (DARK,), "rgb(20, 23, 26)"),
         (390, (), "rgb(252, 252, 250)"),
         (390, (DARK,), "rgb(20, 23, 26)"),
-        (880, (), "rgb(252, 252, 250)"),
+        pytest.param(880, (), "rgb(252, 252, 250)", marks=pytest.mark.sweep),
     ],
 )
 @pytest.mark.parametrize("over", [False, True], ids=["one", "two"])
@@ -121,8 +121,16 @@ def test_everything_can_be_read(
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("flags", [(), (DARK,)], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ((), 1280),
+        ((DARK,), 390),
+        pytest.param((), 390, marks=pytest.mark.sweep),
+        pytest.param((DARK,), 1280, marks=pytest.mark.sweep),
+    ],
+    ids=["light-1280", "dark-390", "light-390", "dark-1280"],
+)
 @pytest.mark.parametrize("kind", ["scaling", "sizes", "run"])
 def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...], kind: str) -> None:
     """Of worlds that took turns, of a comparison for each size, and of two runs over one another."""

@@ -20,6 +20,8 @@ from unipar.report.worlds_page import answer
 from unipar.verbs.contest import sizes_of
 from unipar.verbs.scale import entered, scale
 
+pytestmark = pytest.mark.forked
+
 
 def config(**changed: Any) -> Config:
     return Config.model_validate({"batch": {"total": 8}, "device": "cpu", "train": {"steps": 14}} | changed)

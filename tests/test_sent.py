@@ -9,6 +9,7 @@ import pytest
 from unipar_horovod.timeline import OURS, read
 
 from tests.comparisons import made
+from tests.forks import Forks
 from tests.test_memory import compared
 from unipar import registry
 from unipar.checks import settle
@@ -66,12 +67,12 @@ SENT: dict[str, dict[str, int]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sent")
     (folder / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
-        cells = compared(folder, *SENT, task={"use": "tiny.py:Tiny"}, model={})
+        cells = compared(folder, *SENT, forks=forks, task={"use": "tiny.py:Tiny"}, model={})
     (run,) = {file.parent for file in folder.rglob("horovod-nothing/rank-0.memory.json")}
     return cells | {"on the page": [read_account(run, rank) for rank in (0, 1)]}
 

@@ -122,7 +122,8 @@ def test_a_real_limit_in_the_forward(tmp_path: Path) -> None:
     assert said.startswith("rank 1 ran out of memory in the forward of step 2: 64 MiB more were asked for, about ")
     (left,) = re.findall(r"about (\d+) MiB were left", said)
     assert 20 <= int(left) <= 40
-    assert re.search(r"; the most was held by [a-z ]+, (about )?[\d.]+ MiB \(.*optimizer 2.0 MiB", said)
+    assert re.search(r"; the most was held by [a-z ]+, (about )?[\d.]+ MiB \(", said)
+    assert re.search(r"\boptimizer,? 2\.0 MiB", said)  # first where nothing held more
     assert said.endswith("; by an estimate batch.micro: 2 instead of 4 would have fitted")
 
 
@@ -135,6 +136,7 @@ def test_a_real_limit_in_the_forward(tmp_path: Path) -> None:
         ("update", "native/nothing", "in the update of step 1"),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) -> None:
     """Under each backend, in another phase of each: by torch, or as Python says it."""
     backend, _, shard = cell.partition("/")
@@ -163,6 +165,7 @@ def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) 
         assert rest.endswith(" needs less")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_the_kernel_kills(tmp_path: Path) -> None:
     """It cannot say anything: where it was is known by its beat, the rest by an estimate."""
     with pytest.raises(WorkerFailed) as e:
@@ -183,7 +186,7 @@ def test_a_rank_that_the_kernel_kills_left_an_account(tmp_path: Path) -> None:
     first, held, _ = str(e.value).splitlines()
     assert first == "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (dmesg tells)"
     assert re.match(r"  in step 1 the most was held by [a-z ]+, [\d.]+ MiB \(", held)
-    assert "optimizer 2.0 MiB" in held
+    assert re.search(r"\boptimizer,? 2\.0 MiB", held)  # first where temporaries are smaller
     assert "by an estimate the most" not in held
 
 

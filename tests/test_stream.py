@@ -32,6 +32,8 @@ from unipar.verbs.explain import explain
 from unipar.verbs.export import export
 from unipar.world import World, abandon
 
+pytestmark = pytest.mark.forked
+
 Step = list[tuple[Any, Plan]]
 
 

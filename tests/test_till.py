@@ -14,6 +14,8 @@ from unipar.report.page import page
 from unipar.report.seen import Told
 from unipar.verbs.compare import compare
 
+pytestmark = pytest.mark.forked
+
 TASK = '''
 import os
 import signal

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forks import Forks
 from unipar.config import Cell, Config
 from unipar.proof.jobs import Job, RunKey
 from unipar.settled import SettledConfig
@@ -52,29 +52,27 @@ FIRST = {"stale-gradient": 2}
 """The step in which a fault shows first, where it is not the first step."""
 
 
-def proved(folder: Path, config: str, *words: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def proved(
+    forks: Forks, folder: Path, config: str, *words: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """The command, with the faulty backend installed; and what it wrote down."""
     file = folder / "config.yaml"
     file.write_text(config, "utf-8")
     path = os.pathsep.join([str(ROOT / "tests" / "faulty"), str(ROOT)])
-    out = subprocess.run(
-        [sys.executable, "-m", "unipar", "verify", str(file), "--out", str(folder / "out"), *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["verify", str(file), "--out", str(folder / "out"), *words]
+    out = forks.unipar(command, {"PYTHONPATH": path, "COLUMNS": "80"})
     said = folder / "out" / "verify" / "verify.json"
     return out, json.loads(said.read_text("utf-8")) if said.exists() else {}
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def planted(
+    tmp_path_factory: pytest.TempPathFactory, forks: Forks
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """All faults in one proof, and the same engine without any."""
     cells = ["faulty/nothing", "faulty/nothing+dies", *(f"faulty/nothing+{fault}" for fault in NAMED)]
     words = [word for cell in cells for word in ("--cells", cell)]
-    return proved(tmp_path_factory.mktemp("planted"), CONFIG, "--steps", "6", *words)
+    return proved(forks, tmp_path_factory.mktemp("planted"), CONFIG, "--steps", "6", *words)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from unipar import errors
 from unipar.report.verdicts import Verdicts
 from unipar.verbs.verify import verify
 
+pytestmark = pytest.mark.forked
+
 ROOT = Path(__file__).parents[1]
 
 ONLY = ("native/nothing", "native/parameters")

@@ -18,7 +18,7 @@ from unipar.crew import Crew
 from unipar.errors import TaskError
 
 SPLIT: dict[str, Any] = {"backend": "native", "parallel": {"shard": "optimizer"}}
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it is imported
+pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # torch's own, while it is imported
 
 
 def test_each_rank_keeps_its_share(tmp_path: Path) -> None:

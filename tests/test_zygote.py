@@ -77,7 +77,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     fork, zygote = read_pid(tmp_path / "up-0"), read_pid(tmp_path / "zygote")
     parent.kill()
     parent.wait()
-    eventually(lambda: not runs(fork) and not runs(zygote), "something lives on", 2.0)
+    eventually(lambda: not runs(fork) and not runs(zygote), "something lives on")
 
 
 def test_a_zygote_that_was_killed(tmp_path: Path) -> None:

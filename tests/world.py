@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+SOON = 20.0
+"""Seconds that something may take which is done at once, on a slow machine with other work: far below all that is set
+to wait longer, or for ever."""
+
 FOUND = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
@@ -29,7 +33,7 @@ def short_folder(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
         shutil.rmtree(folder)
 
 
-def eventually(true: Callable[[], bool], otherwise: str, seconds: float = 5.0) -> None:
+def eventually(true: Callable[[], bool], otherwise: str, seconds: float = 30.0) -> None:
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, otherwise
@@ -50,5 +54,5 @@ def parent_of(pid: int) -> int:
 
 
 def read_pid(path: Path) -> int:
-    eventually(lambda: path.exists() and path.read_text("utf-8") != "", f"no {path.name}", 10.0)
+    eventually(lambda: path.exists() and path.read_text("utf-8") != "", f"no {path.name}", 60.0)
     return int(path.read_text("utf-8"))

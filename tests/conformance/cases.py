@@ -13,6 +13,7 @@ import torch
 import unipar
 from tests.conformance import tasks
 from tests.conformance.gan import Gan
+from tests.conformance.marks import MARKS
 from unipar import registry
 from unipar.config import Cell, Config, Precision
 from unipar.data import Order
@@ -72,6 +73,10 @@ class Case:
     @property
     def several(self) -> bool:
         return self.name.startswith("several parts")
+
+    def on(self, cell: Cell) -> bool:
+        """Return whether it is played in this cell."""
+        return any(fnmatchcase(str(cell), pattern) for pattern in self.cells)
 
     def config(self, cell: Cell, size: int) -> Config:
         accumulate = 1 if self.accumulate == 1 else self.accumulate
@@ -214,26 +219,53 @@ SOME = (
 )  # fmt: skip
 FEW = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
 
-LIKE = (
-    "native/gradients", "native/nothing+dp", "deepspeed/nothing", "deepspeed/optimizer", "accelerate/gradients",
-    "accelerate/parameters", "accelerate/*+zero",
-)  # fmt: skip
-"""Cells of engines that another cell plays whole."""
+EVERYWHERE = ("four microbatches", "token weights, ragged", "state out and in")
+BITS = ("bits, one microbatch", "bits, four microbatches")
 
 SIZED = "library"
 """A variant that only sets sizes."""
 
+THIN = ("native/parameters", "deepspeed/parameters", "horovod/nothing", "accelerate/gradients")
+"""Cells that `make test` plays in worlds of 1 and 4, too."""
+
+OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
+
 
 def played(cell: Cell, size: int, *, whole: bool) -> list[str]:
-    """`make test` plays all cases in worlds of two, once for each engine; `make conformance` all in every world."""
-    like = any(fnmatchcase(str(cell), pattern) for pattern in LIKE)
+    """Return the cases of a cell in a world of this size: for `make conformance` all.
+
+    `make test` plays, in worlds of two, each case under each library, each mark once, and what every cell must do; a
+    stranger's cells play all cases there.
+    """
     names: Collection[str] = CASES
-    if not whole and (size == 4 or cell.variant == SIZED):
-        names = {*(() if like else FEW), *(name for name, case in CASES.items() if case.sizes == (4,))}
-    elif not whole and (size == 1 or like):
-        names = () if like and size == 1 else SOME
-    here = [case for name, case in CASES.items() if name in names]
-    return [case.name for case in here if any(fnmatchcase(str(cell), pattern) for pattern in case.cells)]
+    if not whole and size == 2:
+        names = CASES if cell.backend not in OURS else _covering(cell)
+    elif not whole and size == 1:
+        names = SOME if cell.backend not in OURS[1:] else FEW if str(cell) in THIN else ()
+    elif not whole:
+        few = FEW if cell.backend not in OURS or str(cell) in THIN else ()
+        names = {*few, *(name for name, case in CASES.items() if case.sizes == (4,))}
+    return [name for name, case in CASES.items() if name in names and case.on(cell)]
+
+
+def _covering(cell: Cell) -> set[str]:
+    """Return this cell's part of the cases in worlds of two: they go round among cells without a mark for them."""
+    cells = [other for other in registry.cells(registry.find(cell.backend)) if not registry.alone(other)]
+    names = {*EVERYWHERE, *(() if cell.variant == SIZED else BITS)}
+    turn = 0
+    for name, case in CASES.items():
+        if 2 in case.sizes:
+            here = [c for c in cells if case.on(c)]
+            able = [c for c in here if not any(mark.fits(c, name, 2) for mark in MARKS)] or here
+            if able and able[turn % len(able)] == cell:
+                names.add(name)
+            turn += 1
+    for mark in MARKS:
+        both = ((c, name) for c in cells for name, case in CASES.items() if 2 in case.sizes and mark.fits(c, name, 2))
+        first = next(both, None)
+        if first is not None and first[0] == cell:
+            names.add(first[1])
+    return names
 
 
 def dtype_of(case: Case) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Worlds for the suite: one zygote, one world for each cell and size, in which all its cases are played."""
+"""Worlds for the suite: one fork server, one world for each cell and size, in which all its cases are played."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ import torch
 from tests.conformance.cases import CASES
 from tests.conformance.inside import put_together
 from tests.conformance.plain import Result, plain
-from unipar import errors, registry
+from tests.forks import Forks
+from unipar import errors
 from unipar.config import Cell
 from unipar.crew import Crew
 from unipar.errors import UniparError
-from unipar.zygote import Zygote
 
 ROOT = Path(__file__).parents[2]
-OURS = ("unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
 
 
 @dataclass
@@ -41,8 +39,8 @@ class Played:
 class Hall:
     """Plays all cases of a cell at a size once, when the first of them is asked for."""
 
-    def __init__(self, folder: Path, zygote: Zygote) -> None:
-        self._folder, self._zygote = folder, zygote
+    def __init__(self, folder: Path, forks: Forks) -> None:
+        self._folder, self._forks = folder, forks
         self._done: dict[tuple[Cell, int, str], list[dict[str, Any]] | UniparError] = {}
         self._plain: dict[tuple[str, int], Result] = {}
         self.listens: dict[tuple[Cell, int], list[str]] = {}
@@ -83,7 +81,7 @@ class Hall:
         fault: UniparError | None = None
         before = set(os.listdir("/dev/shm"))
         try:
-            with Crew(run, size, entry, environment=environment, zygote=self._zygote, heartbeat=100.0) as crew:
+            with Crew(run, size, entry, environment=environment, zygote=self._forks, heartbeat=100.0) as crew:
                 crew.wait()
         except UniparError as e:
             fault = e
@@ -125,20 +123,13 @@ def _left(before: set[str]) -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def hall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hall]:
-    engines = [
-        f"{name}.engine" for name in OURS if registry.missing(registry.find(name.removeprefix("unipar_"))) is None
-    ]
-    traced = ["torch._dynamo.backends.inductor", "torch._inductor.compile_fx", "torch.distributed.tensor.experimental"]
-    modules = ["torch", "torch._dynamo", "torch.distributed.fsdp", *traced, "tests.conformance.inside", *engines]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with Zygote(modules, {"PYTHONPATH": path}) as zygote:
-        made = Hall(tmp_path_factory.mktemp("conformance"), zygote)
-        for item in request.session.items:
-            callspec = getattr(item, "callspec", None)
-            if callspec is not None and {"cell", "size", "case"} <= callspec.params.keys():
-                key = (callspec.params["cell"], callspec.params["size"])
-                names = made.wanted.setdefault(key, [])
-                if callspec.params["case"] not in names:
-                    names.append(callspec.params["case"])
-        yield made
+def hall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Hall:
+    made = Hall(tmp_path_factory.mktemp("conformance"), forks)
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and {"cell", "size", "case"} <= callspec.params.keys():
+            key = (callspec.params["cell"], callspec.params["size"])
+            names = made.wanted.setdefault(key, [])
+            if callspec.params["case"] not in names:
+                names.append(callspec.params["case"])
+    return made

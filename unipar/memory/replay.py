@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
@@ -326,7 +326,10 @@ class Replay:
         return [b for b in found if int(self._seen.kinds[self._start[b]]) == TENSOR]
 
     def curve(self, windows: Sequence[Window], seconds: Sequence[float]) -> Iterator[tuple[float, int]]:
-        """A step's bytes by its time, of which each window has so many `seconds`; within one, by allocations."""
+        """A step's bytes by its time, of which each window has so many `seconds`; within one, by allocations.
+
+        The highest point of each window is the peak that was measured in it, with the blocks too small to be noted.
+        """
         events = sum(window.high - window.low for window in windows)
         if not events:
             return
@@ -334,9 +337,12 @@ class Replay:
             yield begins, window.live - self._seen.base
             count = window.high - window.low
             points = min(count, max(1, round(POINTS * count / events)))
+            inside: list[tuple[float, int]] = []
             for part in np.array_split(np.arange(window.low, window.high), points) if count else ():
                 along = (int(part[0]) + 1 - window.low) / (count + 1)
-                yield begins + along * (ends - begins), int(self._live[part].max()) - self._seen.base
+                inside.append((begins + along * (ends - begins), int(self._live[part].max())))
+            for at, live in _reaching(window, inside, (begins + ends) / 2):
+                yield at, live - self._seen.base
         yield 1.0, int(self._live[windows[-1].high - 1]) - self._seen.base
 
     def marked(self, windows: Sequence[Window], seconds: Sequence[float]) -> Iterator[tuple[float, str]]:
@@ -349,6 +355,19 @@ def pace(shown: Sequence[Window], plain: Sequence[Sequence[Window]]) -> list[flo
     """What each window takes in a plain step, where there is one with the same phases: other watching slows it down."""
     like = [step for step in plain if [window.phase for window in step] == [window.phase for window in shown]]
     return [min(window.seconds for window in same) for same in zip(*(like or [shown]), strict=True)]
+
+
+def _reaching(window: Window, points: Sequence[tuple[float, int]], middle: float) -> Iterable[tuple[float, int]]:
+    """Return a window's points with the highest raised to the measured peak, which has the blocks of no note, too.
+
+    Where there are no points, one in the middle shows a peak above what the window began with.
+    """
+    if window.peak <= max(window.live, *(live for _, live in points), 0):
+        return points
+    if not points:
+        return [(middle, window.peak)]
+    highest = max(range(len(points)), key=lambda i: points[i][1])
+    return [(at, window.peak if i == highest else live) for i, (at, live) in enumerate(points)]
 
 
 def _shares(seconds: Sequence[float]) -> list[float]:
