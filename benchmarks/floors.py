@@ -4,8 +4,8 @@ from __future__ import annotations
 
 FLOORS: list[set[str]] = [
     {"errors"},
-    {"utils", "run_folder", "distributed"},
-    {"config", "tracking"},
+    {"utils"},
+    {"run_folder", "distributed", "config", "tracking"},
     {"backend", "data"},
     {"engines", "model", "task", "memory", "planning"},
     {"training", "results"},
