@@ -60,14 +60,14 @@ chaos: setup $(DONE)/tests ## kill random ranks and parents, many times
 	@$(PYTEST) -m chaos $(ARGS)
 
 matrix: setup $(DONE)/tests ## every launcher with every backend, really started: one table
-	$(IN_VENV) $(BIN)/python -m tests.matrix $(ARGS)
-	@$(PYTEST) -m slow tests/test_slurm.py
+	$(IN_VENV) $(BIN)/python -m tests.support.matrix $(ARGS)
+	@$(PYTEST) -m slow tests/launcher/test_slurm.py
 
 sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, exported scripts, widths of pages
 	@$(PYTEST) -m sweep $(ARGS)
 
 compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU Adam and its disk: some minutes
-	@$(PYTEST) -m slow tests/test_deepspeed.py
+	@$(PYTEST) -m slow tests/backends/test_deepspeed.py
 
 setup: $(DONE)/horovod ## .venv with all that demo needs
 

@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from benchmarks.loops import CLIP, DECAY, LR, by_hand
 from benchmarks.timing import Loop, calls, interleaved, interval, ratio
-from unipar import registry
-from unipar.checks import settle
+from unipar.backend import cells, registry
+from unipar.backend.checks import settle
 from unipar.config import Cell, Config
-from unipar.opening import opened
-from unipar.place import Place
-from unipar.source import read
-from unipar.task import Task, TaskRef
+from unipar.config.source import read
+from unipar.distributed.place import Place
+from unipar.task import Task
+from unipar.task.reference import TaskRef
+from unipar.training.setup import opened
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 STEPS, WARM = 1_000_000, 3
@@ -41,7 +42,7 @@ def config_of(cell: str, ranks: int) -> Config:
         },
         "log.every": STEPS,
     }
-    return registry.at(read(QUICKSTART, (), change).config, Cell.parse(cell))
+    return cells.at(read(QUICKSTART, (), change).config, Cell.parse(cell))
 
 
 @dataclass(frozen=True)

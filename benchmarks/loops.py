@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from unipar_accelerate import split_by
 
 from benchmarks.timing import Loop
-from unipar import registry
+from unipar.backend import registry
 from unipar.config import Cell, Config
 
 Loss = Callable[[nn.Module, Any], Tensor]

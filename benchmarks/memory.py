@@ -11,18 +11,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from unipar import registry
+from unipar.backend import cells, checks
+from unipar.comparison.cell_world import Contestant
 from unipar.config import Config
+from unipar.config.settled import SettledConfig
+from unipar.config.source import given
 from unipar.errors import UniparError, Unsupported
 from unipar.memory.account import ORDER, PASSES, Phase
-from unipar.memory.meter import SETTLED, built, preloading
-from unipar.report.memory import fullest, mib
-from unipar.report.table import table
-from unipar.settled import SettledConfig
-from unipar.source import given
-from unipar.task import TaskRef
-from unipar.text import format_duration
-from unipar.verbs.contestant import Contestant
+from unipar.memory.sources.malloc_build import SETTLED, built, preloading
+from unipar.results.memory_tables import fullest, mib
+from unipar.task.reference import TaskRef
+from unipar.utils.table import table
+from unipar.utils.text import format_duration
 
 ROOT = Path(__file__).parent.parent
 SIZES: dict[str, dict[str, int]] = {
@@ -86,10 +86,10 @@ def asked(words: list[str]) -> Iterator[tuple[tuple[str, ...], SettledConfig]]:
     worlds = [w for w in words if w in WORLDS] or list(WORLDS)
     wanted = [w for w in words if w not in (*SIZES, *PRECISIONS, *WORLDS, PROFILER)]
     for size, precision, world in product(sizes, precisions, worlds):
-        for cell in registry.expand(tuple(wanted or ("*",))):
+        for cell in cells.expand(tuple(wanted or ("*",))):
             try:
-                config = registry.at(config_of(size, precision, int(world)), cell)
-                registry.check(config)
+                config = cells.at(config_of(size, precision, int(world)), cell)
+                checks.check(config)
             except Unsupported:
                 continue
             settled = SettledConfig.of(config, cell, int(world), "cpu")

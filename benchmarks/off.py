@@ -8,16 +8,17 @@ import time
 from pathlib import Path
 
 from benchmarks.gpt import WARM, config_of
-from unipar import registry
-from unipar.checks import settle
-from unipar.crew import MESSAGE
+from unipar.backend import registry
+from unipar.backend.checks import settle
+from unipar.distributed.place import Place
+from unipar.launcher.processes.group import MESSAGE
 from unipar.memory.account import ORDER, PASSES
-from unipar.memory.counting import Meter
-from unipar.memory.resident import keep
-from unipar.memory.watching import Watching
-from unipar.opening import opened
-from unipar.place import Place
-from unipar.task import Task, TaskRef
+from unipar.memory.recording.resident import keep
+from unipar.memory.recording.watcher import Watching
+from unipar.memory.sources.malloc import Meter
+from unipar.task import Task
+from unipar.task.reference import TaskRef
+from unipar.training.setup import opened
 
 CELL = "native/nothing"
 

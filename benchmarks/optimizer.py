@@ -22,9 +22,9 @@ from unipar_native import ZERO_SETTINGS
 
 from benchmarks.gpt import config_of
 from benchmarks.overhead import worked
-from unipar import registry
-from unipar.place import Place
-from unipar.report.table import table
+from unipar.backend import registry
+from unipar.distributed.place import Place
+from unipar.utils.table import table
 
 WIDTH, DEPTH, MICROS, WARM, ROUNDS = 384, 8, 4, 2, 8
 WAYS = ("DDP", "ZeroRedundancyOptimizer", "FSDP2 kept gathered")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import interval
-from unipar.crew import Crew
+from unipar.backend.installed import machine
+from unipar.comparison.rounds import rotated
 from unipar.errors import UniparError
-from unipar.memory.meter import SETTLED, built, preloading
-from unipar.report.table import table
-from unipar.verbs.contest import rotated
-from unipar.verbs.kept import machine
+from unipar.launcher.processes.group import Crew
+from unipar.memory.sources.malloc_build import SETTLED, built, preloading
+from unipar.utils.table import table
 
 CELLS = (
     "native/nothing",

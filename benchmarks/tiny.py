@@ -20,11 +20,11 @@ from typing_extensions import override
 
 import unipar
 from benchmarks.timing import Loop, calls, interleaved
-from unipar import registry
-from unipar.checks import settle
+from unipar.backend import registry
+from unipar.backend.checks import settle
 from unipar.config import Config
-from unipar.opening import opened
-from unipar.place import Place
+from unipar.distributed.place import Place
+from unipar.training.setup import opened
 
 ROUNDS, STEPS, WARM = 240, 12, 50
 BATCH, WIDTH, STEPS_OF_ALL = 4, 16, 1_000_000

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.forks import Forks
+    from tests.support.forks import Forks
 
 KINDS = ("notimpl", "notyet", "never")
 
@@ -35,10 +35,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _played(config: pytest.Config) -> list[Any]:
     from tests.conformance.cases import CASES, SIZED, SIZES, played
     from tests.conformance.marks import MARKS, more
-    from unipar import errors, registry
+    from unipar import errors
+    from unipar.backend import cells as backend_cells
+    from unipar.backend import registry
+    from unipar.backend.cells import expand
 
     asked: list[str] = config.getoption("--cells") or ["*"]
-    cells = registry.expand(tuple(asked))
+    cells = expand(tuple(asked))
     whole: bool = bool(config.getoption("--whole"))
     file: Path | None = config.getoption("--marks")
     known = list(MARKS) + (more(file) if file else [])
@@ -48,7 +51,7 @@ def _played(config: pytest.Config) -> list[Any]:
             raise pytest.UsageError(f"a {mark.kind} mark names {unknown or mark.kind}")
     made: list[Any] = []
     for cell in cells:
-        alone = registry.alone(cell)
+        alone = backend_cells.alone(cell)
         two = cell.variant == SIZED or (cell.variant and not whole)  # two ranks show what sizes do
         for size in (1,) if alone else (2,) if two else SIZES:
             for name in played(cell, size, whole=whole):
@@ -70,7 +73,7 @@ def _played(config: pytest.Config) -> list[Any]:
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Processes that have imported all libraries once, for all tests that start workers."""
-    from tests.forks import Forks
+    from tests.support.forks import Forks
 
     with Forks() as made:
         yield made

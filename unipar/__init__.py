@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unipar.comparison.compare import compare
+    from unipar.comparison.scale import scale
     from unipar.config import Cell, Config
     from unipar.errors import (
         BackendNotFound,
@@ -22,14 +24,11 @@ if TYPE_CHECKING:
         WorkerFailed,
         WorldMismatch,
     )
-    from unipar.launcher import join, launch
-    from unipar.report import Report
-    from unipar.share import Run
-    from unipar.task import Task
-    from unipar.track import Tracker
-    from unipar.verbs.compare import compare
-    from unipar.verbs.scale import scale
-    from unipar.verbs.verify import verify
+    from unipar.launcher.launch import join, launch
+    from unipar.results.run import Report
+    from unipar.task import Run, Task
+    from unipar.tracking.tracker import Tracker
+    from unipar.verification.verify import verify
 
     __version__: str
 

@@ -1,6 +1,6 @@
 """`python -m unipar`, which is how launchers start it: `torchrun -m unipar run x.yaml`."""
 
-from unipar.cli import main
+from unipar.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -10,15 +10,15 @@ from typing_extensions import override
 from unipar_deepspeed import backend as deepspeed
 from unipar_native import SITES
 
-from unipar import registry
-from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
+from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant, registry
+from unipar.backend.precision import stated
 from unipar.config import Config, Section
-from unipar.place import TORCH_VARIABLES, Launcher, Place
-from unipar.precision import stated
-from unipar_accelerate.launched import contradictions
+from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
+from unipar.distributed.place import Place
+from unipar_accelerate.launch_variables import contradictions
 
 if TYPE_CHECKING:
-    from unipar.world import World
+    from unipar.distributed.world import World
 
 
 class AccelerateOptions(Section):

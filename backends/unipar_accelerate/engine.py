@@ -16,9 +16,10 @@ from typing_extensions import override
 from unipar_native.ddp import FirstByHand
 
 from unipar.backend import Part
+from unipar.backend.joining import meet
 from unipar.config import Config
-from unipar.place import Place
-from unipar.world import World, meet
+from unipar.distributed.place import Place
+from unipar.distributed.world import World
 from unipar_accelerate import mixed, options_of
 
 

@@ -15,11 +15,10 @@ from torch.optim import SGD
 from typing_extensions import override
 from unipar_native.fsdp2 import Sharded
 
-from unipar import registry
-from unipar.backend import Part
-from unipar.birth import arrive, lower, refuse_scalars, refuse_shared
+from unipar.backend import Part, cells
 from unipar.config import Config
-from unipar.world import World
+from unipar.distributed.world import World
+from unipar.engines.placement import arrive, lower, refuse_scalars, refuse_shared
 from unipar_accelerate import fsdp_settings, mixed
 from unipar_accelerate.engine import alone, bound, forget
 
@@ -27,8 +26,8 @@ from unipar_accelerate.engine import alone, bound, forget
 @final
 class Split(Sharded):
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        refuse_scalars(part.module, str(registry.cell_of(config)))
-        refuse_shared(part, str(registry.cell_of(config)))
+        refuse_scalars(part.module, str(cells.cell_of(config)))
+        refuse_shared(part, str(cells.cell_of(config)))
         arrive(part.module, world.device)  # whole on every rank: it splits only what is there already
         super().__init__(part, config, world)
         self.divisor = float(world.size)

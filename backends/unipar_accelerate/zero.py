@@ -14,8 +14,8 @@ from unipar_deepspeed.engine import Zero
 
 from unipar.backend import Engine, Part
 from unipar.config import Config
-from unipar.place import Place
-from unipar.world import World
+from unipar.distributed.place import Place
+from unipar.distributed.world import World
 from unipar_accelerate import mixed
 from unipar_accelerate.engine import alone, bound, forget, take_over
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant
+from unipar.backend.precision import stated
 from unipar.config import SHARDS, Config, Section, Shard
-from unipar.place import Launcher, Place
-from unipar.precision import stated
+from unipar.distributed.launchers import Launcher
+from unipar.distributed.place import Place
 from unipar_deepspeed.options import DeepSpeedOptions, clear, refusals, zero_settings
 
 if TYPE_CHECKING:
-    from unipar.world import World
+    from unipar.distributed.world import World
 
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
 _SPLIT: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")

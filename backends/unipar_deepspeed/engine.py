@@ -14,22 +14,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar import registry
-from unipar.backend import Backend, Engine, Fn, Holding, Mark, Micro, Part, Piece, Read, Step
-from unipar.birth import arrive, lower, refuse_scalars, settle, travel
-from unipar.call import Call, Held, resting
+from unipar.backend import Backend, Engine, Fn, Holding, Mark, Micro, Part, Piece, Read, Step, cells
+from unipar.backend.joining import meet
+from unipar.backend.precision import autocast_as, batch_as
 from unipar.config import SHARDS, Config
+from unipar.distributed.place import Place
+from unipar.distributed.world import World
+from unipar.engines.forward import Call, Held, resting
+from unipar.engines.gradients import clip64, clipped, scaled
+from unipar.engines.learning_rate import Rates, rates_of
+from unipar.engines.loss_scale import Scaler
+from unipar.engines.placement import arrive, lower, refuse_scalars, settle, travel
+from unipar.engines.state import buffers, held_by_modules, restore_buffers
 from unipar.errors import TaskError
-from unipar.open import buffers, clip64, clipped, held_by_modules, restore_buffers, scaled
-from unipar.optim import Rates, rates_of
-from unipar.place import Place
-from unipar.precision import autocast_as, batch_as
-from unipar.scaling import Scaler
-from unipar.world import World, meet
-from unipar_deepspeed.held import held
+from unipar_deepspeed.holdings import held
 from unipar_deepspeed.offload import offloaded
 from unipar_deepspeed.options import clear, options_of
-from unipar_deepspeed.state import Holder, keep_masters
+from unipar_deepspeed.partitions import Holder, keep_masters
 
 Start = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
 """Who calls `deepspeed.initialize`: here, or a library that wraps it. Gives DeepSpeed's engine."""
@@ -42,7 +43,7 @@ def started(model: nn.Module, optimizer: Optimizer, told: dict[str, Any]) -> Any
 @final
 class Zero(Engine):
     def __init__(self, part: Part, config: Config, world: World, backend: Backend, start: Start = started) -> None:
-        refuse_scalars(part.module, str(registry.cell_of(config)))
+        refuse_scalars(part.module, str(cells.cell_of(config)))
         self.world, self.model = world, part.module
         self.stage = SHARDS.index(config.parallel.shard)
         clip = config.train.clipping
@@ -62,7 +63,7 @@ class Zero(Engine):
         optimizer = offloaded(part.optimizer(part.module), config)
         if self.stage and optimizer.state:
             raise TaskError(
-                f"{registry.cell_of(config)} cannot take {type(optimizer).__name__}: it makes its states before the "
+                f"{cells.cell_of(config)} cannot take {type(optimizer).__name__}: it makes its states before the "
                 "first step, for parameters that ZeRO then replaces; set parallel.shard: nothing, or backend: native"
             )
         self.rates = Rates(optimizer)

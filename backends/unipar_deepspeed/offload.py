@@ -12,7 +12,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch.optim import Adam, AdamW, Optimizer
 
 from unipar.config import Config
-from unipar.files import cache_folder
+from unipar.utils.files import cache_folder
 from unipar_deepspeed.options import options_of
 
 STALE = 900.0

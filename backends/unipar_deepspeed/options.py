@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from unipar import devices
+from unipar.backend import resources
 from unipar.config import SHARDS, Config, Section
-from unipar.training import SGD
+from unipar.config.sections.optimizer import SGD
 
 Size = Annotated[int, Field(ge=0)] | Literal["scaled", "library"]
 Offload = Literal["none", "cpu", "disk"]
@@ -139,7 +139,7 @@ def _scaled(name: str, parameters: int | None) -> int | str:
 
 
 def _has_cuda(config: Config) -> bool:
-    return devices.device(config)[0] != "cpu"
+    return resources.device(config)[0] != "cpu"
 
 
 def refusals(config: Config) -> Iterator[str]:

@@ -10,13 +10,14 @@ from pydantic import Field, PositiveFloat
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
+from unipar.backend.precision import stated
 from unipar.config import Config, Section
+from unipar.distributed.launchers import Launcher
+from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
-from unipar.place import Launcher, Place
-from unipar.precision import stated
 
 if TYPE_CHECKING:
-    from unipar.world import World
+    from unipar.distributed.world import World
 
 
 class HorovodOptions(Section):

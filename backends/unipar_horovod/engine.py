@@ -12,12 +12,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from unipar.backend import Holding, Part
-from unipar.birth import arrive
+from unipar.backend.joining import meet
 from unipar.config import Config
+from unipar.distributed.place import Place
+from unipar.distributed.world import World
+from unipar.engines.placement import arrive
+from unipar.engines.wrapper import Open
 from unipar.errors import Unsupported
-from unipar.open import Open
-from unipar.place import Place
-from unipar.world import World, meet
 from unipar_horovod import fusion, options_of, set_refusals
 from unipar_horovod.rendezvous import serving, variables
 

@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 
 from unipar.errors import BackendNotInstalled
-from unipar.files import cache_folder, path_of_tools, whole
-from unipar_horovod.building import CommandFailed, Say, run, step
+from unipar.utils.files import cache_folder, path_of_tools, whole
+from unipar_horovod.run_command import CommandFailed, Say, run, step
 from unipar_horovod.toolchain import Features, Torch, features, jobs, key, needs, only_asked, torch_here
 
 VERSION = "0.28.1"
@@ -189,7 +189,7 @@ def _works(wanted: Features, log: Path) -> bool:
 
 def _proved(log: Path) -> str:
     with step("two processes sum a tensor"):
-        return run([sys.executable, "-P", "-m", "unipar_horovod.proof"], log=log, env=without_horovod(os.environ))
+        return run([sys.executable, "-P", "-m", "unipar_horovod.self_test"], log=log, env=without_horovod(os.environ))
 
 
 def without_horovod(environ: Mapping[str, str]) -> dict[str, str]:

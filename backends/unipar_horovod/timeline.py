@@ -15,7 +15,7 @@ import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 
-from unipar.world import World
+from unipar.distributed.world import World
 
 OURS: Final = "unipar's own"
 KINDS: Final = {

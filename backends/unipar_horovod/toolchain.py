@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from unipar.files import path_of_tools
-from unipar.procfs import memory_available
+from unipar.utils.files import path_of_tools
+from unipar.utils.procfs import memory_available
 
 CMAKE = (3, 13)
 SETUPTOOLS = 81

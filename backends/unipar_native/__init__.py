@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 from pydantic import PositiveInt
 from typing_extensions import override
 
-from unipar import devices
-from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant
+from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant, resources
+from unipar.backend.precision import stated
 from unipar.config import Config, Section
-from unipar.place import TORCH_VARIABLES, Launcher, Place
-from unipar.precision import stated
+from unipar.distributed import gpus
+from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
+from unipar.distributed.place import Place
 
 if TYPE_CHECKING:
-    from unipar.world import World
+    from unipar.distributed.world import World
 
 _NO_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
@@ -125,7 +126,7 @@ class Single(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        from unipar_native.engine import One
+        from unipar_native.single import One
 
         return One(part, config, world)
 
@@ -188,7 +189,10 @@ class Native(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        from unipar_native.engine import DDP, DP, FSDP2, Local
+        from unipar_native.data_parallel import DP
+        from unipar_native.ddp import DDP
+        from unipar_native.fsdp2 import FSDP2
+        from unipar_native.local_sgd import Local
 
         if options_of(config).wrapper == "dp":
             return DP(part, config, world)
@@ -234,8 +238,8 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
 
 def dp_devices(config: Config) -> list[int]:
     """Which CUDA devices nn.DataParallel has: the one that `device` names, or all that are visible."""
-    _, _, index = devices.device(config)[0].partition(":")
-    return [int(index)] if index else list(range(devices.visible_gpus()))
+    _, _, index = resources.device(config)[0].partition(":")
+    return [int(index)] if index else list(range(gpus.visible_gpus()))
 
 
 def _dp_refusals(config: Config) -> Iterator[str]:
@@ -250,7 +254,7 @@ def _dp_refusals(config: Config) -> Iterator[str]:
         yield f"{key} cannot be had: nn.DataParallel's copies would call the original's forward; leave it out"
     if model.sync_batchnorm:
         yield "model.sync_batchnorm: true has no effect: it works between processes, and this is one; leave it out"
-    kind, why = devices.device(config)
+    kind, why = resources.device(config)
     if kind == "cpu":
         because = f" ({why})" if why else ""
         yield f"device: cpu{because} cannot be had: nn.DataParallel is for CUDA devices; use native/nothing, or single"
@@ -264,7 +268,7 @@ def _dp_refusals(config: Config) -> Iterator[str]:
 
 
 def _meet(config: Config, place: Place) -> World:
-    from unipar.world import meet
+    from unipar.backend.joining import meet
 
     return meet(config, place)
 

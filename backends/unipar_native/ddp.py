@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from unipar.backend import Holding, Part
-from unipar.birth import arrive
 from unipar.config import Config
+from unipar.distributed.world import World
+from unipar.engines.placement import arrive
+from unipar.engines.wrapper import Open
 from unipar.errors import TaskError
-from unipar.open import Open
-from unipar.world import World
 from unipar_native import ddp_settings, options_of
 
 
@@ -113,7 +113,9 @@ class DDP(FirstByHand):
         options = options_of(config)
         self.settings = ddp_settings(options)
         if config.parallel.shard == "optimizer":
-            from unipar_native.zero import shared_out  # 6 MB and a fifth of a second that DDP alone does not need
+            from unipar_native.zero_optimizer import (
+                shared_out,  # 6 MB and a fifth of a second that DDP alone does not need
+            )
 
             self.optimizer, self.apart = shared_out(self.base), True
         if options.find_unused != "auto":

@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from unipar.backend import Holding, Part
-from unipar.birth import lower, parameters_of, refuse_scalars, refuse_shared, settle, travel
-from unipar.call import Call
 from unipar.config import Config
+from unipar.distributed.world import World
+from unipar.engines.forward import Call
+from unipar.engines.gradients import clipped
+from unipar.engines.placement import lower, parameters_of, refuse_scalars, refuse_shared, settle, travel
+from unipar.engines.state import local, span
+from unipar.engines.wrapper import Open
 from unipar.errors import TaskError
-from unipar.open import Open, clipped, local, span
-from unipar.world import World
 
 _REACHED_IN = (
     "the loss reads a parameter of a block outside that block's forward, where it is split: "

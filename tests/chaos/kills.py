@@ -14,8 +14,8 @@ import time
 import uuid
 from pathlib import Path
 
-from tests.world import FOUND, ROOT, runs
-from unipar.machine import held
+from tests.support.world import FOUND, ROOT, runs
+from unipar.cli.machine_checks import held
 
 WITHIN = 5.0
 """Seconds in which all must be over."""
@@ -64,7 +64,7 @@ class Victim:
                 parent = int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if "unipar.worker" in words and parent == self.process.pid:
+            if "unipar.launcher.processes.worker" in words and parent == self.process.pid:
                 found.append(pid)
         return found
 

@@ -14,9 +14,11 @@ import unipar
 from tests.conformance import tasks
 from tests.conformance.gan import Gan
 from tests.conformance.marks import MARKS
-from unipar import registry
+from unipar.backend import cells as backend_cells
+from unipar.backend import registry
+from unipar.backend.cells import alone, at
 from unipar.config import Cell, Config, Precision
-from unipar.data import Order
+from unipar.data.order import Order
 
 TOTAL, STEPS = 16, 6
 FILE = Path(__file__).parent / "weights.safetensors"
@@ -90,7 +92,7 @@ class Case:
         made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
         made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})
-        return registry.at(Config.model_validate(made), cell)
+        return at(Config.model_validate(made), cell)
 
 
 def _poison() -> int:
@@ -250,7 +252,7 @@ def played(cell: Cell, size: int, *, whole: bool) -> list[str]:
 
 def _covering(cell: Cell) -> set[str]:
     """Return this cell's part of the cases in worlds of two: they go round among cells without a mark for them."""
-    cells = [other for other in registry.cells(registry.find(cell.backend)) if not registry.alone(other)]
+    cells = [other for other in backend_cells.cells(registry.find(cell.backend)) if not alone(other)]
     names = {*EVERYWHERE, *(() if cell.variant == SIZED else BITS)}
     turn = 0
     for name, case in CASES.items():

@@ -16,11 +16,11 @@ import torch
 from tests.conformance.cases import CASES
 from tests.conformance.inside import put_together
 from tests.conformance.plain import Result, plain
-from tests.forks import Forks
+from tests.support.forks import Forks
 from unipar import errors
 from unipar.config import Cell
-from unipar.crew import Crew
 from unipar.errors import UniparError
+from unipar.launcher.processes.group import Crew
 
 ROOT = Path(__file__).parents[2]
 

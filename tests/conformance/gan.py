@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 import unipar
-from unipar.data import Order, Sown, cut
-from unipar.seeds import mix, sow
+from unipar.data.feed import Sown
+from unipar.data.order import Order, cut
+from unipar.utils.seeding import mix, sow
 
 if TYPE_CHECKING:
     from tests.conformance.cases import Case

@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.conformance.cases import CASES, Case
-from unipar import registry
-from unipar.backend import Piece
-from unipar.beat import Heart, beat_of
-from unipar.checks import settle
+from unipar.backend import Piece, registry
+from unipar.backend.checks import settle
 from unipar.config import Cell
+from unipar.distributed.place import Place
+from unipar.distributed.world import World
 from unipar.errors import UniparError
-from unipar.ledger import Ledger, ledger_of
-from unipar.loop import TrainingRun
-from unipar.opening import assembled
-from unipar.place import Place
-from unipar.track import Trackers
-from unipar.world import World
+from unipar.run_folder.heartbeat import Heart
+from unipar.run_folder.layout import beat_of, ledger_of
+from unipar.run_folder.ledger import Ledger
+from unipar.tracking.writer import Trackers
+from unipar.training.run import TrainingRun
+from unipar.training.setup import assembled
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:

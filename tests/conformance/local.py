@@ -9,8 +9,8 @@ import torch
 
 from tests.conformance.cases import Case
 from unipar.config import Cell
-from unipar.data import Order, cut
-from unipar.seeds import sow
+from unipar.data.order import Order, cut
+from unipar.utils.seeding import sow
 
 
 def local(case: Case, size: int) -> dict[str, Any]:

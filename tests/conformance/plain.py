@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
 from unipar.config import Cell, Config
-from unipar.data import Order, Sown, cut
-from unipar.seeds import mix, sow
+from unipar.data.feed import Sown
+from unipar.data.order import Order, cut
+from unipar.utils.seeding import mix, sow
 
 ONE = Cell("native")
 

@@ -10,8 +10,8 @@ from typing import Final, Literal, get_args
 from pydantic import Field, ValidationError
 
 from unipar.backend import Category
+from unipar.config import Section
 from unipar.errors import ReportError
-from unipar.training import Section
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 PRECEDENCE: Final = {category: i for i, category in enumerate(CATEGORIES)}

@@ -1,0 +1,53 @@
+"""A script for Accelerate alone over DDP, with the accelerate.yaml that starts it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from unipar.backend.export import Outline, Script, call, refuse_options, samples, written
+from unipar.errors import Unsupported
+from unipar_accelerate import options_of
+
+_CARRIED = frozenset({"find_unused"})
+
+
+def script(outline: Outline) -> Script:
+    config = outline.config
+    cell = f"accelerate/{config.parallel.shard}"
+    if config.parallel.shard != "nothing":
+        raise Unsupported(
+            cell,
+            [
+                "a script over Accelerate's FSDP2 or DeepSpeed is not written; export to those themselves: "
+                "--to torchrun (FSDP2), or --to deepspeed (ZeRO)"
+            ],
+        )
+    refuse_options("accelerate", cell, config.options.get("accelerate", {}), _CARRIED)
+    unused = options_of(config).find_unused is True
+    if unused:
+        raise Unsupported(cell, ["options.accelerate.find_unused: true is not carried into a script; leave it out"])
+    kwargs = "kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]"
+    words = ["cpu=True"] * (not outline.cuda)
+    words += [f"gradient_accumulation_steps={outline.sizes.accumulate}"] * (outline.sizes.accumulate > 1)
+    values = {"accelerator": call("    accelerator = Accelerator", [*words, kwargs])}
+    train = written(replace(outline, autocast=False), "unipar_accelerate", "train.txt", {"kwargs": True}, values)
+    train = train.replace(".to(device)", "")  # prepare() moves the model
+    files = {"train.py": train, "samples.py": samples(outline), "accelerate.yaml": _yaml(outline)}
+    command = ["accelerate", "launch", "--config_file", "accelerate.yaml", "$@", "train.py"]
+    return Script(files, command)
+
+
+def _yaml(outline: Outline) -> str:
+    ranks = outline.sizes.ranks
+    mixed = "bf16" if outline.config.train.precision == "bf16-mixed" else "no"
+    lines = ["compute_environment: LOCAL_MACHINE"]
+    if ranks > 1 and not outline.cuda:
+        lines.append("# MULTI_CPU would start one process; MULTI_GPU starts them all, and the script says cpu=True")
+    lines += [
+        f"distributed_type: '{'MULTI_GPU' if ranks > 1 else 'NO'}'",
+        "num_machines: 1",
+        f"num_processes: {ranks}",
+        f"mixed_precision: '{mixed}'",
+        f"use_cpu: {str(ranks == 1 and not outline.cuda).lower()}",
+    ]
+    return "\n".join([*lines, ""])

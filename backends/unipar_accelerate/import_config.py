@@ -1,0 +1,278 @@
+"""An accelerate.yaml read as a config of unipar: each key carried, left out with a reason, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from unipar_deepspeed import import_config
+
+from unipar.backend.foreign import AUTO, Keys, Reading
+from unipar.config import SHARDS
+from unipar.config.config_file import read_config_text
+from unipar.errors import ConfigError
+
+_WHERE = "the launcher's; unipar starts processes itself, or joins those of a launcher"
+LAUNCHERS = {
+    "machine_rank": _WHERE,
+    "main_process_ip": _WHERE,
+    "main_process_port": _WHERE,
+    "rdzv_backend": _WHERE,
+    "same_network": _WHERE,
+    "main_training_function": _WHERE,
+    "debug": "unipar names the rank that fails in any case",
+    "compute_environment": "this machine",
+}
+NOT_CARRIED = {
+    "fp8_config": "unipar has no fp8",
+    "megatron_lm_config": "unipar has no Megatron-LM",
+    "parallelism_config": "unipar splits data and state; say parallel.data and parallel.shard",
+    "mpirun_config": "start the script with mpirun itself",
+    "downcast_bf16": "it is for TPUs",
+    "tpu_name": "unipar has no TPUs",
+    "tpu_zone": "unipar has no TPUs",
+    "tpu_use_cluster": "unipar has no TPUs",
+    "tpu_use_sudo": "unipar has no TPUs",
+    "tpu_vm": "unipar has no TPUs",
+    "tpu_env": "unipar has no TPUs",
+    "command_file": "unipar has no TPUs",
+    "commands": "unipar has no TPUs",
+    "enable_cpu_affinity": "unipar binds no process to a core",
+}
+CARRIED = (
+    *("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu", "gpu_ids"),
+    *("fsdp_config", "deepspeed_config", "dynamo_config"),
+)
+KNOWN = frozenset({*LAUNCHERS, *NOT_CARRIED, *CARRIED})
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16-mixed"}
+
+
+def read(reading: Reading, data: Mapping[str, Any]) -> None:
+    keys = reading.section(data)
+    if data.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        reading.refuse("compute_environment", f"{data['compute_environment']} is not this machine")
+    kind = keys.take("distributed_type", str, "")
+    if kind not in _TYPES:
+        reading.refuse("distributed_type", f"{kind or 'nothing'} is not among {', '.join(_TYPES)}", "backend")
+        kind = "NO"
+    _world(keys, kind)
+    _precision(keys, kind)
+    fsdp, deepspeed, dynamo = (keys.below(f"{name}_config") for name in ("fsdp", "deepspeed", "dynamo"))
+    if kind == "DEEPSPEED":
+        _deepspeed(deepspeed)
+    elif kind == "FSDP":
+        _fsdp(fsdp)
+    else:
+        reading.put("backend", "accelerate")
+    _dynamo(dynamo)
+    if kind != "DEEPSPEED":
+        reading.ask("batch, which your script says", "batch", "'{total: 32, micro: 4}'")
+        reading.ask("the optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
+    keys.omit(LAUNCHERS)
+    keys.refuse(NOT_CARRIED, unless=(None, False, {}, [], "", "no"))
+    keys.end(KNOWN)
+
+
+def _world(keys: Keys, kind: str) -> None:
+    reading = keys.reading
+    machines = keys.take("num_machines", int, 1)
+    if machines > 1:
+        reading.refuse("num_machines", f"{machines} machines; unipar starts processes on one")
+    number = keys.take("num_processes", int, 1 if kind == "NO" else 0)
+    if reading.world and number not in (0, reading.world):
+        reading.wrong.append(f"num_processes: {number}, and --world says {reading.world}; give one of them")
+    if number := reading.world or max(number, 0):
+        reading.put("parallel.data", number)
+        reading.world = number
+    if keys.take("use_cpu", bool, default=False) or kind == "MULTI_CPU":
+        reading.put("device", "cpu")
+    gpus = keys.take("gpu_ids", str, "all")
+    if gpus != "all":
+        reading.omit("gpu_ids", f"start with CUDA_VISIBLE_DEVICES={gpus}")
+
+
+def _precision(keys: Keys, kind: str) -> None:
+    mixed = keys.take("mixed_precision", str, "no").lower()
+    reading = keys.reading
+    if mixed not in _PRECISIONS:
+        reading.refuse("mixed_precision", f"{mixed} is not among {', '.join(_PRECISIONS)}", "train.precision")
+    elif mixed == "bf16" and kind in ("FSDP", "DEEPSPEED"):
+        reading.put("train.precision", "bf16-master", f"bf16 under {kind}: fp32 masters of bf16 parameters")
+    elif mixed == "fp16" and kind in ("FSDP", "DEEPSPEED"):
+        reading.put("train.precision", "fp16", f"fp16 under {kind}: autocast over fp32 parameters")
+    elif mixed != "no":
+        reading.put("train.precision", _PRECISIONS[mixed])
+
+
+_FSDP_ASIDE = {
+    "fsdp_state_dict_type": "it is about files, not about training",
+    "fsdp_cpu_ram_efficient_loading": "unipar fills the model from one rank in any case",
+    "fsdp_sync_module_states": "unipar fills the model from one rank in any case",
+    "fsdp_use_orig_params": "FSDP2 keeps them in any case",
+    "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
+    "fsdp_backward_prefetch_policy": "FSDP2 prefetches by itself",
+    "fsdp_forward_prefetch": "FSDP2 prefetches by itself",
+    "fsdp_limit_all_gathers": "FSDP2 limits them by itself",
+    "fsdp_version": "unipar's is FSDP2",
+}
+_STRATEGIES = {
+    **dict.fromkeys(("FULL_SHARD", "1", "true"), "parameters"),
+    **dict.fromkeys(("SHARD_GRAD_OP", "2", "false"), "gradients"),
+    **dict.fromkeys(("NO_SHARD", "3"), "nothing"),
+}
+
+
+def _fsdp(keys: Keys) -> None:
+    reading = keys.reading
+    said = keys.data.pop("fsdp_sharding_strategy", None)
+    said = keys.data.pop("fsdp_reshard_after_forward", True) if said is None else said
+    strategy = str(said).lower() if isinstance(said, bool) else str(said)
+    shard = _STRATEGIES.get(strategy if strategy in _STRATEGIES else strategy.upper())
+    shard = shard or _STRATEGIES.get(strategy.lower())
+    if shard is None:
+        reading.refuse("fsdp_config.fsdp_sharding_strategy", f"{strategy} is not carried", "parallel.shard")
+        shard = "parameters"
+    _cell(reading, shard, "FSDP2")
+    policy = keys.take("fsdp_auto_wrap_policy", str, "TRANSFORMER_BASED_WRAP")
+    if policy == "NO_WRAP":
+        reading.put("model.blocks", "none", "NO_WRAP")
+    elif policy != "TRANSFORMER_BASED_WRAP":
+        reading.refuse("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar splits by blocks", "model.blocks")
+    classes = keys.data.pop("fsdp_transformer_layer_cls_to_wrap", None)
+    if classes:
+        reading.omit(
+            "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+            f"{classes}: unipar finds repeated blocks by itself, or by their names (model.blocks)",
+        )
+    if keys.take("fsdp_activation_checkpointing", bool, default=False):
+        _ours(reading, "fsdp_config.fsdp_activation_checkpointing", "model.recompute", "blocks")
+    if keys.take("fsdp_offload_params", bool, default=False):
+        _ours(reading, "fsdp_config.fsdp_offload_params", "model.offload", "parameters")
+    number = keys.take("fsdp_min_num_params", int, 0)
+    if number and policy == "TRANSFORMER_BASED_WRAP":
+        reading.omit("fsdp_config.fsdp_min_num_params", "it is for SIZE_BASED_WRAP")
+    keys.omit(_FSDP_ASIDE)
+    keys.end(
+        (
+            *_FSDP_ASIDE,
+            *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_min_num_params"),
+            *("fsdp_transformer_layer_cls_to_wrap", "fsdp_activation_checkpointing", "fsdp_offload_params"),
+        )
+    )
+
+
+def _ours(reading: Reading, theirs: str, key: str, value: str) -> None:
+    """A key of ours that this version may not have yet."""
+    from unipar.config.sections.parallel import NOT_YET
+
+    if key in NOT_YET:
+        reading.refuse(theirs, NOT_YET[key])
+    else:
+        reading.put(key, value, theirs)
+
+
+def _cell(reading: Reading, shard: str, over: str, variant: str = "") -> None:
+    """Accelerate's own where it has that cell, else the library that it passes all on to."""
+    from unipar_accelerate import backend
+
+    can = backend.capabilities
+    reading.put("parallel.shard", shard)
+    if not variant and shard in can.shards:
+        reading.put("backend", "accelerate")
+    elif variant in can.variants and shard in can.variants[variant].shards:
+        reading.put("backend", "accelerate")
+        for name, value in can.variants[variant].options.items():
+            reading.put(f"options.accelerate.{name}", value, f"over {over}")
+    else:
+        name = "native" if over == "FSDP2" else "deepspeed"
+        reading.put("backend", name, f"{over} itself, which Accelerate passes all on to")
+
+
+_DEEPSPEED_ASIDE = {
+    "deepspeed_multinode_launcher": _WHERE,
+    "deepspeed_hostfile": _WHERE,
+    "deepspeed_inclusion_filter": _WHERE,
+    "deepspeed_exclusion_filter": _WHERE,
+    "zero3_init_flag": "unipar splits at birth in any case",
+    "zero3_save_16bit_model": "it is about files, not about training",
+    "deepspeed_moe_layer_cls_names": "unipar splits the model's blocks (model.blocks)",
+    "offload_optimizer_nvme_path": "it is about files, not about training",
+    "offload_param_nvme_path": "it is about files, not about training",
+}
+
+
+def _deepspeed(keys: Keys) -> None:
+    reading = keys.reading
+    file = keys.take("deepspeed_config_file", str, "")
+    if file:
+        inner = reading.section(_nested(reading, file))
+        stage: Any = inner.data.get("zero_optimization", {})
+        import_config.batch(inner)
+        import_config.clip(inner)
+        import_config.rest(inner)
+        stage = stage.get("stage", 0) if isinstance(stage, dict) else 0
+        keys.omit(dict.fromkeys(("zero_stage", "gradient_accumulation_steps", "gradient_clipping"), f"{file} says it"))
+    else:
+        stage = keys.take("zero_stage", int, 2)
+        _plain(keys)
+    for name in ("offload_optimizer", "offload_param"):
+        device = keys.take(f"{name}_device", str, "none")
+        if device != "none":
+            import_config.offload(reading.section({name: {"device": device}}, "deepspeed_config."), name)
+    keys.omit(_DEEPSPEED_ASIDE)
+    shard = SHARDS[stage] if isinstance(stage, int) and 0 <= stage <= 3 else "gradients"
+    reading.config.pop("parallel.shard", None)
+    _cell(reading, shard, "DeepSpeed", "zero")
+    keys.end(
+        (
+            *_DEEPSPEED_ASIDE,
+            *("deepspeed_config_file", "zero_stage", "gradient_accumulation_steps", "gradient_clipping"),
+            *("offload_optimizer_device", "offload_param_device"),
+        )
+    )
+
+
+def _plain(keys: Keys) -> None:
+    """What the yaml says itself, where it names no file."""
+    reading = keys.reading
+    accumulate = keys.take("gradient_accumulation_steps", int, 1)
+    if keys.data.get("gradient_clipping") == AUTO:
+        keys.open("gradient_clipping", "train.clip", "1.0")
+    elif clip := keys.take("gradient_clipping", float, 0.0):
+        reading.put("train.clip", clip)
+    if not reading.answered("batch.total") and not reading.answered("batch.micro"):
+        reading.ask("batch, which your script says", "batch", f"'{{micro: 4, accumulate: {accumulate}}}'")
+    elif not reading.answered("batch.accumulate"):
+        reading.put("batch.accumulate", accumulate)
+    reading.ask("the optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
+
+
+def _nested(reading: Reading, file: str) -> Mapping[str, Any]:
+    path = reading.folder / file
+    if not path.resolve().is_relative_to(path.parent.resolve()):
+        raise ConfigError(
+            f"{reading.label}: deepspeed_config.deepspeed_config_file: {file} is a link to {path.resolve()}, outside "
+            "of its folder; name the file itself"
+        )
+    try:
+        found: Any = json.loads(read_config_text(path))
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{path}, line {e.lineno}: {e.msg}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}, line 1: a ds_config.json is one mapping")
+    return found
+
+
+def _dynamo(keys: Keys) -> None:
+    backend = keys.take("dynamo_backend", str, "NO")
+    if backend.upper() != "NO":
+        _ours(keys.reading, "dynamo_config.dynamo_backend", "model.compile", "model")
+    keys.omit(
+        dict.fromkeys(
+            ("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"),
+            "torch.compile's own choice stands",
+        )
+    )
+    keys.end(("dynamo_backend", "dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph"))

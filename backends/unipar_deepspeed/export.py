@@ -1,0 +1,75 @@
+"""A script for DeepSpeed alone, with a ds_config.json that says all that its keys can say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from unipar.backend.export import (
+    Outline,
+    Script,
+    call,
+    json_text,
+    optimizer_kind,
+    rate_scale,
+    refuse_options,
+    samples,
+    scheduled,
+    written,
+)
+from unipar.config import SHARDS
+from unipar.config.sections.optimizer import optimizer_arguments
+from unipar.errors import Unsupported
+from unipar_deepspeed import backend
+
+_CARRIED = frozenset({"buckets"})
+
+
+def script(outline: Outline) -> Script:
+    config = outline.config
+    precision, stage = config.train.precision, SHARDS.index(config.parallel.shard)
+    cell = f"deepspeed/{config.parallel.shard}"
+    refuse_options("deepspeed", cell, config.options.get("deepspeed", {}), _CARRIED)
+    if precision == "fp64":
+        raise Unsupported(cell, ["train.precision: fp64 is not among what a ds_config.json can say; use fp32"])
+    if precision == "bf16-master" and stage == 0:
+        raise Unsupported(
+            cell,
+            [
+                "train.precision: bf16-master without a split takes a step of its own while DeepSpeed starts, which a "
+                "plain script cannot undo; split something: --set parallel.shard=optimizer"
+            ],
+        )
+    outline = replace(outline, autocast=precision == "bf16-mixed")
+    words = ["model=Loss(task, model)", "model_parameters=groups", 'config="ds_config.json"']
+    words += ["lr_scheduler=schedule"] * scheduled(config)
+    values = {"stage": str(stage), "initialize": call("    engine, _, _, _ = deepspeed.initialize", words)}
+    train = written(
+        outline, "unipar_deepspeed", "train.txt", {"norm": bool(stage) and config.train.clip is not None}, values
+    )
+    files = {"train.py": train, "samples.py": samples(outline), "ds_config.json": json_text(ds_config(outline))}
+    command = ["deepspeed", "--num_gpus", str(outline.sizes.ranks), "$@", "train.py"]
+    return Script(files, command, {} if outline.cuda else {"DS_ACCELERATOR": "cpu"})
+
+
+def ds_config(outline: Outline) -> dict[str, Any]:
+    """What DeepSpeed reads: real batch sizes, and the optimizer, which it makes itself."""
+    config, sizes = outline.config, outline.sizes
+    settings = optimizer_arguments(config.train.optimizer, "cuda" if outline.cuda else "cpu")
+    params: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+    params["lr"] *= rate_scale(outline)
+    kind = optimizer_kind(config)
+    if kind != "SGD":
+        params["torch_adam"] = True
+    if kind == "Adam":
+        params["adam_w_mode"] = False  # its Adam is AdamW otherwise
+    told = backend.native_config(config, outline.parameters)
+    clip = config.train.clipping
+    told |= {
+        "train_batch_size": sizes.total,
+        "train_micro_batch_size_per_gpu": sizes.micro,
+        "gradient_accumulation_steps": sizes.accumulate,
+        "gradient_clipping": 0.0 if clip is None else float(clip.max),
+        "optimizer": {"type": kind, "params": params},
+    }
+    return dict(sorted(told.items(), key=lambda item: (isinstance(item[1], dict), item[0])))

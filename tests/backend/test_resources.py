@@ -1,0 +1,228 @@
+"""Counting GPUs without torch, and how many ranks `auto` means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from unipar.backend import resources
+from unipar.backend.resources import Ranks
+from unipar.config import Config
+from unipar.config.source import given
+from unipar.distributed import gpus as distributed_gpus
+from unipar.distributed.gpus import chosen, gpu_ids, torch_has_cuda, visible_gpus
+from unipar.distributed.place import Place
+from unipar.errors import Unsupported, WorldMismatch
+from unipar.launcher.prepare import Plan, prepare
+
+IDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4"]
+
+
+def config(**changes: Any) -> Config:
+    return given({"batch": {"total": 32}, "train": {"steps": 1}}, changes).config
+
+
+def place(size: int, local: int | None = None) -> Place:
+    return Place(rank=0, size=size, local_rank=0, local_size=local or size, launcher="torchrun")
+
+
+@pytest.mark.parametrize(
+    ("choice", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("2,0", 2),
+        (" 1 , 3 ", 2),
+        ("0,9,1", 1),
+        ("0,-1,1", 1),
+        ("1,1", 0),
+        ("GPU-cccc", 1),
+        ("GPU-cccc-3,GPU-dddd", 2),
+        ("GPU-aa", 0),
+        ("GPU-eeee", 0),
+        ("MIG-1,MIG-2", 2),
+        ("none", 0),
+    ],
+)
+def test_what_cuda_visible_devices_leaves(choice: str | None, count: int) -> None:
+    """CUDA's own rules: the list ends at the first entry that is no GPU; one named twice shows nothing."""
+    assert chosen(IDS, choice) == count
+
+
+def test_a_torch_without_cuda_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver alone trains nothing."""
+    monkeypatch.setattr(distributed_gpus, "gpu_ids", lambda: IDS)
+    monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: False)
+    assert visible_gpus({}) == 0
+    monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: True)
+    assert visible_gpus({}) == 4
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+
+
+def _nvml(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
+    """NVML as these functions have it; the list tells that it was shut down."""
+    shut: list[str] = []
+    told = {"nvmlInit": lambda: None, "nvmlShutdown": lambda: shut.append("shut down"), **functions}
+    for name, function in told.items():
+        monkeypatch.setattr(pynvml, name, function)
+    return shut
+
+
+def _fails(*_: object) -> None:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+
+def test_gpus_in_the_order_of_their_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by its UUID; one that NVML cannot speak of counts all the same."""
+
+    def uuid(index: int) -> str:
+        if index == 1:
+            _fails()
+        return IDS[index]
+
+    shut = _nvml(
+        monkeypatch,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=lambda index: index,  # pyright: ignore[reportUnknownLambdaType]
+        nvmlDeviceGetUUID=uuid,
+    )
+    assert gpu_ids() == ["GPU-aaaa-1", "unknown-1", "GPU-cccc-3"]
+    assert shut == ["shut down"]
+
+
+@pytest.mark.parametrize(("function", "ended"), [("nvmlInit", []), ("nvmlDeviceGetCount", ["shut down"])])
+def test_no_gpus_without_a_driver(function: str, ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library is not there, or does not fit the kernel's part: no GPU can be used."""
+    shut = _nvml(monkeypatch, **{function: _fails})
+    assert gpu_ids() == []
+    assert shut == ended
+
+
+def test_what_torch_was_built_with() -> None:
+    """The version file and torch itself say the same."""
+    import torch
+
+    assert torch_has_cuda() == (torch.version.cuda is not None)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(distributed_gpus, "visible_gpus", lambda: number)
+
+
+@pytest.mark.parametrize(
+    ("changes", "visible", "ranks"),
+    [
+        ({"parallel": {"data": 3}}, 4, Ranks(3)),
+        ({}, 4, Ranks(4, "auto: no launcher, 4 GPUs visible here")),
+        ({}, 1, Ranks(1, "auto: no launcher, one GPU visible here")),
+        ({}, 0, Ranks(1, "auto: no launcher, no GPU visible here")),
+        ({"device": "cpu"}, 4, Ranks(1, "auto: no launcher, and device is cpu")),
+        ({"device": "cuda:1"}, 4, Ranks(1, "auto: no launcher, and device is cuda:1 alone")),
+        ({"backend": "single"}, 4, Ranks(1, "single is one process")),
+    ],
+)
+def test_ranks_of_our_own(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], visible: int, ranks: Ranks) -> None:
+    """A number is taken; auto is the visible GPUs, or one."""
+    gpus(monkeypatch, visible)
+    assert resources.ranks(config(**changes)) == ranks
+
+
+def test_ranks_of_a_launcher() -> None:
+    """auto takes the world that is there; the same number is no contradiction."""
+    assert resources.ranks(config(), place(3)) == Ranks(3, "started by torchrun")
+    assert resources.ranks(config(parallel={"data": 3}), place(3)) == Ranks(3, "started by torchrun")
+
+
+def test_a_launchers_other_world() -> None:
+    """A world of another size than the config's is refused."""
+    with pytest.raises(WorldMismatch) as e:
+        resources.ranks(config(parallel={"data": 4}), place(2))
+    assert str(e.value) == "parallel.data: 4, but torchrun started 2 processes; give it 4, or say auto"
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "visible", "sentence"),
+    [
+        (
+            {"device": "cuda"},
+            2,
+            0,
+            "native/nothing: parallel.data: 2 ranks on cuda; no GPU visible here; say device: cpu",
+        ),
+        (
+            {},
+            4,
+            2,
+            "native/nothing: parallel.data: 4 ranks on cuda; 2 GPUs visible here; lower it, say device: cpu, "
+            "or share one GPU by device: cuda:0",
+        ),
+        (
+            {"device": "cuda:1"},
+            1,
+            1,
+            "native/nothing: device: cuda:1 is not there; one GPU visible here; say device: cpu",
+        ),
+    ],
+)
+def test_too_few_devices(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], ranks: int, visible: int, sentence: str
+) -> None:
+    """Refused with the numbers, before any process starts."""
+    gpus(monkeypatch, visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(Unsupported) as e:
+        resources.check_enough(config(**changes), ranks)
+    assert str(e.value) == sentence
+
+
+def test_too_few_devices_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hid the GPUs is reminded."""
+    gpus(monkeypatch, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(Unsupported, match=r"one GPU visible here \(CUDA_VISIBLE_DEVICES=3\); lower it"):
+        resources.check_enough(config(device="cuda"), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "local", "visible"),
+    [
+        ({"device": "cpu"}, 64, None, 0),
+        ({}, 64, None, 0),
+        ({}, 2, None, 2),
+        ({"device": "cuda:0"}, 4, None, 1),
+        ({"device": "cuda"}, 16, 8, 8),
+    ],
+)
+def test_enough_devices(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], ranks: int, local: int | None, visible: int
+) -> None:
+    """On the CPU always; one GPU a rank of this machine; one GPU shared, where the config says which."""
+    gpus(monkeypatch, visible)
+    resources.check_enough(config(**changes), ranks, local)
+
+
+def test_what_auto_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA where there is any; what the config says needs no reason."""
+    gpus(monkeypatch, 2)
+    assert resources.device(config()) == ("cuda", "auto: 2 GPUs visible here")
+    assert resources.device(config(device="cpu")) == ("cpu", "")
+    gpus(monkeypatch, 0)
+    assert resources.device(config()) == ("cpu", "auto: no GPU visible here")
+
+
+def test_one_call_takes_all_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A config that says nothing of ranks or devices has a rank on each visible GPU."""
+    monkeypatch.setattr(distributed_gpus, "gpu_ids", lambda: IDS)
+    monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.chdir(tmp_path)
+    told = {"batch": {"total": 8}, "train": {"steps": 1}}
+    plan = Plan.of(prepare(told, code="in the script"), overwrite=False)
+    assert (plan.size, plan.config.parallel.data) == (4, 4)
+    monkeypatch.setattr(distributed_gpus, "gpu_ids", list)
+    assert Plan.of(prepare(told, code="in the script"), overwrite=False).size == 1

@@ -1,0 +1,345 @@
+"""The command line: what it prints, what it exits with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.comparisons import made
+from unipar.cli import app
+from unipar.errors import ConfigError, Hung, NonFinite, Stopped, WorkerFailed
+
+CONFIG = """\
+task: {use: net.py:Net}
+device: cpu
+parallel: {data: 2}
+batch: {total: 8}
+train: {steps: 2}
+"""
+NET = """\
+class Net:
+    def model(self): ...
+    def data(self): ...
+    def loss(self, model, batch): ...
+"""
+COMMANDS = (
+    *(
+        "run",
+        "compare",
+        "scale",
+        "report",
+        "verify",
+        "check",
+        "explain",
+        "export",
+        "import",
+        "schema",
+        "backends",
+        "doctor",
+    ),
+    "install",
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(CONFIG, encoding="utf-8")
+    Path("net.py").write_text(NET, encoding="utf-8")
+    return tmp_path
+
+
+class Answer:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def unipar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command in this process."""
+
+    def typed(*words: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["unipar", *words])
+        with pytest.raises(SystemExit) as e:
+            app.main()
+        told = capsys.readouterr()
+        return Answer(int(e.value.code or 0), told.out, told.err)
+
+    return typed
+
+
+def test_help_teaches_by_example(unipar: Any) -> None:
+    """Every command shows how it is typed, and what its exit codes mean."""
+    whole = unipar("--help")
+    assert whole.code == 0
+    assert [line.split()[0] for line in whole.out.partition("Commands:\n")[2].splitlines()[: len(COMMANDS)]] == list(
+        COMMANDS
+    )
+    for command in COMMANDS:
+        said = unipar(command, "--help").out
+        assert said.count(f"unipar {command}") >= 2, command
+        assert "130 stopped by a signal" in said
+
+
+def test_version(unipar: Any) -> None:
+    """As the distribution's."""
+    assert unipar("--version").out == "unipar 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["chek"], "No such command 'chek'"),
+        (["run"], "Missing argument 'FILE'"),
+        (["run", "x.yaml", "--bakend", "native"], "No such option"),
+    ],
+)
+def test_a_wrong_command(unipar: Any, words: list[str], sentence: str) -> None:
+    """Exit 2 and what was wrong with it."""
+    answer = unipar(*words)
+    assert answer.code == 2
+    assert sentence in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (
+            ["scale", "x.yaml", "--world", "2"],
+            2,
+            "--world: 2 does not scale: give two sizes or more, each of at least 1 (--world 1,2)",
+        ),
+        (["check", "y.yaml"], 2, "there is no file y.yaml; did you mean x.yaml?"),
+        (
+            ["check", "x.yaml", "--set", "train.stps=3"],
+            2,
+            "x.yaml: train.stps (--set): there is no such key; did you mean 'steps'?",
+        ),
+        (
+            ["run", "x.yaml", "--set", "batch.total=9"],
+            2,
+            "batch.total (9) is not a multiple of accumulate x data (1 x 2 = 2); the nearest totals are 8 and 10",
+        ),
+        (
+            ["run", "x.yaml", "--set", "task.use=net.py:Nat"],
+            2,
+            "task.use: {folder}/net.py has no class Nat; did you mean Net?",
+        ),
+        (
+            ["run", "x.yaml", "--backend", "horovod/optimizer"],
+            3,
+            "horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
+        ),
+        (
+            ["explain", "x.yaml", "--cell", "natve"],
+            3,
+            "no backend 'natve'; did you mean 'native'? known: accelerate, deepspeed, horovod, native, single",
+        ),
+        (
+            ["check", "x.yaml", "--backend", "native/everything"],
+            2,
+            "'native/everything' is not a cell: write backend/shard or backend/shard+variant, where shard is one of "
+            "nothing, optimizer, gradients, parameters (a bare backend means /nothing)",
+        ),
+        (["schema", "--write", "nowhere/x.json"], 2, "--write nowhere/x.json: No such file or directory"),
+    ],
+)
+def test_an_error_is_one_paragraph(unipar: Any, folder: Path, words: list[str], code: int, sentence: str) -> None:
+    """On stderr, after the program's name, with the exit code of its kind."""
+    answer = unipar(*words)
+    assert (answer.code, answer.out) == (code, "")
+    assert answer.err == f"unipar: {sentence.format(folder=folder)}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (WorkerFailed("rank 1 raised ValueError: no"), 1, "rank 1 raised ValueError: no"),
+        (Hung("rank 1 fell silent"), 1, "rank 1 fell silent"),
+        (NonFinite("the loss of step 3 is nan on rank 1"), 1, "the loss of step 3 is nan on rank 1"),
+        (Stopped("stopped after step 3"), 130, "stopped after step 3"),
+        (RuntimeError("what?"), 1, "RuntimeError: what? (unforeseen; --debug shows where)"),
+    ],
+)
+def test_what_a_run_may_end_with(
+    unipar: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, sentence: str
+) -> None:
+    """Each kind has its exit code; what nobody foresaw says so."""
+
+    def launch(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("unipar.launcher.launch.launch", launch)
+    answer = unipar("run", "x.yaml")
+    assert (answer.code, answer.err) == (code, f"unipar: {sentence}\n")
+
+
+def test_interrupted(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is no error of ours."""
+
+    def launch(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unipar.launcher.launch.launch", launch)
+    answer = unipar("run", "x.yaml")
+    assert answer.code == 130
+    assert "Traceback" not in answer.err
+
+
+@pytest.mark.parametrize("words", [["--debug", "check", "y.yaml"], ["check", "y.yaml", "--debug"]])
+def test_debug_shows_the_traceback(unipar: Any, words: list[str]) -> None:
+    """Wherever it is typed; the sentence still comes last."""
+    answer = unipar(*words)
+    assert answer.err.startswith("Traceback (most recent call last):\n")
+    assert answer.err.endswith("\nunipar: there is no file y.yaml; did you mean x.yaml?\n")
+
+
+def test_run_hands_over_what_was_typed(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cell, changes, folder and overwriting reach launch; its report is printed."""
+    given: dict[str, Any] = {}
+
+    def launch(source: Any, *, overwrite: bool) -> str:
+        given.update(config=source.config, overwrite=overwrite, origins=source.origins)
+        return "the report"
+
+    monkeypatch.setattr("unipar.launcher.launch.launch", launch)
+    words = "run x.yaml --backend native/parameters --set train.steps=7 --set train.seed=1 --out there --overwrite"
+    answer = unipar(*words.split(), "--local_rank=1")
+    assert (answer.code, answer.out) == (0, "the report\n")
+    config = given["config"]
+    assert (config.backend, config.parallel.shard) == ("native", "parameters")
+    assert (config.train.steps, config.train.seed, config.out) == (7, 1, "there")
+    assert given["overwrite"] is True
+    assert given["origins"]["out"] == "--out"
+
+
+@pytest.mark.parametrize(("rank", "out"), [("0", "the report\n"), ("1", "")])
+def test_one_rank_prints_the_report(unipar: Any, monkeypatch: pytest.MonkeyPatch, rank: str, out: str) -> None:
+    """Under a foreign launcher every rank is a command line of its own."""
+    world = {"TORCHELASTIC_RUN_ID": "1", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+
+    def launch(*_: Any, **__: Any) -> str:
+        return "the report"
+
+    monkeypatch.setattr("unipar.launcher.launch.launch", launch)
+    assert unipar("run", "x.yaml").out == out
+
+
+@pytest.mark.parametrize("words", [["--local_rank=1"], ["--local-rank", "1"]])
+def test_what_launchers_add_is_swallowed(unipar: Any, words: list[str]) -> None:
+    """Before the command or after it."""
+    assert unipar(*words, "check", "x.yaml").code == 0
+    assert unipar("check", "x.yaml", *words).code == 0
+
+
+def test_check(unipar: Any) -> None:
+    """The answer is on stdout."""
+    answer = unipar("check", "x.yaml")
+    assert answer.code == 0
+    assert answer.out.startswith("x.yaml: good\n  cell     native/nothing, 2 ranks on cpu\n")
+
+
+@pytest.mark.parametrize(("code", "words", "more"), [(0, (), True), (1, (), False), (0, ("--world", "1,2"), False)])
+def test_what_to_try_next(
+    unipar: Any, monkeypatch: pytest.MonkeyPatch, code: int, words: tuple[str, ...], more: bool
+) -> None:
+    """A comparison that went well ends with three commands."""
+
+    class Made:
+        def __init__(self) -> None:
+            self.code = code
+
+        def table(self, width: int) -> str:
+            return "the table"
+
+    def compared(*_: Any, **__: Any) -> Made:
+        return Made()
+
+    monkeypatch.setattr("unipar.comparison.compare.compare", compared)
+    answer = unipar("compare", "x.yaml", *words)
+    ways = "next: unipar verify x.yaml\n      unipar scale x.yaml --world 1,2\n      unipar explain x.yaml --compare\n"
+    assert (answer.code, answer.out) == (code, "the table\n" + (ways if more else ""))
+
+
+@pytest.mark.parametrize("verb", ["compare", "scale", "verify", "explain"])
+def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """As sizes of worlds have; repeated, too."""
+    asked: list[Any] = []
+
+    def met(_: Any, /, *words: Any, **named: Any) -> None:
+        asked.extend(words[0] if verb == "explain" else named["cells"])
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(f"unipar.verbs.{verb}.{verb}", met)
+    world = ["--world", "1,2"] if verb == "scale" else []
+    assert unipar(verb, "x.yaml", "--cell", "single, native/nothing,", "--cell", "deepspeed/*", *world).code == 2
+    assert asked == ["single", "native/nothing", "deepspeed/*"]
+
+
+def test_report(unipar: Any, folder: Path) -> None:
+    """It says where the page lies; exit 2 where there is nothing to show."""
+    made(folder / "runs/x")
+    assert unipar("report", "runs/x").out == "page: runs/x/compare/report.html\n"
+    assert unipar("report", "runs/x", "runs/x", "--out", "y.html").out == "page: y.html\n"
+    assert Path("y.html").read_text("utf-8").startswith("<!doctype html>")
+    made(folder / "runs/z", parameters=1000)
+    assert unipar("report", "runs/x", "runs/z").out == (
+        "page: runs/z/compare/report.html\nThe two are not alike: parameters 8,926,848 before, 1,000 now.\n"
+    )
+    answer = unipar("report", "runs/y")
+    assert (answer.code, answer.err) == (2, "unipar: runs/y is not there; give a run folder\n")
+
+
+def test_explain(unipar: Any) -> None:
+    """Plain text into a pipe, JSON when asked for."""
+    assert "train.steps                   2" in unipar("explain", "x.yaml").out
+    told = json.loads(unipar("explain", "x.yaml", "--json", "--cell", "single").out)
+    assert [cell["cell"] for cell in told["cells"]] == ["single"]
+
+
+def test_schema(unipar: Any) -> None:
+    """Printed, or into a file; the same."""
+    printed = unipar("schema").out
+    assert unipar("schema", "--write", "s.json").out == ""
+    assert Path("s.json").read_text("utf-8") == printed
+
+
+def typed(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+
+
+def test_as_a_module() -> None:
+    """`python -m unipar` is how launchers start it."""
+    answer = typed("-m", "unipar", "check", "y.yaml")
+    assert (answer.returncode, answer.stderr) == (2, "unipar: there is no file y.yaml; did you mean x.yaml?\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "check x.yaml",
+        "explain x.yaml --compare",
+        "schema",
+        "run x.yaml --set batch.total=9",
+        "run x.yaml --backend natve",
+        "compare x.yaml --set train.steps=1",
+    ],
+)
+def test_no_torch_before_a_process_starts(words: str) -> None:
+    """What can be answered from text is answered in a moment: neither torch nor numpy is imported."""
+    program = (
+        f"import sys; sys.argv = ['unipar', *{words.split()!r}]\n"
+        "from unipar.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print('loaded:', *[m for m in ('torch', 'numpy') if m in sys.modules])\n"
+    )
+    answer = typed("-c", program)
+    assert answer.stdout.rpartition("loaded:")[2].split() == []
+    assert "loaded:" in answer.stdout

@@ -1,0 +1,210 @@
+"""`unipar doctor`: each thing that can be wrong is told with its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from unipar.backend import installed
+from unipar.cli import machine_checks
+from unipar.cli.commands import doctor
+from unipar.cli.commands import doctor as commands_doctor
+from unipar.cli.machine_checks import Check
+
+
+def test_a_machine_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    """Here nothing fails, and each thing that the README promises is looked at."""
+    assert doctor.examine_machine(as_json=True) is True
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is True
+    names = [check["name"] for check in told["checks"]]
+    assert names[:2] == ["torch", "GPUs"]
+    assert {"backend native", "c++ compiler", "cmake", "loopback", "host name", "/dev/shm", "open files"} <= set(names)
+    assert {check["status"] for check in told["checks"]} <= {"ok", "warn"}
+
+
+def test_one_failure_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pipe it is plain text, with the remedy below what it is for."""
+    found = [Check("python", "ok", "3.11.2"), Check("loopback", "fail", "it cannot be reached", "ip link set lo up")]
+    monkeypatch.setattr(commands_doctor, "examined", lambda: iter(found))
+    assert doctor.examine_machine() is False
+    assert capsys.readouterr().out == (
+        "      what      found\n"
+        "ok    python    3.11.2\n"
+        "fail  loopback  it cannot be reached\n"
+        "                -> ip link set lo up\n"
+    )
+
+
+def test_a_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own error is the sentence."""
+    monkeypatch.setattr(commands_doctor, "_ASK", "raise ImportError('libtorch_cpu.so: cannot open shared object file')")
+    assert list(doctor._torch()) == [  # pyright: ignore[reportPrivateUsage]
+        Check("torch", "fail", "ImportError: libtorch_cpu.so: cannot open shared object file", "pip install torch")
+    ]
+
+
+def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not installed is a warning; what is installed and broken is a failure."""
+    seen = {
+        "horovod": installed.Seen(absent="backend 'horovod' needs horovod, not installed here: unipar install horovod"),
+        "deepspeed": installed.Seen(broken="ImportError: no such symbol"),
+    }
+    monkeypatch.setattr(commands_doctor, "seen", lambda _: seen)  # pyright: ignore[reportUnknownLambdaType]
+    said = "backend 'horovod' needs horovod, not installed here"
+    assert list(doctor._backends()) == [  # pyright: ignore[reportPrivateUsage]
+        Check("backend horovod", "warn", said, "unipar install horovod"),
+        Check(
+            "backend deepspeed",
+            "fail",
+            "ImportError: no such symbol",
+            "install it again: pip install 'unipar[deepspeed]'",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "devices", "driver", "visible", "check"),
+    [
+        ("13.0", ["H200", "H200"], True, None, Check("GPUs", "ok", "2: H200")),
+        (None, [], False, None, Check("GPUs", "ok", "none: training is on the CPU")),
+        (
+            None,
+            [],
+            True,
+            None,
+            Check("GPUs", "warn", "there is an NVIDIA driver, and a torch for the CPU", "install a torch with CUDA"),
+        ),
+        (
+            "13.0",
+            [],
+            True,
+            "",
+            Check("GPUs", "warn", "torch sees none with CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES"),
+        ),
+        (
+            "13.0",
+            [],
+            True,
+            None,
+            Check(
+                "GPUs", "warn", "there is an NVIDIA driver, and torch for CUDA 13.0 sees no GPU", "update the driver"
+            ),
+        ),
+    ],
+)
+def test_gpus(
+    cuda: str | None,
+    devices: list[str],
+    driver: bool,
+    visible: str | None,
+    check: Check,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What torch sees is held against the driver."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert doctor.gpus(cuda, devices, driver=driver) == check
+
+
+def test_a_host_name_that_does_not_resolve() -> None:
+    """The remedy is the line that it needs."""
+    check = machine_checks.hostname("no-such-host.invalid")
+    assert check.status == "warn"
+    assert check.found.startswith("no-such-host.invalid does not resolve (")
+    assert check.remedy == "add the line '127.0.1.1 no-such-host.invalid' to /etc/hosts"
+
+
+def test_loopback_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No world can meet then."""
+
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    assert machine_checks.loopback() == Check(
+        "loopback",
+        "fail",
+        "127.0.0.1 cannot be reached: [Errno 99] Cannot assign requested address",
+        "ip link set lo up",
+    )
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's 64 MiB are too little, and none at all is a failure."""
+    assert machine_checks.shared_memory(tmp_path / "none").status == "fail"
+    monkeypatch.setattr("shutil.disk_usage", lambda _: _Usage(64 * 2**20, 0, 63 * 2**20))  # pyright: ignore[reportUnknownLambdaType]
+    assert machine_checks.shared_memory(tmp_path) == Check(
+        str(tmp_path),
+        "warn",
+        "63 of 64 MiB free; data workers may die of it",
+        "docker run --shm-size=1g, or --ipc=host",
+    )
+
+
+class _Usage:
+    def __init__(self, total: int, used: int, free: int) -> None:
+        self.total, self.used, self.free = total, used, free
+
+
+def test_leftovers_in_shared_memory(tmp_path: Path) -> None:
+    """A file that a process holds open is no leftover; one that nobody holds is named with its size."""
+    (tmp_path / "left").write_bytes(bytes(3 * 2**20))
+    with (tmp_path / "held").open("wb"):
+        check = machine_checks.leftovers(tmp_path)
+    assert check == Check(
+        f"left in {tmp_path}", "warn", "1 file that no process holds, 3.0 MiB", f"rm {tmp_path / 'left'}"
+    )
+
+
+def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number is told, and what to type."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))  # pyright: ignore[reportUnknownLambdaType]
+    first, second, third = machine_checks.limits()
+    assert first == Check("open files", "warn", "at most 256; ranks with data workers need 1024", "ulimit -n 4096")
+    assert second.remedy == "ulimit -u 4096"
+    assert third.status == "ok"
+
+
+def test_a_long_temporary_folder(tmp_path: Path) -> None:
+    """Paths of sockets end at 108 bytes."""
+    folder = tmp_path / ("x" * 60)
+    folder.mkdir()
+    check = machine_checks.temporary(folder)
+    assert (check.status, check.remedy) == ("fail", "TMPDIR=/tmp")
+    assert check.found == f"{folder} is {len(str(folder))} bytes long; sockets below it need 60 or fewer"
+    assert machine_checks.temporary(tmp_path / "none").found == f"{tmp_path / 'none'} cannot be written to"
+
+
+def test_a_lock_of_a_killed_compilation(tmp_path: Path) -> None:
+    """An old one is named; a young one may be somebody's who compiles."""
+    for name in ("old", "young"):
+        (tmp_path / "torch_extensions" / name).mkdir(parents=True)
+        (tmp_path / "torch_extensions" / name / "lock").touch()
+    old = tmp_path / "torch_extensions/old/lock"
+    os.utime(old, (time.time() - 3600, time.time() - 3600))
+    check = machine_checks.locks(tmp_path)
+    assert (check.status, check.remedy) == ("warn", f"rm {old}")
+
+
+def test_launchers_say_what_they_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is installed, once, though a program may start worlds in several ways."""
+    here = ("torchrun", "accelerate", "mpirun", "srun", "deepspeed")
+    monkeypatch.setattr("shutil.which", lambda name, path: name if name in here else None)  # pyright: ignore[reportUnknownLambdaType]
+    found = {check.name: check.found for check in doctor._launchers()}  # pyright: ignore[reportPrivateUsage]
+    private = "; use it on a private network only"
+    assert found == {
+        "launcher accelerate": f"found: its agent listens on every interface at the master port{private}",
+        "launcher torchrun": "found: its agent listens on every interface (the master port, and two more with "
+        f"--standalone){private}",
+        "launcher deepspeed": "found: nothing beyond loopback is known of it",
+        "launcher mpirun": f"found: it listens on every interface while it runs{private}",
+        "launcher srun": "found: it listens on every interface for its tasks' output; Slurm's daemons do at their own "
+        f"ports{private}",
+    }

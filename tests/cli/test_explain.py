@@ -1,0 +1,300 @@
+"""explain and check: what a run will be, said before it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unipar.cli.commands.check import check_config
+from unipar.cli.commands.explain import Explanation, explain_config
+from unipar.config.source import Source, read
+from unipar.distributed import gpus
+from unipar.errors import ConfigError, OutExists, TaskError
+
+CONFIG = """\
+task: {use: net.py:Net, args: {width: 3}}
+parallel: {data: 2}
+batch: {total: 8, micro: 2}
+data: {workers: 1}
+train:
+  epochs: 3
+  optimizer: {lr: 0.5}
+  lr_scale: {rule: linear, at_batch: 4}
+  clip: 1.0
+compare: {cells: ["native/*", deepspeed/gradients+library]}
+"""
+
+NET = """\
+import torch
+import unipar
+from torch.utils.data import DataLoader
+
+class Net(unipar.Task):
+    def __init__(self, width):
+        print("made")
+        self.width = width
+
+    def model(self):
+        return torch.nn.Sequential(*[torch.nn.Linear(self.width, self.width) for _ in range(2)])
+
+    def data(self):
+        return DataLoader([(torch.ones(self.width), 0.0)] * 20, num_workers=2, drop_last=True)
+
+    def loss(self, model, batch):
+        return model(batch[0]).sum()
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(CONFIG, encoding="utf-8")
+    Path("net.py").write_text(NET, encoding="utf-8")
+    return read(Path("x.yaml"))
+
+
+def changed(source: Source, *sets: str, **overrides: Any) -> Source:
+    assert source.label == "x.yaml"
+    return read(Path("x.yaml"), sets, overrides)
+
+
+def rows(found: Explanation) -> dict[str, tuple[Any, str]]:
+    return {v.key: (v.value, v.origin) for v in (*found.values, *found.follows)}
+
+
+def test_every_value_has_an_origin(source: Source) -> None:
+    """The line, --set, overrides, default, or how it was derived."""
+    found = rows(explain_config(changed(source, "train.seed=7", **{"log.every": 5})))
+    assert found["batch.total"] == (8, "line 3")
+    assert found["task.args.width"] == (3, "line 1")
+    assert found["train.seed"] == (7, "--set")
+    assert found["log.every"] == (5, "overrides")
+    assert found["train.precision"] == ("fp32", "default")
+    assert found["train.optimizer.name"] == ("adamw", "default")
+    assert found["batch.accumulate"] == (2, "derived: total / (micro x data) = 8 / (2 x 2)")
+    assert found["out"] == ("runs/x", "derived: runs/ and the config's name")
+    assert found["cell"] == ("native/nothing", "derived: backend, parallel.shard and the backend's options")
+    assert found["full learning rate"] == (
+        1.0,
+        "derived: train.optimizer.lr x batch.total / at_batch = 0.5 x 8 / 4",
+    )
+
+
+def test_no_key_is_left_out(source: Source) -> None:
+    """Every leaf of a Config, and the options of the backend that is used."""
+    keys = {v.key for v in explain_config(source).values}
+    leaves = {
+        "task.use task.args.width backend device parallel.data parallel.shard parallel.shard_over",
+        "batch.total batch.micro batch.accumulate",
+        "model.weights model.blocks model.recompute model.compile model.sync_batchnorm model.offload train.sync_every",
+        "data.workers data.shuffle data.ragged data.stream train.steps train.epochs train.optimizer.name",
+        "train.optimizer.lr train.optimizer.weight_decay train.optimizer.decay train.optimizer.fused",
+        "train.optimizer.foreach train.optimizer.betas train.optimizer.eps train.lr_scale.rule train.lr_scale.at_batch",
+        "train.schedule.name train.schedule.warmup train.clip train.precision train.seed train.parts eval.every",
+        "eval.batches log.every log.to log.memory launch.heartbeat launch.timeout launch.grace",
+        "options.native.find_unused options.native.bucket_mb options.native.wrapper compare.cells",
+        "compare.repeat compare.memory out",
+    }
+    assert keys == {key for line in leaves for key in line.split()}
+
+
+@pytest.mark.parametrize(
+    ("batch", "key", "value"),
+    [
+        ("{total: 8}", "batch.micro", (4, "derived: total / (accumulate x data) = 8 / (1 x 2)")),
+        ("{total: 8}", "batch.accumulate", (1, "derived: total alone means 1")),
+        (
+            "{micro: 2, accumulate: 3}",
+            "batch.total",
+            (12, "derived: micro x accumulate x data = 2 x 3 x 2"),
+        ),
+    ],
+)
+def test_the_third_number(source: Source, batch: str, key: str, value: tuple[int, str]) -> None:
+    """Whichever of the three is left out shows its arithmetic."""
+    Path("x.yaml").write_text(CONFIG.replace("{total: 8, micro: 2}", batch), encoding="utf-8")
+    assert rows(explain_config(changed(source)))[key] == value
+
+
+def test_auto_says_what_it_came_to(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number and the device, with the reason beside the line."""
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: 2)
+    found = rows(explain_config(changed(source, "parallel.data=auto")))
+    assert found["parallel.data"] == (2, "--set; auto: no launcher, 2 GPUs visible here")
+    assert found["device"] == ("cuda", "default; auto: 2 GPUs visible here")
+
+
+def test_a_rate_by_the_root(source: Source) -> None:
+    """sqrt shows its root; no rule, no scaling."""
+    found = rows(explain_config(changed(source, "train.lr_scale.rule=sqrt", "train.lr_scale.at_batch=2")))
+    assert found["full learning rate"] == (
+        1.0,
+        "derived: train.optimizer.lr x sqrt(batch.total / at_batch) = 0.5 x sqrt(8 / 2)",
+    )
+    Path("x.yaml").write_text(CONFIG.replace("lr_scale: {rule: linear, at_batch: 4}", ""), encoding="utf-8")
+    assert rows(explain_config(changed(source)))["full learning rate"] == (
+        0.5,
+        "derived: train.optimizer.lr, not scaled",
+    )
+
+
+def test_cells_that_are_asked_for(source: Source) -> None:
+    """The config's own, or those named, or those it compares; each with what its library is told and all dtypes."""
+    assert [t.cell for t in explain_config(source).cells] == ["native/nothing"]
+    assert [t.cell for t in explain_config(source, ["deepspeed/optimizer", "single"]).cells] == [
+        "deepspeed/optimizer",
+        "single",
+    ]
+    compared = explain_config(source, compare=True).cells
+    assert [t.cell for t in compared] == [
+        "native/nothing",
+        "native/optimizer",
+        "native/gradients",
+        "native/parameters",
+        "deepspeed/gradients+library",
+    ]
+    told = compared[4].told
+    assert told["zero_optimization"] == {"stage": 2}
+    assert told["gradient_clipping"] == 1.0
+    assert compared[1].told == {
+        "DistributedDataParallel": compared[0].told["DistributedDataParallel"],
+        "ZeroRedundancyOptimizer": {"parameters_as_bucket_view": True},
+    }
+    assert list(compared[2].told) == ["fully_shard"]
+    assert compared[4].dtypes == {
+        "parameter": "fp32",
+        "master": "fp32 shards",
+        "gradient": "fp32",
+        "reduction": "fp32",
+        "compute": "fp32",
+    }
+
+
+def test_a_cell_that_cannot_run(source: Source) -> None:
+    """Its sentence, in place of what its library would be told."""
+    (told,) = explain_config(changed(source, "train.precision=fp64"), ["deepspeed/optimizer"]).cells
+    assert told.note.startswith(
+        "deepspeed/optimizer: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32"
+    )
+    assert told.told == told.dtypes == {}
+
+
+def test_a_rule_until_the_parameters_are_known(source: Source) -> None:
+    """Scaled buckets depend on the model, which only --deep makes."""
+    (told,) = explain_config(source, ["deepspeed/gradients"]).cells
+    assert told.told["zero_optimization"]["reduce_bucket_size"] == "parameters // 16, from 65,536 to 5e8"
+    (told,) = explain_config(source, ["deepspeed/gradients"], deep=True).cells
+    assert told.told["zero_optimization"]["reduce_bucket_size"] == 65_536
+
+
+def test_deep(source: Source, capsys: pytest.CaptureFixture[str]) -> None:
+    """The task's own code tells the rest: parameters, blocks, samples, what its DataLoader says."""
+    found = rows(explain_config(source, deep=True))
+    assert found["parameters"] == (24, "the task's model(); 24 of them are trained")
+    assert found["samples"] == (20, "the task's data(); 2 batches of 8 an epoch")
+    assert found["train.steps"] == (6, "derived: epochs x batches an epoch = 3 x 2")
+    assert found["model.blocks"] == (["0", "1"], "default; auto: found in the model")
+    assert found["data.workers"] == (1, "line 4; the task's DataLoader says 2")
+    assert found["data.shuffle"] == (False, "the task's DataLoader")
+    assert found["data.ragged"] == ("drop", "the task's DataLoader")
+    assert capsys.readouterr().out == ""  # what the task prints does not mix with what explain says
+
+
+def test_what_the_task_raises(source: Source) -> None:
+    """The user's own error, with its file and line."""
+    Path("net.py").write_text(NET.replace('print("made")', "1 / 0"), encoding="utf-8")
+    with pytest.raises(TaskError) as e:
+        explain_config(source, deep=True)
+    file = Path("net.py").resolve()
+    assert str(e.value) == f"the task's file raised ZeroDivisionError: division by zero ({file}, line 7)"
+
+
+def test_plain_text(source: Source) -> None:
+    """For a pipe: aligned, and nothing cut off."""
+    lines = explain_config(source).plain().splitlines()
+    assert lines[0] == "x.yaml"
+    assert lines[1].split() == ["key", "value", "from"]
+    assert "batch.accumulate              2" in "\n".join(lines)
+    assert "train.optimizer.betas         [0.9, 0.999]" in "\n".join(lines)
+    assert "train.steps                   null" in "\n".join(lines)
+    assert "what each thing is kept or done in" in lines
+
+
+def test_json(source: Source) -> None:
+    """The same as data."""
+    told = json.loads(explain_config(source, deep=True).to_json())
+    assert told["label"] == "x.yaml"
+    assert {"key": "train.clip", "value": 1.0, "origin": "line 9"} in told["values"]
+    assert told["cells"][0]["told"]["DistributedDataParallel"]["bucket_cap_mb"] == 25
+
+
+def test_a_terminal(source: Source, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows in a drawn table."""
+    monkeypatch.setenv("COLUMNS", "100")
+    explain_config(source, ["single"]).draw()
+    drawn = capsys.readouterr().out
+    assert "batch.accumulate" in drawn
+    assert "PyTorch as it is" in drawn
+
+
+def test_check_says_what_would_run(source: Source) -> None:
+    """Cell, ranks, batch, task, cells to compare and folder, in a few lines."""
+    Path("x.yaml").write_text(CONFIG + "device: cpu\n", encoding="utf-8")
+    use = f"{Path('net.py').resolve()}:Net"
+    said = " ".join(check_config(changed(source)).split())
+    assert said == (
+        "x.yaml: good cell native/nothing, 2 ranks on cpu batch total 8 = micro 2 x accumulate 2 x data 2 "
+        f"task {use}, read but not imported (--deep imports it) "
+        "compare 5 cells: native/*, deepspeed/gradients+library out runs/x"
+    )
+    assert f"task {use}, imported and made" in " ".join(check_config(changed(source), deep=True).split())
+
+
+def test_check_without_a_task(source: Source) -> None:
+    """A script may give it."""
+    Path("x.yaml").write_text(CONFIG.partition("\n")[2], encoding="utf-8")
+    assert "task     none named here; a script gives it to unipar.launch" in check_config(changed(source))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (
+            "batch.micro=3",
+            ConfigError,
+            "batch.total (8) is not a multiple of micro x data (3 x 2 = 6); the nearest totals are 6 and 12",
+        ),
+        (
+            "parallel={shard: gradients, shard_over: 3}",
+            ConfigError,
+            "parallel.shard_over (3) does not divide the number of ranks (2): give a divisor of it, or leave "
+            "shard_over out, and all ranks split one copy",
+        ),
+        (
+            "compare.cells=[horovod/optimizer]",
+            ConfigError,
+            "x.yaml: compare.cells (--set): horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
+        ),
+        ("task.use=net.py:Nat", TaskError, "task.use: {folder}/net.py has no class Nat; did you mean Net?"),
+        ("task.use=nat.py:Net", TaskError, "task.use: the file {folder}/nat.py is not there"),
+        ("task.args.widht=4", TaskError, "task.args.widht: Net has no such argument; did you mean 'width'?"),
+    ],
+)
+def test_check_refuses(source: Source, change: str, error: type[Exception], sentence: str) -> None:
+    """What run would refuse, check refuses with the same sentence."""
+    with pytest.raises(error) as e:
+        check_config(changed(source, change))
+    assert str(e.value) == sentence.format(folder=Path.cwd())
+
+
+def test_check_sees_an_existing_run(source: Source) -> None:
+    """As run does, unless it may overwrite."""
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/config.json").write_text('{"batch": {}, "train": {}}', "utf-8")
+    Path("runs/x/launch.json").write_text('{"task": {}}', "utf-8")
+    with pytest.raises(OutExists, match=r"^out: runs/x is there already"):
+        check_config(source)
+    assert check_config(source, overwrite=True).startswith("x.yaml: good")

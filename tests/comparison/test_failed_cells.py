@@ -1,0 +1,129 @@
+"""Cells that die in a comparison, for real: what was measured till then is kept, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.comparisons import made
+from unipar.comparison.compare import compare
+from unipar.report.data.comparison import Told
+from unipar.report.pages.comparison import page
+
+pytestmark = pytest.mark.forked
+
+TASK = '''
+import os
+import signal
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from typing_extensions import override
+
+import unipar
+
+
+class Dies(unipar.Task):
+    """Where gradients are split it asks for too much in step 6; where parameters are, it is killed in step 9."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 1))
+
+    def data(self):
+        return TensorDataset(torch.randn(64, 512, generator=torch.Generator().manual_seed(1)))
+
+    def train(self, run):
+        self.run = run
+        super().train(run)
+
+    def loss(self, model, batch):
+        y = model(batch[0]).square().mean()
+        at = self.run.config.parallel.shard, self.run.done + 1, self.run.rank
+        if at == ("gradients", 6, 1):
+            torch.empty(2**45)
+        if at == ("parameters", 9, 1):
+            y.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        return y
+'''
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("till")
+    (folder / "task.py").write_text(TASK, encoding="utf-8")
+    told = {
+        "task": {"use": f"{folder}/task.py:Dies"},
+        "device": "cpu",
+        "parallel": {"data": 2},
+        "batch": {"total": 8},
+        "model": {"blocks": "none"},
+        "train": {"steps": 10},
+        "out": str(folder / "out"),
+    }
+    whole = compare(told, cells=("native/nothing", "native/gradients", "native/parameters"))
+    data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
+    return {"table": str(whole), "code": whole.code, "out": folder / "out"} | {c["cell"]: c for c in data["cells"]}
+
+
+def test_a_cell_that_the_kernel_kills_keeps_what_was_measured(found: dict[str, Any]) -> None:
+    """Every byte of it, and the steps that were timed; the others run to their end."""
+    row = found["native/parameters"]
+    assert (row["outcome"], row["at"]) == ("failed", "in the backward of step 9")
+    first, second, _ = row["note"].splitlines()
+    assert first == "rank 1 was killed by SIGKILL in the backward of step 9: probably out of memory (dmesg tells)"
+    assert re.fullmatch(
+        r"  in the (backward|update) of a watched step the most was held by \w+, [\d.]+ MiB \(.*\); "
+        r"by an estimate batch.micro: 2 instead of 4 needs less",
+        second,
+    )
+    assert [len(turn) for turn in row["seconds"]] == [1]
+    assert [account["rank"] for account in row["memory"]] == [0, 1]
+    for account in row["memory"]:
+        assert [phase["name"] for phase in account["phases"]] == ["built", "forward", "backward", "update", "steady"]
+        assert all(sum(phase["held"].values()) == phase["peak"] > 0 for phase in account["phases"])
+    assert [found[cell]["outcome"] for cell in ("single", "native/nothing")] == ["ran", "ran"]
+    assert found["code"] == 1
+
+
+def test_a_cell_that_dies_while_it_is_watched_keeps_what_was_seen(found: dict[str, Any]) -> None:
+    """The rank that failed writes down what it saw; its sums are whole."""
+    row = found["native/gradients"]
+    assert (row["outcome"], row["at"], row["seconds"]) == ("failed", "in the forward of step 6", [])
+    assert row["note"].startswith("rank 1 ran out of memory in the forward of step 6: 131072 GiB more were asked for")
+    (account,) = (account for account in row["memory"] if account["rank"] == 1)
+    by = {phase["name"]: phase for phase in account["phases"]}
+    assert list(by) == ["built", "forward", "backward", "update", "steady"]
+    assert all(sum(phase["held"].values()) == phase["peak"] > 0 for phase in by.values())
+    assert by["update"]["held"]["optimizer"] > 1_000_000
+
+
+def test_table_and_page_show_it_as_till_then(found: dict[str, Any]) -> None:
+    """Beside the cells that ran, and in no ranking."""
+    lines = found["table"].splitlines()
+    assert [line.split("  ")[0] for line in lines if "till it failed" in line] == [
+        *("native/gradients, till it failed", "native/parameters, till it failed") * 2
+    ]
+    told = Told.read(Path(found["out"]))
+    assert [cell.cell for cell in told.broken] == ["native/gradients", "native/parameters"]
+    assert "<caption>native/parameters, by phase, till it failed</caption>" in page(told)
+
+
+def test_a_cell_that_failed_is_shown_till_then(tmp_path: Path) -> None:
+    """What was measured of it has a place of its own, and no cell is ranked with it."""
+    run = made(tmp_path / "run")
+    file = run / "compare/compare.json"
+    data = json.loads(file.read_text("utf-8"))
+    row = next(row for row in data["cells"] if row["cell"] == "native/parameters")
+    row |= {"outcome": "failed", "note": "rank 1 was killed\nits log", "at": "in the backward of step 7"}
+    file.write_text(json.dumps(data), encoding="utf-8")
+    told = Told.read(run)
+    text = page(told)
+    assert [cell.cell for cell in told.broken] == ["native/parameters"]
+    assert "native/parameters" not in [cell.cell for cell in told.measured]
+    assert "native/parameters failed in the backward of step 7: rank 1 was killed</p>" in text
+    assert "<caption>native/parameters, by phase, till it failed</caption>" in text

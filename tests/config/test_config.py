@@ -1,0 +1,273 @@
+"""What a config means: arithmetic of the batch, cells, choices by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from unipar.backend import checks
+from unipar.backend.cells import at, cell_of, existing, expand
+from unipar.config import Cell, Config, Sizes
+from unipar.config.sections.batch import Batch
+from unipar.config.sections.optimizer import SGD, Adam, AdamW, Clip, Constant, Cosine, Linear, LrScale
+from unipar.config.sections.train import Train
+from unipar.config.source import given
+from unipar.errors import BackendNotFound, ConfigError, Unsupported
+
+GOOD: dict[str, Any] = {"batch": {"total": 32}, "train": {"steps": 1}}
+
+
+def config(**changes: Any) -> Config:
+    return given(GOOD, changes).config
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "sizes"),
+    [
+        (Batch(total=32), 1, Sizes(32, 32, 1, 1)),
+        (Batch(total=32), 4, Sizes(32, 8, 1, 4)),
+        (Batch(total=32, micro=4), 2, Sizes(32, 4, 4, 2)),
+        (Batch(total=32, accumulate=4), 2, Sizes(32, 4, 4, 2)),
+        (Batch(micro=4, accumulate=4), 2, Sizes(32, 4, 4, 2)),
+        (Batch(total=32, micro=4, accumulate=4), 2, Sizes(32, 4, 4, 2)),
+    ],
+)
+def test_any_two_give_the_third(batch: Batch, ranks: int, sizes: Sizes) -> None:
+    """total = micro x accumulate x ranks, whichever is left out."""
+    assert batch.settle(ranks) == sizes
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "sentence"),
+    [
+        (
+            Batch(total=30, micro=4),
+            2,
+            "batch.total (30) is not a multiple of micro x data (4 x 2 = 8); the nearest totals are 24 and 32",
+        ),
+        (
+            Batch(total=30, accumulate=4),
+            1,
+            "batch.total (30) is not a multiple of accumulate x data (4 x 1 = 4); the nearest totals are 28 and 32",
+        ),
+        (
+            Batch(total=3),
+            4,
+            "batch.total (3) is not a multiple of accumulate x data (1 x 4 = 4); the least is 4",
+        ),
+        (
+            Batch(total=32, micro=4, accumulate=2),
+            2,
+            "batch.total (32) is not micro x accumulate x data (4 x 2 x 2 = 16); leave one of the three out",
+        ),
+    ],
+)
+def test_what_does_not_divide(batch: Batch, ranks: int, sentence: str) -> None:
+    """The error shows the arithmetic and the nearest way out."""
+    with pytest.raises(ConfigError) as e:
+        batch.settle(ranks)
+    assert str(e.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "cell", "shown"),
+    [
+        ("native", Cell("native"), "native/nothing"),
+        ("native/parameters", Cell("native", "parameters"), "native/parameters"),
+        ("deepspeed/gradients+library", Cell("deepspeed", "gradients", "library"), "deepspeed/gradients+library"),
+        ("x+dp", Cell("x", "nothing", "dp"), "x/nothing+dp"),
+        ("single", Cell("single"), "single"),
+    ],
+)
+def test_cells_are_spelled_one_way(text: str, cell: Cell, shown: str) -> None:
+    """Parsed and printed; a bare backend splits nothing."""
+    assert Cell.parse(text) == cell
+    assert str(cell) == shown
+    assert Cell.parse(shown) == cell
+
+
+def test_a_cells_folder() -> None:
+    """A slash would make two folders of it."""
+    assert Cell("deepspeed", "gradients", "library").slug == "deepspeed-gradients+library"
+
+
+@pytest.mark.parametrize("text", ["", "/nothing", "native/", "native/everything", "native/nothing+", "+x"])
+def test_what_is_no_cell(text: str) -> None:
+    """The sentence says how one is written."""
+    with pytest.raises(ConfigError) as e:
+        Cell.parse(text)
+    assert str(e.value) == (
+        f"{text!r} is not a cell: write backend/shard or backend/shard+variant, where shard is one of nothing, "
+        "optimizer, gradients, parameters (a bare backend means /nothing)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "sentence"),
+    [
+        (
+            "horovod/optimizer",
+            Unsupported,
+            "horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
+        ),
+        (
+            "horovod/nothing+x",
+            Unsupported,
+            "horovod/nothing+x: horovod has no variant 'x'; its cells: horovod/nothing",
+        ),
+        ("natve", BackendNotFound, "no backend 'natve'; did you mean 'native'? known: "),
+    ],
+)
+def test_cells_that_do_not_exist(text: str, error: type[Exception], sentence: str) -> None:
+    """Refused with those that do."""
+    with pytest.raises(error) as e:
+        existing(Cell.parse(text))
+    assert str(e.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "made"),
+    [
+        ({}, AdamW()),
+        ({"lr": 0.1}, AdamW(lr=0.1)),
+        ({"name": "sgd", "momentum": 0.9}, SGD(momentum=0.9)),
+        ({"name": "adam", "betas": [0.8, 0.9]}, Adam(betas=(0.8, 0.9))),
+    ],
+)
+def test_an_optimizer_is_chosen_by_name(optimizer: dict[str, Any], made: object) -> None:
+    """adamw without a name; each with its own keys."""
+    assert config(train={"optimizer": optimizer}).train.optimizer == made
+
+
+@pytest.mark.parametrize(
+    ("schedule", "made"),
+    [
+        ({}, Constant()),
+        ({"warmup": 3}, Constant(warmup=3)),
+        ({"name": "linear", "end": 0.5}, Linear(end=0.5)),
+        ({"name": "cosine", "warmup": 3}, Cosine(warmup=3)),
+    ],
+)
+def test_a_schedule_is_chosen_by_name(schedule: dict[str, Any], made: object) -> None:
+    """constant without a name."""
+    assert config(train={"steps": 9, "schedule": schedule}).train.schedule == made
+
+
+def test_clip_in_short_and_in_full() -> None:
+    """A number is the largest norm, taken in fp32."""
+    assert Train(steps=1).clipping is None
+    assert Train(steps=1, clip=0.5).clipping == Clip(max=0.5, norm="fp32")
+    assert Train(steps=1, clip=Clip(max=0.5, norm="fp64")).clipping == Clip(max=0.5, norm="fp64")
+
+
+@pytest.mark.parametrize(
+    ("scale", "total", "factor"),
+    [
+        (LrScale(), 64, 1.0),
+        (LrScale(rule="linear", at_batch=16), 64, 4.0),
+        (LrScale(rule="sqrt", at_batch=16), 64, 2.0),
+        (LrScale(rule="linear", at_batch=64), 16, 0.25),
+    ],
+)
+def test_the_rate_follows_the_batch(scale: LrScale, total: int, factor: float) -> None:
+    """By the ratio of the batches, or by its root."""
+    assert scale.factor(total) == factor
+
+
+def test_a_config_is_frozen() -> None:
+    """What was checked is what runs."""
+    with pytest.raises(ValidationError, match="frozen"):
+        config().train.seed = 1  # type: ignore[misc] - that is the point
+
+
+def test_a_config_read_back_is_equal() -> None:
+    """The ranks read it from JSON, the choices by name included."""
+    made = config(
+        train={"optimizer": {"name": "sgd"}, "schedule": {"name": "linear"}, "clip": {"max": 1.0}},
+        task={"use": "a.b:C", "args": {"x": [1, {"y": None}]}},
+        model={"blocks": ["layers.*"]},
+    )
+    assert Config.model_validate_json(made.model_dump_json()) == made
+
+
+def test_a_plain_cell_is_plain_and_a_variant_is_one() -> None:
+    """`registry.at` gives the cell that was asked for, whatever the config's options and backend say."""
+    library = config(options={"deepspeed": {"buckets": "library"}})
+    plain = at(library, Cell.parse("deepspeed/gradients"))
+    assert cell_of(plain) == Cell("deepspeed", "gradients")
+    varied = at(config(), Cell.parse("deepspeed/gradients+library"))
+    assert varied.options == {"deepspeed": {"buckets": "library"}}
+    assert cell_of(varied) == Cell("deepspeed", "gradients", "library")
+
+
+def test_an_option_that_contradicts_the_cell() -> None:
+    """It is not overruled in silence."""
+    scaled = config(options={"deepspeed": {"buckets": "scaled"}})
+    with pytest.raises(ConfigError) as e:
+        at(scaled, Cell.parse("deepspeed/gradients+library"))
+    assert str(e.value) == (
+        "options.deepspeed.buckets: 'scaled' contradicts the cell deepspeed/gradients+library, "
+        "which sets it to 'library'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [
+        ({"total": 32}, Sizes(32, 16, 2, 1)),
+        ({"total": 32, "micro": 4}, Sizes(32, 4, 8, 1)),
+        ({"total": None, "micro": 4, "accumulate": 2}, Sizes(16, 4, 4, 1)),
+    ],
+)
+def test_one_process_trains_on_the_same_batches(batch: dict[str, Any], sizes: Sizes) -> None:
+    """Two ranks' microbatches, one after another."""
+    one = at(config(batch=batch, parallel={"data": 2}), Cell("single"))
+    assert one.batch.settle(1) == sizes
+    assert one.parallel.data == 1
+
+
+def test_expand() -> None:
+    """Stars stand for cells; each cell comes once, in the order asked for."""
+    cells = expand(("native", "native/*", "deepspeed/gradients+library", "native/nothing"))
+    assert list(map(str, cells)) == [
+        "native/nothing",
+        "native/optimizer",
+        "native/gradients",
+        "native/parameters",
+        "deepspeed/gradients+library",
+    ]
+    assert {"single", "horovod/nothing", "deepspeed/gradients+library"} <= set(map(str, expand(("*",))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"backend": "horovod", "parallel": {"shard": "gradients"}},
+            "horovod/gradients: parallel.shard: gradients is not there; horovod has nothing",
+        ),
+        (
+            {"train.precision": "bf16-master"},
+            "native/nothing: train.precision: bf16-master cannot be had: DDP, as nn.DataParallel, keeps one copy of "
+            "the parameters, so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*",
+        ),
+        (
+            {"backend": "single", "parallel.data": 2},
+            "single: parallel.data: 2 contradicts it: single is one process",
+        ),
+        (
+            {"backend": "horovod", "parallel.shard": "optimizer", "train.precision": "bf16-master"},
+            "horovod/optimizer cannot run this config:\n"
+            "  - parallel.shard: optimizer is not there; horovod has nothing\n"
+            "  - train.precision: bf16-master cannot be had: Horovod has no bf16 tensors; use bf16-mixed, "
+            "native/parameters or deepspeed/*",
+        ),
+    ],
+)
+def test_refusals(changes: dict[str, Any], sentence: str) -> None:
+    """A cell that cannot run a config says every reason, with key, value and way out."""
+    with pytest.raises(Unsupported) as e:
+        checks.check(config(**changes))
+    assert str(e.value) == sentence

@@ -1,0 +1,306 @@
+"""Reading configs: what YAML may hold, where each key came from, and which of two givers wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unipar.backend.checks import given_source, in_cell, read_source
+from unipar.config import Config
+from unipar.config.config import Data
+from unipar.config.sections.batch import Batch
+from unipar.config.sections.optimizer import SGD
+from unipar.config.sections.train import Train
+from unipar.config.source import Source
+from unipar.errors import BackendNotFound, ConfigError
+
+GOOD = """\
+task: {use: ../code/net.py:Net, args: {layers: 2}}
+batch:
+  total: 32
+  micro: 4
+train:
+  steps: 10
+  optimizer: {name: adamw, lr: 3e-4, betas: [0.9, 0.95]}
+  clip: 1.0
+data: {shuffle: false}
+options: {deepspeed: {buckets: library}}
+"""
+
+Reader = Callable[..., Source]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """Writes x.yaml in a folder of its own and reads it there."""
+    (tmp_path / "configs").mkdir()
+    monkeypatch.chdir(tmp_path / "configs")
+
+    def reader(text: str | bytes = GOOD, *sets: str, **overrides: Any) -> Source:
+        file = Path("x.yaml")
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_source(file, sets, overrides)
+
+    return reader
+
+
+def refusal(config: Reader, text: str | bytes, *sets: str) -> str:
+    with pytest.raises(ConfigError) as e:
+        config(text, *sets)
+    return str(e.value)
+
+
+def test_every_key_has_its_line(config: Reader) -> None:
+    """Sections, keys in them and keys on one line all know where they stand; defaults do not."""
+    origins = config().origins
+    assert origins["task"] == origins["task.use"] == origins["task.args.layers"] == "line 1"
+    assert origins["batch"] == "line 2"
+    assert origins["batch.micro"] == "line 4"
+    assert origins["train.optimizer.betas"] == "line 7"
+    assert origins["options.deepspeed.buckets"] == "line 10"
+    assert "train.seed" not in origins
+
+
+def test_name_and_folders(config: Reader, tmp_path: Path) -> None:
+    """The run is named after the file, and the task's file is found beside the config, not beside the shell."""
+    source = config()
+    assert source.name == "x"
+    assert source.out == Path("runs/x")
+    assert source.folder == tmp_path / "configs"
+    assert source.config.task is not None
+    assert source.config.task.use == f"{tmp_path}/code/net.py:Net"
+
+
+def test_a_module_stays_a_module(config: Reader) -> None:
+    """Only files are made absolute."""
+    source = config(GOOD, "task.use=package.net:Net")
+    assert source.config.task is not None
+    assert source.config.task.use == "package.net:Net"
+
+
+def test_a_file_given_on_the_command_line_is_relative_to_the_shell(config: Reader, tmp_path: Path) -> None:
+    """What the shell completes is what is found."""
+    source = config(GOOD, "task.use=net.py:Net")
+    assert source.config.task is not None
+    assert source.config.task.use == f"{tmp_path}/configs/net.py:Net"
+
+
+def test_set_wins_over_the_file_and_later_over_earlier(config: Reader) -> None:
+    """One order: file, each --set from left to right, overrides of a script."""
+    source = config(GOOD, "train.seed=1", "train.seed=2", "batch.total=64", train={"seed": 3})
+    assert source.config.train.seed == 3
+    assert source.config.batch.total == 64
+    assert source.origins["train.seed"] == "overrides"
+    assert source.origins["batch.total"] == "--set"
+    assert source.origins["batch.micro"] == "line 4"
+
+
+def test_a_section_changes_only_what_it_names(config: Reader) -> None:
+    """A nested mapping is the same as its dotted keys."""
+    nested = config(GOOD, train={"optimizer": {"lr": 1.0}})
+    dotted = config(GOOD, **{"train.optimizer.lr": 1.0})
+    assert nested.config == dotted.config
+    assert nested.origins == dotted.origins
+    assert nested.config.train.optimizer.betas == (0.9, 0.95)  # type: ignore[union-attr]
+    assert nested.config.train.steps == 10
+
+
+def test_another_name_begins_a_section_anew(config: Reader) -> None:
+    """Another optimizer inherits nothing from the one in the file, so its betas are in nobody's way."""
+    optimizer = config(GOOD, "train.optimizer={name: sgd, lr: 0.1}").config.train.optimizer
+    assert optimizer == SGD(lr=0.1)
+
+
+@pytest.mark.parametrize("way", ["sets", "overrides", "nested"])
+def test_a_length_replaces_the_files_other_one(config: Reader, way: str) -> None:
+    """Steps in the file and epochs on the command line: the command line means epochs."""
+    match way:
+        case "sets":
+            source = config(GOOD, "train.epochs=2")
+        case "overrides":
+            source = config(GOOD, **{"train.epochs": 2})
+        case _:
+            source = config(GOOD, train={"epochs": 2})
+    assert (source.config.train.steps, source.config.train.epochs) == (None, 2)
+    assert source.origins["train.steps"] == f"{'--set' if way == 'sets' else 'overrides'} train.epochs"
+
+
+def test_two_lengths_given_together_are_an_error(config: Reader) -> None:
+    """Only what the file said gives way."""
+    assert refusal(config, GOOD, "train.epochs=2", "train.steps=3") == (
+        "x.yaml: train (line 5): one of steps and epochs is needed, and not both"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("steps", "--set steps: write key=value, as in --set train.steps=100"),
+        ("=3", "--set =3: write key=value, as in --set train.steps=100"),
+        ("train..steps=3", "--set train..steps=3: write key=value, as in --set train.steps=100"),
+        (
+            "train.seed=!!int 3",
+            "--set train.seed=!!int 3: the tag !!int is refused: a config holds plain values only",
+        ),
+        ("trian.steps=3", "x.yaml: trian (--set): there is no such key; did you mean 'train'?"),
+        ("train.stesp=3", "x.yaml: train.stesp (--set): there is no such key; did you mean 'steps'?"),
+        (
+            "train.seed=abc",
+            "x.yaml: train.seed (--set): wanted a whole number of at least 0 and below 4,294,967,296, got 'abc'",
+        ),
+        (
+            "train.clip.norm=fp64",
+            "--set train.clip.norm: train.clip is 1.0 (line 8), not a section; "
+            "give train.clip as a whole: {norm: ..., ...}",
+        ),
+        (
+            "task.args={}",
+            "--set task.args: {} changes nothing; a section changes the keys it names",
+        ),
+        (
+            "options.deepspeed.buckets=scald",
+            "x.yaml: options.deepspeed.buckets (--set): wanted scaled or library, got 'scald'; did you mean 'scaled'?",
+        ),
+        (
+            "backend=native/parameters",
+            "x.yaml: backend (--set): 'native/parameters' is a cell; "
+            "write backend: native and parallel: {shard: parameters}",
+        ),
+        (
+            "parallel.tensor=2",
+            "x.yaml: parallel.tensor (--set): tensor parallelism is not there yet; leave the key out",
+        ),
+        (
+            "parallel.pipeline=2",
+            "x.yaml: parallel.pipeline (--set): pipeline parallelism is not there yet; leave the key out",
+        ),
+    ],
+)
+def test_changes_that_are_refused(config: Reader, change: str, sentence: str) -> None:
+    """A bad --set names what was typed; a good one with a bad value is an error like the file's."""
+    assert refusal(config, GOOD, change) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "backend: natve\n",
+            "x.yaml: backend (line 11): no backend 'natve'; did you mean 'native'? known: ",
+        ),
+        (
+            "compare: {cells: [x]}\noptions2: 3\n",
+            "x.yaml: options2 (line 12): there is no such key; did you mean 'options'?",
+        ),
+        (
+            "model:\n  recompute: block\n",
+            "x.yaml: model.recompute (line 12): wanted none, blocks or selective, got 'block'; did you mean 'blocks'?",
+        ),
+    ],
+)
+def test_the_line_is_named(config: Reader, text: str, sentence: str) -> None:
+    """Errors about a file's keys say in which line they stand."""
+    with pytest.raises((ConfigError, BackendNotFound)) as e:
+        config(GOOD + text)
+    assert str(e.value).startswith(sentence)
+
+
+def test_an_unknown_backends_options(config: Reader) -> None:
+    """Options of a backend that nobody offers are a typo, whoever trains."""
+    with pytest.raises(BackendNotFound) as e:
+        config(GOOD.replace("deepspeed", "deepsped"))
+    assert str(e.value).startswith(
+        "x.yaml: options.deepsped (line 10): no backend 'deepsped'; did you mean 'deepspeed'?"
+    )
+
+
+def test_a_mapping_is_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's own dict: named run, its files relative to the working directory, tuples and paths made plain."""
+    monkeypatch.chdir(tmp_path)
+    source = given_source(
+        {
+            "task": {"use": "net.py:Net", "args": {"sizes": (1, 2)}},
+            "batch": {"total": 8},
+            "train": {"steps": 1},
+            "out": tmp_path / "there",
+        },
+        {"train.steps": 2},
+    )
+    assert source.name == "run"
+    assert source.out == tmp_path / "there"
+    assert source.config.task is not None
+    assert source.config.task.use == f"{tmp_path}/net.py:Net"
+    assert source.config.task.args == {"sizes": [1, 2]}
+    assert source.config.train.steps == 2
+    assert source.origins["batch.total"] == "given"
+    assert source.origins["train.steps"] == "overrides"
+
+
+def test_a_config_keeps_its_defaults_as_defaults() -> None:
+    """What a script left out of a Config is not taken for said; a section's kind is."""
+    made = Config(batch=Batch(total=8), train=Train(steps=1, optimizer=SGD(lr=0.1)), data=Data(workers=2))
+    source = given_source(made, {"train.seed": 7})
+    assert source.config.train.optimizer == SGD(lr=0.1)
+    assert source.config.train.seed == 7
+    assert source.config.data.model_fields_set == {"workers"}
+    assert source.origins["data.workers"] == "given"
+    assert "data.shuffle" not in source.origins
+
+
+def test_overrides_leave_the_given_config_alone() -> None:
+    """A frozen Config is not changed through the dicts that it holds."""
+    made = Config(batch=Batch(total=8), train=Train(steps=1), options={"native": {"bucket_mb": 5}})
+    given_source(made, {"options.native.bucket_mb": 6})
+    assert made.options == {"native": {"bucket_mb": 5}}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(float("nan"), "NaN"), ({1: 2}, '{"1": 2}'), ({1, 2}, "{1, 2}"), (b"x", "b'x'")],
+)
+def test_what_no_file_could_hold(value: object, shown: str) -> None:
+    """Workers read the config as JSON, so a script may say no more than a file."""
+    with pytest.raises(ConfigError) as e:
+        given_source({"batch": {"total": 8}, "train": {"steps": 1}}, {"task.args.x": value})
+    assert str(e.value) == (
+        f"overrides task.args.x: {shown} is not plain: a config holds text, finite numbers, true, false, null, lists, "
+        "and mappings whose keys are text"
+    )
+
+
+def test_a_mapping_that_holds_itself() -> None:
+    """It would never end."""
+    loop: dict[str, Any] = {}
+    loop["x"] = loop
+    with pytest.raises(ConfigError, match=r"nested more than 32 deep$"):
+        given_source({"batch": {"total": 8}, "train": {"steps": 1}, "task": loop})
+
+
+def test_written_for_the_ranks() -> None:
+    """A rank reads the same config back, and still knows which keys of data nobody said."""
+    made = Config(batch=Batch(total=8), train=Train(epochs=2, optimizer=SGD(lr=0.1)), data=Data(workers=2))
+    back = Config.model_validate_json(made.written())
+    assert back == made
+    assert back.data.model_fields_set == {"workers"}
+
+
+def test_in_another_cell(config: Reader) -> None:
+    """--backend and --out change the config and say that they did."""
+    from unipar.config import Cell
+
+    source = in_cell(config(), Cell.parse("deepspeed/gradients")).with_out("there")
+    assert (source.config.backend, source.config.parallel.shard) == ("deepspeed", "gradients")
+    assert source.config.options == {"deepspeed": {}}  # the plain cell, without the variant that the file asks for
+    assert source.origins["parallel.shard"] == "--backend"
+    assert (source.out, source.origins["out"]) == (Path("there"), "--out")
+
+
+@pytest.mark.parametrize("file", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=lambda f: f.name)
+def test_our_configs(file: Path) -> None:
+    """Every config in the repository is one, and names a task that is there."""
+    source = read_source(file)
+    assert source.config.task is not None
+    assert Path(source.config.task.use.rpartition(":")[0]).is_file()

@@ -1,0 +1,178 @@
+"""Each sample exactly once an epoch, in an order that no world changes; DataLoaders are taken or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from unipar.config import Config, Sizes
+from unipar.data.dataset import Source, source_of
+from unipar.data.feed import Feed
+from unipar.data.order import Order, Plan, cut
+from unipar.errors import ConfigError, TaskError
+
+DATA = TensorDataset(torch.arange(10))
+
+
+def _order(samples: int = 10, total: int = 4, ragged: str = "weigh", *, shuffle: bool = True) -> Order:
+    return Order(samples, total, seed=0, shuffle=shuffle, ragged=ragged)
+
+
+def _config(**sections: Any) -> Config:
+    return Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}, **sections})
+
+
+def _source(given: Any, **sections: Any) -> Source:
+    return source_of(given, None, default_collate, _config(**sections), Sizes(4, 2, 1, 2))
+
+
+def _plans(ranks: int, micro: int, steps: int) -> list[list[list[Plan]]]:
+    """[rank][step][microbatch] of a world."""
+    sizes = _config().model_copy().batch.model_copy(update={"micro": micro}).settle(ranks)
+    made: list[list[list[Plan]]] = []
+    for rank in range(ranks):
+        plans = Feed(_source(DATA), sizes, rank, 0).plans(0)
+        made.append([next(plans) for _ in range(steps)])
+    return made
+
+
+def test_every_sample_once_an_epoch() -> None:
+    """Three batches of at most four are ten samples; the next epoch has another order."""
+    batches = _order().batches(0)
+    first = [i for _ in range(3) for i in next(batches)[1]]
+    second = [i for _ in range(3) for i in next(batches)[1]]
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+
+
+def test_order_is_seed_and_epoch_alone() -> None:
+    """Starting at step 4 gives what step 4 of a whole run is."""
+    whole = _order().batches(0)
+    skipped = [next(whole) for _ in range(7)][4:]
+    late = _order().batches(4)
+    assert [next(late) for _ in range(3)] == skipped
+
+
+def test_without_shuffling() -> None:
+    """Samples come as they lie."""
+    batches = _order(shuffle=False).batches(0)
+    assert [next(batches) for _ in range(4)] == [(0, [0, 1, 2, 3]), (0, [4, 5, 6, 7]), (0, [8, 9]), (1, [0, 1, 2, 3])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_worlds_train_on_the_same_global_batches(ranks: int) -> None:
+    """Worlds of 1, 2 and 4 read the same samples in the same step, and their weights add up to one."""
+    whole = _order().batches(0)
+    for step in zip(*_plans(ranks, 1, 6), strict=True):
+        epoch, batch = next(whole)
+        plans = [plan for rank in step for plan in rank]
+        read = sorted(i for plan in plans if plan.weight for e, i in plan.keys if e == epoch)
+        assert read == sorted(batch)
+        assert sum(plan.weight for plan in plans) == pytest.approx(1.0, abs=1e-15)
+
+
+def test_an_empty_microbatch_is_a_real_sample_of_weight_zero() -> None:
+    """Two samples on four ranks: two ranks read one that does not count."""
+    last = [rank[2] for rank in _plans(4, 1, 3)]
+    assert [plan.weight for (plan,) in last] == [0.5, 0.5, 0.0, 0.0]
+    assert all(len(plan.keys) == 1 for (plan,) in last)
+
+
+def test_cut() -> None:
+    """Seven samples for two microbatches on two ranks: sizes differ by one at most."""
+    assert cut(list(range(7)), 2, 2) == [[[0, 1], [2, 3]], [[4, 5], [6]]]
+
+
+@pytest.mark.parametrize(("ragged", "batches"), [("weigh", 3), ("drop", 2)])
+def test_ragged_epochs(ragged: str, batches: int) -> None:
+    """An epoch of ten samples in batches of four."""
+    assert _order(ragged=ragged).per_epoch == batches
+
+
+def test_ragged_error_shows_the_arithmetic() -> None:
+    """`data.ragged: error` refuses what does not divide."""
+    with pytest.raises(ConfigError) as e:
+        _order(ragged="error")
+    assert str(e.value) == (
+        "data.ragged: 10 samples are 2 batches of 4 and 2 left over; choose weigh or drop, or another batch.total"
+    )
+
+
+def test_dropping_everything_is_refused() -> None:
+    """Three samples do not fill one batch of four."""
+    with pytest.raises(ConfigError, match=r"^data.ragged: drop leaves nothing: 3 samples do not fill one batch of 4$"):
+        _order(samples=3, ragged="drop")
+
+
+def test_no_samples() -> None:
+    """An empty dataset has nothing to train on."""
+    with pytest.raises(TaskError, match=r"^data\(\) has no samples$"):
+        _order(samples=0)
+
+
+def test_a_loader_is_taken() -> None:
+    """Its dataset, collate_fn, workers, order and drop_last are what a config without those keys means."""
+    loader = DataLoader(DATA, batch_size=2, shuffle=True, num_workers=2, drop_last=True, collate_fn=_collate, timeout=5)
+    source = _source(loader)
+    assert source.dataset is DATA
+    assert source.collate is _collate
+    assert (source.settings.shuffle, source.settings.workers, source.settings.ragged) == (True, 2, "drop")
+    assert source.taken["timeout"] == 5
+
+
+def test_a_key_in_the_file_wins_over_the_loader() -> None:
+    """The loader shuffles; the config says not to."""
+    loader = DataLoader(DATA, batch_size=4, shuffle=True, num_workers=2)
+    settings = _source(loader, data={"shuffle": False, "workers": 0}).settings
+    assert (settings.shuffle, settings.workers) == (False, 0)
+
+
+def _collate(samples: list[Any]) -> Any:
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (DataLoader(DATA, batch_size=3),
+         "the DataLoader's batch_size is 3; it must be batch.total (4), batch.micro (2) or unset"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)),
+         "the DataLoader has a sampler of its own (RandomSampler); unipar decides which rank reads which "
+         "sample: leave it out, and set data.shuffle"),
+        (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, drop_last=False)),
+         "the DataLoader has a batch_sampler of its own; unipar decides which samples are a batch: give batch_size "
+         "instead"),
+        (DataLoader(DATA, batch_size=None),
+         "the DataLoader has batch_size=None; unipar decides which samples are a batch: give batch_size instead"),
+        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)),
+         "the DataLoader has a sampler of its own (WeightedRandomSampler); unipar decides which rank reads which "
+         "sample: leave it out, and set data.shuffle"),
+        (DataLoader(DATA, generator=torch.Generator()),
+         "the DataLoader has a generator of its own; the order follows from train.seed: leave it out"),
+        (7, "data() returned int; a dataset with __getitem__ and __len__, a stream, or a DataLoader, is wanted"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_taken_is_refused(given: Any, message: str) -> None:
+    """Each with a sentence that says what to do."""
+    with pytest.raises(TaskError) as e:
+        _source(given)
+    assert str(e.value) == message
+
+
+def test_a_spare_is_a_sample_that_weighs() -> None:
+    """A rank whose microbatches are all masked computes the first sample that is not."""
+    feed = Feed(_source(DATA), Sizes(4, 2, 1, 2), 0, 0)
+    assert feed.spare(lambda batch: float(batch[0] > 3))[0].item() == 4
+    with pytest.raises(TaskError, match=r"^weight\(batch\) is 0 for every single sample of the data"):
+        feed.spare(lambda batch: 0.0)

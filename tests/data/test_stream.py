@@ -1,0 +1,370 @@
+"""Streams: each sample once where it can be counted, the same batches in every world, and sentences where it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from typing_extensions import override
+
+from tests.support.running import running
+from tests.support.streams import Counted, Noisy, Numbers, Sharded, Streamed
+from tests.support.world import FOUND
+from unipar.cli.commands.explain import explain_config
+from unipar.config import Cell, Config
+from unipar.config.settled import SettledConfig
+from unipar.config.source import given, read
+from unipar.conversion.export import export
+from unipar.data.dataset import training_source
+from unipar.data.order import Plan
+from unipar.data.stream import STATED, digest, shard
+from unipar.data.stream_feed import Stream
+from unipar.distributed.place import Place
+from unipar.distributed.world import World, abandon
+from unipar.errors import ConfigError, TaskError, UniparError
+from unipar.launcher.processes.group import Crew
+from unipar.run_folder.layout import ledger_of
+from unipar.run_folder.ledger import Ledger
+from unipar.task.run import Position
+from unipar.verification.worker.fixed_stream import held
+
+pytestmark = pytest.mark.forked
+
+Step = list[tuple[Any, Plan]]
+
+
+def _alone(rank: int, size: int) -> World:
+    """A rank without the others, for what needs no collective."""
+    place = Place(rank=rank, size=size, local_rank=rank, local_size=size, launcher="unipar")
+    return World(place, torch.device("cpu"), None)
+
+
+@pytest.fixture(autouse=True)
+def _left() -> Iterator[None]:
+    yield
+    abandon()
+
+
+def _stream(data: Any, rank: int, size: int, total: int = 4, accumulate: int = 1, **keys: Any) -> Stream:
+    made = {"batch": {"total": total, "accumulate": accumulate}, "train": {"steps": 1}, "data": keys}
+    config = Config.model_validate(made)
+    sizes = config.batch.settle(size)
+    return Stream(training_source(data, None, default_collate, config, sizes), sizes, _alone(rank, size), 7)
+
+
+def _steps(stream: Stream, steps: int, start: int = 0) -> list[Step]:
+    return list(islice(stream.batches(start), steps))
+
+
+def _read(steps: list[Step]) -> list[list[float]]:
+    """The samples that count, by step."""
+    return [[x for batch, plan in step if plan.weight for x in batch.flatten().tolist()] for step in steps]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("size", "accumulate"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+def test_worlds_train_on_the_same_global_batches(size: int, accumulate: int, workers: int) -> None:
+    """Two epochs of ten samples in batches of four, each sample once; weights of a batch add up to one."""
+    ranks = [_steps(_stream(Numbers(), rank, size, accumulate=accumulate, workers=workers), 6) for rank in range(size)]
+    for step, wanted in enumerate([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2):
+        plans = [plan for rank in ranks for _, plan in rank[step]]
+        assert sorted(x for rank in ranks for x in _read(rank)[step]) == wanted
+        assert sum(plan.weight for plan in plans) == pytest.approx(1.0, abs=1e-15)
+        assert sorted(key for plan in plans if plan.weight for key in plan.keys) == [(step // 3, x) for x in wanted]
+        assert all(len(rank[step]) == accumulate for rank in ranks)
+
+
+def test_an_empty_share_is_a_real_sample_of_weight_zero() -> None:
+    """Two samples are left for four ranks."""
+    last = [_steps(_stream(Numbers(), rank, 4), 3)[2] for rank in range(4)]
+    assert [(batch.tolist(), plan.weight) for ((batch, plan),) in last] == [
+        ([8.0], 0.5), ([9.0], 0.5), ([8.0], 0.0), ([8.0], 0.0)
+    ]  # fmt: skip
+
+
+def test_random_streams_do_not_depend_on_world_or_workers() -> None:
+    """Order and noise follow from seed, epoch and place; another epoch has others."""
+    one = _read(_steps(_stream(Noisy(), 0, 1), 6))
+    two = [_read(_steps(_stream(Noisy(), rank, 2, workers=2 * rank), 6)) for rank in range(2)]
+    assert [a + b for a, b in zip(*two, strict=True)] == one
+    assert sorted(x for step in one[:3] for x in step) != sorted(x for step in one[3:] for x in step)
+
+
+@pytest.mark.parametrize("data", [Numbers, Counted])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_later_start_is_the_same_run(data: type[Numbers], workers: int) -> None:
+    """What comes before it is read and left, with a len() or without."""
+    whole = _read(_steps(_stream(data(), 1, 2), 8))
+    for start in (1, 3, 5):
+        late = _stream(data(), 1, 2, workers=workers)
+        assert late.place(start) == divmod(start, 3)
+        assert _read(_steps(late, 8 - start, start)) == whole[start:]
+        assert late.place(8) == (2, 2)
+
+
+def test_ragged() -> None:
+    """The last two of ten samples: dropped, or refused with the arithmetic."""
+    assert _read(_steps(_stream(Numbers(), 0, 1, ragged="drop"), 3)) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    with pytest.raises(TaskError) as e:
+        _steps(_stream(Numbers(), 0, 1, ragged="error"), 3)
+    assert str(e.value) == (
+        "data.ragged: 10 samples are 2 batches of 4 and 2 left over; choose weigh or drop, or another batch.total"
+    )
+    assert len(_steps(_stream(Numbers(8), 0, 1, ragged="error"), 4)) == 4
+
+
+def test_epochs_need_a_length() -> None:
+    """With a len() they are steps; else nobody knows before the end."""
+    assert _stream(Counted(), 0, 1).steps(2) == 6
+    assert _stream(Counted(), 0, 1, ragged="drop").steps(2) == 4
+    for stream, why in (
+        (_stream(Numbers(), 0, 1), "has no len()"),
+        (_stream(Sharded(), 0, 1, stream="shards"), "is read with data.stream: shards"),
+    ):
+        with pytest.raises(ConfigError) as e:
+            stream.steps(2)
+        assert str(e.value) == (
+            f"train.epochs: data() returned a stream that {why}, so nobody knows how many steps an epoch has; "
+            "give train.steps instead"
+        )
+
+
+class _Lying(Numbers):
+    said: ClassVar[int] = 9
+
+    def __len__(self) -> int:
+        return self.said
+
+
+class _Longer(_Lying):
+    said = 11
+
+
+_ONE_PASS = (torch.tensor(float(i)) for i in range(4))
+
+
+@pytest.mark.parametrize(
+    ("data", "keys", "message"),
+    [
+        (Numbers(0), {}, "data() has no samples"),
+        (Numbers(3), {"ragged": "drop"},
+         "data.ragged: drop leaves nothing: 3 samples do not fill one batch of 4"),
+        (_Lying(), {}, "len() of the stream says 9 samples, and epoch 1 gave more than that"),
+        (_Longer(), {}, "len() of the stream says 11 samples, and epoch 1 gave 10"),
+        (_Longer(), {"workers": 2}, "len() of the stream says 11 samples, and epoch 1 gave 10"),
+        (_ONE_PASS, {}, "the stream gave no samples in epoch 2: its __iter__ must begin anew each time"),
+    ],
+)  # fmt: skip
+def test_what_a_stream_may_not_be(data: Any, keys: dict[str, Any], message: str) -> None:
+    """Found where it is read, worker or not."""
+    with pytest.raises(TaskError) as e:
+        _steps(_stream(data, 0, 1, **keys), 6)
+    assert str(e.value) == message
+
+
+@pytest.mark.parametrize(
+    ("data", "keys", "message"),
+    [
+        (Numbers(), {"shuffle": True},
+         "data.shuffle: true: data() returned a stream, whose order is its own; shuffle in its __iter__ (the "
+         "generators are seeded by train.seed and the epoch), and leave the key out"),
+        (TensorDataset(torch.ones(4)), {"stream": "whole"},
+         "data.stream: whole: data() returned a map-style dataset, which is divided by index; leave the key out"),
+        (Numbers(), {"stream": "shards"},
+         "data.stream: shards: Numbers has no method shard(index, count) that returns a part of it; write one, say own "
+         "if it splits itself by rank and worker, or leave the key out"),
+        (DataLoader(Numbers(), batch_size=3), {},
+         "the DataLoader's batch_size is 3; it must be batch.total (4), batch.micro (4) or unset"),
+        (DataLoader(Numbers(), batch_size=None), {},
+         "the DataLoader has batch_size=None; unipar decides which samples are a batch: give batch_size instead"),
+    ],
+)  # fmt: skip
+def test_keys_that_would_have_no_effect(data: Any, keys: dict[str, Any], message: str) -> None:
+    """A stream is not shuffled, a map-style dataset is no stream, and parts must be there."""
+    with pytest.raises(UniparError) as e:
+        _stream(data, 0, 1, **keys)
+    assert str(e.value) == message
+
+
+def test_a_loader_over_a_stream() -> None:
+    """Its workers, collate_fn and drop_last are taken."""
+    stream = _stream(DataLoader(Numbers(), batch_size=4, num_workers=1, drop_last=True), 0, 1)
+    assert (stream.source.settings.workers, stream.source.settings.ragged) == (1, "drop")
+    assert _read(_steps(stream, 3))[2] == [0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks of a real world read of each stream of `tests.support.streams`."""
+    run = tmp_path_factory.mktemp("streams")
+    with Crew(run, 2, "tests.support.streams:play", environment=FOUND, heartbeat=60.0) as crew:
+        crew.wait()
+    return [json.loads((run / f"read-{rank}.json").read_text("utf-8")) for rank in range(2)]
+
+
+def _epochs(ranks: list[dict[str, Any]], name: str) -> list[list[float]]:
+    """The samples of each epoch that was read whole, all ranks together."""
+    found: dict[int, list[float]] = {}
+    for steps in zip(*(rank[name]["seen"] for rank in ranks), strict=True):
+        assert len({epoch for epoch, _, _ in steps}) == 1, "ranks are in different epochs"
+        assert sum(weight for _, _, weight in steps) == pytest.approx(1.0, abs=1e-15)
+        found.setdefault(steps[0][0], []).extend(x for _, seen, _ in steps for x in seen)
+    return [sorted(found[epoch]) for epoch in sorted(found)][:-1]
+
+
+@pytest.mark.parametrize("name", ["shards", "shards, workers", "own", "own, workers"])
+def test_parts_are_read_once(ranks: list[dict[str, Any]], name: str) -> None:
+    """Eleven samples in ragged parts on two ranks: every epoch has each of them once, and no rank runs ahead."""
+    epochs = _epochs(ranks, name)
+    assert len(epochs) >= 1
+    assert epochs == [[float(n) for n in range(11)]] * len(epochs)
+
+
+def test_parts_that_are_cut_off(ranks: list[dict[str, Any]]) -> None:
+    """`drop` ends the epoch where a rank has no whole share left."""
+    assert _epochs(ranks, "shards, dropped") == [[0, 1, 2, 3, 4, 5, 6, 7]] * 4
+
+
+def test_parts_from_a_later_step(ranks: list[dict[str, Any]]) -> None:
+    """What comes before it is read, and left."""
+    for rank in ranks:
+        assert [seen for _, seen, _ in rank["shards, dropped"]["seen"]][5:] == rank["shards, dropped"]["later"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shards, refused",
+         "data.ragged: the ranks' parts of epoch 1 end at different steps, or within a batch (batch 3 has 3 of 4 "
+         "samples); choose weigh or drop"),
+        ("shards that lose some",
+         "len() of the stream says 11 samples, and its 2 shards gave 10 in epoch 1: shard(index, count) must give each "
+         "sample to one of them"),
+    ],
+)  # fmt: skip
+def test_parts_that_are_refused(ranks: list[dict[str, Any]], name: str, message: str) -> None:
+    """On all ranks together."""
+    assert [rank[name] for rank in ranks] == [{"error": message}] * 2
+
+
+@pytest.mark.parametrize("name", ["one that splits itself, unsaid", "another length on one rank"])
+def test_ranks_that_do_not_see_the_same(ranks: list[dict[str, Any]], name: str) -> None:
+    """The rank that comes last sees it, and its error ends the run."""
+    said = {rank[name].get("error") for rank in ranks} - {None}
+    assert said
+    assert said <= {
+        f"the stream is not the same on ranks {a} and {b}, and data.stream: whole takes each rank's samples from one "
+        "stream; if it splits itself by rank, say data.stream: own"
+        for a, b in ((0, 1), (1, 0))
+    }
+
+
+def test_random_order_in_a_real_world(ranks: list[dict[str, Any]]) -> None:
+    """The same on all ranks, so nothing is found to part, and every number comes once."""
+    for epoch in _epochs(ranks, "whole"):
+        assert sorted(int(x) for x in epoch) == list(range(11))
+
+
+def test_both_spellings_of_shard() -> None:
+    """Ours, and the one of Hugging Face's datasets."""
+
+    class Theirs(Numbers):
+        def shard(self, num_shards: int, index: int, contiguous: bool = True) -> Counted:
+            return Counted(self.range.stop, index, num_shards)
+
+    assert list(shard(Sharded(5), 1, 2)) == list(shard(Theirs(5), 1, 2)) == [torch.tensor(1.0), torch.tensor(3.0)]
+
+
+def test_a_digest_tells_samples_apart() -> None:
+    """By tensors, numbers and text, in whatever they are kept."""
+    seen = [
+        {"x": torch.ones(2), "y": 1}, {"x": torch.ones(2), "y": 2}, {"x": torch.zeros(2), "y": 1},
+        [torch.ones(1, dtype=torch.bfloat16)], [torch.tensor(1j)], [torch.tensor(2j)], "a", ["a"], None,
+    ]  # fmt: skip
+    assert len({digest(sample) for sample in seen}) == len(seen)
+    assert digest({"x": torch.ones(2), "y": 1}) == digest(seen[0])
+
+
+def test_a_run_over_a_stream(tmp_path: Path) -> None:
+    """Two epochs by its len(); evaluated from another stream; how it is read is in the ledger."""
+    with running(Streamed(kind="Counted"), tmp_path, train={"epochs": 2}, eval={"every": 6}) as run:
+        assert run.steps == 12
+        samples = [share.samples for share in run.batches() if run.step(share)]
+        weight, bias = (piece.tensor.item() for piece in run.engine.pieces() if piece.kind == "weight")
+        assert run.position == Position(step=12, epoch=2, batch=0)
+    assert samples == [4, 4, 4, 4, 4, 2] * 2
+    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    (said,) = (row["said"] for row in rows if row["event"] == "data")
+    assert said.startswith("a stream: every rank and worker reads all of it and keeps its own samples")
+    errors = [((weight - 3) * x / 10 + bias) ** 2 for x in range(13)]
+    last = [row for row in rows if row["event"] == "eval"][-1]
+    assert last["loss"] == pytest.approx(sum(errors) / 13, rel=1e-5)
+
+
+def test_an_evaluation_of_nothing(tmp_path: Path) -> None:
+    """An empty stream is said to be one."""
+
+    class Empty(Streamed):
+        @override
+        def validation(self) -> Any:
+            return Numbers(0)
+
+    with pytest.raises(TaskError, match=r"^validation\(\) has no samples$"), running(Empty(), tmp_path) as run:
+        run.evaluate()
+
+
+def test_explained(tmp_path: Path) -> None:
+    """`explain --deep` says how it is read, and that the order is its own."""
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        f"task: {{use: '{Path(__file__).parent}/streams.py:Streamed', args: {{kind: Counted}}}}\ndevice: cpu\n"
+        "parallel: {data: 2}\nbatch: {total: 4}\ntrain: {epochs: 2}\n",
+        "utf-8",
+    )
+    made = explain_config(read(file), deep=True)
+    told = {v.key: (v.value, v.origin) for v in (*made.values, *made.follows)}
+    assert told["data.shuffle"] == (False, "the task's stream")
+    assert told["stream"] == ("whole", STATED["whole"])
+    assert told["samples"] == (22, "the task's data(); 6 batches of 4 an epoch")
+    assert told["train.steps"] == (12, "derived: epochs x batches an epoch = 2 x 6")
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"data": {"stream": "shards"}, "train": {"steps": 1}},
+         "data.stream: shards gives each rank samples of its own, and verify needs the same ones in one process; "
+         "verify with --set data.stream=whole"),
+        ({"train": {"epochs": 1}},
+         "train.epochs: verify holds a stream's first samples, whatever an epoch is; say train.steps"),
+    ],
+)  # fmt: skip
+def test_streams_that_verify_refuses(sections: dict[str, Any], sentence: str) -> None:
+    """It trains one process on the same samples."""
+    config = Config.model_validate({"batch": {"total": 4}} | sections)
+    settled = SettledConfig.of(config, Cell("single"), 1, "cpu")
+    with pytest.raises(ConfigError) as e:
+        held(Streamed(), settled, 3)
+    assert str(e.value) == sentence
+
+
+def test_export_refuses_a_stream(tmp_path: Path) -> None:
+    """It would write a script that divides samples."""
+    file = tmp_path / "task.py"
+    file.write_text(
+        "import unipar\nfrom torch import nn\n\n\nclass Flow(unipar.Task):\n"
+        "    def model(self):\n        return nn.Linear(1, 1)\n\n"
+        "    def data(self):\n        return (x for x in range(9))\n\n"
+        "    def loss(self, model, batch):\n        return model(batch[:, None].float()).mean()\n",
+        "utf-8",
+    )
+    told = {"task": {"use": f"{file}:Flow"}, "batch": {"total": 4}, "train": {"steps": 1}, "device": "cpu"}
+    with pytest.raises(TaskError) as e:
+        export(given(told), "torchrun", tmp_path / "made")
+    assert str(e.value) == f"{file}:Flow: data() returns a stream, which a script divides by rules of its own"

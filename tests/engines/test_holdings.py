@@ -1,0 +1,185 @@
+"""What each engine keeps, as it says itself: bytes by category, to the byte."""
+
+from __future__ import annotations
+
+import ast
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.holdings_inside import REPLAY
+from tests.support.world import FOUND
+from unipar.backend import registry
+from unipar.launcher.processes.group import Crew
+
+pytestmark = pytest.mark.forked
+
+ALL, TRAINED = 1_245_440, 1_179_904
+"""The model's parameters, and those that are trained."""
+
+Bytes = tuple[float, float, float, float, float]
+"""For each parameter: parameters, masters, optimizer; gradients before the update and after it."""
+
+WHOLE, BUCKETS = (4, 0, 8, 4, 0), (4, 0, 8, 4, 4)
+FSDP2, FSDP2_HALF = (4, 0, 8, 4, 0), (2, 0, 4, 2, 0)
+HELD: dict[str, tuple[Bytes, Bytes]] = {  # in worlds of one and of two
+    "native/nothing fp32": (BUCKETS, BUCKETS),
+    "native/optimizer fp32": (BUCKETS, (4, 0, -8, 4, 4)),
+    "native/gradients fp32": (FSDP2, FSDP2_HALF),
+    "native/parameters fp32": (FSDP2, FSDP2_HALF),
+    "native/optimizer bf16-master": (FSDP2, FSDP2_HALF),
+    "native/gradients bf16-master": (FSDP2, FSDP2_HALF),
+    "native/parameters bf16-master": (FSDP2, FSDP2_HALF),
+    "accelerate/nothing fp32": (BUCKETS, BUCKETS),
+    "accelerate/gradients fp32": (FSDP2, FSDP2_HALF),
+    "accelerate/parameters bf16-master": (FSDP2, FSDP2_HALF),
+    "deepspeed/nothing fp32": (WHOLE, WHOLE),
+    "deepspeed/nothing bf16-master": ((2, 4, 8, 2, 0), (2, 4, 8, 2, 0)),
+    "deepspeed/optimizer fp32": ((4, 4, 8, 4, 0), (4, 2, 4, -4, 0)),
+    "deepspeed/optimizer bf16-master": ((2, 4, 8, 2, 0), (2, 2, 4, -2, 0)),
+    "deepspeed/gradients fp32": ((4, 4, 8, 4, 0), (4, 2, 4, -4, 0)),
+    "deepspeed/gradients bf16-master": ((2, 4, 8, 2, 0), (2, 2, 4, -2, 0)),
+    "deepspeed/parameters fp32": ((4, 4, 8, 4, 4), (2, 2, 4, 2, 2)),
+    "deepspeed/parameters bf16-master": ((2, 4, 8, 2, 2), (1, 2, 4, 1, 1)),
+    "accelerate/optimizer+zero fp32": ((4, 4, 8, 4, 0), (4, 2, 4, -4, 0)),
+    "horovod/nothing fp32": (WHOLE, WHOLE),
+}
+OWNED = (655_360, 524_544)
+"""A minus above: ZeroRedundancyOptimizer gives each rank the states of whole parameters, of so many elements."""
+
+PARTLY = (655_616, 786_432)
+"""A minus above: ZeRO-1 and -2 keep whole gradients of all parameters of which a rank owns a part: so many elements."""
+
+MORE: list[tuple[str, str, int]] = [
+    ("native/nothing", "fp32", 2),
+    ("native/optimizer", "bf16-master", 2),
+    ("native/gradients", "bf16-master", 1),
+    ("deepspeed/optimizer", "fp32", 2),
+]
+HOROVOD: list[tuple[str, str, int]] = [("horovod/nothing", "fp32", 1)]
+ROWS: list[tuple[str, str, int]] = [
+    ("accelerate/optimizer+zero", "fp32", 1),  # it joins: all others but Horovod can be in its world
+    *(
+        (cell, precision, 1)
+        for cell, precision in map(str.split, HELD)
+        if not cell.startswith(("accelerate/o", "horo"))
+    ),
+    *MORE,
+]
+ALONE: list[tuple[str, str, int]] = [("single", "fp32", 1), (REPLAY, "fp32", 2)]
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int, int], Ranks]:
+    """What each rank of each world said, by cell, precision, microbatches and the world's size."""
+    found: dict[tuple[str, str, int, int], Ranks] = {}
+    for size, rows in ((1, ROWS + ALONE), (2, ROWS), (1, HOROVOD), (2, HOROVOD)):
+        if any(registry.missing(registry.find(name)) for name in {"deepspeed", "accelerate"} if rows is not HOROVOD):
+            rows = [row for row in rows if row[0].startswith(("native", "single", REPLAY))]
+        if rows is HOROVOD and registry.missing(registry.find("horovod")):
+            continue
+        run = tmp_path_factory.mktemp("holdings")
+        (run / "rows.json").write_text(json.dumps(rows), "utf-8")
+        with Crew(run, size, "tests.support.holdings_inside:run", environment=FOUND, heartbeat=100.0) as crew:
+            crew.wait()
+        ranks = [json.loads((run / f"{rank}.json").read_text("utf-8")) for rank in range(size)]
+        found |= {(*row, size): [rank[i] for rank in ranks] for i, row in enumerate(rows)}
+    return found
+
+
+def _of(played: dict[tuple[str, str, int, int], Ranks], cell: str, precision: str, micros: int, size: int) -> Ranks:
+    if (cell, precision, micros, size) not in played:
+        pytest.skip("its library is not installed")
+    return played[cell, precision, micros, size]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("row", HELD)
+def test_bytes_a_parameter(played: Any, row: str, size: int) -> None:
+    """Parameters, masters, states and gradients of each cell, between backward and update and between two steps."""
+    cell, precision = row.split()
+    parameters, masters, optimizer, before, after = HELD[row][size - 1]
+    zero = cell.startswith("deepspeed/") or cell.endswith("+zero")
+    steps = 4 if zero and cell != "deepspeed/nothing" else 24  # one flat group, or six tensors
+    for rank, said in enumerate(_of(played, cell, precision, 1, size)):
+        states = optimizer * TRAINED + steps if optimizer > 0 else -optimizer * OWNED[rank] + 12
+        partly = -before * PARTLY[rank]
+        for phase, gradients in (("update", before * TRAINED if before > 0 else partly), ("rest", after * TRAINED)):
+            held = {"masters": 0, "gradients": 0} | said["seen"][phase]
+            assert held["parameters"] == parameters * ALL
+            assert held["masters"] == masters * TRAINED
+            assert held["optimizer"] == states
+            assert held["gradients"] == gradients, phase
+            assert held["buffers"] == (768 if precision == "bf16-master" else 1280)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_communication_keeps(played: Any, size: int) -> None:
+    """ZeRO-3 keeps its bucket and one small parameter gathered; FSDP2 what is gathered until its backward."""
+    for said in _of(played, "deepspeed/parameters", "fp32", 1, size):
+        assert said["seen"]["rest"]["communication"] == 77_840 * 4 + 256 * 4
+    for said in _of(played, "native/gradients", "bf16-master", 1, size):
+        assert [phase.get("communication") for phase in said["seen"].values()] == [None, ALL * 2, None, None]
+    for said in _of(played, "native/parameters", "fp32", 1, size):
+        assert all("communication" not in phase for phase in said["seen"].values())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_between_two_microbatches(played: Any, size: int) -> None:
+    """DDP keeps gradients beside its buckets; ZeRO-1 and FSDP2 without sync keep them whole."""
+    ddp = [said["seen"] for said in _of(played, "native/nothing", "fp32", 2, size)]
+    assert [seen["forward"]["gradients"] for seen in ddp] == [8 * TRAINED] * size
+    assert [seen["update"]["gradients"] for seen in ddp] == [4 * TRAINED] * size
+    whole = [said["seen"]["forward"] for said in _of(played, "native/optimizer", "bf16-master", 2, size)]
+    assert [(seen["gradients"], seen["communication"]) for seen in whole] == [(4 * TRAINED, 2 * ALL)] * size
+    zero = [said["seen"]["forward"] for said in _of(played, "deepspeed/optimizer", "fp32", 2, size)]
+    assert [(seen["gradients"], seen["communication"]) for seen in zero] == [(4 * TRAINED, 77_840 * 4)] * size
+
+
+def test_one_process(played: Any) -> None:
+    """Without a wrapper; and a replay keeps the gradients of the ranks that it has played."""
+    [single], [replay] = _of(played, "single", "fp32", 1, 1), _of(played, REPLAY, "fp32", 2, 1)
+    kept = {"parameters": 4 * ALL, "optimizer": 8 * TRAINED + 24, "buffers": 1280}
+    gradients = {"gradients": 4 * TRAINED}
+    assert single["seen"] == {"forward": kept, "backward": kept, "update": kept | gradients, "rest": kept}
+    assert replay["seen"]["forward"] == kept | gradients
+    assert replay["seen"]["rest"] == kept
+
+
+def test_asking_changes_nothing(played: Any) -> None:
+    """The same losses to the last bit, whether it is asked at every mark or never; the same list twice."""
+    assert len(played) >= 2
+    for row, ranks in played.items():
+        for said in ranks:
+            assert (row, said["losses"], said["steady"]) == (row, said["unasked"], True)
+
+
+def test_names(played: Any) -> None:
+    """Parameters and their states are called as the model calls them, a tied weight by its first name."""
+    [single] = _of(played, "single", "fp32", 1, 1)
+    assert single["listed"][:3] == [["parameters", "gain"], ["parameters", "embed.weight"],
+                                    ["parameters", "blocks.0.up.weight"]]  # fmt: skip
+    assert ["optimizer", "embed.weight.exp_avg"] in single["listed"]
+    assert single["listed"][-2:] == [["buffers", "shift"], ["buffers", "plain"]]
+    assert not any("head" in name for _, name in single["listed"])
+
+
+@pytest.mark.parametrize("name", ["native", "deepspeed", "horovod", "accelerate"])
+def test_sites_are_there(name: str) -> None:
+    """Each place that is named exists in the library as it is installed: the file, and the function in it."""
+    backend = registry.find(name)
+    if why := registry.missing(backend):
+        pytest.skip(why)
+    assert backend.capabilities.sites
+    for site in backend.capabilities.sites:
+        path, _, function = site.partition(":")
+        library = find_spec(path.partition("/")[0])
+        assert library is not None
+        assert library.origin is not None
+        tree = ast.parse((Path(library.origin).parents[1] / path).read_text("utf-8"))
+        assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, site

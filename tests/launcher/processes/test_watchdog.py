@@ -1,0 +1,173 @@
+"""Which rank hangs: real processes fall silent in different ways, and one of them is to be named."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.world import FOUND, SOON, short_folder
+from unipar.errors import Hung, WorkerFailed
+from unipar.launcher.processes import watchdog
+from unipar.launcher.processes.forkserver import Zygote
+from unipar.launcher.processes.group import Crew
+from unipar.launcher.processes.watchdog import Watch, innermost
+from unipar.run_folder.heartbeat import Heart
+from unipar.run_folder.layout import beat_of
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Generator[Zygote]:
+    with Zygote(["tests.support.entries"], FOUND) as ready:
+        yield ready
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has as long as it needs to write down its stack."""
+    monkeypatch.setattr(watchdog, "DUMP", SOON)
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zygote: Zygote) -> Generator[Callable[..., Hung]]:
+    def watched(entry: str, waits: tuple[str, ...] = (), size: int = 2) -> Hung:
+        named = f"tests.support.entries:{entry}"
+        crew = Crew(tmp_path, size, named, environment=FOUND, heartbeat=0.6, waits=waits, zygote=zygote)
+        began = time.monotonic()
+        with pytest.raises(Hung) as raised, crew:
+            crew.wait()
+        assert time.monotonic() - began < SOON
+        return raised.value
+
+    with short_folder(monkeypatch):
+        yield watched
+
+
+def test_a_rank_that_is_behind(hung: Callable[..., Hung], tmp_path: Path) -> None:
+    """Both are silent; the one with fewer steps is named, with the innermost line of its stack."""
+    error = hung("sleeps_behind")
+    assert error.rank == 1
+    assert re.match(r"rank 1 hung in step 3 \(forward\): no sign of life for \d+ s; it is at ", str(error))
+    assert str(error).endswith(f"in sleeps_behind\n  its log: {tmp_path}/rank-1.log")
+    assert "tests/entries.py:" in str(error)
+    assert "in sleeps_behind" in error.traceback
+
+
+def test_a_rank_outside_the_collective(hung: Callable[..., Hung]) -> None:
+    """Same step, same phase: the one that does not wait in torch.distributed."""
+    error = hung("sleeps_outside")
+    assert error.rank == 1
+    assert "rank 1 hung in step 3 (backward)" in str(error)
+
+
+def test_files_in_which_a_library_waits(hung: Callable[..., Hung]) -> None:
+    """A backend names its own: then both ranks wait, and no one is blamed."""
+    assert hung("sleeps_outside", ("tests/entries.py",)).rank is None
+
+
+def test_a_stopped_rank(hung: Callable[..., Hung]) -> None:
+    """SIGSTOP is seen from outside: it cannot answer."""
+    error = hung("stops_itself")
+    assert error.rank == 0
+    assert "rank 0 hung in step 3 (backward): " in str(error)
+    assert "; it is stopped (by SIGSTOP or a debugger)\n" in str(error)
+
+
+def test_nobody_can_be_named(hung: Callable[..., Hung]) -> None:
+    """Honest where the evidence is the same for all."""
+    error = hung("sleeps_alike")
+    assert error.rank is None
+    first, *ranks = str(error).splitlines()
+    assert re.fullmatch(r"no sign of life for \d+ s, and which rank the others wait for cannot be told", first)
+    assert [line.partition(" at ")[0] for line in ranks] == [
+        "  rank 0: step 3 (backward),",
+        "  rank 1: step 3 (backward),",
+    ]
+
+
+def test_who_kept_another_waiting(hung: Callable[..., Hung], tmp_path: Path) -> None:
+    """Before the first step only the peers' patience ends: who gave up is not to blame, nor who still waits."""
+    error = hung("waits_in_vain", size=4)
+    assert error.rank == 1
+    assert str(error).startswith(
+        "rank 1 hung in step 1 (backward): rank 0 waited for the others until launch.timeout (make it larger if this "
+        "may take so long); it is at "
+    )
+    assert str(error).endswith(f"in waits_in_vain\n  its log: {tmp_path}/rank-1.log")
+
+
+def test_who_kept_a_device_waiting(hung: Callable[..., Hung]) -> None:
+    """NCCL's watchdog ends a process without an error: its log tells."""
+    assert str(hung("watchdog")).startswith("rank 1 hung in step 1 (forward): rank 0 waited for the others until ")
+
+
+def test_a_rank_that_never_begins(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are as patient with the user's imports as with a collective, also where no heartbeat is watched."""
+    crew = Crew(tmp_path, 2, "tests.support.entries:never_begins", environment=FOUND, timeout=0.4, zygote=zygote)
+    with short_folder(monkeypatch), pytest.raises(Hung) as raised, crew:
+        crew.wait()
+    assert raised.value.rank == 0
+    assert str(raised.value).startswith("rank 0 hung before the first step: rank 1 waited for the others until ")
+    assert "in never_begins\n" in str(raised.value)
+
+
+def test_both_wait(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In collectives that do not fit each other: the timeout is shown as it is."""
+    crew = Crew(tmp_path, 2, "tests.support.entries:both_wait", environment=FOUND, zygote=zygote)
+    with short_folder(monkeypatch), pytest.raises(WorkerFailed) as raised, crew:
+        crew.wait()
+    assert str(raised.value) == (
+        "rank 0 failed: RuntimeError: wait timeout after 1000ms, keys: /unipar/1/samples\n"
+        "  it waited for the others until launch.timeout, and which of them kept it waiting cannot be told\n"
+        f"  its log: {tmp_path}/rank-0.log"
+    )
+
+
+def test_silence_that_is_meant(tmp_path: Path, zygote: Zygote) -> None:
+    """Before step 1 is done, while waiting for a turn and at the end, a rank may be silent for longer."""
+    crew = Crew(tmp_path, 1, "tests.support.entries:patient", environment=FOUND, heartbeat=0.25, zygote=zygote)
+    with crew:
+        crew.wait()
+
+
+def test_no_heartbeat_no_deadline(tmp_path: Path) -> None:
+    """null means never."""
+    watch = Watch(tmp_path, None)
+    assert watch.every is None
+    assert watch.look({0: 1}) is None
+
+
+def test_a_pause_of_the_whole_machine_is_forgiven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watcher that was itself asleep knows nothing about the time in between."""
+    slept, true = [0.0], time.monotonic
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: true() + slept[0], sleep=time.sleep))
+    monkeypatch.setattr(watchdog, "DUMP", 0.0)
+    heart = Heart(beat_of(tmp_path, 0))
+    heart.step = 5
+    heart.mark("forward")
+    watch = Watch(tmp_path, 1.0)
+    nobody = {0: 2**22 + 1}  # no such process: were it asked, it would not answer
+    assert watch.look(nobody) is None
+    slept[0] += 2.6  # longer than heartbeat, and than a look should take
+    assert watch.look(nobody) is None
+    slept[0] += 0.7
+    assert watch.look(nobody) is None
+    slept[0] += 0.7
+    assert watch.look(nobody) is not None
+
+
+def test_the_innermost_frame_of_a_dump() -> None:
+    """faulthandler writes all threads; the one that took the signal is the main one."""
+    dump = (
+        "Thread 0x00007f01 (most recent call first):\n"
+        '  File "/lib/threading.py", line 320 in wait\n\n'
+        "Current thread 0x00007f02 (most recent call first):\n"
+        '  File "/home/me/train.py", line 12 in loss\n'
+        '  File "/lib/unipar/loop.py", line 200 in step\n'
+    )
+    assert str(innermost(dump)) == "/home/me/train.py:12 in loss"
+    assert innermost("Current thread 0x1 (most recent call first):\n  <no Python frame>\n") is None

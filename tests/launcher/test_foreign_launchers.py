@@ -1,0 +1,140 @@
+"""Worlds that other launchers start: the same script, the same numbers, one report on every rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.foreign_launch import CONFIG
+from tests.support.launchers import WAYS, environment, lacking, private, words
+from tests.support.world import eventually, parent_of, runs
+from unipar.results.run import Report
+from unipar.run_folder.ledger import Ledger
+
+CELLS = [
+    ("torchrun", "deepspeed"),
+    ("accelerate launch", "accelerate"),
+    pytest.param("deepspeed", "deepspeed", marks=pytest.mark.sweep),
+    ("horovodrun", "horovod"),
+    pytest.param("mpirun", "native", marks=pytest.mark.sweep),
+    ("by hand", "native"),
+]
+"""Each launcher and each backend; `make matrix` starts all of them together."""
+
+
+def command(launcher: str, *more: str) -> list[str]:
+    if why := lacking(launcher):
+        pytest.skip(why)
+    return words(launcher, "unipar", "run", *more)
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    made = environment(folder)
+    return subprocess.run(command, cwd=folder, env=made, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The same run in a world of ours."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "x.yaml").write_text(CONFIG, encoding="utf-8")
+    done = run(words("python", "unipar", "run", "x.yaml"), folder)
+    assert done.returncode == 0, done.stderr
+    return Report.read(folder / "runs/x")
+
+
+@pytest.mark.parametrize(("launcher", "backend"), CELLS)
+def test_joins(launcher: str, backend: str, tmp_path: Path, alone: Report) -> None:
+    """`LAUNCHER -m unipar run`: two ranks, the losses of a world of ours, nothing of ours left but the run."""
+    (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
+    done = run(command(launcher, "x.yaml", "--backend", backend), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = Report.read(tmp_path / "runs/x")
+    assert (report.cell, report.size, report.steps) == (f"{backend}/nothing", 2, 12)
+    assert len(report.peak_rss) == 2
+    assert [step for step, _ in report.losses] == [step for step, _ in alone.losses]
+    assert [loss for _, loss in report.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-6)
+    assert len(re.findall("12 steps in ", done.stderr)) == 1  # one rank draws
+    assert len(re.findall("folder +runs/x", done.stdout)) == 1  # and one prints
+    kept = {"config.json", "launch.json", *(f"rank-{r}.{kind}" for r in (0, 1) for kind in ("beat", "jsonl"))}
+    assert set(os.listdir(tmp_path / "runs/x")) == kept
+
+
+def test_a_world_of_another_size(tmp_path: Path) -> None:
+    """Both numbers and the way out."""
+    (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
+    done = run(command("torchrun", "x.yaml", "--set", "parallel.data=4"), tmp_path)
+    assert done.returncode != 0
+    assert "unipar: parallel.data: 4, but torchrun started 2 processes; give it 4, or say auto" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+TWICE = """
+import os
+import unipar
+from tests.tiny import CONFIG, Tiny
+for name in ("a", "b"):
+    report = unipar.launch(CONFIG, task=Tiny, overrides={"out": name, "backend": BACKEND}, quiet=True)
+    with open(f"{name}-{os.environ['RANK']}", "w") as file:
+        file.write(f"{report.steps} steps, {len(report.peak_rss)} ranks")
+"""
+
+
+def _twice(backend: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(TWICE.replace("BACKEND", repr(backend)), encoding="utf-8")
+    return run(private([*WAYS["torchrun"][:-1], "script.py"]), folder)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["native", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("deepspeed", "horovod", "accelerate"))],
+)
+def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path) -> None:
+    """Both get their report on every rank."""
+    done = _twice(backend, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("a-0", "a-1", "b-0", "b-1"):
+        assert (tmp_path / name).read_text("utf-8") == "12 steps, 2 ranks"
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.sweep), "deepspeed", "mpirun"])
+def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path) -> None:
+    """kill -9 leaves orphans otherwise; `deepspeed` has a process of its own between it and the ranks."""
+    (tmp_path / "x.yaml").write_text(CONFIG.replace("steps: 12", "steps: 1000000"), encoding="utf-8")
+    process = subprocess.Popen(
+        command(launcher, "x.yaml"),
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    ledgers = [tmp_path / f"runs/x/rank-{rank}.jsonl" for rank in (0, 1)]
+    eventually(lambda: all(x.exists() and '"step"' in x.read_text("utf-8") for x in ledgers), "no step", 60)
+    left = [next(Ledger.read(x))["pid"] for x in ledgers]
+    left += {parent_of(rank) for rank in left} - {process.pid}
+    assert len(left) == (3 if launcher == "deepspeed" else 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    try:
+        eventually(lambda: not any(runs(pid) for pid in left[:2]), "orphans")
+        eventually(lambda: not any(runs(pid) for pid in left), f"{left[2:]} lives on without ranks")
+    finally:
+        for pid in filter(runs, left):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_ranks_behind_a_shell_of_their_own(tmp_path: Path, alone: Report) -> None:
+    """They have no parent in common, and find one another all the same."""
+    (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
+    if why := lacking("mpirun"):
+        pytest.skip(why)
+    script = f'{sys.executable} -m unipar run x.yaml "$@"; exit $?'
+    done = run(private([*WAYS["mpirun"][:-2], "sh", "-c", script]), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Report.read(tmp_path / "runs/x").losses == alone.losses

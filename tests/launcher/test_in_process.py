@@ -1,0 +1,52 @@
+"""How ranks of a foreign world know that rank 0 has made the folder: a mark, which a killed run may have left there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from unipar.distributed.place import Place
+from unipar.errors import WorldMismatch
+from unipar.launcher import in_process
+
+PLACE = Place(rank=1, size=2, local_rank=1, local_size=2, launcher="mpirun", job="815")
+
+
+def mine() -> list[str]:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return [boot, os.readlink("/proc/self/ns/pid")]
+
+
+def began() -> str:
+    return Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()[19]
+
+
+def leave(run: Path, where: list[str], pid: int, when: str) -> None:
+    in_process._mark(run, PLACE).write_text(json.dumps([where, pid, when]), "utf-8")  # pyright: ignore[reportPrivateUsage]
+
+
+def wait(run: Path) -> None:
+    in_process._wait(run, PLACE, 0.05)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_rank_that_lives(tmp_path: Path) -> None:
+    """Nobody waits any more."""
+    leave(tmp_path, mine(), os.getpid(), began())
+    wait(tmp_path)
+
+
+def test_on_another_machine(tmp_path: Path) -> None:
+    """Numbers of processes mean nothing there, so it is believed."""
+    leave(tmp_path, ["another", "pid:[1]"], 1 << 30, "1")
+    wait(tmp_path)
+
+
+@pytest.mark.parametrize(("pid", "when"), [(1 << 30, "1"), (os.getpid(), "1")], ids=["gone", "another one by now"])
+def test_left_by_a_run_that_was_killed(pid: int, when: str, tmp_path: Path) -> None:
+    """It is not taken for this run's, and the waiting ends in a sentence."""
+    leave(tmp_path, mine(), pid, when)
+    with pytest.raises(WorldMismatch, match=rf"^rank 1 waited 0.05 s for rank 0 to make {tmp_path}$"):
+        wait(tmp_path)

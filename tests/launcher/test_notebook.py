@@ -1,0 +1,213 @@
+"""A real Jupyter kernel: a task that was typed into a cell trains in ranks of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.world import FOUND, eventually, runs
+from unipar.run_folder.ledger import Ledger
+
+CELL = """
+import threading, torch, unipar
+from torch import nn
+
+scale = 1.0
+pause = 0.0
+
+class Mine(unipar.Task):
+    def model(self):
+        return nn.Linear(4, 1)
+
+    def data(self):
+        points = torch.linspace(-1, 1, 256).reshape(64, 4)
+        return [(x, x.sum().reshape(1)) for x in points]
+
+    def loss(self, model, batch):
+        threading.Event().wait(pause)
+        return scale * ((model(batch[0]) - batch[1]) ** 2).mean()
+
+CONFIG = {
+    "device": "cpu", "parallel": {"data": 2}, "batch": {"total": 8},
+    "train": {"steps": 12, "optimizer": {"name": "sgd", "lr": 0.01}}, "log": {"every": 5},
+}
+"""
+LAST = "(12, 3.385"  # further digits are the processor's
+
+
+@dataclass
+class Said:
+    """What a cell wrote, and the error that it ended with."""
+
+    stdout: str = ""
+    stderr: str = ""
+    result: str = ""
+    error: str = ""
+    kinds: set[str] = field(default_factory=set[str])
+
+
+class Kernel:
+    """Runs cells, one after another."""
+
+    def __init__(self, manager: Any, client: Any) -> None:
+        self.manager, self.client = manager, client
+
+    def begin(self, code: str) -> str:
+        return self.client.execute(code)
+
+    def end(self, asked: str, seconds: float = 90.0) -> Said:
+        said, until = Said(), time.monotonic() + seconds
+        while True:
+            message = self.client.get_iopub_msg(timeout=until - time.monotonic())
+            if message["parent_header"].get("msg_id") != asked:
+                continue
+            content = message["content"]
+            said.kinds.add(message["msg_type"])
+            match message["msg_type"]:
+                case "stream" if content["name"] == "stdout":
+                    said.stdout += content["text"]
+                case "stream":
+                    said.stderr += content["text"]
+                case "execute_result":
+                    said.result = content["data"]["text/plain"]
+                case "error":
+                    said.error = f"{content['ename']}: {content['evalue']}"
+                case "status" if content["execution_state"] == "idle":
+                    return said
+                case _:
+                    pass
+
+    def run(self, code: str) -> Said:
+        return self.end(self.begin(code))
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Generator[Kernel]:
+    os.environ["JUPYTER_PLATFORM_DIRS"] = "1"  # what it will mean some day, without a warning until then
+    from jupyter_client.manager import KernelManager
+
+    folder = tmp_path_factory.mktemp("notebook")
+    manager = KernelManager(kernel_name="python3")
+    private = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTER_RUNTIME_DIR": str(folder)}
+    manager.start_kernel(cwd=str(folder), env={**os.environ, **FOUND, **private, "OMP_NUM_THREADS": "1"})
+    client = manager.blocking_client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=60)
+        made = Kernel(manager, client)
+        assert made.run(CELL).error == ""
+        assert made.run(f"import os; os.chdir({str(folder)!r})").error == ""
+        yield made
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()
+
+
+def folder_of(kernel: Kernel) -> Path:
+    return Path(eval(kernel.run("os.getcwd()").result))
+
+
+def test_a_class_of_a_cell(kernel: Kernel) -> None:
+    """Two ranks train it; progress is plain lines, and the report reads as a table."""
+    said = kernel.run("report = unipar.launch(CONFIG, task=Mine, overrides={'out': 'a'})\nprint(report.losses)\nreport")
+    assert said.error == ""
+    assert LAST in said.stdout
+    lines = said.stderr.splitlines()
+    assert lines[0] == "native/nothing, 2 ranks, 5 parameters"
+    assert lines[1].startswith("step 1/12  loss 7.2072  ")
+    assert lines[-1].startswith("12 steps in ")
+    assert "\x1b" not in said.stderr
+    assert said.result.startswith("cell        native/nothing, 2 ranks")
+    told = (folder_of(kernel) / "a/launch.json").read_text("utf-8")
+    assert '"carried": "Mine: ' in told
+
+
+def test_functions_of_a_cell(kernel: Kernel) -> None:
+    """Lambdas too, and to a world of one: they travel by value."""
+    made = "made = dict(model=lambda: nn.Linear(4, 1), loss=Mine().loss, data=Mine().data)\n"
+    run = "unipar.launch(CONFIG, **made, overrides={'out': 'b', 'parallel.data': 1}, quiet=True).losses[-1]"
+    said = kernel.run(made + run)
+    assert (said.error, said.stderr) == ("", "")
+    assert said.result.startswith(LAST)
+
+
+def test_a_cell_that_is_interrupted(kernel: Kernel) -> None:
+    """All ranks stop at a step boundary; the kernel lives on."""
+    asked = kernel.begin(
+        "pause = 0.01\nunipar.launch(CONFIG, task=Mine, overrides={'out': 'c', 'train.steps': 100000})"
+    )
+    time.sleep(0.5)
+    where = Path(str(kernel.manager.provisioner.cwd))
+    ledgers = [where / f"c/rank-{rank}.jsonl" for rank in (0, 1)]
+    eventually(lambda: all(x.exists() and '"step": 1,' in x.read_text("utf-8") for x in ledgers), "no step", 60)
+    ranks = [next(Ledger.read(x))["pid"] for x in ledgers]
+    kernel.manager.interrupt_kernel()
+    said = kernel.end(asked)
+    assert said.error.startswith("Stopped: stopped by SIGINT after step ")
+    assert not any(runs(pid) for pid in ranks)
+    assert kernel.run("pause = 0.0\n1 + 1").result == "2"
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        ("threading.Lock()", "cannot pickle '_thread.lock' object"),
+        ("open(os.devnull)", "it holds an open file"),
+        ("torch.empty(1, device='meta')", "it holds a tensor on meta"),
+    ],
+    ids=["a lock", "an open file", "a tensor elsewhere"],
+)
+def test_a_class_that_cannot_travel(held: str, why: str, kernel: Kernel) -> None:
+    """The reason and two ways out, before anything starts; nothing is written."""
+    said = kernel.run(
+        f"class Holds(Mine):\n    held = {held}\nunipar.launch(CONFIG, task=Holds, overrides={{'out': 'never'}})"
+    )
+    assert said.error.startswith(f"TaskError: Holds cannot travel to other processes: {why}")
+    assert said.error.endswith(
+        "; let its methods make such a thing, as each rank calls them for itself, or put it into a file and import it "
+        "from there"
+    )
+    assert kernel.run("os.path.exists('never')").result == "False"
+
+
+def test_a_class_that_is_not_whole(kernel: Kernel) -> None:
+    """As with one that is in a file."""
+    said = kernel.run("class Half(unipar.Task):\n    def model(self): ...\nunipar.launch(CONFIG, task=Half)")
+    assert said.error == "TaskError: Half lacks data(), loss()"
+
+
+def test_join_in_a_cell(kernel: Kernel) -> None:
+    """There is no script to run again, though a kernel looks like one: the error names launch."""
+    said = kernel.run("with unipar.join(CONFIG, model=Mine().model, loss=Mine().loss) as run: pass")
+    assert said.error == (
+        "TaskError: join runs the script that calls it once more in each rank, and this is a prompt or a notebook: put "
+        "the loop into a file, or use launch() with a task"
+    )
+
+
+def test_without_cloudpickle(kernel: Kernel) -> None:
+    """Both ways out."""
+    said = kernel.run(
+        "from unittest.mock import patch\n"
+        "with patch('unipar.parcel.find_spec', lambda name: None):\n    unipar.launch(CONFIG, task=Mine)"
+    )
+    assert said.error == (
+        "TaskError: Mine was defined in a prompt, a notebook or a -c command; to take it to other processes "
+        "cloudpickle is needed: pip install 'unipar[notebook]', or put it into a file and import it from there"
+    )
+
+
+def test_compare_in_a_cell(kernel: Kernel) -> None:
+    """Every cell's ranks are handed the class."""
+    said = kernel.run(
+        "found = unipar.compare(CONFIG, task=Mine, cells=['native/parameters'], overrides={'out': 'd', "
+        "'compare': {'repeat': 1}})\nprint([(row.cell, row.outcome) for row in found.rows])"
+    )
+    assert (said.error, said.stdout) == ("", "[('single', 'ran'), ('native/parameters', 'ran')]\n")

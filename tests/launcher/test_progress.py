@@ -1,0 +1,190 @@
+"""What is seen of a run, drawn from what a rank wrote down."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from typing_extensions import override
+
+from unipar.launcher.progress import Progress, Tail
+from unipar.run_folder.heartbeat import Heart
+from unipar.run_folder.layout import beat_of, ledger_of, prints_of
+from unipar.run_folder.ledger import Ledger
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Terminal(io.StringIO):
+    @override
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns, whatever the tests run in."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def trained(run: Path, steps: int, every: int = 1) -> None:
+    """What rank 0 leaves behind of a run."""
+    heart = Heart(beat_of(run, 0))
+    with Ledger(ledger_of(run, 0)) as ledger:
+        ledger.note("start", rank=0, size=2, cell="native/nothing", pid=1, parameters=8912345)
+        for step in range(1, steps + 1):
+            heart.step = step
+            heart.mark("between")
+            if step % every == 0 or step == 1:
+                ledger.note("step", step=step, of=steps, loss=4.0 / step, norm=1.0, lr=0.1, samples=8, seconds=0.25)
+
+
+def test_plain_lines(tmp_path: Path) -> None:
+    """Elsewhere than on a terminal: who trains, logged steps, an end."""
+    out, err = io.StringIO(), io.StringIO()
+    trained(tmp_path, 2)
+    with Progress(tmp_path, None, out=out, err=err):
+        pass
+    first, *lines, last = err.getvalue().splitlines()
+    assert first == "native/nothing, 2 ranks, 8,912,345 parameters"
+    assert lines == ["step 1/2  loss 4.0000  32 samples/s", "step 2/2  loss 2.0000  32 samples/s"]
+    assert last == f"2 steps in 0.0 s, loss 4.0000 -> 2.0000; {tmp_path}"
+    assert out.getvalue() == ""
+    assert "\x1b" not in err.getvalue()
+
+
+def test_one_step_is_one(tmp_path: Path) -> None:
+    """Not 1 steps."""
+    err = io.StringIO()
+    trained(tmp_path, 1)
+    with Progress(tmp_path, None, err=err):
+        pass
+    assert err.getvalue().splitlines()[-1].startswith("1 step in 0.0 s, ")
+
+
+def test_plain_lines_are_few(tmp_path: Path) -> None:
+    """A thousand logged steps come to some twenty lines, the last one among them."""
+    err = io.StringIO()
+    trained(tmp_path, 1000)
+    with Progress(tmp_path, None, err=err):
+        pass
+    lines = err.getvalue().splitlines()
+    assert 18 <= len(lines) <= 24
+    assert lines[-2].startswith("step 1000/1000 ")
+
+
+def test_evaluations_are_shown(tmp_path: Path) -> None:
+    """With their names."""
+    with Ledger(ledger_of(tmp_path, 0)) as ledger:
+        ledger.note("eval", step=25, loss=2.5, accuracy=0.75)
+    err = io.StringIO()
+    with Progress(tmp_path, 50, err=err):
+        pass
+    assert err.getvalue() == "step 25/50  evaluated: loss 2.5000  accuracy 0.7500\n"
+
+
+def test_prints_of_rank_0_go_to_stdout(tmp_path: Path) -> None:
+    """As soon as a line is whole; what has no end yet, at the end."""
+    out, err = io.StringIO(), io.StringIO()
+    with prints_of(tmp_path).open("w", encoding="utf-8") as file, Progress(tmp_path, 5, out=out, err=err) as progress:
+        file.write("one\ntw")
+        file.flush()
+        progress.tick()
+        assert out.getvalue() == "one\n"
+        file.write("o")
+        file.flush()
+        progress.tick()
+        assert out.getvalue() == "one\n"
+    assert out.getvalue() == "one\ntwo\n"
+    assert err.getvalue() == ""
+
+
+def test_quiet_leaves_prints_only(tmp_path: Path) -> None:
+    """Nothing of ours is seen."""
+    out, err = Terminal(), Terminal()
+    trained(tmp_path, 3)
+    prints_of(tmp_path).write_text("mine\n", "utf-8")
+    with Progress(tmp_path, 3, quiet=True, out=out, err=err):
+        pass
+    assert (out.getvalue(), err.getvalue()) == ("mine\n", "")
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    """Step, loss, rate and time left on one line of at most 80 columns; prints above it."""
+    err = Terminal()
+    trained(tmp_path, 40, every=10)
+    heart = Heart(beat_of(tmp_path, 0))
+    heart.step = 31
+    heart.mark("forward")
+    prints_of(tmp_path).write_text("mine [not markup]\n", "utf-8")
+    with Progress(tmp_path, 400, out=err, err=err) as progress:
+        progress.tick()
+    drawn = [line.rstrip() for line in re.split(r"[\r\n]", ESCAPE.sub("", err.getvalue()))]
+    assert "mine [not markup]" in drawn
+    bars = [line for line in drawn if line.startswith("step 40/40 ")]
+    assert bars
+    assert bars[-1].endswith("loss 0.1000  32 samples/s  0.0 s")
+    assert all(len(line) <= 80 for line in drawn if line.startswith("step"))
+
+
+@pytest.mark.usefixtures("narrow")
+def test_no_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NO_COLOR keeps the bar and takes the colours."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    err = Terminal()
+    trained(tmp_path, 4)
+    with Progress(tmp_path, 4, out=err, err=err) as progress:
+        progress.tick()
+    assert "step 4/4" in err.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9](;|m)", err.getvalue())
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_dumb_terminal_gets_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not move its cursor."""
+    monkeypatch.setenv("TERM", "dumb")
+    err = Terminal()
+    trained(tmp_path, 1)
+    with Progress(tmp_path, 1, err=err):
+        pass
+    assert "\x1b" not in err.getvalue()
+    assert "step 1/1  loss" in err.getvalue()
+
+
+def test_a_failed_run_has_no_summary(tmp_path: Path) -> None:
+    """Its error is the last word."""
+    err = io.StringIO()
+    trained(tmp_path, 1)
+    with pytest.raises(KeyError), Progress(tmp_path, 1, err=err):
+        raise KeyError
+    assert "->" not in err.getvalue()
+
+
+def test_ticking_by_itself(tmp_path: Path) -> None:
+    """Where the process that draws is the one that trains."""
+    err = io.StringIO()
+    with Progress(tmp_path, 1, prints=False, err=err) as progress, progress.ticking():
+        trained(tmp_path, 1)
+    assert "step 1/1  loss 4.0000" in err.getvalue()
+
+
+def test_tail(tmp_path: Path) -> None:
+    """Lines come once, whole, and in pieces of any size; a file that is not there yet has none."""
+    path = tmp_path / "x"
+    tail = Tail(path)
+    assert list(tail.lines()) == []
+    with path.open("wb") as file:
+        file.write("a\nü".encode()[:3])
+        file.flush()
+        assert list(tail.lines()) == ["a"]
+        file.write("ü".encode()[1:] + b"\nb\n")
+        file.flush()
+        assert list(tail.lines()) == ["ü", "b"]
+    assert list(tail.lines()) == []
+    tail.close()

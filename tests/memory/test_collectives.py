@@ -1,0 +1,176 @@
+"""What a step sends: bytes by collective, in every kind of cell, from torch's operators and from Horovod's timeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unipar_horovod.timeline import OURS, read
+
+from tests.support.comparisons import made
+from tests.support.forks import Forks
+from tests.support.watched_cells import compared
+from unipar.backend.cells import at
+from unipar.backend.checks import settle
+from unipar.comparison.cell_world import Contestant
+from unipar.comparison.library_traffic import with_library_traffic
+from unipar.config import Cell
+from unipar.config.source import given
+from unipar.memory.account import Account, read_account
+from unipar.memory.recording.collectives import kind_of
+from unipar.report.data.comparison import Told
+from unipar.report.pages.comparison import page
+from unipar.task.reference import TaskRef
+
+TASK = '''
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unipar
+
+
+class Tiny(unipar.Task):
+    """Four matrices of 64 x 64: 65,536 bytes; where that is asked for, the step that is recorded fails."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def train(self, run):
+        self.run = run
+        super().train(run)
+
+    def model(self):
+        return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+
+    def blocks(self, model):
+        return ["0", "1", "2", "3"]
+
+    def data(self):
+        return TensorDataset(torch.randn(64, 64, generator=torch.Generator().manual_seed(1)))
+
+    def loss(self, model, batch):
+        if self.fails and (self.run.rank, self.run.done) == (1, RECORDED):
+            raise ArithmeticError("of the recorded step")
+        return model(batch[0]).square().mean()
+'''
+SENT: dict[str, dict[str, int]] = {
+    "native/nothing": {"all_reduce": 65536},
+    "native/optimizer": {"all_reduce": 65536, "broadcast": 65536},
+    "native/gradients": {"all_gather": 65536, "reduce_scatter": 65536, "all_reduce": 16},
+    "native/parameters": {"all_gather": 131072, "reduce_scatter": 65536, "all_reduce": 16},
+    "deepspeed/gradients": {"all_reduce": 65540, "all_gather": 65536},
+    "horovod/nothing": {"all_reduce": 65536},
+}
+"""FSDP2 gathers once more for the backward where parameters are split; 16 and 4 bytes are norms."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("sent")
+    (folder / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
+        cells = compared(folder, *SENT, forks=forks, task={"use": "tiny.py:Tiny"}, model={})
+    (run,) = {file.parent for file in folder.rglob("horovod-nothing/rank-0.memory.json")}
+    return cells | {"on the page": [read_account(run, rank) for rank in (0, 1)]}
+
+
+@pytest.mark.parametrize("cell", SENT)
+def test_bytes_by_collective(found: dict[str, Any], cell: str) -> None:
+    """To the byte, on both ranks."""
+    assert [account["sent"] for account in found[cell]["memory"]] == [SENT[cell], SENT[cell]]
+
+
+def test_the_page_has_what_a_world_of_its_own_told(found: dict[str, Any]) -> None:
+    """It reads what the ranks wrote down."""
+    assert [account.sent for account in found["on the page"]] == [SENT["horovod/nothing"], SENT["horovod/nothing"]]
+
+
+def test_the_method_is_stated(found: dict[str, Any]) -> None:
+    """Horovod's collectives are its own, and only its timeline knows of them."""
+    by = {cell: found[cell]["memory"][1]["sent_by"] for cell in ("native/nothing", "horovod/nothing")}
+    assert by == {
+        "native/nothing": "each call of torch.distributed's operators",
+        "horovod/nothing": "each call of torch.distributed's operators, and Horovod's timeline",
+    }
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [({"use": "tiny.py:Gone"}, "Gone"), ({"use": "tiny.py:Tiny", "args": {"fails": True}}, "of the recorded step")],
+    ids=["no such task", "one rank fails while the other waits for it"],
+)
+def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path, task: dict[str, Any], said: str) -> None:
+    """The world of its own fails, with its sentence; what was known before is kept."""
+    task = task | {"use": f"{tmp_path}/{task['use']}"}
+    told = {"task": task, "parallel": {"data": 2}, "device": "cpu", "model": {"blocks": "none"}}
+    cell = Cell.parse("horovod/nothing")
+    config = at(given(told | {"batch": {"total": 2}, "train": {"steps": 4}}, None).config, cell)
+    (tmp_path / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
+    run = Contestant(settle(config, 2), TaskRef.of(None, config.task, {}), tmp_path / "run")
+    before = [Account(rank=r, method="m", device="cpu", base=1, phases=(), peaks=(), sent={"x": 3}) for r in (0, 1)]
+    after = with_library_traffic(run, before, "1")
+    assert [account.sent for account in after] == [{"x": 3}, {"x": 3}]
+    for account in after:
+        (note,) = account.notes
+        assert note.startswith("what it sends is not whole: Horovod's timeline could not be had (")
+        assert said in note
+
+
+def test_one_process_sends_nothing(found: dict[str, Any]) -> None:
+    """There is nobody to send to."""
+    assert [account["sent"] for account in found["single"]["memory"]] == [{}]
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [
+        ("c10d::allreduce_", "all_reduce"),
+        ("c10d::_allgather_base_", "all_gather"),
+        ("c10d::reduce_scatter_tensor_coalesced_", "reduce_scatter"),
+        ("c10d::reduce_", "reduce"),
+        ("c10d::alltoall_base_", "all_to_all"),
+        ("_c10d_functional::all_reduce", "all_reduce"),
+        ("_c10d_functional::all_gather_into_tensor", "all_gather"),
+        ("_c10d_functional::wait_tensor", None),
+        ("c10d::barrier", None),
+        ("c10d::recv_", None),
+        ("aten::scatter", None),
+    ],
+)
+def test_operators_and_what_they_are_called(operator: str, kind: str | None) -> None:
+    """A barrier carries nothing, what is received was sent by another, and aten's scatter stays here."""
+    assert kind_of(operator) == kind
+
+
+def test_a_timeline_is_read() -> None:
+    """Sizes come at a collective's end; phases inside it and before it have none, and our own beginning is left out."""
+    events = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 1}},
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.model.0.weight"}},
+        {"name": "process_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": 1}},
+        {"name": "process_name", "ph": "M", "pid": 2, "args": {"name": f"allreduce.{OURS}"}},
+        {"ph": "E", "ts": 1, "pid": 1},
+        {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 1, "pid": 1},
+        {"ph": "E", "ts": 2, "pid": 1},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 3, "pid": 1},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 3, "pid": 2},
+        {"ph": "B", "name": "GLOO_ALLREDUCE", "ts": 4, "pid": 1},
+        {"ph": "E", "ts": 5, "pid": 1},
+        {"ph": "E", "ts": 6, "pid": 1, "args": {"dtype": "float16", "shape": "[3, 5]"}},
+        {"ph": "E", "ts": 6, "pid": 2, "args": {"dtype": "float32", "shape": "[1]"}},
+        {"ph": "B", "name": "ALLGATHER", "ts": 7, "pid": 1},
+        {"ph": "E", "ts": 8, "pid": 1, "args": {"dtype": "float64", "shape": "[]"}},
+    ]
+    assert read(events) == {"all_reduce": 30, "all_gather": 8}
+
+
+def test_the_page_shows_it_with_the_method(tmp_path: Path) -> None:
+    """A column a collective, cells that one method saw together."""
+    text = page(Told.read(made(tmp_path / "run")))
+    sent = text[text.index("What a step sends") :].partition("</section>")[0]
+    assert '<th scope="col">all_reduce</th>' in sent
+    assert "horovod/nothing, deepspeed/gradients+library: by records of a profiler." in sent
+    assert "single:" not in sent

@@ -1,0 +1,61 @@
+"""Repeated blocks are found by themselves, named by the task, or named by the config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from unipar.config import Config
+from unipar.errors import ConfigError, TaskError
+from unipar.model.blocks import find_blocks, found
+
+
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
+
+
+def _blocks(blocks: Any = "auto", names: list[str] | None = None) -> tuple[str, ...]:
+    config = Config.model_validate({"batch": {"total": 1}, "train": {"steps": 1}, "model": {"blocks": blocks}})
+    return find_blocks(_Stack(), config, given=names)
+
+
+def test_found() -> None:
+    """Three layers stand beside one another; what repeats inside them is not split again; the head is no block."""
+    assert found(_Stack()) == ("layers.0", "layers.1", "layers.2")
+
+
+def test_a_frozen_part_is_found_too() -> None:
+    """A teacher has blocks of its own."""
+    model = nn.ModuleDict({"student": _Stack(), "teacher": nn.Sequential(_Stack())})
+    assert found(model) == (
+        "student.layers.0",
+        "student.layers.1",
+        "student.layers.2",
+        "teacher.0.layers.0",
+        "teacher.0.layers.1",
+        "teacher.0.layers.2",
+    )
+
+
+def test_none_named_and_the_tasks_own() -> None:
+    """The config wins over the task, the task over what is found; a block inside a block is left out."""
+    assert _blocks("none", ["head"]) == ()
+    assert _blocks(["layers.*"], ["head"]) == ("layers.0", "layers.1", "layers.2")
+    assert _blocks("auto", ["head", "head.0"]) == ("head",)
+
+
+def test_names_that_are_not_there() -> None:
+    """The error lists what the model has."""
+    has = "it has embed, layers, layers.0, layers.0.0, layers.0.1, layers.1, layers.1.0, layers.1.1 and 7 more"
+    with pytest.raises(ConfigError) as e:
+        _blocks(["blocks.*"])
+    assert str(e.value) == f"model.blocks: nothing in the model is called 'blocks.*'; {has}"
+    with pytest.raises(TaskError) as f:
+        _blocks("auto", ["tail"])
+    assert str(f.value) == f"blocks() names 'tail', which the model does not have; {has}"

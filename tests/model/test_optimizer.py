@@ -1,0 +1,227 @@
+"""Groups by name, rates that keep their ratio, and a schedule counted in optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+import unipar
+from unipar.config import Config
+from unipar.config.sections.optimizer import Constant, Cosine, Linear, optimizer_arguments
+from unipar.engines.learning_rate import Rates, factor
+from unipar.errors import TaskError
+from unipar.model.optimizer import Group, optimizer_factory, parameter_groups
+
+CPU = torch.device("cpu")
+Groups = Callable[[Any], Any]
+
+
+class _Task(unipar.Task):
+    def __init__(self, groups: Groups | None = None) -> None:
+        self._groups = groups
+
+    @override
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+
+    @override
+    def data(self) -> Any:
+        return None
+
+    @override
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        return model(batch).mean()
+
+    @override
+    def groups(self, model: nn.Module) -> Any:
+        return self._groups(model) if self._groups else None
+
+
+def _config(**train: Any) -> Config:
+    return Config.model_validate({"batch": {"total": 8}, "train": {"steps": 10} | train})
+
+
+def _of(task: unipar.Task, module: nn.Module, config: Config) -> tuple[Group, ...]:
+    return parameter_groups(module, config, task.groups(module), own_optimizer=task.gives("optimizer"))
+
+
+def _made(task: unipar.Task, module: nn.Module, config: Config) -> torch.optim.Optimizer:
+    own = task.optimizer if task.gives("optimizer") else None
+    return optimizer_factory(_of(task, module, config), config, CPU, own)(module)
+
+
+def _groups(made: Groups, **train: Any) -> tuple[Group, ...]:
+    task = _Task(made)
+    return _of(task, task.model(), _config(**train))
+
+
+def test_matrices_alone_decay() -> None:
+    """`decay: matrices` leaves biases and norms out."""
+    task = _Task()
+    wide, thin = _of(task, task.model(), _config(optimizer={"decay": "matrices"}))
+    assert wide.names == ("0.weight", "2.weight")
+    assert thin.names == ("0.bias", "1.weight", "1.bias", "2.bias")
+    assert dict(thin.settings) == {"weight_decay": 0.0}
+
+
+def test_groups_keep_their_ratio() -> None:
+    """A group's own rate, the lr_scale and the schedule's factor multiply."""
+
+    def groups(m: Any) -> Any:
+        return [{"params": m[0].parameters()}, {"params": [*m[1].parameters(), *m[2].parameters()], "lr": 0.5}]
+
+    task = _Task(groups)
+    config = _config(optimizer={"name": "sgd", "lr": 0.1}, lr_scale={"rule": "linear", "at_batch": 4})
+    module = task.model()
+    optimizer = _made(task, module, config)
+    rates = Rates(optimizer)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.0, 0.0]
+    rates.set(optimizer, 0.5)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.5]
+
+
+WRONG: list[tuple[Groups, str]] = [
+    (lambda m: [{"params": [m[0].weight]}],
+     "groups() leaves out 0.bias, 1.weight, 1.bias, 2.weight and 1 more: give every trained parameter a group, "
+     "or freeze it"),
+    (lambda m: [{"params": m.parameters()}, {"params": [m[0].bias]}], "groups(): '0.bias' is in two groups"),
+    (lambda m: [{"params": [nn.Parameter(torch.ones(1))]}],
+     "groups(): group 0 holds a parameter that is not the model's"),
+    (lambda m: [{"parameters": m.parameters()}], "groups(): group 0 has no 'params'"),
+    (lambda m: [{"params": m.parameters(), "learning_rate": 1.0}],
+     "groups(): group 0 sets 'learning_rate'; this optimizer has betas, eps, lr, weight_decay"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "message"), WRONG)
+def test_groups_that_are_wrong(made: Groups, message: str) -> None:
+    """PyTorch would take most of them without a word."""
+    with pytest.raises(TaskError) as e:
+        _groups(made)
+    assert str(e.value) == message
+
+
+@pytest.mark.parametrize(
+    ("fused", "foreach", "wanted"),
+    [
+        ("auto", "auto", (True, None)),
+        (False, False, (False, False)),
+        (False, "auto", (False, None)),
+        ("auto", True, (None, True)),
+    ],
+)
+def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
+    """fused: auto takes it where it is; a foreach that is asked for keeps it out."""
+    task = _Task()
+    config = _config(optimizer={"fused": fused, "foreach": foreach})
+    module = task.model()
+    defaults = _made(task, module, config).defaults
+    assert (defaults["fused"], defaults["foreach"]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "foreach", "device", "split", "wanted"),
+    [
+        ("adamw", "auto", "cuda", True, {"fused": True}),
+        ("sgd", "auto", "cuda", False, {"fused": True}),
+        ("sgd", "auto", "cuda", True, {}),
+        ("sgd", False, "cpu", True, {"foreach": False}),
+        ("adamw", "auto", "mps", False, {}),
+    ],
+)
+def test_kernels_of_split_parameters(name: str, foreach: Any, device: str, split: bool, wanted: dict[str, Any]) -> None:
+    """PyTorch has no fused SGD for them; `foreach` is then as the config says."""
+    optimizer = _config(optimizer={"name": name, "foreach": foreach}).train.optimizer
+    told = optimizer_arguments(optimizer, device, split=split)
+    assert {key: told[key] for key in ("fused", "foreach") if key in told} == wanted
+
+
+class _Owner(_Task):
+    """An optimizer made as the test says."""
+
+    def __init__(self, make: Callable[[Any], Any], groups: Groups | None = None) -> None:
+        super().__init__(groups)
+        self._make = make
+
+    @override
+    def optimizer(self, groups: Any) -> Any:
+        return self._make(groups)
+
+
+def _owned(make: Callable[[Any], Any], groups: Groups | None = None, **train: Any) -> Any:
+    task, config = _Owner(make, groups), _config(**train)
+    module = task.model()
+    return _made(task, module, config)
+
+
+def test_an_optimizer_of_the_tasks_own() -> None:
+    """It is given parameters, rates that are scaled, and decay; a group may hold keys of its own."""
+
+    def groups(m: Any) -> Any:
+        return [{"params": m[0].parameters(), "nesterov": True}, {"params": m[1:].parameters(), "lr": 0.4}]
+
+    scaled = {"rule": "linear", "at_batch": 4}
+    made = _owned(torch.optim.RMSprop, groups, optimizer={"lr": 0.1, "weight_decay": 0.3}, lr_scale=scaled)
+    assert isinstance(made, torch.optim.RMSprop)
+    assert [(g["lr"], g["weight_decay"]) for g in made.param_groups] == [(0.2, 0.3), (0.8, 0.3)]
+    assert made.param_groups[0]["nesterov"] is True
+
+
+_STRANGE = nn.Parameter(torch.ones(1))
+
+
+def _none(groups: Any) -> Any:
+    return 3
+
+
+def _first(groups: Any) -> Any:
+    return torch.optim.SGD(groups[:1], lr=1.0)
+
+
+def _more(groups: Any) -> Any:
+    return torch.optim.SGD([*groups, {"params": [_STRANGE]}], lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_none, "optimizer() returned 3; a torch.optim.Optimizer over the groups that it is given is wanted"),
+        (_first, "optimizer() leaves out '0.bias': give it all groups, or freeze the parameter"),
+        (_more, "optimizer() holds a parameter that is in none of the groups that it was given"),
+    ],
+)
+def test_an_optimizer_that_is_none(make: Any, message: str) -> None:
+    """Over all groups, and nothing else."""
+    with pytest.raises(TaskError) as e:
+        _owned(make, optimizer={"decay": "matrices"})
+    assert str(e.value) == message
+
+
+@pytest.mark.parametrize(("key", "value", "shown"), [("name", "sgd", "sgd"), ("betas", [0.8, 0.9], "(0.8, 0.9)")])
+def test_keys_of_an_optimizer_that_is_not_made(key: str, value: Any, shown: str) -> None:
+    """They would have no effect."""
+    with pytest.raises(TaskError) as e:
+        _owned(torch.optim.RMSprop, optimizer={key: value})
+    assert str(e.value) == (
+        f"train.optimizer.{key}: {shown} has no effect, as the task makes an optimizer of its own: leave it out; lr, "
+        "weight_decay and decay are in the groups that it is given"
+    )
+
+
+def test_schedules() -> None:
+    """Warm-up climbs to the full rate; linear and cosine reach `end` at the last of ten steps."""
+    cosine, linear = Cosine(warmup=2, end=0.1), Linear(warmup=2)
+    assert [factor(cosine, s, 10) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert factor(cosine, 9, 10) == pytest.approx(0.1, abs=1e-15)
+    assert [round(factor(linear, s, 10), 6) for s in (2, 3, 9)] == [1.0, 0.857143, 0.0]
+    assert [factor(Constant(warmup=4), s, 10) for s in (0, 3, 9)] == [0.25, 1.0, 1.0]
+
+
+def test_a_schedule_whose_warm_up_is_the_whole_run() -> None:
+    """Nothing divides by zero."""
+    assert [factor(Cosine(warmup=3), s, 3) for s in range(3)] == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]

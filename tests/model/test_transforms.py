@@ -1,0 +1,315 @@
+"""Recomputing, compiling and local steps, in one process: what is really done, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+import unipar
+from tests.conformance import tasks
+from tests.support.running import Line, running
+from unipar.backend import checks
+from unipar.config import source
+from unipar.engines.loss_scale import Scaler
+from unipar.errors import ConfigError, NonFinite, TaskError, Unsupported
+from unipar.model.transforms import reworked
+from unipar.run_folder.layout import ledger_of
+from unipar.run_folder.ledger import Ledger
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its own calls
+
+
+class Counting(nn.Module):
+    """Counts its forwards and its matrix products; a BatchNorm and dropout inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.calls = 0
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.drop(torch.relu(self.norm(self.up(x))))
+
+
+class Blocky(unipar.Task):
+    """Two such blocks."""
+
+    @override
+    def model(self) -> nn.Module:
+        return nn.Sequential(Counting(), Counting(), nn.Linear(4, 1))
+
+    @override
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(1)
+        x = torch.randn(16, 4, generator=g)
+        return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        x, y = batch
+        return (model(x) - y).square().mean()
+
+
+def _state(folder: Path, name: str, **model: Any) -> tuple[dict[str, Tensor], int]:
+    """Everything after three steps, running statistics too, and how often a block ran."""
+    (folder / name).mkdir()
+    with running(Blocky(), folder / name, model=model) as run:
+        run.task.train(run)
+        module: Any = run.parts["model"].module
+        state = {f"{p.name}/{p.kind}": p.tensor.detach().clone() for p in run.engine.pieces()}
+        return state, module[0].calls
+
+
+@pytest.mark.parametrize("how", ["blocks", "selective"])
+def test_recomputing_changes_no_bit(how: str, tmp_path: Path) -> None:
+    """The blocks run twice, with the same dropout, and running statistics count each batch once."""
+    plain, once = _state(tmp_path, "plain")
+    again, twice = _state(tmp_path, how, recompute=how)
+    assert (once, twice) == (6, 12)
+    assert plain.keys() == again.keys()
+    assert [n for n, t in plain.items() if not torch.equal(t, again[n])] == []
+    assert plain["0.norm.num_batches_tracked/buffer"] == 6
+
+
+@pytest.mark.parametrize(("how", "products"), [("none", 0), ("blocks", 2), ("selective", 0)])
+def test_selective_keeps_matrix_products(how: str, products: int, tmp_path: Path) -> None:
+    """In the backward a block's product is computed again where whole blocks are, and else not."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        @override
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten.addmm.default  # the forward's: the backward has mm alone
+            return func(*args, **(kwargs or {}))
+
+    with running(Blocky(), tmp_path, model={"recompute": how}, batch={"total": 4}) as run:
+        share = next(run.batches())
+        module: Any = run.parts["model"].module
+        loss = run.task.loss(module, share[0])
+        with Products() as seen:
+            loss.backward()
+        module.zero_grad()
+        run.step(share)
+    assert seen.count == products
+
+
+class NoBlocks(Line):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"recompute": "blocks"},
+         "model.recompute: blocks recomputes block by block, and the model has no blocks: name them in model.blocks or "
+         "in the task's blocks(), or leave recompute out"),
+        ({"compile": "blocks"},
+         "model.compile: blocks compiles block by block, and the model has no blocks: name them in model.blocks or in "
+         "the task's blocks(), or say model.compile: model"),
+    ],
+)  # fmt: skip
+def test_a_model_without_blocks(model: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """What works block by block says so."""
+    with pytest.raises(ConfigError) as e, running(NoBlocks(), tmp_path, model=model):
+        pass
+    assert str(e.value) == message
+
+
+def test_a_compiler_that_is_not_there(tmp_path: Path) -> None:
+    """The ones that torch knows are named."""
+    wanted = r"^model.compile.backend: there is no 'induktor'; torch knows .*inductor"
+    compiled = {"compile": {"backend": "induktor"}}
+    with pytest.raises(ConfigError, match=wanted), running(Line(), tmp_path, model=compiled):
+        pass
+
+
+def test_compiled_means_compiled(tmp_path: Path) -> None:
+    """true compiles blocks, or the model where it has none; a loss goes through what was compiled."""
+    graphs: list[Any] = []
+
+    def seen(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    from torch._dynamo.backends.registry import register_backend
+
+    register_backend(seen, name="unipar_seen")
+    for task in (Line(), tasks.Regression()):
+        graphs.clear()
+        torch.compiler.reset()
+        with running(task, tmp_path, model={"compile": {"backend": "unipar_seen"}}) as run:
+            run.step(next(run.batches()))
+        assert graphs
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"offload": "parameters"}, "parallel": {"shard": "parameters"}},
+         "native/parameters: model.offload: parameters needs CUDA: on the CPU all is in the host's memory; leave it "
+         "out"),
+        ({"model": {"sync_batchnorm": True}},
+         "native/nothing: model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm takes no tensor of the CPU; "
+         "leave it out"),
+        ({"train": {"steps": 1, "precision": "fp16"}},
+         "native/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"),
+        ({"train": {"steps": 1, "sync_every": 2}, "parallel": {"shard": "gradients"}},
+         "native/gradients: train.sync_every: 2 cannot be had here; what can: native/nothing, single"),
+    ],
+)  # fmt: skip
+def test_refused_on_the_cpu(sections: dict[str, Any], message: str) -> None:
+    """Before any process starts, and with the way out."""
+    from unipar.config import Config
+
+    made = {"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}, **sections}
+    with pytest.raises(Unsupported) as e:
+        checks.check(Config.model_validate(made))
+    assert str(e.value) == message
+
+
+def test_the_optimizer_alone_cannot_be_offloaded() -> None:
+    """FSDP2 moves all three together."""
+    from unipar.config import Config
+
+    made: dict[str, Any] = {"device": "cuda", "batch": {"total": 4}, "train": {"steps": 1}}
+    made |= {"parallel": {"shard": "parameters"}, "model": {"offload": "optimizer"}}
+    with pytest.raises(Unsupported) as e:
+        checks.check(Config.model_validate(made))
+    assert str(e.value) == (
+        "native/parameters: model.offload: optimizer cannot be had: FSDP2 moves parameters, gradients and the "
+        "optimizer's states together; say model.offload: parameters"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"steps": 6, "sync_every": 2}, "eval": {"every": 3}},
+         "eval.every (3) is not a multiple of train.sync_every (2): in between, each rank holds another model"),
+        ({"train": {"steps": 6, "sync_every": 2, "precision": "fp16"}},
+         "train: sync_every (2) and fp16 exclude each other: each rank would leave out other steps; use bf16-mixed"),
+    ],
+)  # fmt: skip
+def test_what_local_steps_exclude(sections: dict[str, Any], message: str) -> None:
+    """Both numbers, before any process starts."""
+    with pytest.raises(ConfigError) as e:
+        source.given({"batch": {"total": 4}, **sections})
+    assert str(e.value) == f"the config: {message}"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.BatchNorm1d(2),
+         "model.sync_batchnorm: true replaces every BatchNorm in the model, and the model is one: put it into a "
+         "torch.nn.Sequential"),
+        (nn.Sequential(nn.Linear(2, 2)),
+         "model.sync_batchnorm: true, and the model has no BatchNorm: leave it out"),
+    ],
+)  # fmt: skip
+def test_nothing_to_put_syncbatchnorm_in_place_of(model: nn.Module, message: str) -> None:
+    """Where it would not be what the task holds, or nowhere."""
+    told = {"device": "cuda", "batch": {"total": 4}, "train": {"steps": 1}, "model": {"sync_batchnorm": True}}
+    with pytest.raises(ConfigError) as e:
+        reworked(model, (), source.given(told).config)
+    assert str(e.value) == message
+
+
+def test_an_evaluation_between_two_means(tmp_path: Path) -> None:
+    """Each rank holds another model there."""
+    with running(Line(), tmp_path, train={"steps": 4, "sync_every": 2}) as run:
+        shares = run.batches()
+        run.step(next(shares))
+        with pytest.raises(TaskError) as e:
+            run.evaluate()
+        assert str(e.value) == (
+            "evaluate() was called after step 1: with train.sync_every: 2 ranks hold one model only after each so many "
+            "steps, and after the last"
+        )
+        run.step(next(shares))
+        assert run.evaluate()["loss"] > 0
+        for share in shares:
+            run.step(share)
+
+
+# fp16's loss scale: the arithmetic on the CPU, where `check` would refuse it
+
+
+def _nothing(config: object) -> tuple[str, ...]:
+    return ()
+
+
+class Overflowing(Line):
+    """Its third step has a gradient that no fp16 scale can hold."""
+
+    def __init__(self, bad: float) -> None:
+        self.bad, self.count = bad, 0
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.count += 1
+        loss = super().loss(model, batch) * 1e-4  # what overflows is what is meant to
+        if self.count == 3:
+            p = model.weight
+            return loss + (p - p.detach()).sum() * self.bad
+        return loss
+
+
+def test_a_step_is_left_out_and_the_schedule_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The scale is halved, weights stay, and the warm-up goes on with the next step's factor."""
+    monkeypatch.setattr(checks, "_cuda_only", _nothing)
+    train = {"steps": 5, "optimizer": {"name": "sgd", "lr": 1e-3}, "precision": "fp16", "schedule": {"warmup": 4}}
+    with running(Overflowing(1e35), tmp_path, train=train, batch={"total": 4}, log={"every": 1}) as run:
+        module: Any = run.parts["model"].module
+        engine: Any = run.engine
+        weights: list[float] = []
+        for share in run.batches():
+            run.step(share)
+            weights.append(module.weight.item())
+        assert engine.scaler.scale == 2.0**15
+    assert weights[1] == weights[2]
+    assert len(set(weights)) == 4
+    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    assert [r["step"] for r in rows if r["event"] == "skipped"] == [3]
+    rates = [r["lr"] for r in rows if r["event"] == "step"]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 0.75e-3, 1e-3])
+
+
+def test_the_scale_moves_as_torchs_does() -> None:
+    """GradScaler's own numbers, over steps of which some overflow."""
+    torchs: Any = torch.amp.GradScaler("cpu", growth_interval=3)
+    ours = Scaler(patience=3)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.0)
+    for good in (1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1):
+        weight.grad = torch.full((2,), 1.0 if good else float("inf"))
+        torchs.scale(torch.ones(()))
+        torchs.unscale_(optimizer)
+        torchs.step(optimizer)
+        torchs.update()
+        assert ours.overflowed(torch.tensor(1.0 if good else float("nan"))) is not bool(good)
+        assert ours.scale == torchs.get_scale()
+
+
+def test_gradients_that_no_scale_saves() -> None:
+    """An error instead of steps that are left out for ever."""
+    scaler = Scaler()
+    bad = torch.tensor(float("inf"))
+    assert all(scaler.overflowed(bad) for _ in range(26))
+    with pytest.raises(NonFinite) as e:
+        scaler.overflowed(bad)
+    assert scaler.scale == 2.0**-11
+    assert str(e.value) == (
+        "gradients are not finite at any loss scale down to 0.000976562: look at the loss, the rate "
+        "(train.optimizer.lr) and the clip (train.clip), or use bf16-mixed"
+    )

@@ -1,0 +1,77 @@
+"""Figures of bars: one that dwarfs the others is cut short, and the rows of a bridge join."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.comparisons import made, rewritten
+from unipar.report.charts.bars import bridge, cut_short, stacked
+from unipar.report.data.comparison import Told
+from unipar.report.pages.comparison import page
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return made(tmp_path / "run")
+
+
+def test_a_bar_that_dwarfs_the_others_is_cut(run: Path) -> None:
+    """With a gap, its true number and words: 704 MiB would leave 178 MiB a quarter of the room."""
+    told = Told.read(run)
+    drawn = stacked(told, None, 920)
+    said = "; the bar of deepspeed/gradients+library is cut short, it is 704 MiB"
+    assert f'aria-label="Memory at the peak, by category{said}"' in drawn
+    assert drawn.count('class="break"') == 2
+    ends = [float(x) for x in re.findall(r'<text x="([\d.]+)" y="[\d.]+" class="value"', drawn)]
+    reach = 920 - 84 + 7
+    assert ends[-1] == reach
+    assert ends[-2] == pytest.approx(reach - (reach - 7 - ends_of_names(drawn)) * (1 - 1 / 1.3), abs=1)
+    assert "cut short, for all others could not be read beside it: deepspeed/gradients+library holds 704" in page(told)
+    shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', drawn)
+    assert max(float(x) + float(width) for x, width in shapes) <= reach - 7
+
+
+def ends_of_names(drawn: str) -> float:
+    """Where the bars begin."""
+    return min(float(x) for x in re.findall(r'<rect x="([\d.]+)"', drawn))
+
+
+def test_bars_of_like_lengths_are_whole(run: Path) -> None:
+    """Without the outlier; and where an earlier comparison is laid below, its bars count."""
+    told = Told.read(rewritten(run, lambda data: data["cells"][4].update(memory=[])))
+    assert cut_short(told, None) == (told.measured[-1].peak, [])
+    assert 'class="break"' not in stacked(told, None, 920)
+
+
+def test_a_bridge_ends_where_the_other_cell_is(run: Path) -> None:
+    """Its steps add up: from the first bar's end to the second's."""
+    told = Told.read(run)
+    one, two = told.cell("native/nothing"), told.cell("native/parameters")
+    assert one is not None
+    assert two is not None
+    text = bridge(one, two, 920)
+    assert re.findall(r'class="value[^>]*>([^<]*)<', text) == [
+        *("178 MiB", "−12 MiB", "−32 MiB", "−34 MiB", "−23 MiB", "+17 MiB", "+1.4 MiB", "+2.4 MiB", "+218 KiB"),
+        "97 MiB",
+    ]
+
+
+def test_the_steps_of_a_bridge_join(run: Path) -> None:
+    """Each begins where the last one ended, down to the other cell's own bar."""
+    told = Told.read(run)
+    one, two = told.cell("native/nothing"), told.cell("native/parameters")
+    assert one is not None
+    assert two is not None
+    shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)".*? class="(\S+)"', bridge(one, two, 920))
+    at = [(float(x), float(x) + float(width), kind) for x, width, kind in shapes]
+    assert [kind for *_, kind in at] == [
+        *("whole", "c-parameters", "c-gradients", "c-optimizer", "c-communication", "c-activations", "c-temporaries"),
+        *("c-unattributed", "c-runtime", "whole"),
+    ]
+    less, more = at[1:5], at[5:9]
+    assert [end for _, end, _ in less] == pytest.approx([at[0][1], *(start for start, _, _ in less[:-1])], abs=0.2)
+    assert [start for start, _, _ in more] == pytest.approx([less[-1][0], *(e for _, e, _ in more[:-1])], abs=0.2)
+    assert at[-1][1] == pytest.approx(more[-1][1], abs=1.0)  # a bar is at least a pixel wide

@@ -1,0 +1,186 @@
+"""report.html of folders that are not as they should be: a sentence for what cannot be read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.comparisons import P, account, made, rewritten
+from unipar.errors import ReportError
+from unipar.report.build import beside, report
+from unipar.report.data.comparison import Told
+from unipar.report.pages.comparison import page
+from unipar.results.spreadsheet import sheet
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return made(tmp_path / "run")
+
+
+def test_a_cell_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
+    """Whatever a rank of it left in its folder: in no figure, no sentence and no column."""
+    for rank in (0, 1):
+        account("native/parameters", rank, 0.1).write(run / "compare/native-parameters")
+    told = Told.read(rewritten(run, lambda data: data["cells"][2].update(memory=[], note="memory was not watched: no")))
+    assert "native/parameters" not in [cell.cell for cell in told.measured]
+    text = page(told)
+    assert "<h1>deepspeed/gradients is smallest" in text
+    assert "<p>Not measured: native/parameters.</p>" in text
+    assert (
+        '<th scope="row" class="text">native/parameters</th><td class="text">7 digits</td><td>826 ms</td>'
+        "<td>1.57</td><td>9.7</td><td>–</td><td>~640 MiB</td><td>–</td>"
+    ) in text
+
+
+def test_the_figures_alone_have_all_that_was_measured(run: Path, tmp_path: Path) -> None:
+    """Without a cell's folder, or with accounts there that are cut short: compare.json has them whole."""
+    (run / "compare/native-nothing/rank-1.memory.json").write_text('{"rank": 1', encoding="utf-8")
+    whole = Told.read(run)
+    assert whole.problems == ()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (run / "compare/compare.json").rename(bare / "compare.json")
+    told = Told.read(bare)
+    assert [cell.memory for cell in told.cells] == [cell.memory for cell in whole.cells]
+    assert [len(cell.memory) for cell in told.cells] == [1, 2, 2, 2, 2, 2, 0]
+    sections = re.findall('<section id="([a-z]+)">', page(told))
+    assert sections == [
+        *("memory", "cells", "bridge", "through", "balance", "losses", "pareto", "times", "sent", "how")
+    ]
+
+
+def test_a_rank_without_an_account_is_a_rank_all_the_same(run: Path) -> None:
+    """On CUDA NCCL is there for it: 200 MiB; one process has none."""
+    data = rewritten(run, lambda data: data["cells"][1]["memory"].pop())
+    told = Told.read(data)
+    text = page(told)
+    assert [told.found.world(row) for row in told.found.rows[:3]] == [1, 2, 2]
+    assert "<td>178 MiB</td><td>190 MiB</td><td>878 MiB</td>" in text
+    assert "<td>143 MiB</td><td>154 MiB</td><td>644 MiB</td>" in text
+    lines = {line.split()[0]: line.split("MiB") for line in told.found.beside(100)[2:] if line.endswith("MiB")}
+    assert (lines["native/nothing"][2], lines["single"][2]) == ("  878 ", "  644 ")
+    assert [line.split(",")[8] for line in sheet(told.found).splitlines()[1:3]] == ["675282944", "920649728"]
+
+
+def test_the_ranks_are_known_before_any_has_started(run: Path) -> None:
+    """After Ctrl-C, while worlds start; a file that does not tell is not asked for a number."""
+
+    def stopped(data: dict[str, Any]) -> None:
+        data["interrupted"] = True
+        data["cells"] = [{"cell": c["cell"], "outcome": "waits"} for c in data["cells"]]
+
+    told = Told.read(rewritten(run, stopped))
+    assert [told.found.world(row) for row in told.found.rows[:2]] == [1, 2]
+    text = page(told)
+    assert "unipar compare · quickstart · 2 ranks · fp32 · 8 samples a step" in text
+    text = page(Told.read(rewritten(run, lambda data: data.pop("ranks"))))
+    assert "unipar compare · quickstart · fp32 · 8 samples a step" in text
+
+
+@pytest.mark.parametrize("phases", [[], None])
+def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | None) -> None:
+    """Nothing that unipar writes is so: what is built is always one."""
+    rewritten(run, lambda data: data["cells"][1]["memory"][1].update(phases=phases))
+    with pytest.raises(ReportError) as e:
+        report(run)
+    why = "1 validation error for Account" if phases is None else "native/nothing has an account without phases"
+    assert str(e.value) == f"{run}/compare/compare.json is no comparison that unipar wrote: {why}"
+
+
+def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
+    """Parameters come from the other cells; the config's sentence is on the page."""
+    (run / "compare/single/rank-0.jsonl").write_text('{"event": "sta', encoding="utf-8")
+    (run / "compare/single/config.json").write_text("[1", encoding="utf-8")
+    told = Told.read(run)
+    assert told.parameters == P
+    ledger, config = told.problems
+    assert ledger.startswith(f"{run}/compare/single/rank-0.jsonl cannot be read as a rank's ledger (JSONDecodeError: ")
+    assert config.startswith(f"{run}/compare/single/config.json cannot be read: it is cut short or is no JSON (")
+
+
+def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
+    """Well-formed, and not what unipar writes: emptied, of something else, without what is read from it."""
+    (run / "compare/single/config.json").write_text('{"a": 1}', encoding="utf-8")
+    why = {
+        "single": ("", "no start of a run is in it"),
+        "native-nothing": ("[1]\n", "TypeError: list indices must be integers or slices, not str"),
+        "native-parameters": ('{"event": "start"}\n', "KeyError: 'parameters'"),
+        "deepspeed-gradients": ('{"event": "memory"}\n{"event": "start", "parameters": 9}\n', ""),
+    }
+    for cell, (text, _) in why.items():
+        (run / f"compare/{cell}/rank-0.jsonl").write_text(text, encoding="utf-8")
+    told = Told.read(run)
+    said = [
+        f"{run}/compare/{cell}/rank-0.jsonl cannot be read as a rank's ledger ({reason}): it is left out"
+        for cell, (_, reason) in why.items()
+        if reason
+    ]
+    config = f"{run}/compare/single/config.json is no config that unipar wrote: no key of it is one of a config"
+    assert told.problems == (said[0], f"{config}; it is left out", *said[1:])
+    assert [cell.parameters for cell in told.cells] == [0, 0, 0, 9, P, P, 0]
+    assert f'<p class="worry">{config}; it is left out</p>' in page(told)
+
+
+def test_a_cell_that_failed_before_it_began_has_an_empty_ledger(run: Path) -> None:
+    """Nothing is left out there."""
+    (run / "compare/native-nothing/rank-0.jsonl").write_text("", encoding="utf-8")
+    rewritten(run, lambda data: data["cells"][1].update(outcome="failed", note="no"))
+    assert Told.read(run).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"name": "x"', "cannot be read: it is cut short or is no JSON ("),
+        ("[]", "is no comparison: it holds no mapping"),
+        ("{}", "is no comparison that unipar wrote: no key 'cells'"),
+        ('{"cells": []}', "is no comparison that unipar wrote: no key 'name'"),
+        ('{"cells": 3}', "is no comparison that unipar wrote: 'int' object is not iterable"),
+    ],
+)
+def test_a_foreign_comparison_is_a_sentence(run: Path, text: str, sentence: str) -> None:
+    """It is not touched."""
+    file = run / "compare/compare.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ReportError) as e:
+        report(run)
+    assert str(e.value).startswith(f"{file} {sentence}")
+    assert file.read_text("utf-8") == text
+    assert beside(lambda: report(run / "compare")).startswith(f"no page: {file} {sentence}")
+
+
+def test_foreign_figures_are_a_sentence(run: Path) -> None:
+    """Losses that are words; losses of another number of steps; no cells at all."""
+    file = run / "compare/compare.json"
+    rewritten(run, lambda data: data["cells"][2].update(losses=["a", "b"]))
+    with pytest.raises(ReportError, match="is no comparison that unipar wrote: 2 validation errors for "):
+        Told.read(run)
+    rewritten(run, lambda data: data["cells"][2].update(losses=[1.0]))
+    said = "is no comparison that unipar wrote: native/parameters has 1 losses, single has 12"
+    with pytest.raises(ReportError, match=re.escape(f"{file} {said}")):
+        Told.read(run)
+    rewritten(run, lambda data: (data.update(samples="many"), data["cells"][2].update(losses=[1.0] * 12)))
+    with pytest.raises(ReportError, match="1 validation error for Comparison"):
+        Told.read(run)
+    rewritten(run, lambda data: data.update(samples=8, cells=[]))
+    with pytest.raises(ReportError, match="is no comparison that unipar wrote: it has no cells"):
+        Told.read(run)
+
+
+def test_a_page_that_cannot_be_written_is_a_sentence(run: Path) -> None:
+    """Nothing half written stays, and compare goes on with the sentence."""
+    (run / "compare/report.html").mkdir()
+    (run / "compare/report.html/x").touch()
+    with pytest.raises(ReportError) as e:
+        report(run)
+    assert str(e.value) == (
+        f"{run}/compare/report.html cannot be written: Is a directory; --out FILE takes another place"
+    )
+    assert beside(lambda: report(run / "compare")) == f"no page: {e.value}"
+    with pytest.raises(ReportError, match=r"no/where\.html cannot be written: No such file or directory; --out FILE"):
+        report(run, out=run / "no/where.html")
+    assert list(run.glob("**/.report*")) == []

@@ -1,0 +1,189 @@
+"""Two comparisons laid over one another: what is not alike is said first, and what cannot be compared is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.comparisons import account, made, rewritten
+from tests.support.run_folders import plain
+from unipar import errors
+from unipar.memory.sources.malloc import Meter
+from unipar.report.build import report
+from unipar.report.charts.bars import stacked
+from unipar.report.data import changes
+from unipar.report.data.comparison import Told
+from unipar.report.pages.comparison import page
+from unipar.results.same_training import Marks
+
+MARKS = Marks(
+    values={"wte.weight": "0a", "head.weight": "0b"},
+    kept=("float32",),
+    computed=("float32",),
+    batches=(("aa",),),
+    samples=((8, "01"), (8, "02")),
+    total=8,
+    precision="fp32",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return made(tmp_path / "run")
+
+
+def marked(marks: Marks) -> Callable[[dict[str, Any]], object]:
+    """What the one process was seen to train."""
+    return lambda data: data["cells"][0].update(marks=marks.model_dump(mode="json"))
+
+
+def altered(**told: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda data: data.update(told)
+
+
+def test_what_was_trained_in_the_same_way_is_alike(run: Path, tmp_path: Path) -> None:
+    """Another folder, other settings, other figures: nothing is said."""
+    later = made(tmp_path / "later", scale=0.9, fused=True, use="/y/char_gpt.py:CharGPT")
+    for folder in (run, later):
+        rewritten(folder, marked(MARKS))
+    assert changes.unlike(Told.read(run), Told.read(later)) == []
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({"parameters": 263_000}, "parameters 8,926,848 before, 263,000 now"),
+        ({"use": "/x/gan.py:Gan"}, "task char_gpt.py:CharGPT before, gan.py:Gan now"),
+    ],
+)
+def test_another_model_is_said(run: Path, tmp_path: Path, differs: dict[str, Any], said: str) -> None:
+    """The same task with other arguments, or the same parameters in another task: a change that was meant, maybe."""
+    later = made(tmp_path / "later", **differs)
+    assert changes.unlike(Told.read(run), Told.read(later)) == [f"The two are not alike: {said}."]
+    text = report(run, later).read_text("utf-8")
+    head = text[: text.index("</header>")]
+    assert head.index(f"The two are not alike: {said}.") < head.index("Since ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (altered(precision="bf16-mixed"), "precision fp32 before, bf16-mixed now"),
+        (altered(samples=16), "total batch 8 before, 16 now"),
+        (altered(samples=16, precision="fp64"), "precision fp32 before, fp64 now; total batch 8 before, 16 now"),
+        (marked(MARKS.model_copy(update={"samples": ((8, "01"), (8, "09"))})), "other samples from step 2 on"),
+        (marked(MARKS.model_copy(update={"total": 16, "samples": ((16, "01"),)})), ""),
+        (marked(MARKS.model_copy(update={"readers": 2, "samples": ((8, "07"),)})), ""),
+        (
+            marked(MARKS.model_copy(update={"values": {"wte.weight": "0c", "head.weight": "0b"}})),
+            "other initial values of 1 parameter",
+        ),
+        (
+            marked(MARKS.model_copy(update={"values": {"wte.weight": "0a", "top.weight": "0b"}})),
+            "other names of parameters",
+        ),
+    ],
+)
+def test_what_was_changed_on_purpose_is_said_with_both_values(
+    run: Path, tmp_path: Path, changed: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    """One who did not mean it reads it first. Other samples are no news where the batch or their cutting is another."""
+    rewritten(run, marked(MARKS))
+    later = rewritten(rewritten(made(tmp_path / "later"), marked(MARKS)), changed)
+    found = changes.unlike(Told.read(run), Told.read(later))
+    assert found == ([f"The two are not alike: {said}."] if said else [])
+
+
+def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
+    """Devices by the accounts of the memory; without those they are not known."""
+
+    def elsewhere(data: dict[str, Any]) -> None:
+        data["ranks"] = 1
+        for told in (told for cell in data["cells"][:-1] for told in cell["memory"]):
+            told["device"] = "cuda"
+
+    later = rewritten(made(tmp_path / "later"), elsewhere)
+    assert changes.unlike(Told.read(run), Told.read(later)) == [
+        "The two are not alike: ranks 2 before, 1 now; device cpu before, cuda now."
+    ]
+    without = made(tmp_path / "without", memory=False)
+    assert changes.unlike(Told.read(run), Told.read(without)) == []
+
+
+def test_memory_that_was_watched_in_two_ways_is_not_compared(run: Path, tmp_path: Path) -> None:
+    """In no sentence, table or figure; times are."""
+    later = made(tmp_path / "later", scale=0.5, quicker=0.95, method=Meter.method)
+    before, now = Told.read(run), Told.read(later)
+    assert changes.unlike(before, now) == [
+        "Memory is not compared, it was watched in two ways: torch's own allocator, by a profiler's events before, "
+        "malloc, counted by a preloaded meter now."
+    ]
+    before = changes.laid(before, now)
+    assert changes.sentence(before, now) == f"Since {run}/compare: single takes 5.0 % less time a step."
+    assert changes.rows(before, now)[1] == ["native/nothing", "-", "89 MiB", "-", "526 ms", "500 ms", "-5.0 %"]
+    assert "was native/nothing" not in stacked(now, before, 900)
+    text = page(now, Told.read(run))
+    assert "less memory" not in text
+    assert 'class="curve before"' not in text
+    assert 'class="point before"' not in text
+    assert text.index("Memory is not compared, it was watched") < text.index("less time a step") < text.index("<main>")
+
+
+def test_memory_of_one_cell_that_was_watched_in_another_way(run: Path, tmp_path: Path) -> None:
+    """The others' is compared."""
+    metered = [account("native/nothing", rank, 0.5, Meter.method).model_dump(mode="json") for rank in (0, 1)]
+    later = rewritten(made(tmp_path / "later", scale=0.5), lambda data: data["cells"][1].update(memory=metered))
+    before, now = Told.read(run), Told.read(later)
+    (said,) = changes.unlike(before, now)
+    assert said.startswith("Memory of native/nothing is not compared, it was watched in two ways: torch's own")
+    rows = {row[0]: row[3] for row in changes.rows(changes.laid(before, now), now)}
+    assert (rows["native/nothing"], rows["native/parameters"]) == ("-", "-50.0 %")
+
+
+def test_another_task_with_another_model_is_refused(run: Path, tmp_path: Path) -> None:
+    """Differences would say nothing; the page that is there stays."""
+    later = made(tmp_path / "later", use="/x/gan.py:Gan", parameters=263_000)
+    with pytest.raises(errors.ReportError) as e:
+        report(run, later)
+    assert str(e.value) == (
+        f"{run}/compare and {later}/compare trained different things (char_gpt.py:CharGPT with 8,926,848 parameters "
+        "and gan.py:Gan with 263,000 parameters), whose differences say nothing: give one of them, or two of one task, "
+        "which is the same where its file's name and its class are"
+    )
+    assert not (later / "compare/report.html").exists()
+
+
+def test_a_task_or_a_model_that_is_not_known_is_not_refused(run: Path, tmp_path: Path) -> None:
+    """Where a config was not kept, or no ledger: what is known is said."""
+    later = made(tmp_path / "later", use="/x/gan.py:Gan", parameters=0)
+    assert changes.another(Told.read(run), Told.read(later)) == ""
+    (later / "compare/asked/quickstart.json").unlink()
+    assert changes.unlike(Told.read(run), Told.read(later)) == []
+
+
+def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
+    """By their configs and first events; another task with another model is refused."""
+    one, two = plain(tmp_path / "one"), plain(tmp_path / "two")
+
+    def retold(**told: Any) -> None:
+        config = json.loads((two / "config.json").read_text("utf-8"))
+        (two / "config.json").write_text(json.dumps(config | told), encoding="utf-8")
+
+    retold(batch={"total": 8}, train={"precision": "bf16-mixed"})
+    ledger = two / "rank-0.jsonl"
+    ledger.write_text(
+        ledger.read_text("utf-8").replace("8926848", "1000").replace("native/nothing", "native/gradients")
+    )
+    text = report(one, two).read_text("utf-8")
+    head = text[: text.index("</header>")]
+    assert "The two are not alike: parameters 8,926,848 before, 1,000 now; " in head
+    assert "cell native/nothing before, native/gradients now" in head
+    retold(task={"use": "gan.py:Gan"})
+    with pytest.raises(
+        errors.ReportError, match=r"and gan.py:Gan with 1,000 parameters\), whose differences say nothing"
+    ):
+        report(one, two)

@@ -1,0 +1,197 @@
+"""report.html as a browser draws it: light, dark, on a phone, on paper; and its colours for colour-blind readers."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.comparisons import made
+from tests.support.run_folders import plain
+from tests.support.scalings import two_cells
+from unipar.report.data.comparison import Told
+from unipar.report.data.run import Ran
+from unipar.report.pages.comparison import page
+from unipar.report.pages.run import page as of_run
+from unipar.report.pages.scaling import page as scaled
+
+ROOT = Path(__file__).parents[2]
+CSS = (ROOT / "unipar/report/page.css").read_text("utf-8")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+DARK = "--blink-settings=preferredColorScheme=0"
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no chromium here (Debian: apt install chromium)")
+
+LOOK = """
+for (const hidden of document.querySelectorAll('details')) hidden.open = true;
+const wrong = [];
+const light = (c) => {
+  const parts = c.match(/[\\d.]+/g).map((v) => c.startsWith('rgb') ? v / 255 : v);
+  const [r, g, b] = parts.map((v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+  return .2126 * r + .7152 * g + .0722 * b;
+};
+const contrast = (a, b) => (Math.max(light(a), light(b)) + .05) / (Math.min(light(a), light(b)) + .05);
+const paper = getComputedStyle(document.documentElement).backgroundColor;
+const root = document.documentElement;
+if (root.scrollWidth > innerWidth) wrong.push(`wider than the window: ${root.scrollWidth} > ${innerWidth}`);
+let seen = 0;
+for (const svg of document.querySelectorAll('svg')) {
+  if (!svg.getClientRects().length) continue;
+  const box = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll('text')].map((t) => [t.textContent, t.getBoundingClientRect(), t]);
+  seen += texts.length;
+  texts.forEach(([words, at, node], i) => {
+    if (at.left < -1 || at.right > innerWidth + 1 || at.top < box.top - 3 || at.bottom > box.bottom + 3)
+      wrong.push(`cut off: ${words}`);
+    if (at.height < 11) wrong.push(`too small: ${words}, ${at.height}`);
+    const found = contrast(getComputedStyle(node).fill, paper);
+    if (found < 4.5) wrong.push(`pale: ${words}, ${found}`);
+    for (const [others, there] of texts.slice(i + 1))
+      if (Math.min(at.right, there.right) - Math.max(at.left, there.left) > 1 &&
+          Math.min(at.bottom, there.bottom) - Math.max(at.top, there.top) > 3)
+        wrong.push(`on one another: ${words}, ${others}`);
+  });
+}
+for (const node of document.querySelectorAll('p, h1, h2, h3, li, th, td, summary, caption')) {
+  const found = contrast(getComputedStyle(node).color, paper);
+  if (found < 4.5) wrong.push(`pale: ${node.textContent}, ${found}`);
+}
+for (const node of document.querySelectorAll('.key i')) {
+  const found = contrast(getComputedStyle(node).borderTopColor, paper);
+  if (node.className.startsWith('c-') && found < 3) wrong.push(`pale edge: ${node.className}, ${found}`);
+}
+parent.document.title = JSON.stringify({width: innerWidth, paper, seen, wrong});
+"""
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    return Told.read(made(tmp_path / "run"))
+
+
+def browse(tmp_path: Path, *words: str) -> str:
+    command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path}/profile", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path).stdout
+
+
+def looked_at(whole: str, tmp_path: Path, width: int, *flags: str) -> dict[str, Any]:
+    """What LOOK finds in a page of this width."""
+    inner = whole.replace("</body>", f"<script>{LOOK}</script></body>")
+    frame = f'<iframe srcdoc="{html.escape(inner)}" style="border:0;width:{width}px;height:900px"></iframe>'
+    (tmp_path / "host.html").write_text(f"<!doctype html><title>-</title><body>{frame}</body>", encoding="utf-8")
+    drawn = browse(tmp_path, *flags, "--window-size=1400,1000", "--dump-dom", f"file://{tmp_path}/host.html")
+    title = re.search("<title>(.*?)</title>", drawn)
+    assert title is not None
+    return json.loads(html.unescape(title[1]))
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("width", "flags", "paper"),
+    [
+        (1280, (), "rgb(252, 252, 250)"),
+        (1280, (DARK,), "rgb(20, 23, 26)"),
+        (390, (), "rgb(252, 252, 250)"),
+        (390, (DARK,), "rgb(20, 23, 26)"),
+        pytest.param(880, (), "rgb(252, 252, 250)", marks=pytest.mark.sweep),
+    ],
+)
+@pytest.mark.parametrize("over", [False, True], ids=["one", "two"])
+def test_everything_can_be_read(
+    told: Told, tmp_path: Path, width: int, flags: tuple[str, ...], paper: str, over: bool
+) -> None:
+    """No words are cut off, small, pale or on one another, and nothing is wider than the window."""
+    before = Told.read(made(tmp_path / "before", scale=1.1, quicker=1.2)) if over else None
+    found = looked_at(page(told, before), tmp_path, width, *flags)
+    assert found["wrong"] == []
+    assert (found["width"], found["paper"]) == (width, paper)
+    assert found["seen"] > 150
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ((), 1280),
+        ((DARK,), 390),
+        pytest.param((), 390, marks=pytest.mark.sweep),
+        pytest.param((DARK,), 1280, marks=pytest.mark.sweep),
+    ],
+    ids=["light-1280", "dark-390", "light-390", "dark-1280"],
+)
+@pytest.mark.parametrize("kind", ["scaling", "sizes", "run"])
+def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...], kind: str) -> None:
+    """Of worlds that took turns, of a comparison for each size, and of two runs over one another."""
+    strong = [(w, row) for w, row in zip(two_cells().worlds, two_cells().rows, strict=True) if "strong" in w.kinds]
+    alone = [(replace(w, kinds=("strong",)), row) for w, row in strong]
+    sizes = replace(two_cells(), verb="compare", worlds=tuple(w for w, _ in alone))
+    sizes = replace(sizes, rows=[replace(row, cell=w.name) for w, row in alone])
+    before, now = (Ran.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
+    whole = {"scaling": scaled(two_cells(), tmp_path), "sizes": scaled(sizes, tmp_path), "run": of_run(now, before)}[
+        kind
+    ]
+    found = looked_at(whole, tmp_path, width, *flags)
+    assert (found["wrong"], found["width"]) == ([], width)
+    assert found["seen"] > (10 if kind == "run" else 20)
+
+
+@needs_browser
+@pytest.mark.skipif(
+    shutil.which("pdftotext") is None, reason="there is no pdftotext (Debian: apt install poppler-utils)"
+)
+def test_on_paper_nothing_is_folded_away(told: Told, tmp_path: Path) -> None:
+    """Printed, the tables behind the figures are there as well, in their whole width."""
+    (tmp_path / "report.html").write_text(page(told), encoding="utf-8")
+    browse(tmp_path, f"--print-to-pdf={tmp_path}/x.pdf", "--no-pdf-header-footer", f"file://{tmp_path}/report.html")
+    command = ["pdftotext", "-layout", f"{tmp_path}/x.pdf", "-"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "Bytes by category at the peak" in text
+    assert "train.optimizer.fused: false" in text
+    assert re.search(r"native/parameters +backward +97 MiB .* 2.4 MiB\n", text)
+
+
+MACHADO = {
+    "nobody": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
+}
+"""How linear red, green and blue are seen (Machado, Oliveira and Fernandes 2009, severity 1)."""
+
+
+def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+    r, g, b = (min(max(sum(m * v for m, v in zip(row, linear, strict=True)), 0), 1) for row in seen)
+    xyz = (
+        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089,
+    )
+    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("who", MACHADO)
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_categories_can_be_told_apart(who: str, scheme: int) -> None:
+    """Any two colours differ by 14 in CIELAB, whoever looks; 2 is what an eye can just see."""
+    block = CSS.split("prefers-color-scheme: dark")[scheme]
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block))
+    categories = re.findall(r"^\.c-(\w+) ", CSS, re.MULTILINE)
+    assert len(categories) == 10
+    seen = {name: lab(colours[name], MACHADO[who]) for name in categories}
+    apart = {(a, b): math.dist(seen[a], seen[b]) for a, b in itertools.combinations(categories, 2)}
+    assert {pair: off for pair, off in apart.items() if off < 14} == {}

@@ -1,0 +1,112 @@
+"""The arithmetic of `make bench`, and what its loops by hand train."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.memory import asked, row
+from benchmarks.overhead import CELLS
+from benchmarks.timing import interleaved, interval, ratio
+from tests.support.world import FOUND
+from unipar.backend import cells
+from unipar.launcher.processes.group import Crew
+from unipar.memory.account import Phase
+
+pytestmark = pytest.mark.forked
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(6, 1, 6), (12, 3, 10), (20, 6, 15), (100, 40, 61)])
+def test_an_interval_holds_the_median_nineteen_times_in_twenty(count: int, low: int, high: int) -> None:
+    """By the binomial: of 12 values the third and the tenth, as tables of order statistics have it."""
+    found = interval([float(i) for i in range(count, 0, -1)])
+    assert (found.middle, found.low, found.high, found.rounds) == ((count + 1) / 2, low, high, count)
+
+
+def test_loops_take_turns_and_none_is_always_first() -> None:
+    """Every round begins with the next one."""
+    said: list[str] = []
+    ticks = itertools.count()
+    loops = {name: lambda name=name: said.append(name) for name in "abc"}
+    times = interleaved(loops, 3, 2, lambda: float(next(ticks)))
+    assert "".join(said) == "aabbcc" + "bbccaa" + "ccaabb"
+    assert times == {"a": [0.5] * 3, "b": [0.5] * 3, "c": [0.5] * 3}
+
+
+def test_a_ratio_stops_when_its_interval_is_narrow_or_time_is_up() -> None:
+    """Two equal loops of real work: at least the least number of pairs, and near 1."""
+
+    def work() -> int:
+        return sum(range(20_000))
+
+    found = ratio(work, work, half=0.5, least=12, seconds=5)
+    assert found.rounds == 12
+    assert 0.5 < found.middle < 2
+    assert ratio(work, work, half=0.0, least=2, seconds=0).rounds == 2
+
+
+def test_rows_of_the_memory_table_are_what_was_asked_for() -> None:
+    """By model, precision, ranks and cell; a cell that refuses a precision has none."""
+    rows = [
+        name for name, _, _ in asked(["50M", "bf16-mixed", "bf16-master", "2", "native/nothing", "native/optimizer"])
+    ]
+    assert rows == [
+        ("50M", "bf16-mixed", "2", "native/nothing"),
+        ("50M", "bf16-mixed", "2", "native/optimizer"),
+        ("50M", "bf16-master", "2", "native/optimizer"),
+    ]
+    assert len({name[:3] for name, _, _ in asked(["single"])}) == 8  # it has no bf16-master
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rest", "shown"),
+    [
+        (990, 10, ("x", "0.0", "0.0", "1.00 % in update", "")),
+        (970, 30, ("x", "0.0", "0.0", "3.00 % in update", "MISSED")),
+        (1000, 0, ("x", "0.0", "0.0", "0.00 % in update", "")),
+        (1010, -10, ("x", "0.0", "0.0", "-1.00 % in update", "TWICE")),
+    ],
+)
+def test_a_row_of_the_memory_table_tells_what_is_named_twice(
+    parameters: int, rest: int, shown: tuple[str, ...]
+) -> None:
+    """Parts add up by arithmetic, whatever was counted: what is named alone must not exceed the peak, be it by 1 %."""
+    phase = Phase(name="update", peak=1000, held={"parameters": parameters, "unattributed": rest})
+    assert row(("x",), [phase]) == (shown, shown[-1] == "")
+
+
+def test_every_cell_has_a_loop_by_hand() -> None:
+    """Left out: what is another cell with other settings, and one process without a library."""
+    left = {str(cell) for cell in cells.expand(("*",))} - set(CELLS)
+    assert {cell for cell in left if not cell.endswith("+library")} == {"native/nothing+dp", "single"}
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        {
+            "accelerate/nothing": "DistributedDataParallel",
+            "accelerate/gradients": "FSDP2, 3 groups, 0 resharded",
+            "accelerate/parameters": "FSDP2, 3 groups, 2 resharded",
+        },
+        {
+            "accelerate/optimizer+zero": "DeepSpeedEngine 1",
+            "accelerate/gradients+zero": "DeepSpeedEngine 2",
+            "accelerate/parameters+zero": "DeepSpeedEngine 3",
+        },
+    ],
+    ids=["torch", "zero"],
+)
+def test_like_is_held_against_like(models: dict[str, str], tmp_path: Path) -> None:
+    """Both loops wrap the model in the same way, and their losses are the same bits."""
+    (tmp_path / "cells").write_text(" ".join(models), "utf-8")
+    with Crew(tmp_path, 1, "tests.support.loops_inside:run", environment=FOUND) as crew:
+        crew.wait()
+    for cell, said in json.loads((tmp_path / "said.json").read_text("utf-8")).items():
+        ours, theirs = said["losses"]
+        assert ours == theirs
+        assert ours[3] < ours[0]
+        assert said["models"] == [models[cell], models[cell]]

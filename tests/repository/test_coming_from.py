@@ -1,0 +1,90 @@
+"""The pages "From ...": both programs of each diff run on two ranks, and their losses agree."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import ROOT
+from unipar.config import source
+from unipar.conversion.import_config import imported
+from unipar.results.run import Report
+
+PAGES = ("ddp", "accelerate", "fabric", "deepspeed")
+
+
+def block(page: str, language: str) -> str:
+    text = (ROOT / f"docs/from-{page}.md").read_text("utf-8")
+    found = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    assert len(found) == 1
+    return found[0]
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The program before and the program after."""
+    lines = diff.splitlines()
+    before = "\n".join(line[1:] for line in lines if line[:1] in (" ", "-", ""))
+    after = "\n".join(line[1:] for line in lines if line[:1] in (" ", "+", ""))
+    return before, after
+
+
+def starts(page: str, folder: Path) -> list[subprocess.Popen[str]]:
+    """Two ranks of the program before, as a launcher would start them; Fabric starts its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
+    ranks = [{}] if page == "fabric" else [{**world, "RANK": str(r), "LOCAL_RANK": str(r)} for r in (0, 1)]
+    return [
+        subprocess.Popen(
+            [sys.executable, "before.py"],
+            cwd=folder,
+            env={**env, **rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_same_losses(page: str, tmp_path: Path) -> None:
+    """Before and after, step by step."""
+    before, after = sides(block(page, "diff"))
+    (tmp_path / "before.py").write_text(before, encoding="utf-8")
+    (tmp_path / "train.py").write_text(after, encoding="utf-8")
+    (tmp_path / "train.yaml").write_text(block(page, "yaml"), encoding="utf-8")
+    if page == "deepspeed":
+        (tmp_path / "ds_config.json").write_text(block(page, "json"), encoding="utf-8")
+    theirs = starts(page, tmp_path)
+    try:
+        ours = subprocess.run(
+            [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+        )
+        said = [process.communicate(timeout=120) for process in theirs]
+    finally:
+        for process in theirs:
+            process.kill()
+    assert ours.returncode == 0, ours.stderr
+    losses = dict(re.findall(r"^(\d+) ([\d.]+)$", said[0][0], re.MULTILINE))
+    assert len(losses) == 20, said  # not their exit code: gloo's threads may abort a process that is done
+    report = Report.read(tmp_path / "runs/train")
+    assert [step for step, _ in report.losses] == list(range(1, 21))
+    assert [loss for _, loss in report.losses] == pytest.approx([float(v) for v in losses.values()], rel=1e-6)
+
+
+def test_the_pages_config_is_what_import_writes(tmp_path: Path) -> None:
+    """`unipar import` of the page's ds_config.json, with what the file does not say."""
+    (tmp_path / "ds_config.json").write_text(block("deepspeed", "json"), encoding="utf-8")
+    (tmp_path / "train.yaml").write_text(block("deepspeed", "yaml"), encoding="utf-8")
+    made = imported(tmp_path / "ds_config.json", ["train.steps=20", "train.schedule={name: cosine}"]).config
+    page = source.read(tmp_path / "train.yaml").config
+    assert (made.backend, made.parallel, made.train) == (page.backend, page.parallel, page.train)
+    assert made.batch.settle(2) == page.batch.settle(2)

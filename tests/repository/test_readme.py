@@ -1,0 +1,46 @@
+"""The README's example trains, and the commands that it shows are there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+
+
+def block(language: str, name: str) -> str:
+    found = re.findall(rf"```{language}\n(# {re.escape(name)}\n.*?)```", README, re.DOTALL)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_it_opens_with_the_two_commands() -> None:
+    """One line of what the system must give, then make demo and make test."""
+    first, _, _, demo, test, *_ = README.splitlines()
+    assert first.startswith("On Debian, once: `apt install make git g++ python3-venv python3-dev`.")
+    assert demo.startswith("$ make demo")
+    assert test.startswith("$ make test")
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    """Its two files, as they stand there, in two processes."""
+    for language, name in (("python", "train.py"), ("yaml", "train.yaml")):
+        (tmp_path / name).write_text(block(language, name), encoding="utf-8")
+    command = [sys.executable, "-m", "unipar", "run", "train.yaml", "--set", "train.steps=3"]
+    command += ["--set", "train.schedule.warmup=1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cell        native/parameters, 2 ranks\n" in done.stdout
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^\$ unipar (\w+)", README, re.MULTILINE))))
+def test_every_command_is_there(command: str) -> None:
+    """A name that the README shows is one that the program knows."""
+    done = subprocess.run(
+        [sys.executable, "-m", "unipar", command, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

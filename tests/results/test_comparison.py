@@ -1,0 +1,382 @@
+"""What is said of cells that were compared, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.compared_rows import FAR, ONE, SAME, compared, ran
+from unipar import errors
+from unipar.comparison import store
+from unipar.comparison.compare import wrong
+from unipar.report.data.comparison import Told
+from unipar.results.agreement import agreement
+from unipar.results.comparison import Comparison
+from unipar.results.row import REUSED, Row, row_json, row_of, spread
+from unipar.results.scaling import Scaling, World
+
+
+def scaled(row: Row, **changed: Any) -> Scaling:
+    told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "warmup": 2, "cores": 2, "threads": "1"}
+    world = World(cell="native/nothing", ranks=1, kinds=("strong",), samples=8, micro=8, accumulate=1)
+    return Scaling(rows=[replace(row, cell=world.name)], worlds=(world,), device="cpu", **(told | changed))
+
+
+NEAR = ran("native/parameters", [4.0, 3.5000007, 3.0], 15.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "text", "within"),
+    [
+        ([4.0, 3.0], "same bits", True),
+        ([4.0, 3.0000006], "6 digits", True),
+        ([4.0, 3.00002], "5 digits", False),
+        ([4.0, 3.2], "1 digit", False),
+        ([4.0, 9.0], "0 digits", False),
+        ([4.0, 6.0], "0 digits", False),
+    ],
+)
+def test_digits_come_from_the_largest_relative_difference(losses: list[float], text: str, within: bool) -> None:
+    """Relative 2e-7 is six digits, 1e-5 is five."""
+    found = agreement(losses, [4.0, 3.0], 2e-6)
+    assert (str(found), found.within) == (text, within)
+
+
+def test_the_tolerance_is_held_over_the_first_twenty_steps() -> None:
+    """Later on training itself makes small differences large; the digits still tell."""
+    reference = [1.0] * 40
+    found = agreement([1.0] * 20 + [1.1] * 20, reference, 2e-6)
+    assert (found.digits, found.within, found.step) == (0, True, 1)
+    assert agreement([1.0] * 19 + [1.1] * 21, reference, 2e-6).within is False
+
+
+def test_a_loss_beside_one_of_zero_has_no_digits() -> None:
+    """The tolerance decides: rounding is no disagreement."""
+    found = [agreement([1.0, off], [1.0, 0.0], 2e-6) for off in (1e-17, 1e-3)]
+    assert [(str(one), one.within, one.step) for one in found] == [("0 digits", True, 2), ("0 digits", False, 2)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "off", "within"),
+    [
+        ("bf16-mixed", 0.004, True),
+        ("bf16-mixed", 0.006, False),
+        ("bf16-master", 0.019, True),
+        ("bf16-master", 0.021, False),
+    ],
+)
+def test_a_loss_in_bf16_has_the_room_of_its_last_digits(precision: str, off: float, within: bool) -> None:
+    """Where parameters are bf16 the loss is too, and one process in fp32 rounds nothing."""
+    other = replace(ONE, cell="native/parameters", losses=[x * (1 + off) for x in ONE.losses])
+    assert (compared(ONE, other, precision=precision).disagree == []) is within
+
+
+def test_a_small_loss_is_held_to_the_tolerance_itself() -> None:
+    """Below 1 the tolerance is absolute: the last digits of a loss near zero mean nothing."""
+    assert agreement([1.5e-6], [1e-6], 2e-6).within
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ([0.2, 0.21, 0.22], "210 [205..215]"),
+        ([0.0112, 0.0114], "11 [11..11]"),
+        ([0.0042, 0.0052], "4.7 [4.5..4.9]"),
+        ([0.0004], "0.40 [0.40..0.40]"),
+    ],
+)
+def test_a_step_time_is_shown_with_its_middle_half(seconds: list[float], text: str) -> None:
+    """In milliseconds, with two figures or more."""
+    assert spread(seconds) == text
+
+
+# The table
+
+
+def test_the_table_fits_eighty_columns() -> None:
+    """Figures in their columns, a refusal as a sentence in its row, then what it all means."""
+    refused = Row(cell="accelerate/parameters", outcome="refused", note="its FSDP2 is not there yet; " * 3)
+    gone = Row(
+        cell="horovod/nothing",
+        outcome="absent",
+        note="backend 'horovod' needs horovod, not installed here: unipar install horovod",
+    )
+    long = replace(NEAR, cell="deepspeed/gradients+library")
+    text = str(compared(ONE, SAME, long, refused, gone))
+    assert text.splitlines() == [
+        "cell                         loss           step ms     x  samples/s      RSS",
+        "single                       reference  20 [20..25]  2.00        400  600 MiB",
+        "native/nothing               same bits  10 [10..12]  1.00        800  600 MiB",
+        "deepspeed/gradients+library  6 digits   15 [15..19]  1.50        533  600 MiB",
+        "accelerate/parameters        refused: its FSDP2 is not there yet; its FSDP2 is",
+        "                             not there yet; its FSDP2 is not there yet;",
+        "horovod/nothing              backend 'horovod' needs horovod, not installed",
+        "                             here: unipar install horovod",
+        "",
+        "all 2 cells agree with one process to 6 digits or more, over 3 steps",
+        "loss of one process: 4.0000 at step 1, 3.0000 at step 3",
+        "step ms: median [middle half] of 4 steps in 2 turns, of the slowest rank",
+        "x: step time in proportion to native/nothing",
+        "RSS: peak of the largest rank; no ranking: the allocator keeps what is freed",
+    ]
+
+
+def test_a_table_that_would_be_too_wide_leaves_x_out() -> None:
+    """Steps of seconds have longer figures."""
+    slow = replace(SAME, cell="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
+    lines = str(compared(replace(ONE, seconds=[[1.1]]), slow)).splitlines()
+    assert lines[0].split() == ["cell", "loss", "step", "ms", "samples/s", "RSS"]
+    assert not any(line.startswith("x:") for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_remark_belongs_to_a_column_by_its_field() -> None:
+    """A note that begins like a column's name is shown where the table has not that column."""
+    said = "RSS: this is what somebody wrote"
+    slow = replace(SAME, cell="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
+    found = compared(replace(ONE, seconds=[[1.1]]), slow, note="x: " + said)
+    lines = str(found).splitlines()
+    assert "x" not in lines[0].split()
+    assert f"x: {said}" in lines
+    assert [r.column for r in found.column_remarks() if r.column] == ["x", "RSS"]
+
+
+def test_a_disagreement_is_said_and_is_a_failure() -> None:
+    """Which cell, which step, both losses and what was allowed."""
+    found = compared(ONE, SAME, FAR)
+    assert found.code == 1
+    assert "DISAGREES: deepspeed/gradients by 1.0e-01 at step 3: 3.1 for 3; allowed in fp32: 2e-06" in found.remarks()
+    assert str(found).splitlines()[3].split()[:3] == ["deepspeed/gradients", "1", "digit!"]
+
+
+def test_parts_are_held_one_by_one() -> None:
+    """What the sum of the losses would hide: two parts that are off by as much in opposite directions."""
+    one = replace(ONE, parts={"a": [1.0, 2.0], "b": [2.0]})
+    found = compared(
+        one, replace(SAME, parts={"a": [1.0, 2.00001], "b": [1.9]}), replace(SAME, cell="x", parts=one.parts)
+    )
+    assert found.code == 1
+    assert "DISAGREES: native/nothing by 1.0e-01 at step 1 of b: 1.9 for 2; allowed in fp32: 2e-06" in found.remarks()
+    assert [str(found.agreement(row)) for row in found.rows[1:]] == ["1 digit", "same bits"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ([ONE, SAME], 0),
+        ([ONE, SAME, Row(cell="b", outcome="refused"), Row(cell="c", outcome="absent")], 0),
+        ([ONE, SAME, Row(cell="b", outcome="failed")], 1),
+        ([ONE, Row(cell="b", outcome="refused")], 1),
+        ([Row(cell="single", outcome="failed"), SAME], 1),
+    ],
+)
+def test_refusals_are_an_answer_and_failures_are_not(rows: list[Row], code: int) -> None:
+    """At least one cell has to have been held to the one process."""
+    assert compared(*rows).code == code
+
+
+def test_an_interrupted_comparison_shows_what_it_has() -> None:
+    """Times of the turns that were taken, and the code of a signal."""
+    half = replace(SAME, outcome="waits", losses=[], seconds=[[0.01]], peak_rss=[])
+    found = compared(replace(ONE, outcome="waits", losses=[], peak_rss=[]), half, interrupted=True)
+    assert found.code == 130
+    assert str(found).splitlines()[2].split() == ["native/nothing", "-", "10", "[10..10]", "1.00", "800", "-"]
+    assert "interrupted: cells without figures did not come to their end" in str(found)
+
+
+# What is kept
+
+OF = {
+    "config": "a",
+    "cells": ["single", "native/nothing"],
+    "task": "b",
+    "versions": {"torch": "2"},
+    "machine": "c",
+    "memory": "",
+}
+
+
+def test_a_finished_comparison_is_read_again(tmp_path: Path) -> None:
+    """Every figure survives."""
+    found = compared(ONE, SAME)
+    store.write(tmp_path, OF, found)
+    assert store.reuse_or_clear(tmp_path, OF, overwrite=False) == found
+
+
+@pytest.mark.parametrize("note", [REUSED, f"in fp32; {REUSED}", "in fp32", ""])
+def test_an_older_file_says_in_its_note_that_a_row_was_reused(note: str) -> None:
+    """It has no field for that; a newer one has, and its note decides nothing."""
+    told = row_json(replace(ONE, note=note, reused=False))
+    assert row_of(told).reused is False
+    del told["reused"]
+    assert row_of(told).reused is (REUSED in note)
+
+
+@pytest.mark.parametrize("text", ['{"of": {"ce', '{"of": {}}', "[]"])
+def test_a_truncated_comparison_is_replaced_only_when_asked(tmp_path: Path, text: str) -> None:
+    """It is a sentence without --overwrite, and stays."""
+    file = tmp_path / "compare.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(errors.OutExists) as e:
+        store.reuse_or_clear(tmp_path, OF, overwrite=False)
+    assert str(e.value) == (
+        f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
+    )
+    assert file.read_text("utf-8") == text
+    assert store.reuse_or_clear(tmp_path, OF, overwrite=True) is None
+    assert not file.exists()
+
+
+def test_a_comparison_of_which_nothing_is_whole_runs_anew(tmp_path: Path) -> None:
+    """A failed cell may run today, also with other versions of its library."""
+    store.write(tmp_path, OF, compared(replace(ONE, outcome="waits"), Row(cell="native/nothing", outcome="failed")))
+    (tmp_path / "native-nothing").mkdir()
+    assert store.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_whole_is_kept(tmp_path: Path) -> None:
+    """The other cells' folders go; a library that was installed since is no other comparison."""
+    found = compared(ONE, Row(cell="native/nothing", outcome="failed", note="rank 1 died"))
+    store.write(tmp_path, OF, found)
+    for name in ("single", "native-nothing"):
+        (tmp_path / name).mkdir()
+    assert store.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "2", "more": "1"}}, overwrite=False) == found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.csv", "compare.json", "single"]
+    with pytest.raises(errors.OutExists) as e:
+        store.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False)
+    assert str(e.value) == (
+        f"{tmp_path} holds another comparison (other versions): give --overwrite to replace it, or another out"
+    )
+    assert (tmp_path / "single").exists()
+    assert store.reuse_or_clear(tmp_path, OF, overwrite=True) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["config", "cells", "task", "weights", "threads", "versions", "machine", "memory"])
+def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str) -> None:
+    """The message says in what it differs; --overwrite clears it away."""
+    store.write(tmp_path, OF, compared(ONE, SAME))
+    other = OF | {key: {"torch": "3"} if key == "versions" else "other"}
+    with pytest.raises(errors.OutExists) as e:
+        store.reuse_or_clear(tmp_path, other, overwrite=False)
+    assert str(e.value) == (
+        f"{tmp_path} holds another comparison (other {key}): give --overwrite to replace it, or another out"
+    )
+    assert store.reuse_or_clear(tmp_path, other, overwrite=True) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_memory_that_was_watched_otherwise_is_not_set_beside_this(tmp_path: Path, finished: bool) -> None:
+    """A compiler came between two goes: what the cells of the first hold is counted in another way."""
+    left = SAME if finished else replace(SAME, outcome="failed")
+    store.write(tmp_path, OF | {"memory": "of torch's own tensors"}, compared(ONE, left))
+    with pytest.raises(errors.OutExists) as e:
+        store.reuse_or_clear(tmp_path, OF | {"memory": ""}, overwrite=False)
+    assert str(e.value) == (
+        f"{tmp_path} holds another comparison (other memory): give --overwrite to replace it, or another out"
+    )
+
+
+def _no_versions(data: dict[str, Any]) -> None:
+    del data["of"]["versions"]
+
+
+def _no_cells(data: dict[str, Any]) -> None:
+    data["cells"] = []
+
+
+def _fewer_losses(data: dict[str, Any]) -> None:
+    data["cells"][1]["losses"] = [1.0]
+
+
+def _no_losses(data: dict[str, Any]) -> None:
+    for cell in data["cells"]:
+        cell["losses"] = []
+
+
+def _words_for_seconds(data: dict[str, Any]) -> None:
+    data["cells"][1]["seconds"] = [["a"]]
+
+
+def _no_seconds(data: dict[str, Any]) -> None:
+    data["cells"][1]["seconds"] = []
+
+
+def _no_time(data: dict[str, Any]) -> None:
+    data["cells"][1]["seconds"] = [[0.0]]
+
+
+@pytest.mark.parametrize(
+    "spoil", [_no_cells, _fewer_losses, _no_losses, _words_for_seconds, _no_seconds, _no_time], ids=lambda f: f.__name__
+)
+def test_a_file_of_somebody_else_is_no_earlier_comparison(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], None]
+) -> None:
+    """It is said so, by the page too; with --overwrite it goes."""
+    store.write(tmp_path, OF, compared(ONE, SAME))
+    file = tmp_path / store.NAME
+    data = json.loads(file.read_text("utf-8"))
+    spoil(data)
+    file.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(errors.OutExists) as e:
+        store.reuse_or_clear(tmp_path, OF, overwrite=False)
+    assert str(e.value) == (
+        f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
+    )
+    with pytest.raises(errors.ReportError, match="is no comparison that unipar wrote: "):
+        Told.read(file)
+    assert store.reuse_or_clear(tmp_path, OF, overwrite=True) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_file_that_says_less_is_another_comparison(tmp_path: Path) -> None:
+    """What it does not say may have been anything."""
+    store.write(tmp_path, OF, compared(ONE, SAME))
+    file = tmp_path / store.NAME
+    data = json.loads(file.read_text("utf-8"))
+    _no_versions(data)
+    file.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(errors.OutExists, match=r"holds another comparison \(other versions\)"):
+        store.reuse_or_clear(tmp_path, OF, overwrite=False)
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    """No half of a file either; the sentence has the file's name and the system's word."""
+    (tmp_path / store.NAME).mkdir()
+    said = store.write_or_explain(tmp_path, lambda: store.write(tmp_path, OF, compared(ONE, SAME)))
+    assert said == f"what was found could not be kept: {tmp_path}/compare.json (Is a directory)"
+    assert list(tmp_path.iterdir()) == [tmp_path / store.NAME]
+
+
+def test_the_failure_of_what_others_are_held_to_is_said() -> None:
+    """In a table of several sizes it has no row of its own."""
+    rows = [Row(cell="single", outcome="failed", note="rank 0 was killed\nits log"), Row(cell="x", outcome="ran")]
+    assert wrong(compared(*rows)) == ["single, which the others are held to, has failed: rank 0 was killed"]
+    assert wrong(compared(ONE, SAME)) == []
+
+
+@pytest.mark.parametrize("found", [compared(ONE, SAME, unkept="no room"), scaled(ONE, unkept="no room")])
+def test_what_could_not_be_kept_is_shown_and_said(found: Comparison | Scaling) -> None:
+    """With the figures, and with an exit code that tells; it is no part of what is kept."""
+    assert "\nno room" in found.table()
+    assert " 20 " in found.table()
+    assert found.code == 1
+    assert replace(found, unkept="").code == 0
+    assert "unkept" not in found.to_json()
+
+
+def test_a_folder_of_somebody_else_is_never_cleared(tmp_path: Path) -> None:
+    """Not even with --overwrite."""
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(
+        errors.OutExists, match=r"is there and holds no compare\.json: move it away, or give another out"
+    ):
+        store.reuse_or_clear(tmp_path, OF, overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()

@@ -1,0 +1,99 @@
+"""Tables and pages of runs on CUDA, from accounts that are made up: no GPU was asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.comparisons import made, rewritten
+from tests.support.cuda_accounts import GPU, MIB, account
+from unipar.memory.account import Account, Phase, Resident
+from unipar.memory.cuda_total import Measured, Predicted, there
+from unipar.report.data.comparison import Told
+from unipar.report.pages.comparison import page
+from unipar.results.memory_tables import memory_tables, remarks
+
+HOST = Account(
+    rank=0,
+    method="malloc",
+    device="cpu",
+    base=0,
+    phases=(Phase(name="update", peak=300 * MIB, held={"parameters": 300 * MIB}),),
+    peaks=(300 * MIB,),
+    resident=Resident(base=0, peak=400 * MIB, own=0),
+)
+
+
+def test_on_cuda_it_is_measured() -> None:
+    """What the allocator has, and what the driver counts beside it."""
+    assert there(account(), 2) == Measured(reserved=1400 * MIB, beside=500 * MIB)
+    assert there(account(), 2).total == 1900 * MIB
+
+
+def test_without_the_driver_the_rest_is_assumed() -> None:
+    """But gaps and rounding are in what the allocator has."""
+    assert there(account(None), 2) == Predicted(1400 * MIB, 500 * MIB, 200 * MIB, 0)
+    assert there(account(None), 1).total == 1900 * MIB
+
+
+def test_the_table_of_a_run_on_cuda() -> None:
+    """Allocated, reserved, gaps, all that the process takes, and the host."""
+    lines = memory_tables([("native/nothing", 2, [account(host=HOST)]), ("single", 1, [account(None)])], 80)
+    assert lines[:3] == [
+        "memory          fullest in  allocated  reserved     gaps  on CUDA     host",
+        "native/nothing  backward      1.0 GiB   1.4 GiB  300 MiB  1.9 GiB  364 MiB",
+        "single          backward      1.0 GiB   1.4 GiB  300 MiB  1.9 GiB        -",
+    ]
+    assert memory_tables([("native/nothing", 2, [account(None)])], 80)[1].split()[-3:] == ["2.1", "GiB", "-"]
+
+
+@pytest.mark.parametrize(
+    ("used", "says"),
+    [(1900 * MIB, "measured, what NVML counts for the process"), (None, "reserved + context + NCCL, both assumed")],
+)
+def test_the_table_says_what_was_measured_and_where(used: int | None, says: str) -> None:
+    """By the GPU's name."""
+    assert [remark.text for remark in remarks([account(used)])] == [
+        f"allocated: the peak beyond the base of the largest rank, as torch's allocator on {GPU} counts it",
+        "reserved: the most that the allocator had of the device; gaps: what of that nobody had in the fullest phase",
+        f"on CUDA: {says}; host: the same rank's own memory beyond its base, and pinned pages",
+    ]
+
+
+def paged(folder: Path, **more: int | None) -> str:
+    """The page of a comparison whose every rank is that one."""
+    memory = [account(host=HOST, **more).model_dump(mode="json")]
+    run = rewritten(made(folder / "run"), lambda data: [c.update(memory=memory) for c in data["cells"][:-1]])
+    return re.sub(r"<[^>]*>", " ", page(Told.read(run))).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def row(*words: str) -> str:
+    return r"\s+".join(map(re.escape, words))
+
+
+def test_the_page_of_a_run_on_cuda(tmp_path: Path) -> None:
+    """Three columns, the allocator by phase, the driver's count, and the host's two kinds of memory."""
+    text = paged(tmp_path)
+    assert f"memory counted on the {GPU}" in text
+    assert re.search(row("allocated here", "reserved here", "on CUDA (measured)"), text)
+    assert re.search(row("1.57", "9.7", "1.0 GiB", "1.4 GiB", "1.9 GiB"), text)
+    assert re.search(row("backward", "1.0 GiB", "1.1 GiB", "1.1 GiB", "1.4 GiB", "300 MiB"), text)
+    assert re.search(row(GPU, "1.9 GiB", "1.4 GiB", "500 MiB"), text)
+    assert re.search(row("malloc", "update", "300 MiB", "300 MiB"), text)
+    assert re.search(row("pinned", "update", "64 MiB"), text)
+    assert "assumed, not measured" not in text
+
+
+def test_the_page_without_the_driver(tmp_path: Path) -> None:
+    """What CUDA and NCCL take is predicted, and the page says so."""
+    text = paged(tmp_path, used=None)
+    assert re.search(row("allocated here", "reserved here", "on CUDA (predicted)"), text)
+    assert "What CUDA and NCCL take themselves was not measured." in text
+    assert "On CUDA: assumed, not measured" in text
+
+
+def test_a_page_of_the_cpu_has_no_such_section(tmp_path: Path) -> None:
+    """Nothing of a device."""
+    assert "On the device" not in page(Told.read(made(tmp_path / "run")))

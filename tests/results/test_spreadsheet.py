@@ -1,0 +1,88 @@
+"""compare.csv: its text, to the letter; and how far peaks lie apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support import comparisons
+from tests.support.compared_rows import FAR, ONE, SAME, compared
+from tests.support.scalings import made as scaling
+from tests.support.scalings import timed
+from unipar.comparison import store
+from unipar.memory.account import Account, Phase, Resident
+from unipar.results.memory_tables import varied
+from unipar.results.row import Outcome, Row
+from unipar.results.spreadsheet import HEAD, of_worlds, sheet
+
+
+def test_a_row_a_cell(tmp_path: Path) -> None:
+    """Beside compare.json: what is not known is empty, and a note with a comma stays out."""
+    phase = Phase(name="backward", peak=3_000_000, held={"parameters": 1_000_000, "activations": 2_000_000})
+    account = Account(
+        rank=0,
+        method="m",
+        device="cpu",
+        base=0,
+        phases=(phase,),
+        peaks=(3_000_000,),
+        resident=Resident(base=1_000, peak=3_501_000, own=9),
+    )
+    ddp = replace(SAME, memory=[account, account])
+    found = compared(ONE, ddp, FAR, Row(cell="horovod/nothing", outcome="absent", note="not here, so"))
+    store.write(tmp_path, {}, found)
+    text = (tmp_path / "compare.csv").read_text("utf-8")
+    assert text == sheet(found)
+    assert text.splitlines() == [
+        "cell,outcome,digits,within,median_step_s,samples_per_s,allocated,resident,predicted_on_cuda,"
+        "measured_on_cuda,reserved,host,parameters,masters,gradients,optimizer,communication,buffers,activations,temporaries,library,runtime,"
+        "unattributed",
+        "single,ran,,,0.02,400,,,,,,,,,,,,,,,,,",
+        "native/nothing,ran,all,yes,0.01,800,3000000,3500000,738197504,,,,1000000,0,0,0,0,0,2000000,0,0,0,0",
+        "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,,,,",
+        "horovod/nothing,absent,,,,,,,,,,,,,,,,,,,,,",
+    ]
+
+
+@pytest.mark.parametrize(("outcome", "known"), [("failed", False), ("unlike", False), ("waits", True), ("ran", True)])
+def test_what_a_cell_held_till_it_failed_is_not_in_the_sheet(outcome: Outcome, *, known: bool) -> None:
+    """It would be computed with like any other's; what was watched to its end is there, though it was not timed."""
+    accounts = [comparisons.account("native/nothing", rank) for rank in (0, 1)]
+    lines = sheet(compared(ONE, replace(SAME, outcome=outcome, memory=accounts))).splitlines()
+    held = dict(zip(lines[0].split(","), lines[2].split(","), strict=True))
+    assert (held["allocated"], held["predicted_on_cuda"], held["parameters"]) == (
+        ("186205122", "920649728", "35707392") if known else ("", "", "")
+    )
+    assert {held[name] for name in HEAD[6:]} == {""} or known
+
+
+def test_a_row_a_world() -> None:
+    """What they came to, of cells in worlds of several sizes; what failed has no figures."""
+    late = timed("native/nothing", 4, 0.02, "weak")
+    lost = late[0], replace(late[1], outcome="failed", note="no, not so", seconds=[], peak_rss=[])
+    small, large = timed("native/nothing", 1, 0.08, "strong", "weak"), timed("native/nothing", 2, 0.05, "strong")
+    full = large[0], replace(large[1], memory=[comparisons.account("native/nothing", 0)] * 2)
+    assert of_worlds(scaling(small, full, lost)).splitlines() == [
+        "cell,ranks,scaling,samples,micro,accumulate,outcome,digits,within,median_step_s,samples_per_s,speed_up,"
+        "efficiency,allocated,resident,predicted_on_cuda,measured_on_cuda,reserved,host,parameters,masters,gradients,"
+        "optimizer,communication,buffers,activations,temporaries,library,runtime,unattributed",
+        "native/nothing,1,both,8,8,1,ran,,,0.08,100,1,1,,,,,,,,,,,,,,,,,",
+        "native/nothing,2,strong,8,4,1,ran,all,yes,0.05,160,1.6,0.8,186205122,199239481,920649728,,,,"
+        "35707392,0,35707392,71414784,35707392,0,0,5097230,0,2570932,0",
+        "native/nothing,4,weak,32,8,1,failed,,,,,,,,,,,,,,,,,,,,,,,",
+    ]
+
+
+def test_peaks_that_differ_from_step_to_step() -> None:
+    """Least and most of the watched steps, where they differ by what is shown."""
+    steady = comparisons.account("native/nothing", 0)
+    moved = steady.model_copy(update={"peaks": (100 * 2**20, 120 * 2**20, 110 * 2**20)})
+    assert varied([("a", [steady]), ("b", [moved])]) == [
+        "peaks of the watched steps: b 100 MiB to 120 MiB; elsewhere they are the same"
+    ]
+    assert varied([("a", [steady])]) == []
+    assert varied([("a", [steady.model_copy(update={"peaks": (1,)})]), ("b", [moved])]) == [
+        "peaks of the watched steps: b 100 MiB to 120 MiB"
+    ]

@@ -1,0 +1,26 @@
+"""A task whose export is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.world import ROOT
+
+FILE = ROOT / "tests/traveller.py"
+
+
+WORDS: dict[str, Any] = {
+    "task": {"use": f"{FILE}:Words20", "args": {"width": 16}},
+    "device": "cpu",
+    "parallel": {"data": 2},
+    "batch": {"total": 8, "micro": 2},
+    "train": {
+        "epochs": 2,
+        "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-5},
+        "lr_scale": {"rule": "linear", "at_batch": 4},
+        "schedule": {"name": "cosine", "warmup": 2, "end": 0.1},
+        "clip": 0.5,
+        "seed": 3,
+    },
+    "log": {"every": 1},
+}

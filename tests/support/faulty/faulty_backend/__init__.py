@@ -1,0 +1,74 @@
+"""A backend with faults to choose from, one a variant: what `unipar verify` must find and name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+from typing_extensions import override
+
+from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
+from unipar.backend.precision import stated
+from unipar.config import Config, Section
+from unipar.distributed.place import Place
+
+if TYPE_CHECKING:
+    from unipar.distributed.world import World
+
+FAULTS = (
+    "other-start",
+    "no-averaging",
+    "averaging-twice",
+    "clip-per-rank",
+    "clip-per-rank-unsaid",
+    "clip-own-part",
+    "divided-twice",
+    "schedule-per-process",
+    "same-samples",
+    "group-left-out",
+    "last-microbatch-dropped",
+    "stale-gradient",
+    "bf16-reduction",
+    "not-reduced",
+    "last-gradient-lost",
+    "wrong-module",
+    "dies",
+    "hidden-buffer",
+    "nameless",
+)
+
+
+class FaultyOptions(Section):
+    fault: str = "none"
+    """Which one."""
+
+
+@final
+class Faulty(Backend):
+    name = "faulty"
+    requires = ("faulty_backend",)
+    options: ClassVar[type[Section]] = FaultyOptions
+    capabilities = Capabilities(
+        shards=("nothing",),
+        variants={f: Variant(options={"fault": f}, shards=("nothing",), says=f"with the fault {f}") for f in FAULTS},
+        devices=("cpu",),
+    )
+
+    @override
+    def dtypes(self, config: Config) -> Dtypes:
+        return stated(config.train.precision)
+
+    @override
+    def join(self, config: Config, place: Place) -> World:
+        from unipar.backend.joining import meet
+
+        return meet(config, place)
+
+    @override
+    def build(self, part: Part, config: Config, world: World) -> Engine:
+        from faulty_backend.engine import KINDS
+
+        options = FaultyOptions.model_validate(config.options.get("faulty", {}))
+        return KINDS[options.fault](part, config, world)
+
+
+backend: Any = Faulty()

@@ -1,0 +1,341 @@
+"""DDP as anybody writes it, and one thing wrong with it: each fault is a few lines where real code has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from typing_extensions import override
+
+from unipar.backend import Engine, Fn, Holding, Mark, Micro, Part, Step
+from unipar.backend.engine import Around
+from unipar.config import Config
+from unipar.data.feed import Feed
+from unipar.distributed.world import World
+from unipar.engines.gradients import clipped
+from unipar.engines.learning_rate import factor
+from unipar.engines.placement import arrive
+from unipar.engines.wrapper import Open
+
+
+class Healthy(Open):
+    """Nothing is wrong."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        arrive(part.module, world.device)
+        super().__init__(part, config, world)
+        self.config, self.divisor = config, float(world.size)
+        self.ddp: Any = DistributedDataParallel(self.call, init_sync=False, gradient_as_bucket_view=True)
+        self.wrapped = self.ddp
+
+    @override
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.ddp.no_sync()
+
+
+@final
+class OtherStart(Healthy):
+    """Something in its library begins anew."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        with torch.no_grad():
+            self.trained[-1].add_(1e-6)
+
+
+@final
+class NoAveraging(Healthy):
+    """A communication hook that sums, and nobody divides."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        self.ddp.register_comm_hook(None, _summed)
+
+
+def _first(done: Any) -> Tensor:
+    return done.value()[0]
+
+
+def _summed(state: Any, bucket: Any) -> Any:
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(_first)
+
+
+_summed.__annotations__.clear()  # DDP reads them, and takes no strings
+
+
+@final
+class AveragingTwice(Healthy):
+    """By hand, after the library has done it."""
+
+    @override
+    def reduced(self) -> None:
+        for p in self.trained:
+            assert p.grad is not None
+            p.grad.div_(self.world.size)
+
+
+class _ByHand(Healthy):
+    """Each rank's own gradient is in `reduced`'s hands."""
+
+    @override
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        return self.ddp.no_sync()
+
+    def average(self) -> None:
+        for p in self.trained:
+            assert p.grad is not None
+            self.world.sum(p.grad.div_(self.world.size))
+
+
+@final
+class ClipPerRank(_ByHand):
+    """Clipped before the ranks are averaged."""
+
+    @override
+    def norm(self) -> Tensor:
+        norm = clip_grad_norm_(self.trained, self.limit)
+        self.average()
+        return norm
+
+
+@final
+class ClipPerRankUnsaid(_ByHand):
+    """The same, and the norm that is told is that of the whole."""
+
+    @override
+    def norm(self) -> Tensor:
+        clip_grad_norm_(self.trained, self.limit)
+        self.average()
+        return clipped(self.trained, float("inf"))
+
+
+@final
+class ClipOwnPart(Healthy):
+    """Each rank takes the norm of the parameters that it would hold."""
+
+    @override
+    def norm(self) -> Tensor:
+        mine = self.trained[self.world.rank :: self.world.size]
+        total = clipped(mine, float("inf"))
+        for p in self.trained:
+            assert p.grad is not None
+            p.grad.mul_((self.limit / (total + 1e-6)).clamp(max=1.0))
+        return total
+
+
+@final
+class DividedTwice(Healthy):
+    """The loss is divided by the number of microbatches, though its weight says so already."""
+
+    passes = 1
+
+    @override
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        self.passes = micros
+        return super().sync(micros, last=last)
+
+    @override
+    def backward(self, loss: Tensor) -> None:
+        (loss / self.passes).backward()
+
+
+@final
+class SchedulePerProcess(Healthy):
+    """As a scheduler does that is stepped once for each process."""
+
+    done = 0
+
+    @override
+    def update(self) -> None:
+        self.done += 1
+        assert self.config.train.steps is not None
+        ahead = self.done * self.world.size - 1
+        self.rates.set(self.optimizer, factor(self.config.train.schedule, ahead, self.config.train.steps))
+        super().update()
+
+
+@final
+class SameSamples(Healthy):
+    """Every rank reads what the first does."""
+
+    plans = staticmethod(Feed.plans)
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+
+        def first(feed: Any, start: int) -> Iterator[Any]:
+            feed.rank = 0
+            return SameSamples.plans(feed, start)
+
+        Feed.plans = first  # pyright: ignore[reportAttributeAccessIssue]
+
+    @override
+    def close(self) -> None:
+        Feed.plans = SameSamples.plans  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@final
+class GroupLeftOut(Healthy):
+    """The optimizer was made before the last group was added."""
+
+    @override
+    def update(self) -> None:
+        left = self.base.param_groups.pop()
+        self.base.step()
+        self.base.param_groups.append(left)
+        self.base.zero_grad()
+
+
+@final
+class StaleGradient(Healthy):
+    """Nobody sets gradients to zero."""
+
+    @override
+    def update(self) -> None:
+        self.base.step()
+
+
+@final
+class Bf16Reduction(Healthy):
+    """Half the traffic, in an fp32 run."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        self.ddp.register_comm_hook(None, _in_bf16)
+
+
+def _in_bf16(state: Any, bucket: Any) -> Any:
+    buffer: Tensor = bucket.buffer()
+    work: Any = dist.all_reduce(buffer.to(torch.bfloat16).div_(dist.get_world_size()), async_op=True)
+
+    def back(done: Any) -> Tensor:
+        return buffer.copy_(_first(done))
+
+    return work.get_future().then(back)
+
+
+_in_bf16.__annotations__.clear()
+
+
+@final
+class NotReduced(Healthy):
+    """The last microbatch is in no_sync too."""
+
+    @override
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        return self.ddp.no_sync()
+
+
+@final
+class LastGradientLost(Healthy):
+    """The forward is there, what comes back of it is not."""
+
+    last = False
+
+    @override
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        self.last = last
+        return super().sync(micros, last=last)
+
+    @override
+    def backward(self, loss: Tensor) -> None:
+        (loss * 0.0 if self.last else loss).backward()
+
+
+@final
+class WrongModule(Healthy):
+    """One module of the second rank computes something else."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        if world.rank == 1:
+            part.module.get_submodule("blocks.1.up").register_forward_hook(_more)
+
+
+def _more(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    return out * 1.01
+
+
+@final
+class Dies(Healthy):
+    """The second rank, with its process."""
+
+    @override
+    def update(self) -> None:
+        if self.world.rank == 1:
+            os._exit(3)
+        super().update()
+
+
+@final
+class LastMicrobatchDropped(Around):
+    """A loop that ends one early."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(Healthy(part, config, world))
+
+    @override
+    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        return self.inner.step(fn, micros[:-1], factor, mark)
+
+
+@final
+class HiddenBuffer(Healthy):
+    """It keeps five million bytes that its holdings do not list, and three million that they list three times."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        self.hidden, self.thrice = torch.ones(1_250_000), torch.ones(750_000)
+
+    @override
+    def held_beside(self) -> Iterator[Holding]:
+        yield Holding("buffers", "flat", self.thrice)
+        yield Holding("masters", "w", self.thrice.view(750, 1000))
+        yield Holding("masters", "v", self.thrice)
+        yield from super().held_beside()
+
+
+@final
+class Nameless(Healthy):
+    """In a watched step the second rank cannot say what it holds."""
+
+    asked = 0
+
+    @override
+    def held_beside(self) -> Iterator[Holding]:
+        self.asked += 1
+        if self.asked > 3 and dist.get_rank() == 1:
+            raise ArithmeticError("it cannot be said\nof any tensor")
+        yield from super().held_beside()
+
+
+KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
+    "none": Healthy,
+    "other-start": OtherStart,
+    "no-averaging": NoAveraging,
+    "averaging-twice": AveragingTwice,
+    "clip-per-rank": ClipPerRank,
+    "clip-per-rank-unsaid": ClipPerRankUnsaid,
+    "clip-own-part": ClipOwnPart,
+    "divided-twice": DividedTwice,
+    "schedule-per-process": SchedulePerProcess,
+    "same-samples": SameSamples,
+    "group-left-out": GroupLeftOut,
+    "last-microbatch-dropped": LastMicrobatchDropped,
+    "stale-gradient": StaleGradient,
+    "bf16-reduction": Bf16Reduction,
+    "not-reduced": NotReduced,
+    "last-gradient-lost": LastGradientLost,
+    "wrong-module": WrongModule,
+    "dies": Dies,
+    "hidden-buffer": HiddenBuffer,
+    "nameless": Nameless,
+}

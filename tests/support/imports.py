@@ -1,0 +1,49 @@
+"""Configs of other libraries, as `unipar import` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from unipar.config import safe_yaml
+from unipar.conversion.import_config import Imported, imported
+
+STEPS = "train.steps=100"
+
+
+ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+
+
+LEAST: dict[str, Any] = {"train_batch_size": 32, "optimizer": ADAMW}
+
+
+YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+mixed_precision: bf16
+downcast_bf16: 'no'
+"""
+
+
+ASKED = ("batch.total=32", "train.optimizer={name: sgd, lr: 0.1}", STEPS)
+
+
+def ds(folder: Path, text: dict[str, Any] | str, *sets: str, **more: Any) -> Imported:
+    file = folder / "ds_config.json"
+    file.write_text(text if isinstance(text, str) else json.dumps(text, indent=1), encoding="utf-8")
+    return imported(file, sets, **more)
+
+
+def yaml(folder: Path, text: str, *sets: str, **more: Any) -> Imported:
+    file = folder / "accelerate.yaml"
+    file.write_text(text, encoding="utf-8")
+    return imported(file, sets, **more)
+
+
+def said(made: Imported) -> dict[str, Any]:
+    """The config that was written, as it reads."""
+    return safe_yaml.read(made.text)[0]

@@ -1,0 +1,44 @@
+"""Run folders written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+EVENTS: list[dict[str, Any]] = [
+    {
+        "event": "start",
+        "time": 100.0,
+        "rank": 0,
+        "size": 2,
+        "cell": "native/nothing",
+        "pid": 7,
+        "parameters": 8_926_848,
+    },
+    {"event": "step", "time": 101.0, "step": 1, "loss": 4.5, "norm": 2.0, "lr": 1e-3, "samples": 8, "seconds": 0.5},
+    {"event": "log", "time": 101.5, "step": 1, "tokens": 512},
+    {"event": "step", "time": 103.0, "step": 10, "loss": 3.25, "norm": None, "lr": 1e-3, "samples": 80, "seconds": 0.2},
+    {"event": "eval", "time": 104.0, "step": 10, "loss": 3.5, "accuracy": 0.25},
+    {"event": "end", "time": 106.0, "steps": 12, "peak_rss": 3 * 2**20},
+]
+
+
+def wrote(run: Path, rank: int, events: list[dict[str, Any]]) -> None:
+    (run / f"rank-{rank}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events), encoding="utf-8")
+
+
+MACHINE = {"system": "Linux", "cpu": "A Processor", "cores": 2, "memory": 24 * 2**30}
+
+
+def plain(run: Path, *, loss: float = 3.25, **launched: Any) -> Path:
+    """A run as it lies in its folder."""
+    run.mkdir(exist_ok=True)
+    last = {**EVENTS[3], "loss": loss}
+    wrote(run, 0, [*EVENTS[:3], last, *EVENTS[4:]])
+    wrote(run, 1, [EVENTS[0], {"event": "end", "time": 106.0, "steps": 12, "peak_rss": 5 * 2**20}])
+    config = {"task": {"use": "/x/task.py:Sums"}, "batch": {"total": 8}, "train": {"steps": 12, "seed": int(loss)}}
+    (run / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    told = {"task": {}, "versions": {"python": "3.11.7", "torch": "2.13.0"}, "machine": MACHINE} | launched
+    (run / "launch.json").write_text(json.dumps(told), encoding="utf-8")
+    return run

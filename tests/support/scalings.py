@@ -1,0 +1,58 @@
+"""Scalings made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.comparisons import account
+from unipar.results.row import Row
+from unipar.results.scaling import Kind, Scaling, World
+
+# What the figures say
+
+
+def timed(cell: str, ranks: int, seconds: float, *kinds: Kind, off: float = 0.0, memory: bool = False) -> Any:
+    samples = 8 * ranks if kinds == ("weak",) else 8
+    share = samples // ranks
+    world = World(cell=cell, ranks=ranks, kinds=kinds, samples=samples, micro=share, accumulate=1)
+    held = [account(cell, rank) for rank in range(ranks)] if memory else []
+    losses = [1.0 + off, 0.5]
+    turns, rss = [[seconds, seconds], [seconds]], [2**20 * 100] * ranks
+    return world, Row(cell=world.name, outcome="ran", losses=losses, seconds=turns, peak_rss=rss, memory=held)
+
+
+def made(*found: Any, **changed: Any) -> Scaling:
+    told: dict[str, Any] = {
+        "name": "x",
+        "out": "runs/x/scale",
+        "precision": "fp32",
+        "cores": 2,
+        "threads": "1",
+        "device": "cpu",
+        "warmup": 2,
+        "versions": {"torch": "2.13.0"},
+        "machine": {"cpu": "A Processor", "cores": 2},
+    }
+    worlds, rows = zip(*found, strict=True)
+    return Scaling(**told | changed, worlds=worlds, rows=list(rows))
+
+
+def one_cell() -> Scaling:
+    """Alone, on two ranks, both ways."""
+    return made(
+        timed("native/nothing", 1, 0.080, "strong", "weak"),
+        timed("native/nothing", 2, 0.050, "strong"),
+        timed("native/nothing", 2, 0.100, "weak"),
+    )
+
+
+def two_cells() -> Scaling:
+    """On one rank and on two, with memory."""
+    return made(
+        timed("native/nothing", 1, 0.080, "strong", "weak", memory=True),
+        timed("native/nothing", 2, 0.050, "strong", memory=True),
+        timed("native/nothing", 2, 0.100, "weak", memory=True),
+        timed("native/parameters", 1, 0.080, "strong", "weak", memory=True),
+        timed("native/parameters", 2, 0.045, "strong", memory=True),
+        timed("native/parameters", 2, 0.160, "weak", memory=True),
+    )

@@ -1,0 +1,48 @@
+"""Options of backends, each played in a cell: one world for many, held against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance.cases import FP32, Tolerance
+from tests.conformance.inside import put_together
+from tests.conformance.plain import plain
+from tests.support.settings_inside import case_of
+from tests.support.world import ROOT
+from unipar.launcher.processes.group import Crew
+
+Rows = list[dict[str, Any]]
+
+
+def play(rows: Rows, run: Path, size: int = 2) -> dict[str, list[dict[str, Any]]]:
+    """All rows in one world; what each rank kept."""
+    (run / "rows.json").write_text(json.dumps(rows), "utf-8")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with Crew(
+        run, size, "tests.support.settings_inside:run", environment={"PYTHONPATH": path}, heartbeat=100.0
+    ) as crew:
+        crew.wait()
+    return {
+        row["name"]: [torch.load(run / f"{i}-{rank}.pt", weights_only=True) for rank in range(size)]
+        for i, row in enumerate(rows)
+    }
+
+
+def agrees(row: dict[str, Any], ranks: list[dict[str, Any]], near: Tolerance = FP32) -> None:
+    assert [rank["message"] for rank in ranks if "error" in rank] == []
+    one = plain(case_of(row), len(ranks))
+    losses = [sum(shares) for shares in zip(*(rank["loss"] for rank in ranks), strict=True)]
+    assert losses == pytest.approx(one.losses, abs=near.loss, rel=0)
+    for rank in ranks:
+        assert rank["norm"] == pytest.approx(one.norms, rel=near.norm)
+    whole = put_together([p for rank in ranks for p in rank["pieces"]])
+    weights = {name: t for (name, kind), t in whole.items() if kind == "weight"}
+    assert set(weights) == set(one.params)
+    if near.params is not None:
+        assert max(float((t - one.params[n]).abs().max()) for n, t in weights.items()) <= near.params

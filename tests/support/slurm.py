@@ -1,0 +1,175 @@
+"""A Slurm cluster of one machine, in a network and a process table of its own: `with cluster(folder) as slurm`.
+
+    python -m tests.slurm FOLDER       is its first process, and ends all others by ending
+
+Needs root, and Debian's slurmctld, slurmd, slurm-client and munge. Nothing of it is seen or heard outside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.private import CLONE_NEWNS, CLONE_NEWPID, address, network, unshare
+
+PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
+PACKAGES = "slurmctld slurmd slurm-client munge"
+ADDRESS = "10.213.0.1"
+PATIENCE = 30.0
+
+CONFIG = """
+ClusterName=one
+SlurmctldHost={host}({address})
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+NodeName={host} NodeAddr={address} CPUs={cpus}
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+def lacking() -> str:
+    """Why there can be no cluster here; empty: there can."""
+    absent = [name for name in PROGRAMS if _program(name) is None]
+    if absent:
+        return f"no {', '.join(absent)}; on Debian: apt-get install {PACKAGES}"
+    if os.getuid() != 0:
+        return "a Slurm cluster is started by root only"
+    return ""
+
+
+@contextmanager
+def cluster(folder: Path) -> Generator[Slurm]:
+    """Up when the body begins, gone when it has ended."""
+    first = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.slurm", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert first.stdin is not None
+    assert first.stdout is not None
+    try:
+        said = first.stdout.readline().split()
+        assert said[:1] == ["ready"], f"no cluster: {said}; its logs are in {folder}"
+        yield Slurm(int(said[1]), folder)
+    finally:
+        first.stdin.close()
+        first.wait()
+        first.stdout.close()
+
+
+class Slurm:
+    """A cluster that runs."""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        self.pid = pid
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def inside(self, words: list[str]) -> list[str]:
+        """The command that runs `words` in it."""
+        return ["nsenter", "--target", str(self.pid), "--net", "--pid", "--mount", "--wd=.", "--", *words]
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+
+
+def _first(folder: Path) -> None:
+    """Outside: makes the process table, and waits for the end of the one who is first in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unshare(CLONE_NEWNS | CLONE_NEWPID)
+    network()
+    address(ADDRESS)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _begin(folder)
+        os.write(writer, b"!")
+        sys.stdin.read()
+        os._exit(0)  # and the kernel ends every process of this table
+    os.close(writer)
+    said = f"ready {pid}" if os.read(reader, 1) else "failed"
+    sys.stdout.write(f"{said}\n")
+    sys.stdout.flush()
+    os.waitpid(pid, 0)
+
+
+def _begin(folder: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    private = 1 << 14 | 1 << 18
+    assert libc.mount(b"none", b"/", None, private, None) == 0
+    assert libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
+    (folder / "state").mkdir()
+    (folder / "spool").mkdir()
+    key = folder / "munge.key"
+    key.touch(0o400)
+    os.chmod(key, 0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    text = CONFIG.format(host=socket.gethostname(), address=ADDRESS, folder=folder, cpus=max(2, os.cpu_count() or 2))
+    (folder / "slurm.conf").write_text(text, encoding="utf-8")
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="utf-8")
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    options = [f"--{name}={folder}/munge.{end}" for name, end in munge.items()]
+    _start(folder, "munged", "--foreground", "--force", *options)
+    _until((folder / "munge.socket").exists)
+    _start(folder, "slurmctld", "-D")
+    _until(_listens)  # a node that comes too early comes again half a minute later
+    _start(folder, "slurmd", "-D")
+    _until(_idle)
+
+
+def _start(folder: Path, name: str, *options: str) -> None:
+    program = _program(name)
+    assert program is not None
+    with (folder / f"{name}.out").open("w", encoding="utf-8") as out:
+        subprocess.Popen([program, *options], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+
+
+def _until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not true():
+        if time.monotonic() > until:
+            sys.stderr.write(f"no {true} within {PATIENCE:g} s\n")
+            os._exit(1)
+        time.sleep(0.02)
+
+
+def _listens() -> bool:
+    try:
+        socket.create_connection((ADDRESS, 6817)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _idle() -> bool:
+    asked = subprocess.run(["sinfo", "--noheader", "--format=%t"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() == "idle"
+
+
+if __name__ == "__main__":
+    _first(Path(sys.argv[1]))

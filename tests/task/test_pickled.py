@@ -1,0 +1,101 @@
+"""What has no file: told from what has one, packed, and handed to workers over a pipe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import Tiny
+from tests.support.world import FOUND, eventually
+from unipar.errors import TaskError
+from unipar.launcher.processes.group import Crew
+from unipar.task.pickled import packed, send, typed
+
+SCRIPT = """
+import torch, unipar
+from tests.tiny import CONFIG, Tiny
+
+class Mine(Tiny):
+    def loss(self, model, batch):
+        return shift + super().loss(model, batch)
+
+shift = 1.0
+report = unipar.launch(CONFIG, task=Mine, overrides={"out": "out"}, quiet=True)
+print(round(report.losses[-1][1], 4), report.size)
+"""
+
+
+@pytest.mark.parametrize("words", [["-"], ["-c", SCRIPT]], ids=["stdin", "-c"])
+def test_a_class_without_a_file(words: list[str], tmp_path: Path) -> None:
+    """It trains in two ranks, with the globals that it uses; they were given after it."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env={**os.environ, **FOUND, "OMP_NUM_THREADS": "1"},
+        input=SCRIPT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "4.3857 2"
+    assert sorted(name for name in os.listdir(tmp_path / "out") if "rank" not in name) == ["config.json", "launch.json"]
+
+
+def measured(run: Path, size: int) -> None:
+    with Crew(run, size, "tests.support.entries:handed", parcel=packed("zeros", b"0" * 5_000_000)) as crew:
+        crew.wait()
+
+
+def test_more_than_a_pipe_holds(tmp_path: Path) -> None:
+    """Five megabytes to each of two workers; nothing of it is in the run folder."""
+    measured(tmp_path, 2)
+    assert [(tmp_path / f"seen-{rank}").read_text("utf-8") for rank in (0, 1)] == ["5000000", "5000000"]
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 100
+
+
+def test_a_worker_that_is_gone() -> None:
+    """The next one gets its parcel all the same, and the thread ends."""
+    gone, first = os.pipe()
+    reader, second = os.pipe()
+    os.close(gone)
+    send(b"mine", [first, second])
+    assert os.read(reader, 64) == (4).to_bytes(8) + b"mine"
+    assert os.read(reader, 64) == b""
+    os.close(reader)
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "parcel"], "a thread is left")
+
+
+def test_what_cannot_be_packed() -> None:
+    """In a sentence with the ways out."""
+    with pytest.raises(TaskError) as e:
+        packed("Mine", {"lock": threading.Lock()})
+    assert str(e.value) == (
+        "Mine cannot travel to other processes: cannot pickle '_thread.lock' object; let its methods make such a "
+        "thing, as each rank calls them for itself, or put it into a file and import it from there"
+    )
+
+
+def test_what_is_in_a_file_is_found_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only what belongs to __main__ can have been typed in, and only where its code is in no file."""
+    assert not typed(Tiny)
+    script, typed_in = dict[str, Any](__name__="__main__"), dict[str, Any](__name__="__main__")
+    text = "class Mine:\n    def model(self): ...\nclass Empty: ...\n"
+    exec(compile(text, str(tmp_path / "script.py"), "exec"), script)
+    exec(compile(text, "<stdin>", "exec"), typed_in)
+    main = type(sys)("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert typed(script["Mine"])
+    assert typed(script["Empty"])
+    (tmp_path / "script.py").touch()
+    main.__file__ = str(tmp_path / "script.py")
+    assert not typed(script["Mine"])
+    assert not typed(script["Empty"])
+    assert typed(typed_in["Mine"])  # after `python -i script.py`

@@ -1,0 +1,240 @@
+"""Where a task's code is: found by path, looked at without importing, refused in a sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unipar.config.config import TaskUse
+from unipar.errors import TaskError
+from unipar.task import Task
+from unipar.task.importing import Reached, imported_files, importing, pass_launch
+from unipar.task.location import CodeLocation
+from unipar.task.reference import TaskRef
+
+GOOD = """
+import unipar
+
+class Base(unipar.Task):
+    def model(self): ...
+    def data(self): ...
+
+class Mine(Base):
+    def __init__(self, width, depth=2, *, seed=0): ...
+    def loss(self, model, batch): ...
+
+class Lacking(unipar.Task):
+    def model(self): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    """Files imported by a test are forgotten, and the path is as it was."""
+    path, files = list(sys.path), dict(imported_files)  # pyright: ignore[reportPrivateUsage]
+    yield
+    sys.path[:] = path
+    imported_files.clear()  # pyright: ignore[reportPrivateUsage]
+    imported_files.update(files)  # pyright: ignore[reportPrivateUsage]
+    for name in [n for n in sys.modules if n.startswith("unipar_task")]:
+        del sys.modules[name]
+
+
+def _ref(tmp_path: Path, text: str, name: str, **args: Any) -> TaskRef:
+    file = tmp_path / "mine.py"
+    file.write_text(text, "utf-8")
+    return TaskRef.of(None, TaskUse(use=f"{file}:{name}", args=args), {})
+
+
+def test_look_sees_a_whole_class(tmp_path: Path) -> None:
+    """Methods of a base in the same file count."""
+    _ref(tmp_path, GOOD, "Mine", width=3).look()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("Mime", {}, "task.use: {file} has no class Mime; did you mean Mine?"),
+        ("Zebra", {}, "task.use: {file} has no class Zebra; its classes: Base, Mine, Lacking"),
+        ("Lacking", {}, "task.use: Lacking in {file} lacks data(), loss()"),
+        ("Mine", {"witdh": 3}, "task.args.witdh: Mine has no such argument; did you mean 'width'?"),
+        ("Mine", {"depth": 3}, "task.args: Mine needs width"),
+    ],
+)
+def test_look_refuses(tmp_path: Path, name: str, args: dict[str, Any], message: str) -> None:
+    """Each with what is there instead."""
+    with pytest.raises(TaskError) as e:
+        _ref(tmp_path, GOOD, name, **args).look()
+    assert str(e.value) == message.format(file=tmp_path / "mine.py")
+
+
+VALID = """
+import unipar
+from train import Sum as B
+
+def make(self): ...
+
+class A(B):
+    def data(self): ...
+class B(A):
+    def loss(self, model, batch): ...
+
+class Whole(unipar.Task):
+    model = data = make
+    loss: object = make
+
+Alias = Whole
+Other: type = Whole
+"""
+
+
+@pytest.mark.parametrize("name", ["A", "B", "Whole", "Alias", "Other"])
+def test_look_takes_what_only_python_can_tell(tmp_path: Path, name: str) -> None:
+    """A base that is bound anew below, methods and classes that are assigned."""
+    _ref(tmp_path, VALID, name).look()
+
+
+def test_look_reads_the_encoding_that_a_file_names(tmp_path: Path) -> None:
+    """As Python does; bytes that are no text are a sentence."""
+    file = tmp_path / "mine.py"
+    ref = _ref(tmp_path, "", "Mine", width=3)
+    file.write_bytes("# -*- coding: latin-1 -*-\n# Grün\n".encode("latin-1") + GOOD.encode())
+    ref.look()
+    for held in (b"x = '\xfc'\n", b"x = 1\0\n"):
+        file.write_bytes(held)
+        with pytest.raises(TaskError) as e:
+            ref.look()
+        assert str(e.value).startswith(str(file))
+
+
+def test_look_at_what_is_not_there(tmp_path: Path) -> None:
+    """A file, a module, a place that is none."""
+    with pytest.raises(TaskError, match=r"^task.use: the file .*absent.py is not there$"):
+        TaskRef.of(None, TaskUse(use=f"{tmp_path}/absent.py:Mine"), {}).look()
+    with pytest.raises(TaskError, match=r"^task.use: there is no module 'no.such' on the path$"):
+        TaskRef.of(None, TaskUse(use="no.such:Mine"), {}).look()
+    with pytest.raises(TaskError, match=r"^task.use: 'mine.py' should be file.py:Class or package.module:Class$"):
+        TaskRef.of(None, TaskUse(use="mine.py"), {})
+
+
+def test_look_names_the_line_of_a_syntax_error(tmp_path: Path) -> None:
+    """As the compiler does."""
+    with pytest.raises(TaskError) as e:
+        _ref(tmp_path, "import os\ndef broken(:\n", "Mine").look()
+    assert str(e.value) == f"{tmp_path / 'mine.py'}, line 2: invalid syntax"
+
+
+def test_load_stops_at_the_launch_that_started_it(tmp_path: Path) -> None:
+    """Nothing after the launch runs in a worker; what stands before it is there."""
+    text = """
+import unipar
+from unipar.task import pass_launch
+
+class Mine(unipar.Task):
+    def model(self): ...
+    def data(self): ...
+    def loss(self, model, batch): ...
+
+first = pass_launch()
+pass_launch()
+raise SystemExit("a worker came past its own launch")
+"""
+    ref = _ref(tmp_path, text, "Mine")
+    ref = TaskRef(ref.task, {}, {}, ref.path, earlier=("runs/first",))
+    made = ref.load()
+    assert type(made).__name__ == "Mine"
+    assert sys.modules["unipar_task"].first == "runs/first"
+    assert not importing()
+
+
+def test_load_of_a_module_stops_at_its_launch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m pkg.train` without a guard: what stands before the launch is there, and part of its package."""
+    text = (
+        GOOD + "from unipar.task.reference import pass_launch\npass_launch()\nraise SystemExit('past its own launch')\n"
+    )
+    (tmp_path / "apkg").mkdir()
+    (tmp_path / "apkg/__init__.py").touch()
+    (tmp_path / "apkg/train.py").write_text(text, "utf-8")
+    for name in ("apkg", "apkg.train"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    ref = TaskRef(CodeLocation("Mine", module="apkg.train"), {}, {"width": 3}, (str(tmp_path),))
+    assert type(ref.load()).__module__ == "apkg.train"
+    assert sys.modules["apkg"].train is sys.modules["apkg.train"]
+    assert not importing()
+    for name in ("apkg", "apkg.train"):
+        del sys.modules[name]
+
+
+def test_load_of_a_module_that_fails(tmp_path: Path) -> None:
+    """Its own error, and no half of it stays; one that is not there is a sentence."""
+    (tmp_path / "abad.py").write_text("1 / 0\n", "utf-8")
+    with pytest.raises(ZeroDivisionError):
+        TaskRef(CodeLocation("Mine", module="abad"), path=(str(tmp_path),)).load()
+    assert "abad" not in sys.modules
+    with pytest.raises(TaskError, match=r"^there is no module 'nowhere_at_all' on the path$"):
+        TaskRef(CodeLocation("Mine", module="nowhere_at_all")).load()
+
+
+def test_load_refuses(tmp_path: Path) -> None:
+    """A thing that is no task, a task that is not whole, arguments that do not fit."""
+    with pytest.raises(TaskError, match=r"mine.py:helper is 7; a class that derives from unipar.Task is wanted$"):
+        _ref(tmp_path, "helper = 7", "helper").load()
+    (tmp_path / "b").mkdir()
+    with pytest.raises(TaskError, match=r"mine.py:Lacking lacks data\(\), loss\(\)$"):
+        _ref(tmp_path / "b", GOOD, "Lacking").load()
+    with pytest.raises(TaskError, match=r"^task.args do not fit Mine: .*unexpected keyword argument 'hight'$"):
+        _ref(tmp_path / "b", GOOD, "Mine", hight=3).load()
+
+
+def test_a_launch_outside_of_an_import_is_a_bug_of_ours() -> None:
+    """`pass_launch` is for files that a worker reads."""
+    with pytest.raises(AssertionError):
+        pass_launch()
+    assert issubclass(Reached, BaseException)
+    assert not issubclass(Reached, Exception)
+
+
+def test_what_other_processes_cannot_find() -> None:
+    """A lambda has no name, a local function no place."""
+
+    def local() -> None: ...
+
+    with pytest.raises(TaskError) as e:
+        CodeLocation.of(local)
+    assert str(e.value) == (
+        "'test_what_other_processes_cannot_find.<locals>.local' cannot be found by other processes: "
+        "define it at the top level of a file, by def or class"
+    )
+
+
+def test_a_prompt_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that was made by hand is found by nobody else."""
+    made = type("Mine", (), {"__module__": "prompt"})
+    monkeypatch.setitem(sys.modules, "prompt", type(sys)("prompt"))
+    with pytest.raises(TaskError) as e:
+        CodeLocation.of(made)
+    assert str(e.value) == (
+        "Mine was defined in a prompt, a notebook or a -c command, where other processes cannot find it: "
+        "put it into a file and import it from there"
+    )
+
+
+def test_a_task_or_functions() -> None:
+    """One of both, and the functional form is whole."""
+    with pytest.raises(TaskError, match=r"^data= is missing: give a task, or model=, loss= and data=$"):
+        TaskRef.of(None, None, {"model": test_a_task_or_functions, "loss": test_a_task_or_functions})
+    functions: dict[str, Any] = dict.fromkeys(("model", "loss", "data"), test_a_task_or_functions)
+    with pytest.raises(TaskError, match=r"^a task and functions were both given: "):
+        TaskRef.of(Task, None, functions)
+    with pytest.raises(TaskError, match=r"^there is no task: give the config task.use, or launch a task= or model="):
+        TaskRef.of(None, None, {})
+
+
+def test_refs_travel_as_json() -> None:
+    """What is read back is what was written."""
+    ref = TaskRef(CodeLocation("Mine", file="/x/mine.py"), {}, {"width": 3}, ("/x",), ("runs/a",))
+    assert TaskRef.from_json(ref.to_json()) == ref

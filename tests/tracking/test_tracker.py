@@ -1,0 +1,262 @@
+"""Trackers: what the real libraries have of a run, offline; and that none of them can end one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from tests.support.running import Line, running
+from tests.support.world import SOON
+from unipar.config.source import given
+from unipar.errors import BackendNotInstalled, ConfigError, Stopped
+from unipar.run_folder.layout import ledger_of
+from unipar.run_folder.ledger import Ledger
+from unipar.task import Run
+from unipar.tracking import tracker, writer
+from unipar.tracking.tracker import Tracker
+from unipar.tracking.writer import Trackers
+
+TOY = Path(__file__).parent / "toy"
+
+
+@pytest.fixture
+def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without variables of theirs; whatever a tracker sets is gone afterwards."""
+    told = [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]
+    for name in {*told, "WANDB_ERROR_REPORTING", "MLFLOW_DISABLE_TELEMETRY"}:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("_bare")
+@pytest.mark.filterwarnings("ignore")  # libraries' own
+def test_what_each_library_has_of_a_run(tmp_path: Path) -> None:
+    """Steps, evaluations, named values and the config, read back from TensorBoard's, W&B's and MLflow's files."""
+    to = ["tensorboard", "wandb", "mlflow"]
+    with running(Line(), tmp_path, log={"every": 1, "to": to}, eval={"every": 3}) as run:
+        run.task.train(run)
+        run.log(lamps=2)
+    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    assert [row for row in rows if row["event"] == "tracker"] == []
+    losses = [row["loss"] for row in rows if row["event"] == "step"]
+    assert len(losses) == 3
+    held = rows[-3]["loss"]
+    assert rows[-3]["event"] == "eval"
+    for found in (_tensorboard(tmp_path), _wandb(tmp_path), _mlflow(tmp_path)):
+        assert [step for step, _ in found["loss"]] == [1, 2, 3]
+        assert [value for _, value in found["loss"]] == pytest.approx(losses, rel=1e-6)
+        assert found["eval/loss"] == [(3, pytest.approx(held, rel=1e-6))]
+        assert found["log/lamps"] == [(3, 2.0)]
+        assert {"norm", "lr", "samples", "seconds"} <= found.keys()
+    with sqlite3.connect(tmp_path / "mlflow.db") as opened:
+        params = dict(opened.execute("select key, value from params").fetchall())
+        ((experiment,),) = opened.execute("select name from experiments where name != 'Default'").fetchall()
+    opened.close()
+    assert (params["batch.total"], params["train.optimizer.name"], experiment) == ("4", "sgd", "unipar")
+
+
+def _tensorboard(run: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    (config,) = events.Tensors("config/text_summary")
+    assert b"batch.total: 4\n" in config.tensor_proto.string_val[0]
+    tags: Any = events.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
+
+
+def _mlflow(run: Path) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    opened = sqlite3.connect(run / "mlflow.db")
+    for key, step, value in opened.execute("select key, step, value from metrics order by step"):
+        found.setdefault(key, []).append((step, value))
+    assert opened.execute("select status from runs").fetchall() == [("FINISHED",)]
+    opened.close()
+    return found
+
+
+def _wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """W&B's offline file is a log of records, in blocks of 32 KiB after a header of 7 bytes."""
+    import json
+
+    from wandb.proto import wandb_internal_pb2
+
+    made: Any = wandb_internal_pb2
+
+    (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
+    found: dict[str, list[tuple[int, float]]] = {}
+    seen: set[str] = set()
+    for data in _records(file.read_bytes()):
+        record: Any = made.Record()
+        record.ParseFromString(data)
+        seen.add(record.WhichOneof("record_type"))
+        if record.HasField("run"):
+            config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            assert record.run.project == "unipar"
+            assert config["batch"] == {"total": 4, "micro": 2, "accumulate": None}
+        if record.HasField("history"):
+            row = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+            for key, value in row.items():
+                if not key.startswith("_"):
+                    found.setdefault(key, []).append((row["_step"], value))
+    assert {"run", "history", "exit"} <= seen
+    return found
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    at, held = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        held += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield held
+            held = b""
+
+
+class _Kept(Tracker):
+    """What trackers of tests were given."""
+
+    pages: list[tuple[int, list[str]]]
+
+    @override
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        type(self).pages = []
+
+    @override
+    def write(self, step: int, named: Mapping[str, float]) -> None:
+        self.pages.append((step, sorted(named)))
+
+    @override
+    def close(self) -> None:
+        self.pages.append((0, ["closed"]))
+
+
+class _Unborn(_Kept):
+    @override
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        raise OSError("the server is gone\nand more")
+
+
+class _Forgetful(_Kept):
+    @override
+    def write(self, step: int, named: Mapping[str, float]) -> None:
+        raise RuntimeError("the disk is full")
+
+
+class _Endless(_Kept):
+    @override
+    def close(self) -> None:
+        time.sleep(5)
+
+
+_STAYS = "training goes on without it, and the run folder has every number"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (_Unborn, f"x could not begin (OSError: the server is gone); {_STAYS}"),
+        (_Forgetful, f"x could not write (RuntimeError: the disk is full); {_STAYS}"),
+        (_Endless, f"x had not written everything 0.2 s after the last step; {_STAYS}"),
+    ],
+)
+def test_a_tracker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, said: str) -> None:
+    """All steps are made, one sentence is written down, and the other tracker has everything."""
+    monkeypatch.setattr(tracker, "find", {"x": kind, "y": _Kept}.__getitem__)
+    monkeypatch.setattr(writer, "PATIENCE", 0.2 if kind is _Endless else SOON)
+    with running(Line(), tmp_path, log={"every": 1, "to": ["x", "y"]}) as run:
+        run.task.train(run)
+        assert run.done == 3
+    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    assert [row["said"] for row in rows if row["event"] == "tracker"] == [said]
+    names = ["loss", "lr", "norm", "samples", "seconds"]
+    assert _Kept.pages == [(1, names), (2, names), (3, names), (0, ["closed"])]
+
+
+def test_a_slow_tracker_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes while the run goes on."""
+
+    class Slow(_Kept):
+        @override
+        def write(self, step: int, named: Mapping[str, float]) -> None:
+            assert written.wait(SOON)
+            super().write(step, named)
+
+    written = threading.Event()
+    monkeypatch.setattr(tracker, "find", {"x": Slow}.__getitem__)
+    trackers = Trackers(("x",), tmp_path, 0)
+    for step in range(5):
+        trackers.write(step, {"loss": 1.0})
+    assert Slow.pages == []
+    written.set()
+    trackers.close()
+    assert Slow.pages == [(step, ["loss"]) for step in range(5)] + [(0, ["closed"])]
+
+
+def test_the_last_numbers_of_a_run_that_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal ends the run; the tracker is closed."""
+
+    class Interrupted(Line):
+        @override
+        def train(self, run: Run) -> None:
+            for share in run.batches():
+                signal.raise_signal(signal.SIGTERM)
+                run.step(share)
+
+    monkeypatch.setattr(tracker, "find", {"x": _Kept}.__getitem__)
+    with pytest.raises(Stopped), running(Interrupted(), tmp_path, log={"every": 1, "to": ["x"]}) as run:
+        run.task.train(run)
+    assert [step for step, _ in _Kept.pages] == [1, 0]
+
+
+def test_other_ranks_have_none(tmp_path: Path) -> None:
+    """Not even the name is looked at: rank 0's machine may be the only one that has the library."""
+    Trackers(("nobody",), tmp_path, 1).write(1, {"loss": 1.0})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_one_from_outside_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entry point is enough; it gets the config and the numbers."""
+    monkeypatch.syspath_prepend(TOY)
+    assert tracker.names() == ["lines", "mlflow", "tensorboard", "wandb"]
+    with running(Line(), tmp_path, log={"every": 3, "to": ["lines"]}) as run:
+        run.task.train(run)
+    assert (tmp_path / "lines.txt").read_text("utf-8").splitlines() == [
+        "total 4",
+        "1 ['loss', 'lr', 'norm', 'samples', 'seconds']",
+        "3 ['loss', 'lr', 'norm', 'samples', 'seconds']",
+    ]
+
+
+def test_an_unknown_name() -> None:
+    """Before any process, with what was probably meant."""
+    with pytest.raises(ConfigError) as e:
+        given({"batch": {"total": 4}, "train": {"steps": 1}, "log": {"to": ["tensorboard", "wandbb"]}})
+    assert str(e.value) == (
+        "the config: log.to: no tracker 'wandbb'; did you mean 'wandb'? known: mlflow, tensorboard, wandb"
+    )
+
+
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line that installs it is named."""
+    monkeypatch.setattr("unipar.utils.entry_points.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    with pytest.raises(BackendNotInstalled) as e:
+        tracker.require("mlflow")
+    assert str(e.value) == (
+        "log.to: mlflow needs mlflow, sqlalchemy, alembic, not installed here: pip install 'unipar[mlflow]'"
+    )

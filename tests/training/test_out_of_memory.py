@@ -1,0 +1,293 @@
+"""Out of memory, for real: under each backend, in each phase, and by the kernel; and the arithmetic of what fits."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import subprocess
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unipar
+from tests.support.launchers import environment, words
+from tests.support.world import short_folder
+from unipar.config import Config
+from unipar.errors import OutOfMemory, WorkerFailed
+from unipar.planning.estimate import fitting, kept
+from unipar.training.out_of_memory import asked, most, ran_out
+
+MIB = 2**20
+TASK = '''
+import os
+import resource
+import signal
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unipar
+
+ABSURD = 2**45
+
+
+class Asks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.empty(ABSURD).sum()
+
+
+class Sgd(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.empty(ABSURD)
+
+
+class Greedy(unipar.Task):
+    """One rank asks for more than there is, in its second step: 16 MiB a sample under a limit of 40, or too much."""
+
+    def __init__(self, way):
+        self.way, self.calls = way, 0
+
+    def model(self):
+        if self.way == "built":
+            return nn.Linear(ABSURD, 1)
+        return nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 1))
+
+    def data(self):
+        return TensorDataset(torch.randn(64, 512, generator=torch.Generator().manual_seed(1)))
+
+    def optimizer(self, groups):
+        return (Sgd if self.way == "update" else torch.optim.AdamW)(groups, lr=0.01)
+
+    def loss(self, model, batch):
+        self.calls += 1
+        y = model(batch[0]).square()
+        if self.calls == 2 and torch.distributed.get_rank() == 1:
+            if self.way == "limit":
+                pages = int(open("/proc/self/statm").read().split()[0])
+                resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 40 * 2**20, -1))
+                y = y + torch.zeros(len(y), 4 * 2**20).sum(1, keepdim=True)
+            if self.way == "python":
+                raise MemoryError
+            if self.way == "backward":
+                y = Asks.apply(y)
+            if self.way == "killed":
+                y.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        return y.mean()
+'''
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None]:
+    with short_folder(monkeypatch):
+        yield
+
+
+def told(folder: Path, way: str, **more: Any) -> dict[str, Any]:
+    (folder / "greedy.py").write_text(TASK, encoding="utf-8")
+    return {
+        "task": {"use": f"{folder}/greedy.py:Greedy", "args": {"way": way}},
+        "device": "cpu",
+        "parallel": {"data": 2},
+        "batch": {"total": 8},
+        "train": {"steps": 4},
+        "out": str(folder / "out"),
+        **more,
+    }
+
+
+def sentence(folder: Path, way: str, **more: Any) -> str:
+    with pytest.raises(OutOfMemory) as e:
+        unipar.launch(told(folder, way, **more), quiet=True)
+    assert isinstance(e.value.__cause__, WorkerFailed)
+    assert "Traceback" in e.value.__cause__.traceback
+    return str(e.value)
+
+
+SIZES = re.compile(r"\d+(\.\d+)? (B|KiB|MiB|GiB)")
+
+
+def test_a_real_limit_in_the_forward(tmp_path: Path) -> None:
+    """Half of the microbatch would have fitted, and so is said, with what held the most."""
+    said = sentence(tmp_path, "limit")
+    assert said.startswith("rank 1 ran out of memory in the forward of step 2: 64 MiB more were asked for, about ")
+    (left,) = re.findall(r"about (\d+) MiB were left", said)
+    assert 20 <= int(left) <= 40
+    assert re.search(r"; the most was held by [a-z ]+, (about )?[\d.]+ MiB \(", said)
+    assert re.search(r"\boptimizer,? 2\.0 MiB", said)  # first where nothing held more
+    assert said.endswith("; by an estimate batch.micro: 2 instead of 4 would have fitted")
+
+
+@pytest.mark.parametrize(
+    ("way", "cell", "where"),
+    [
+        ("backward", "deepspeed/parameters", "in the backward of step 2"),
+        ("python", "horovod/nothing", "in the forward of step 2"),
+        ("built", "accelerate/nothing", "while it was built"),
+        ("update", "native/nothing", "in the update of step 1"),
+    ],
+)
+@pytest.mark.usefixtures("forked")
+def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) -> None:
+    """Under each backend, in another phase of each: by torch, or as Python says it."""
+    backend, _, shard = cell.partition("/")
+    said = sentence(tmp_path, way, backend=backend, parallel={"data": 2, "shard": shard})
+    rank, _, rest = said.partition(" ran out of memory ")
+    assert rank in ("rank 0", "rank 1")
+    assert rest.startswith(where)
+    neither = {
+        "backward": "; by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted",
+        "update": "; by an estimate no cell that splits more would have fitted",
+    }
+    wanted = {
+        "backward": ": 131072 GiB more were asked for, about SIZE were left; the most was held by ",
+        "update": ": 131072 GiB more were asked for, about SIZE were left; the most was held by ",
+        "built": (
+            ": 131072 GiB more were asked for, about SIZE were left; "
+            "no cell and no batch needs less: the model is built whole before it is split"
+        ),
+        "python": "; the most was held by ",
+    }[way]
+    assert SIZES.sub("SIZE", rest.removeprefix(where)).startswith(SIZES.sub("SIZE", wanted))
+    if way in ("backward", "update"):
+        assert rest.endswith(neither[way])
+    if way == "python":
+        assert "; by an estimate batch.micro: 2 instead of 4 or " in rest
+        assert rest.endswith(" needs less")
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_rank_that_the_kernel_kills(tmp_path: Path) -> None:
+    """It cannot say anything: where it was is known by its beat, the rest by an estimate."""
+    with pytest.raises(WorkerFailed) as e:
+        unipar.launch(told(tmp_path, "killed"), quiet=True)
+    assert str(e.value) == (
+        "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (dmesg tells)\n"
+        "  by an estimate the most was held by optimizer, 2.0 MiB (parameters 1.0 MiB, gradients 1.0 MiB); by an "
+        "estimate batch.micro: 2 instead of 4 or native/optimizer (parameters, gradients and optimizer 3.0 MiB a "
+        "rank, here 4.0 MiB) needs less\n"
+        f"  its log: {tmp_path}/out/rank-1.log"
+    )
+
+
+def test_a_rank_that_the_kernel_kills_left_an_account(tmp_path: Path) -> None:
+    """With log.memory the last step that logged tells what was held, not an estimate."""
+    with pytest.raises(WorkerFailed) as e:
+        unipar.launch(told(tmp_path, "killed", log={"memory": True, "every": 1}), quiet=True)
+    first, held, _ = str(e.value).splitlines()
+    assert first == "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (dmesg tells)"
+    assert re.match(r"  in step 1 the most was held by [a-z ]+, [\d.]+ MiB \(", held)
+    assert re.search(r"\boptimizer,? 2\.0 MiB", held)  # first where temporaries are smaller
+    assert "by an estimate the most" not in held
+
+
+def test_under_a_foreign_launcher(tmp_path: Path) -> None:
+    """Whoever starts the ranks: the command's last words are the sentence."""
+    (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path, "limit")), encoding="utf-8")
+    command = words("torchrun", "unipar", "run", "x.yaml")
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "unipar: rank 1 ran out of memory in the forward of step 2: 64 MiB more were asked for, " in done.stderr
+
+
+# Arithmetic
+
+
+def test_what_says_that_memory_ran_out() -> None:
+    """By its kind, its words or what it came from; and not what is only named like it."""
+    cpu = RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:116] . DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+        "140737488355328 bytes. Error code 12 (Cannot allocate memory)"
+    )
+    cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of ...")
+    wrapped = ValueError("the library failed")
+    wrapped.__cause__ = cpu
+    assert [ran_out(e) for e in (cpu, cuda, RuntimeError("std::bad_alloc"), wrapped)] == [True] * 4
+    assert [ran_out(e) for e in (MemoryError(), OSError(errno.ENOMEM, "x"))] == [True] * 2
+    assert [ran_out(e) for e in (RuntimeError("shape"), OSError(errno.ENOENT, "x"), OutOfMemory("said"))] == [False] * 3
+    assert [asked(e) for e in (cpu, cuda, MemoryError())] == [2**47, 20 * MIB, None]
+
+
+def test_what_held_the_most_comes_first() -> None:
+    """What has no name is told as about; nothing is said of nothing."""
+    parts = {"parameters": 2 * MIB, "optimizer": 4 * MIB, "buffers": 0}
+    assert most(parts, None) == "the most was held by optimizer, 4.0 MiB (parameters 2.0 MiB)"
+    assert most({}, 7 * MIB) == "the most was held by activations and all else, about 7.0 MiB"
+    assert most({}, None) == ""
+
+
+def given(**more: Any) -> Config:
+    base: dict[str, Any] = {"device": "cpu", "parallel": {"data": 2}, "batch": {"total": 24}, "train": {"steps": 1}}
+    return Config.model_validate(base | more)
+
+
+@pytest.mark.parametrize(
+    ("train", "shard", "wanted"),
+    [
+        ({}, "nothing", {"parameters": 400, "gradients": 400, "optimizer": 800}),
+        ({}, "optimizer", {"parameters": 400, "gradients": 400, "optimizer": 400}),
+        ({}, "gradients", {"parameters": 400, "gradients": 200, "optimizer": 400}),
+        ({}, "parameters", {"parameters": 200, "gradients": 200, "optimizer": 400}),
+        ({"precision": "fp64"}, "nothing", {"parameters": 800, "gradients": 800, "optimizer": 1600}),
+        (
+            {"precision": "bf16-master"},
+            "parameters",
+            {"parameters": 100, "masters": 200, "gradients": 100, "optimizer": 400},
+        ),
+        ({"optimizer": {"name": "sgd", "lr": 0.1}}, "nothing", {"parameters": 400, "gradients": 400}),
+        (
+            {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
+            "nothing",
+            {"parameters": 400, "gradients": 400, "optimizer": 400},
+        ),
+    ],
+)
+def test_what_a_rank_keeps(train: dict[str, Any], shard: str, wanted: dict[str, int]) -> None:
+    """Of 100 parameters on two ranks."""
+    config = given(train={"steps": 1, **train}, parallel={"data": 2, "shard": shard})
+    assert kept(config, 2, 100) == wanted
+
+
+def test_the_largest_microbatch_that_fits() -> None:
+    """Of 12: 120 MiB move with it, so that 6 save 60 and 4 save 80; below 1 there is none."""
+    config = given()
+    said = "by an estimate batch.micro: {} instead of 12 would have fitted"
+    assert fitting(config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=60 * MIB) == said.format(6)
+    assert fitting(config, config.batch.settle(2), 1, "backward", moving=120 * MIB, lack=61 * MIB) == said.format(4)
+    assert fitting(config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=111 * MIB) == (
+        "by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted"
+    )
+
+
+@pytest.mark.parametrize(
+    ("micro", "phase", "said"),
+    [
+        (2, "waiting", "by an estimate batch.micro: 1 instead of 2 needs less"),
+        (1, "waiting", "no cell here splits more, and batch.micro is 1 already"),
+        (2, "update", "no cell here splits more"),
+    ],
+)
+def test_nothing_is_said_to_fit_where_nobody_knows_the_lack(micro: int, phase: str, said: str) -> None:
+    """A rank that was killed: what needs less is named, and where nothing does, why."""
+    config = given(batch={"micro": micro, "accumulate": 1}, parallel={"data": 2, "shard": "parameters"})
+    assert fitting(config, config.batch.settle(2), MIB, phase) == said
+
+
+def test_the_cell_that_splits_least_and_fits() -> None:
+    """In the update the microbatch is no way out. A MiB of parameters keeps 16 MiB, or split 12, 10 and 8."""
+    told = "by an estimate native/{} (parameters, gradients and optimizer {} MiB a rank, here 16 MiB) would have fitted"
+    config = given()
+    assert fitting(config, config.batch.settle(2), MIB, "update", lack=4 * MIB) == told.format("optimizer", 12)
+    assert fitting(config, config.batch.settle(2), MIB, "update", lack=5 * MIB) == told.format("gradients", 10)
+    assert fitting(config, config.batch.settle(2), MIB, "update", lack=8 * MIB) == told.format("parameters", "8.0")
+    elsewhere = fitting(given(backend="horovod"), config.batch.settle(2), MIB, "update", lack=4 * MIB)
+    assert elsewhere.startswith("by an estimate accelerate/gradients (")

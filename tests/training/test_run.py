@@ -1,0 +1,340 @@
+"""The loop's own promises, in one process: what a step, an evaluation and a wrong task give."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+import unipar
+from tests.support.running import Line, running
+from unipar.errors import NonFinite, Stopped, TaskError, UniparError
+from unipar.memory.account import Phase
+from unipar.run_folder.layout import ledger_of
+from unipar.run_folder.ledger import Ledger
+from unipar.task import Run
+from unipar.task.run import Position
+
+if TYPE_CHECKING:
+    from unipar.memory.recording.step_log import Logged
+
+
+def _ended(task: unipar.Task, folder: Path, **sections: Any) -> UniparError:
+    """What a whole run of the task raises."""
+    with pytest.raises(UniparError) as e, running(task, folder, **sections) as run:
+        task.train(run)
+    return e.value
+
+
+def test_what_a_step_gives(tmp_path: Path) -> None:
+    """The first, every second and the last step know the global loss; the others cost no reduction."""
+    with running(Line(), tmp_path) as run:
+        outcomes = [run.step(share) for share in run.batches()]
+        assert [o.step for o in outcomes] == [1, 2, 3]
+        assert [o.loss is not None for o in outcomes] == [True, False, True]
+        assert run.position == Position(step=3, epoch=1, batch=0)
+    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    assert [row["event"] for row in rows] == ["start", "step", "step", "end"]
+    assert (rows[0]["cell"], rows[0]["parameters"], rows[1]["step"], rows[1]["samples"]) == ("single", 1, 1, 4)
+    assert rows[2]["samples"] == 2  # ten samples in batches of four: the third holds two
+    assert rows[3]["steps"] == 3
+
+
+def test_looking_at_memory_is_no_part_of_a_steps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that stands still but in a look, which takes a minute, a step takes no time."""
+    clock = [0.0]
+
+    class Looks:
+        lost = ""
+
+        def before(self, *, logs: bool) -> None:
+            clock[0] += 60
+
+        def after(self) -> list[Phase]:
+            clock[0] += 60
+            return []
+
+    with running(Line(), tmp_path) as run:
+        monkeypatch.setattr("unipar.training.run.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        run.log_memory(cast("Logged", Looks()))
+        run._since = 0.0  # pyright: ignore[reportPrivateUsage]
+        run.task.train(run)
+    assert clock == [300.0]
+    rows = [row for row in Ledger.read(ledger_of(tmp_path, 0)) if row["event"] == "step"]
+    assert [row["seconds"] for row in rows] == [0.0, 0.0]
+
+
+def test_epochs_are_counted_from_the_data(tmp_path: Path) -> None:
+    """Two epochs of ten samples in batches of four are six steps."""
+    with running(Line(), tmp_path, train={"epochs": 2}) as run:
+        assert run.steps == 6
+        assert sum(1 for share in run.batches() if run.step(share)) == 6
+
+
+def test_a_share_is_what_collate_made(tmp_path: Path) -> None:
+    """Two microbatches of two samples; the weights are those of the global batch."""
+    with running(Line(), tmp_path) as run:
+        share = next(run.batches())
+        assert len(share) == 2
+        assert share.samples == 4
+        assert share[0][0].shape == (2, 1)
+        assert [m.scale for m in share.micros] == [0.5, 0.5]
+
+
+def test_over_a_loader_of_the_scripts_own(tmp_path: Path) -> None:
+    """The loader's dataset, in its order; the run's own data is not asked for."""
+
+    class Bare(Line):
+        @override
+        def data(self) -> Any:
+            raise AssertionError("data() was asked for")
+
+    with running(Bare(), tmp_path) as run:
+        loader = DataLoader(Line().data(), batch_size=2)
+        seen = [share[0][0].flatten().tolist() for share in run.over(loader) if run.step(share)]
+    assert seen == [[1.0, 2.0], [5.0, 6.0], [9.0]]
+
+
+def test_evaluation_by_itself_and_between_steps(tmp_path: Path) -> None:
+    """`eval.every` evaluates between steps; a task's own loop may ask at any time; both are written down."""
+    with running(Line(), tmp_path, eval={"every": 2, "batches": 1}) as run:
+        for share in run.batches():
+            run.step(share)
+        found = run.evaluate()
+        weight = next(run.engine.pieces()).tensor.item()
+    assert found == {"loss": pytest.approx(30 / 4 * (weight - 2) ** 2, rel=1e-6)}
+    events = [(row["event"], row.get("step")) for row in Ledger.read(ledger_of(tmp_path, 0))]
+    assert events == [("start", None), ("step", 1), ("eval", 2), ("step", 3), ("eval", 3), ("end", None)]
+
+
+def test_metrics_with_weights_of_their_own(tmp_path: Path) -> None:
+    """A (mean, weight) is averaged by its weight, the rest by samples."""
+
+    class Weighed(Line):
+        @override
+        def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            return {"x": batch[0].mean(), "heavy": (batch[0].mean(), batch[0].sum())}
+
+    with running(Weighed(), tmp_path) as run:
+        found = run.evaluate()
+    pairs = [(1.5, 3.0), (3.5, 7.0), (5.5, 11.0), (7.5, 15.0), (9.5, 19.0)]
+    assert found == {"x": 5.5, "heavy": pytest.approx(sum(m * w for m, w in pairs) / 55)}
+
+
+def test_log(tmp_path: Path) -> None:
+    """Named values go into the ledger with the step they belong to."""
+    with running(Line(), tmp_path) as run:
+        run.step(next(run.batches()))
+        run.log(temperature=torch.tensor(0.5), lamps=2)
+    row = next(row for row in Ledger.read(ledger_of(tmp_path, 0)) if row["event"] == "log")
+    assert (row["step"], row["temperature"], row["lamps"]) == (1, 0.5, 2.0)
+
+
+def test_a_stop_comes_at_a_step_boundary(tmp_path: Path) -> None:
+    """SIGTERM during step 2: its update is made, and the run ends before step 3."""
+
+    class Interrupted(Line):
+        @override
+        def train(self, run: Run) -> None:
+            for share in run.batches():
+                if run.done == 1:
+                    signal.raise_signal(signal.SIGTERM)
+                run.step(share)
+
+    error = _ended(Interrupted(), tmp_path)
+    assert isinstance(error, Stopped)
+    assert str(error) == "stopped by a signal after step 2"
+    assert [row["event"] for row in Ledger.read(ledger_of(tmp_path, 0))] == ["start", "step", "stopped"]
+
+
+def test_a_second_signal_means_what_it_always_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps nothing heeds the first; the second interrupts."""
+    monkeypatch.setattr("unipar.training.stopping.SAME", 0.0)
+    with running(Line(), tmp_path) as run:
+        signal.raise_signal(signal.SIGINT)
+        assert run.done == 0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore")  # libraries' own
+def test_a_run_that_failed_leaves_no_world_behind(tmp_path: Path) -> None:
+    """The next run of the process starts afresh, in the environment that was there before."""
+
+    def told() -> dict[str, str]:
+        ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "NCCL_", "HOROVOD_")
+        return {name: value for name, value in os.environ.items() if name.startswith(ours)}
+
+    before = told()
+    for backend in ("accelerate", "deepspeed", "single"):
+        assert isinstance(_ended(Broken(train=_bare), tmp_path, backend=backend), TaskError)
+        assert not torch.distributed.is_initialized()
+        assert told() == before
+
+
+@pytest.mark.filterwarnings("ignore")  # libraries' own
+def test_two_runs_in_one_process(tmp_path: Path) -> None:
+    """Every library starts again."""
+    for backend in ("horovod", "accelerate", "horovod", "native"):
+        with running(Line(), tmp_path, backend=backend) as run:
+            run.task.train(run)
+            assert run.done == 3
+
+
+def test_an_evaluation_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Not after the first five thousand steps."""
+
+    class Blind(unipar.Task):
+        model, data, loss = Line.model, Line.data, Line.loss
+
+    error = _ended(Blind(), tmp_path, eval={"every": 2})
+    assert str(error) == "eval.every is given and the task has no validation(): give it a dataset, or leave eval out"
+
+
+def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
+    """NaN and infinity are no JSON."""
+    with Ledger(tmp_path / "x") as ledger:
+        ledger.note("log", a=float("nan"), b=float("inf"), c=1.5)
+    (row,) = Ledger.read(tmp_path / "x")
+    assert (row["a"], row["b"], row["c"]) == (None, None, 1.5)
+
+
+def test_signals_are_given_back(tmp_path: Path) -> None:
+    """A run takes SIGINT and SIGTERM for itself while it lasts; what was asked of it does not end the next."""
+    before = signal.getsignal(signal.SIGINT)
+    with running(Line(), tmp_path) as run:
+        assert signal.getsignal(signal.SIGINT) != before
+        run.task.train(run)
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) == before
+    with running(Line(), tmp_path) as run:
+        run.task.train(run)
+        assert run.done == 3
+
+
+class Broken(Line):
+    """What `loss`, `weight`, `metrics`, `model` or `train` give instead of what is wanted."""
+
+    def __init__(self, **what: Any) -> None:
+        self.what = what
+
+    @override
+    def gives(self, name: str) -> bool:
+        return name in self.what or super().gives(name)
+
+    @override
+    def model(self) -> Any:
+        return self.what["model"]() if "model" in self.what else super().model()
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Any:
+        return self.what["loss"](model, batch) if "loss" in self.what else super().loss(model, batch)
+
+    @override
+    def weight(self, batch: Any) -> Any:
+        return self.what.get("weight")
+
+    @override
+    def validation(self) -> Any:
+        return self.what["validation"] if "validation" in self.what else super().validation()
+
+    @override
+    def metrics(self, model: Any, batch: Any) -> Any:
+        return self.what["metrics"] if "metrics" in self.what else super().metrics(model, batch)
+
+    @override
+    def train(self, run: Run) -> None:
+        return self.what["train"](run) if "train" in self.what else super().train(run)
+
+
+def _twice(run: Run) -> None:
+    for share in run.batches():
+        run.step(share)
+        run.step(share)
+
+
+def _never(run: Run) -> None:
+    for _ in run.batches():
+        pass
+
+
+def _bare(run: Run) -> None:
+    for share in run.batches():
+        step: Any = run.step
+        step(share[0])
+
+
+def _number(model: Any, batch: Any) -> Any:
+    return 1.5
+
+
+def _vector(model: Any, batch: Any) -> Any:
+    return model(batch[0])
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss": _number}, "loss() returned 1.5; the mean over the batch, a scalar tensor, is wanted"),
+    ({"loss": _vector},
+     "loss() returned a tensor of shape (2, 1); the mean over the batch, a scalar tensor, is wanted"),
+    ({"model": lambda: 3}, "model() returned 3; a torch.nn.Module is wanted"),
+    ({"model": lambda: nn.Linear(1, 1).requires_grad_(False)},
+     "model() has no parameter that requires a gradient: there is nothing to train"),
+    ({"weight": -2.0}, "weight(batch) is -2; a number that is not negative is wanted"),
+    ({"weight": 0.0}, "weight(batch) is 0 over the whole global batch of step 1"),
+    ({"metrics": 3.0}, "metrics() returned 3.0; a mapping of names to means, or (mean, weight), is wanted"),
+    ({"metrics": {"x": torch.ones(2)}}, "metrics()['x'] has the shape (2,); one number is wanted"),
+    ({"validation": None},
+     "there is nothing to evaluate: give the task validation(), a dataset, or leave eval out"),
+    ({"validation": TensorDataset(torch.ones(0, 1))}, "validation() has no samples"),
+    ({"train": _twice}, "the loop called run.step 2 times for one share; once, with that share, is wanted"),
+    ({"train": _never}, "the loop called run.step 0 times for one share; once, with that share, is wanted"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "message"), WRONG)
+def test_a_task_that_is_wrong(tmp_path: Path, what: dict[str, Any], message: str) -> None:
+    """Each mistake is a sentence about the method that made it."""
+    error = _ended(Broken(**what), tmp_path, eval={"every": 1})
+    assert isinstance(error, TaskError)
+    assert str(error) == message
+
+
+def test_a_step_takes_a_share(tmp_path: Path) -> None:
+    """A batch alone has no weight."""
+    error = _ended(Broken(train=_bare), tmp_path)
+    assert str(error).startswith("run.step takes a Share, as run.batches() and run.over() yield; it was given [tensor(")
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    """Found on the next step that logs, with the step where it began."""
+
+    def late(model: Any, batch: Any) -> Tensor:
+        x, y = batch
+        return (model(x) - y).square().mean() * torch.where((x == 1.0).any(), float("inf"), 1.0)
+
+    error = _ended(Broken(loss=late), tmp_path, data={"shuffle": False}, train={"steps": 6}, log={"every": 5})
+    assert isinstance(error, NonFinite)
+    assert str(error) == (
+        "the loss is not finite at step 1, first on rank 0: look at that batch, the rate (train.optimizer.lr) "
+        "and the clip (train.clip)"
+    )
+
+
+def test_ledgers_are_lines_of_json(tmp_path: Path) -> None:
+    """Anything reads them; a last line that was not finished is left out."""
+    with running(Line(), tmp_path) as run:
+        run.task.train(run)
+    text = ledger_of(tmp_path, 0).read_text("utf-8")
+    assert [json.loads(line)["event"] for line in text.splitlines()] == ["start", "step", "step", "end"]
+    ledger_of(tmp_path, 0).write_text(text[:-2], "utf-8")
+    assert [row["event"] for row in Ledger.read(ledger_of(tmp_path, 0))] == ["start", "step", "step"]

@@ -1,0 +1,152 @@
+"""`unipar verify`: faults that were planted are found and named, and a healthy engine is given no name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forks import Forks
+from unipar.config import Cell, Config
+from unipar.config.settled import SettledConfig
+from unipar.verification.worker.jobs import Job, RunKey
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG = """
+task: {use: "tests.conformance.tasks:Plain"}
+device: cpu
+parallel: {data: 2}
+batch: {total: 16, micro: 4}
+train:
+  steps: 20
+  optimizer: {name: adamw, lr: 1.0e-2, weight_decay: 0.1, decay: matrices}
+  schedule: {name: cosine, warmup: 4}
+  clip: 0.3
+"""
+
+NAMED = {
+    "no-averaging": "not averaged",
+    "averaging-twice": "averaged twice",
+    "clip-per-rank": "a norm taken per rank",
+    "clip-per-rank-unsaid": "a norm taken per rank",
+    "clip-own-part": "a norm taken per rank",
+    "divided-twice": "divided twice by accumulation",
+    "schedule-per-process": "a rate that runs ahead",
+    "same-samples": "samples seen twice",
+    "group-left-out": "a group left out",
+    "last-microbatch-dropped": "a microbatch left out",
+    "stale-gradient": "a stale gradient",
+    "bf16-reduction": "rounded to bf16",
+    "not-reduced": "not reduced",
+    "last-gradient-lost": "a microbatch left out",
+    "wrong-module": "another forward",
+}
+"""Each planted fault, and what it must be called."""
+
+FIRST = {"stale-gradient": 2}
+"""The step in which a fault shows first, where it is not the first step."""
+
+
+def proved(
+    forks: Forks, folder: Path, config: str, *words: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The command, with the faulty backend installed; and what it wrote down."""
+    file = folder / "config.yaml"
+    file.write_text(config, "utf-8")
+    path = os.pathsep.join([str(ROOT / "tests" / "faulty"), str(ROOT)])
+    command = ["verify", str(file), "--out", str(folder / "out"), *words]
+    out = forks.unipar(command, {"PYTHONPATH": path, "COLUMNS": "80"})
+    said = folder / "out" / "verify" / "verify.json"
+    return out, json.loads(said.read_text("utf-8")) if said.exists() else {}
+
+
+@pytest.fixture(scope="module")
+def planted(
+    tmp_path_factory: pytest.TempPathFactory, forks: Forks
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """All faults in one proof, and the same engine without any."""
+    cells = ["faulty/nothing", "faulty/nothing+dies", *(f"faulty/nothing+{fault}" for fault in NAMED)]
+    words = [word for cell in cells for word in ("--cells", cell)]
+    return proved(forks, tmp_path_factory.mktemp("planted"), CONFIG, "--steps", "6", *words)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        (RunKey("look"), "a look at the task"),
+        (RunKey("one process"), "one process"),
+        (RunKey("one process", precision="fp64"), "one process, fp64"),
+        (RunKey("one process", micro=2), "one process, microbatches of 2"),
+        (RunKey("shares", bitwise=True), "a replay, share by share"),
+        (RunKey("micros", bitwise=True), "a replay, microbatch by microbatch"),
+        (RunKey("shares"), "a replay, share by share, as configured"),
+        (RunKey("micros"), "a replay, microbatch by microbatch, as configured"),
+        (RunKey("shares", precision="fp64"), "a replay, share by share, fp64"),
+        (RunKey("shares", step=3), "step 3 again"),
+        (RunKey("shares", step=3, precision="fp64"), "step 3 in fp64"),
+        (RunKey("cell", "native/nothing"), "native/nothing"),
+        (RunKey("cell", "native/nothing", bitwise=True), "bits of native/nothing"),
+    ],
+)
+def test_a_run_is_known_by_its_key(key: RunKey, text: str) -> None:
+    """Its text is what the terminal and verify.json say; a job comes whole through the file of its world."""
+    config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}})
+    job = Job(key=key, kind="run", settled=SettledConfig.of(config, Cell("native"), 2, "cpu"), steps=2)
+    told = json.loads(json.dumps(job.to_json()))
+    assert (str(key), told["name"]) == (text, text)
+    assert Job.from_json(told) == job
+
+
+def row_of(said: dict[str, Any], cell: str) -> dict[str, Any]:
+    return next(row for row in said["cells"] if row["cell"] == cell)
+
+
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_planted_fault_is_found_and_named(planted: tuple[Any, dict[str, Any]], fault: str) -> None:
+    """By kind, in the step in which it shows first."""
+    row = row_of(planted[1], f"faulty/nothing+{fault}")
+    assert row["outcome"] == "disagrees", row
+    assert (row["finding"]["kind"], row["finding"]["step"]) == (NAMED[fault], FIRST.get(fault, 1)), row["finding"]
+
+
+def test_the_same_engine_without_a_fault_agrees(planted: tuple[Any, dict[str, Any]]) -> None:
+    """To the bits of the replay; and the command fails for the others' sake."""
+    row = row_of(planted[1], "faulty/nothing")
+    assert (row["outcome"], row["bits"], row["finding"]) == ("agrees", "shares", None)
+    assert planted[0].returncode == 1
+    assert planted[0].stderr.count("faulty/nothing agrees") == 1
+
+
+def test_a_cell_that_dies_is_a_row(planted: tuple[Any, dict[str, Any]]) -> None:
+    """The others go on; the log that its row names is still there."""
+    row = row_of(planted[1], "faulty/nothing+dies")
+    assert row["outcome"] == "failed"
+    assert row["note"].startswith("rank 1 ended with exit code 3, without an error of its own")
+    assert Path(row["note"].rpartition("its log: ")[2]).is_file()
+
+
+def test_where_a_fault_is(planted: tuple[Any, dict[str, Any]]) -> None:
+    """The module on the way forward and back, and the parameter, by name."""
+    forward = row_of(planted[1], "faulty/nothing+wrong-module")["finding"]
+    assert forward["forward"] == "blocks.1.up (rank 1, microbatch 1)"
+    lost = row_of(planted[1], "faulty/nothing+last-gradient-lost")["finding"]
+    assert (lost["forward"], lost["backward"]) == ("", "head (rank 0, microbatch 2)")
+    group = row_of(planted[1], "faulty/nothing+group-left-out")["finding"]
+    assert (group["forward"], group["backward"], group["parameter"]) == ("", "", "blocks.0.norm.weight")
+    assert group["parameters"] == 8
+    assert group["says"] == "step 1 does not move the 8 parameters of group 2 of 2 (blocks.0.norm.weight first)"
+
+
+def test_two_factors_are_told_apart(planted: tuple[Any, dict[str, Any]]) -> None:
+    """Two ranks and two microbatches: a run with one microbatch shows which half it is."""
+    ranks = row_of(planted[1], "faulty/nothing+averaging-twice")["finding"]["says"]
+    assert ranks.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it stays (0.5)")
+    micros = row_of(planted[1], "faulty/nothing+divided-twice")["finding"]["says"]
+    assert micros.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it goes with them (1)")
+    cells = ("faulty/nothing+averaging-twice", "faulty/nothing+divided-twice")
+    assert [row_of(planted[1], cell)["finding"]["candidates"] for cell in cells] == [[], []]

@@ -1,0 +1,221 @@
+"""Healthy engines on tasks that trip others: they agree, no fault is named, and what the task itself does is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unipar
+from examples.gan import Gan
+from tests.conformance import tasks
+from tests.support import proofs
+from tests.support.world import FOUND, eventually
+from unipar import errors
+from unipar.results.verdicts import Verdicts
+from unipar.verification.verify import verify
+
+pytestmark = pytest.mark.forked
+
+ROOT = Path(__file__).parents[2]
+
+ONLY = ("native/nothing", "native/parameters")
+
+
+@pytest.fixture
+def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdicts]:
+    """A proof of a task over five steps of 16 samples."""
+    monkeypatch.setenv("PYTHONPATH", FOUND["PYTHONPATH"])
+
+    def proved(task: type[unipar.Task], *, world: int = 2, cells: tuple[str, ...] = ONLY, **args: Any) -> Verdicts:
+        optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "decay": "matrices"}
+        config = {
+            "device": "cpu",
+            "batch": {"total": 16, "micro": 4},
+            "train": {"steps": 20, "optimizer": optimizer, "clip": 0.3},
+            "out": str(tmp_path / "out"),
+            "task": {"use": f"{task.__module__}:{task.__name__}", "args": args},
+        }
+        return verify(config, cells=cells, world=world, steps=5)
+
+    return proved
+
+
+def agreed(found: Verdicts) -> None:
+    assert [(row.cell, row.outcome, row.finding) for row in found.rows] == [(c, "agrees", None) for c in ONLY]
+    assert found.code == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "args"),
+    [(tasks.Distilled, {}), (tasks.Plain, {"tied": True}), (tasks.Tokens, {"count": 35})],
+    ids=["frozen teacher", "tied weights", "token weights and a ragged batch"],
+)
+def test_a_healthy_engine_is_given_no_name(
+    prove: Callable[..., Verdicts], task: type[unipar.Task], args: dict[str, Any]
+) -> None:
+    """Both agree, and their bits are a replay's; native/parameters reduces each microbatch."""
+    found = prove(task, **args)
+    agreed(found)
+    assert [row.bits for row in found.rows] == ["shares", "micros"]
+    assert found.remarks == []
+
+
+def test_four_ranks(prove: Callable[..., Verdicts]) -> None:
+    """More than two may be added in an order of the library's own; the spread of one process decides then."""
+    found = prove(tasks.Plain, world=4)
+    agreed(found)
+    assert found.ranks == 4
+
+
+def test_batch_norm_and_dropout_are_named(prove: Callable[..., Verdicts]) -> None:
+    """Cells are held to one process that cuts batches as they do; one that does not is off."""
+    found = prove(tasks.Normed)
+    agreed(found)
+    (said,) = found.remarks
+    assert said.startswith("BatchNorm without sync takes the statistics of a microbatch on one rank (norm): the loss ")
+    assert said.endswith("so cells are held to one that cuts them as they do")
+
+
+def test_dropout_is_set_to_0_and_named(prove: Callable[..., Verdicts]) -> None:
+    """In the proof's own copy of the model."""
+    found = prove(tasks.Plain, dropout=0.3)
+    agreed(found)
+    assert found.remarks == ["dropout is set to 0 for this proof: dropout"]
+
+
+def test_a_loss_across_samples_is_named(prove: Callable[..., Verdicts]) -> None:
+    """The loss of a batch is not the mean of its halves'."""
+    found = prove(proofs.Contrast)
+    agreed(found)
+    assert found.remarks[0].startswith("the loss of a batch is not the mean of its halves' losses: it goes across ")
+
+
+def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
+    """One that goes element by element agrees wherever it is."""
+    found = prove(tasks.Owning)
+    agreed(found)
+    assert found.remarks == []
+
+
+def test_an_optimizer_that_uses_a_tensors_norm_is_named(prove: Callable[..., Verdicts]) -> None:
+    """On flat parts it has other norms; where tensors are whole, on one rank or on all, it agrees."""
+    found = prove(proofs.ByNorm, cells=("native/nothing", "native/optimizer", "deepspeed/optimizer"))
+    assert [row.outcome for row in found.rows] == ["agrees", "agrees", "disagrees"]
+    finding = found.rows[2].finding
+    assert finding is not None
+    assert (finding.kind, finding.step) == ("an optimizer that uses a tensor's norm", 1)
+    assert finding.says == (
+        f"step 1 moves {finding.parameter} otherwise, though losses and norms are the same: the task's optimizer goes "
+        "by whole tensors, and this cell keeps them in parts; take shard: nothing, or one that goes element by element"
+    )
+    assert found.remarks == [
+        "the task's optimizer goes by whole tensors (a step on a tensor is another than on its halves): cells that "
+        "keep a tensor in parts cannot give one process's numbers"
+    ]
+
+
+def test_a_loss_that_draws_is_named(prove: Callable[..., Verdicts]) -> None:
+    """Every cell draws what the replay draws."""
+    found = prove(proofs.Drawing)
+    agreed(found)
+    assert found.remarks[0].startswith("the loss draws random numbers by itself; one process that cuts batches in ")
+
+
+def test_a_stream(prove: Callable[..., Verdicts]) -> None:
+    """Its first samples are held: two and a half batches an epoch, and two epochs of them."""
+    found = prove(tasks.Streamed)
+    agreed(found)
+    assert [row.bits for row in found.rows] == ["shares", "micros"]
+    assert found.remarks == [
+        "data() returns a stream: its first samples were read once and held, and cells take theirs from these; how "
+        "ranks and workers read the stream itself is not compared"
+    ]
+
+
+def test_a_stream_that_is_random_per_read(prove: Callable[..., Verdicts]) -> None:
+    """Held samples are the same again; the stream is not."""
+    found = prove(proofs.Blowing)
+    assert found.stopped.startswith("the data is random at each read: the same samples, read twice under the same")
+
+
+def test_data_that_is_random_per_read_is_named(prove: Callable[..., Verdicts]) -> None:
+    """There is nothing to hold together, and no verdict."""
+    found = prove(proofs.Fresh)
+    assert [(row.outcome, row.note) for row in found.rows] == [("waits", "was not run")] * 2
+    assert found.stopped.startswith("the data is random at each read: the same samples, read twice under the same")
+    assert found.code == 1
+    assert "no verdict: the data is random at each read" in str(found)
+
+
+def test_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GAN: each part's steps are compared in the order in which the task's loop takes them."""
+    monkeypatch.setenv("PYTHONPATH", FOUND["PYTHONPATH"])
+    found = verify(ROOT / "configs" / "gan.yaml", task=Gan, cells=ONLY, steps=4, overrides={"out": str(tmp_path)})
+    agreed(found)
+    assert len(found.rows[0].losses) == 6  # the generator takes every second one
+    assert found.remarks[0].startswith("the parts (generator, critic) have losses of their own")
+
+
+# Bad input, and what is left behind
+
+
+def test_what_lies_in_the_folder_is_kept(tmp_path: Path) -> None:
+    """An earlier proof goes when that is said, anything else never."""
+    config = {"device": "cpu", "batch": {"total": 8}, "train": {"steps": 4}, "out": str(tmp_path)}
+    (tmp_path / "verify").mkdir()
+    (tmp_path / "verify" / "verify.json").write_text("{}", "utf-8")
+    with pytest.raises(errors.OutExists) as e:
+        verify(config, task=tasks.Plain, cells=ONLY)
+    assert str(e.value) == (f"{tmp_path}/verify holds an earlier proof: give --overwrite to replace it, or another out")
+    (tmp_path / "verify" / "notes.txt").write_text("mine", "utf-8")
+    with pytest.raises(errors.OutExists) as e:
+        verify(config, task=tasks.Plain, cells=ONLY, overwrite=True)
+    assert str(e.value) == (
+        f"{tmp_path}/verify holds notes.txt, which is not verify's: move it away, or give another out"
+    )
+
+
+def test_one_rank_proves_nothing(tmp_path: Path) -> None:
+    """A world of one is said to be none."""
+    config = {"device": "cpu", "batch": {"total": 8}, "parallel": {"data": 1}, "train": {"steps": 4}}
+    with pytest.raises(errors.ConfigError) as e:
+        verify(config, task=tasks.Plain, overrides={"out": str(tmp_path)})
+    assert str(e.value) == (
+        "verify holds several ranks to one process, and this is a world of 1; give it at least two (--world 2, or "
+        "verify(..., world=2))"
+    )
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """What was known is in the table and on disk; no process and no world's folder is left."""
+    config: dict[str, Any] = {"device": "cpu", "batch": {"total": 16, "micro": 4}, "train": {"steps": 400}}
+    config |= {"out": str(tmp_path), "task": {"use": "tests.conformance.tasks:Plain"}}
+    (tmp_path / "c.yaml").write_text(json.dumps(config), "utf-8")
+    words = [sys.executable, "-m", "unipar", "verify", str(tmp_path / "c.yaml"), "--steps", "300", "--cells", ONLY[0]]
+    with subprocess.Popen(
+        words, cwd=ROOT, env=os.environ | FOUND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as going:
+        assert going.stderr is not None
+        assert going.stdout is not None
+        for line in going.stderr:
+            if "a look at the task" in line:
+                break
+        time.sleep(0.5)
+        going.send_signal(signal.SIGINT)
+        out = going.stdout.read()
+        going.wait(20)
+    assert going.returncode == 130
+    assert "interrupted: cells without a verdict did not come to their end" in out
+    assert json.loads((tmp_path / "verify" / "verify.json").read_text("utf-8"))["interrupted"] is True
+    eventually(lambda: sorted(p.name for p in (tmp_path / "verify").iterdir()) == [
+        "verify.html", "verify.json", "verify.svg"
+    ], "a world's folder is left")  # fmt: skip

@@ -1,0 +1,116 @@
+"""Cells of a backend; a config moved to another cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from unipar.backend.description import Backend, Variant
+from unipar.backend.registry import find, names
+from unipar.config import SHARDS, Cell, Config, Shard
+from unipar.config.sections.parallel import Parallel
+from unipar.errors import ConfigError, Unsupported
+
+ONE = Cell("single")
+"""The cell of one process without a wrapper: what all others are held to."""
+
+
+def cells(backend: Backend) -> list[Cell]:
+    """All that a backend offers: plain cells first, in the order of what they split."""
+    can = backend.capabilities
+    plain = [Cell(backend.name, shard) for shard in SHARDS if shard in can.shards]
+    return plain + [Cell(backend.name, s, v) for v, x in can.variants.items() for s in SHARDS if s in x.shards]
+
+
+def expand(patterns: tuple[str, ...]) -> list[Cell]:
+    """`*` is every cell of every backend known, `name/*` the plain ones of one; each cell once, in order."""
+    made: dict[Cell, None] = {}
+    for text in patterns:
+        if text == "*":
+            made.update(dict.fromkeys(c for n in names() for c in cells(find(n))))
+        elif text.endswith("/*"):
+            made.update(dict.fromkeys(c for c in cells(find(text.removesuffix("/*"))) if not c.variant))
+        else:
+            made[existing(Cell.parse(text))] = None
+    return list(made)
+
+
+def existing(cell: Cell) -> Cell:
+    """`cell`, or the sentence that says which ones there are."""
+    _check_offers(find(cell.backend), cell)
+    return cell
+
+
+def _check_offers(backend: Backend, cell: Cell) -> None:
+    """Raise Unsupported where the backend has no such cell."""
+    if cell in cells(backend):
+        return
+    have = ", ".join(map(str, cells(backend)))
+    if cell.variant and cell.variant not in backend.capabilities.variants:
+        raise Unsupported(str(cell), [f"{cell.backend} has no variant {cell.variant!r}; its cells: {have}"])
+    raise Unsupported(str(cell), [f"there is no such cell; {cell.backend} has: {have}"])
+
+
+def cell_of(config: Config) -> Cell:
+    """The cell that a config runs in: its options say which variant."""
+    return cell_in(find(config.backend), config)
+
+
+def cell_in(backend: Backend, config: Config) -> Cell:
+    """Return the cell that a config of this backend runs in."""
+    given = config.options.get(backend.name, {})
+    for name, variant in backend.capabilities.variants.items():
+        if variant.options.items() <= given.items():
+            return Cell(backend.name, config.parallel.shard, name)
+    return Cell(backend.name, config.parallel.shard)
+
+
+def alone(cell: Cell) -> bool:
+    """Whether the cell is one process, whatever a config says about ranks."""
+    return is_alone(find(cell.backend), cell)
+
+
+def is_alone(backend: Backend, cell: Cell) -> bool:
+    """Return whether a cell of this backend is one process, whatever a config says about ranks."""
+    can = backend.capabilities
+    return can.alone or (cell.variant is not None and can.variants[cell.variant].alone)
+
+
+def at(config: Config, cell: Cell) -> Config:
+    """`config`, run in another cell; what it says about batch and data keeps its meaning."""
+    backend = find(cell.backend)
+    _check_offers(backend, cell)
+    can, one = backend.capabilities, is_alone(backend, cell)
+    shard: Shard = cell.shard
+    data, over = config.parallel.data, config.parallel.shard_over
+    # ranks that split nothing have nothing to say about how many of them share it
+    parallel = Parallel(data=1 if one else data, shard=shard, shard_over=None if shard == "nothing" else over)
+    options = dict(config.options)
+    if cell.variant:
+        options[backend.name] = _with_variant(options.get(backend.name, {}), can.variants[cell.variant], cell)
+    elif backend.name in options:
+        options[backend.name] = _without_variants(options[backend.name], can.variants.values())
+    batch = config.batch
+    if one and batch.total is None and isinstance(config.parallel.data, int):
+        sizes = batch.settle(config.parallel.data)  # the same global batch and the same microbatches, one after another
+        batch = batch.model_copy(update={"total": sizes.total, "accumulate": None})
+    elif one and batch.micro is None and isinstance(config.parallel.data, int):
+        batch = batch.model_copy(update={"micro": batch.settle(config.parallel.data).micro, "accumulate": None})
+    elif one and batch.micro is not None:
+        batch = batch.model_copy(update={"accumulate": None})
+    return config.model_copy(update={"backend": cell.backend, "parallel": parallel, "options": options, "batch": batch})
+
+
+def _with_variant(given: Mapping[str, Any], variant: Variant, cell: Cell) -> dict[str, Any]:
+    for key, value in variant.options.items():
+        if key in given and given[key] != value:
+            raise ConfigError(
+                f"options.{cell.backend}.{key}: {given[key]!r} contradicts the cell {cell}, which sets it to {value!r}"
+            )
+    return {**given, **variant.options}
+
+
+def _without_variants(given: Mapping[str, Any], variants: Iterable[Variant]) -> dict[str, Any]:
+    """The options of a plain cell, where the config's own would make another of it."""
+    made = [v.options for v in variants if v.options.items() <= given.items()]
+    return {key: value for key, value in given.items() if not any(key in options for options in made)}

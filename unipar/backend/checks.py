@@ -1,0 +1,196 @@
+"""Every reason why a config cannot run; options of all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from unipar.backend import checks, registry, resources
+from unipar.backend.cells import _check_offers, cell_in, cells, is_alone
+from unipar.backend.description import Backend
+from unipar.backend.registry import find, missing, names
+from unipar.config import SHARDS, Cell, Config, Precision, Shard
+from unipar.config.settled import SettledConfig
+from unipar.config.source import Given, Source, given, read
+from unipar.config.validation_errors import options_complaint
+from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
+from unipar.tracking import tracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedSource(Source):
+    """A config as it was given, whose every name is known; its backend and cell are looked up here and never again."""
+
+    backend: Backend
+    """Its library may be missing."""
+
+    cell: Cell
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one process, whatever the config says about ranks."""
+        return cells.is_alone(self.backend, self.cell)
+
+
+def read_source(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> CheckedSource:
+    """Return the config in a file, with each `--set key=value` and the overrides of a script, its names checked."""
+    return check_names(read(file, sets, overrides))
+
+
+def given_source(config: Given, overrides: Mapping[str, Any] | None = None) -> CheckedSource:
+    """Return what a script gave as a config, with its overrides, its names checked."""
+    source = given(config, overrides)
+    return source if isinstance(source, CheckedSource) else check_names(source)
+
+
+def check_names(source: Source) -> CheckedSource:
+    """Return the source with its backend; raise where a backend, an option or a tracker has an unknown name.
+
+    Options of backends that are not used are checked too: otherwise a typo waits for the day they are used.
+    """
+    config = source.config
+    if "/" in config.backend:
+        cell = Cell.parse(config.backend)
+        raise ConfigError(
+            f"{source.label}: backend{source.place('backend')}: {config.backend!r} is a cell; "
+            f"write backend: {cell.backend} and parallel: {{shard: {cell.shard}}}"
+        )
+    backend = _find(source, "backend", config.backend)
+    for i, name in enumerate(config.log.to):
+        try:
+            tracker.find(name)
+        except ConfigError as e:
+            place = source.place(f"log.to.{i}") or source.place("log.to")
+            raise ConfigError(f"{source.label}: log.to{place}: {e}") from None
+    for name, options in config.options.items():
+        owner = backend if name == config.backend else _find(source, f"options.{name}", name)
+        try:
+            owner.options.model_validate(options)
+        except ValidationError as e:
+            sentence = options_complaint(e, owner.options, name, source.places)
+            raise ConfigError(f"{source.label}: {sentence}") from None
+    return _checked(source, backend)
+
+
+def in_cell(source: Source, cell: Cell, origin: str = "--backend") -> CheckedSource:
+    """Return the same run in another cell, which `origin` asked for."""
+    origins = {**source.origins, "backend": origin, "parallel.shard": origin}
+    moved = replace(source, config=cells.at(source.config, cell), origins=origins)
+    return _checked(moved, registry.find(cell.backend))
+
+
+def settle(config: Config, ranks: int) -> SettledConfig:
+    """Check and settle a config that was made in code; raise with every reason why it cannot run."""
+    backend = registry.find(config.backend)
+    cell = cells.cell_in(backend, config)
+    return _settled(config, backend, cell, ranks, resources.device(config)[0])
+
+
+def settled_in(settled: SettledConfig, cell: Cell) -> SettledConfig:
+    """Return a settled config in another cell; raise with every reason why it cannot run there."""
+    backend = registry.find(cell.backend)
+    config = cells.at(settled.config, cell)
+    return _settled(config, backend, cell, settled.ranks, settled.device)
+
+
+def _settled(config: Config, backend: Backend, cell: Cell, ranks: int, device: str) -> SettledConfig:
+    checks.check_cell(config, backend, cell)
+    ranks = 1 if cells.is_alone(backend, cell) else ranks
+    config.parallel.settle(ranks)
+    return SettledConfig.of(config, cell, ranks, device)
+
+
+def _checked(source: Source, backend: Backend) -> CheckedSource:
+    cell = cells.cell_in(backend, source.config)
+    return CheckedSource(
+        source.config, source.name, source.folder, source.origins, source.label, backend=backend, cell=cell
+    )
+
+
+def _find(source: Source, key: str, name: str) -> Backend:
+    try:
+        return registry.find(name)
+    except BackendNotFound as e:
+        raise BackendNotFound(f"{source.label}: {key}{source.place(key)}: {e}") from None
+
+
+def check(config: Config) -> Backend:
+    """The backend of `config`, or every reason why it cannot run. Starts nothing, imports no library."""
+    backend = find(config.backend)
+    check_cell(config, backend, cell_in(backend, config))
+    if isinstance(config.parallel.data, int):
+        config.batch.settle(config.parallel.data)
+        config.parallel.settle(config.parallel.data)
+    return backend
+
+
+def check_cell(config: Config, backend: Backend, cell: Cell) -> None:
+    """Raise with every reason why `config` cannot run in its cell of this backend. Imports no library."""
+    if why := missing(backend):
+        raise BackendNotInstalled(why)
+    reasons = list(refusals(backend, config, cell))
+    if reasons:
+        plain = Cell(backend.name, config.parallel.shard)
+        raise Unsupported(str(cell if cell in cells(backend) else plain), reasons)
+    _check_offers(backend, cell)
+
+
+def refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]:
+    """Each reason why a backend cannot run a config, which is in `cell`."""
+    can = backend.capabilities
+    shard, precision = config.parallel.shard, config.train.precision
+    if shard not in can.shards and cell.variant is None:
+        yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(_shards(backend))}"
+    keys: tuple[tuple[Shard | None, Precision], ...] = ((None, precision), (shard, precision))
+    for key in keys:
+        if key in can.gaps:
+            yield f"train.precision: {precision} cannot be had: {can.gaps[key]}"
+    kind = config.device.partition(":")[0]
+    if kind != "auto" and kind not in can.devices:
+        yield f"device: {config.device} is not among its devices ({', '.join(can.devices)})"
+    if is_alone(backend, cell) and config.parallel.data not in (1, "auto"):
+        yield f"parallel.data: {config.parallel.data} contradicts it: {cell} is one process"
+    for key, value in _asked(config).items():
+        if value is not None and shard not in can.also.get(key, ()):
+            have = [str(Cell(n, s)) for n in names() for s in find(n).capabilities.also.get(key, ())]
+            yield f"{key}: {value} cannot be had here; what can: {', '.join(have)}"
+    if kind == "cpu":
+        yield from _cuda_only(config)
+    yield from backend.refuse(config)
+
+
+def _shards(backend: Backend) -> Iterator[str]:
+    """What it splits, and by which option where it needs one."""
+    can = backend.capabilities
+    for shard in SHARDS:
+        if shard in can.shards:
+            yield shard
+            continue
+        for variant in can.variants.values():
+            if shard in variant.shards:
+                said = ", ".join(f"options.{backend.name}.{key}: {value}" for key, value in variant.options.items())
+                yield f"{shard} (with {said})"
+
+
+def _asked(config: Config) -> dict[str, object]:
+    """The keys that not every backend obeys, where somebody gave them."""
+    offload = config.model.offload
+    return {
+        "parallel.shard_over": config.parallel.shard_over,
+        "train.sync_every": config.train.sync_every,
+        "model.offload": None if offload == "none" else offload,
+    }
+
+
+def _cuda_only(config: Config) -> Iterator[str]:
+    """What a config asks for that the CPU does not have."""
+    if config.train.precision == "fp16":
+        yield "train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"
+    if config.model.sync_batchnorm:
+        yield "model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm takes no tensor of the CPU; leave it out"
+    if config.model.offload != "none":
+        yield f"model.offload: {config.model.offload} needs CUDA: on the CPU all is in the host's memory; leave it out"

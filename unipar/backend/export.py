@@ -1,0 +1,284 @@
+"""A training script without unipar: what a backend is told of it, what it gives back, and what all scripts share.
+
+Each backend has a template: the script as its library's users would write it. A line that begins with `[clip]`
+stands in the script where a clip is asked for, one with `[!clip]` where none is; `$name` is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from unipar.config import Config, Sizes
+from unipar.config.sections.optimizer import SGD, Adam, Constant, optimizer_arguments
+from unipar.errors import Unsupported
+
+WIDTH = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a script is to train: the config, settled, and what the task's own code tells."""
+
+    config: Config
+    sizes: Sizes
+    cuda: bool
+    steps: int
+    origin: str
+    """The config's file."""
+
+    task: str
+    """The class, in task.py."""
+
+    gives: frozenset[str]
+    """Optional methods that the class has."""
+
+    loader: bool
+    """Whether data() returns a DataLoader."""
+
+    taken: tuple[str, ...]
+    """Its further arguments that are in force: worker_init_fn, timeout and such."""
+
+    blocks: tuple[str, ...]
+    parameters: int
+    autocast: bool = False
+    """Whether the loss is computed under PyTorch's own autocast; a backend may leave that to its library."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A folder's files, and the command that starts them, a word each; `$@` stands where further words go."""
+
+    files: Mapping[str, str]
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def render(text: str, flags: Mapping[str, bool], values: Mapping[str, str]) -> str:
+    """A template with its lines chosen and its names replaced; two blank lines at most, none at the end."""
+    chosen: list[str] = []
+    for line in text.splitlines():
+        found = re.match(r"\[([!\w ]+)\] ?", line)
+        if found is None:
+            chosen.append(line)
+        elif all(flags[word.lstrip("!")] != word.startswith("!") for word in found[1].split()):
+            chosen.append(line[found.end() :])
+    made = Template("\n".join(chosen)).substitute(values)
+    return re.sub(r"\n{4,}", "\n\n\n", made).strip("\n") + "\n"
+
+
+def template(package: str, name: str) -> str:
+    return (files(package) / name).read_text("utf-8")
+
+
+def written(outline: Outline, package: str, name: str, flags: Mapping[str, bool], values: Mapping[str, str]) -> str:
+    """A backend's own template, with what all scripts share filled in."""
+    return render(template(package, name), {**shared_flags(outline), **flags}, {**shared_values(outline), **values})
+
+
+def samples(outline: Outline) -> str:
+    """samples.py: the same in every script."""
+    return render(template("unipar.backend", "samples.txt"), shared_flags(outline), {})
+
+
+def shared_flags(outline: Outline) -> dict[str, bool]:
+    config = outline.config
+    precision, gives = config.train.precision, outline.gives
+    return {
+        "cuda": outline.cuda,
+        "clip": config.train.clipping is not None,
+        "scheduled": scheduled(config),
+        "cosine": config.train.schedule.name == "cosine",
+        "master": precision == "bf16-master",
+        "moves": outline.cuda or precision in _CAST,
+        "weighs": "weight" in gives,
+        "prepares": "prepare" in gives,
+        "taken": bool(outline.taken),
+        "accumulates": outline.sizes.accumulate > 1,
+        "default": "collate" not in gives and not outline.loader,
+    }
+
+
+_CAST = {"fp64": "torch.float64", "bf16-master": "torch.bfloat16"}
+
+
+def scheduled(config: Config) -> bool:
+    schedule = config.train.schedule
+    return schedule.name != "constant" or schedule.warmup > 0
+
+
+def shared_values(outline: Outline) -> dict[str, str]:
+    flags = shared_flags(outline)
+    args = outline.config.task.args if outline.config.task else {}
+    cast = _CAST.get(outline.config.train.precision)
+    born = ".double()" if cast == "torch.float64" else ""
+    names = ["Batches", "mix", "sow", "sow_torch"]
+    names += ["Weighed"] * flags["weighs"] + ["moved"] * flags["moves"]
+    return {
+        "task": outline.task,
+        "origin": outline.origin,
+        "names": ", ".join(sorted(names, key=lambda n: (n[0].islower(), n))),
+        "group": "nccl" if outline.cuda else "gloo",
+        "args": ", ".join(f"{k}={v!r}" for k, v in args.items()),
+        "constants": "\n".join(_constants(outline)),
+        "functions": "\n\n".join(_functions(outline)),
+        "born": born + (".to(device)" if outline.cuda else ""),
+        "groups": groups(outline),
+        "optimizer": optimizer(outline),
+        "batches": "\n".join(_batches(outline)),
+        "batch": (f"moved(batch, device{f', {cast}' if cast else ''})") if flags["moves"] else "batch",
+    }
+
+
+def optimizer_kind(config: Config) -> str:
+    wanted = config.train.optimizer
+    return "SGD" if isinstance(wanted, SGD) else "Adam" if isinstance(wanted, Adam) else "AdamW"
+
+
+def optimizer(outline: Outline, *, split: bool = False) -> str:
+    words = ["groups", *optimizer_words(outline, split=split)]
+    return call(f"    optimizer = torch.optim.{optimizer_kind(outline.config)}", words)
+
+
+def optimizer_words(outline: Outline, *, split: bool = False) -> list[str]:
+    """Its arguments besides the groups."""
+    told = optimizer_arguments(outline.config.train.optimizer, "cuda" if outline.cuda else "cpu", split=split)
+    texts = {name: repr(value) for name, value in told.items()} | {"lr": rate_text(outline)}
+    return [f"{name}={text}" for name, text in texts.items()]
+
+
+def rate_scale(outline: Outline) -> float:
+    return outline.config.train.lr_scale.factor(outline.sizes.total)
+
+
+def rate_text(outline: Outline) -> str:
+    return "LR" if rate_scale(outline) == 1.0 else "LR * SCALE"
+
+
+def groups(outline: Outline, *, listed: bool = False) -> str:
+    """What the optimizer is given; `listed`, where a group's parameters may be looked at twice."""
+    if "groups" in outline.gives:
+        words = ["**group", *['"params": list(group["params"])'] * listed]
+        words += ['"lr": group.get("lr", LR) * SCALE'] * (rate_scale(outline) != 1.0)
+        if len(words) == 1:
+            return "    groups = list(task.groups(model))"
+        one = f"{{{', '.join(words)}}} for group in task.groups(model)"
+        return f"    groups = [{one}]" if len(one) + 15 <= WIDTH else f"    groups = [\n        {one}\n    ]"
+    trained = "[p for p in model.parameters() if p.requires_grad]"
+    if outline.config.train.optimizer.decay == "all":
+        return f"    groups = {trained}"
+    return f"""    trained = {trained}
+    groups: list[dict[str, Any]] = [
+        {{"params": [p for p in trained if p.ndim > 1]}},
+        {{"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}},
+    ]"""
+
+
+def _constants(outline: Outline) -> Iterator[str]:
+    train, sizes = outline.config.train, outline.sizes
+    yield f"SEED = {train.seed}"
+    yield f"STEPS = {outline.steps}  # of the optimizer" + (f": {train.epochs} epochs" if train.epochs else "")
+    yield f"TOTAL = {sizes.total}  # samples in one of them, over all ranks"
+    yield f"MICRO = {sizes.micro}  # samples in one forward pass on one rank"
+    yield f"LOG_EVERY = {outline.config.log.every}"
+    yield f"LR = {float(train.optimizer.lr)!r}"
+    if (scale := rate_scale(outline)) != 1.0:
+        yield f"SCALE = {scale!r}  # of the rate, which was chosen for {train.lr_scale.at_batch} samples a step"
+    if train.schedule.warmup:
+        yield f"WARMUP = {train.schedule.warmup}  # steps"
+    if train.clipping is not None:
+        yield f"CLIP = {float(train.clipping.max)!r}  # the largest gradient norm"
+
+
+def _functions(outline: Outline) -> Iterator[str]:
+    yield _LOSS_MIXED.replace("DEVICE", "cuda" if outline.cuda else "cpu") if outline.autocast else _LOSS
+    if scheduled(outline.config):
+        yield "\n".join(_rate(outline.config))
+    yield _NOTE
+
+
+_LOSS = '''class Loss(nn.Module):
+    """The loss inside the forward that is wrapped, so that it may use all of the model."""
+
+    def __init__(self, task: Any, model: nn.Module) -> None:
+        super().__init__()
+        self.loss, self.model = task.loss, model
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss(self.model, batch)
+'''
+_LOSS_MIXED = _LOSS.replace(
+    "        return self.loss(", '        with torch.autocast("DEVICE", torch.bfloat16):\n            return self.loss('
+)
+_NOTE = '''def note(row: dict[str, Any]) -> None:
+    """A line of JSON, to the terminal and to log.jsonl."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    with Path("log.jsonl").open("w" if row["step"] == 1 else "a", encoding="utf-8") as log:
+        log.write(f"{line}\\n")
+'''
+
+
+def _rate(config: Config) -> Iterator[str]:
+    schedule = config.train.schedule
+    yield "def rate(step: int) -> float:"
+    yield '    """What the learning rate is multiplied with at `step`, from 0."""'
+    if schedule.warmup:
+        yield "    if step < WARMUP:"
+        yield "        return (step + 1) / WARMUP"
+    if isinstance(schedule, Constant):
+        yield "    return 1.0"
+    else:
+        since, last = ("(step - WARMUP)", "STEPS - 1 - WARMUP") if schedule.warmup else ("step", "STEPS - 1")
+        yield f"    gone = {since} / max(1, {last})"
+        left = "1.0 - gone" if schedule.name == "linear" else "0.5 * (1.0 + math.cos(math.pi * gone))"
+        over = f"{schedule.end!r} + {1.0 - schedule.end!r} * " if schedule.end else ""
+        yield f"    return {over}max(0.0, {left})"
+    yield ""
+
+
+def _batches(outline: Outline) -> Iterator[str]:
+    data, source = outline.config.data, ["task.data()", "task.collate"]
+    if "collate" not in outline.gives:
+        source[1] = "default_collate"
+    if outline.loader:
+        yield "    data = task.data()"
+        source[0] = "data.dataset"
+        source[1] = source[1] if "collate" in outline.gives else "data.collate_fn"
+    words = [*source, "total=TOTAL", "micro=MICRO", "rank=rank", "ranks=ranks", "seed=SEED"]
+    words += [f"shuffle={data.shuffle}", f"drop_last={data.ragged == 'drop'}", f"workers={data.workers}"]
+    words += [f"{name}=data.{name}" for name in outline.taken]
+    if "weight" not in outline.gives:
+        yield call("    batches = Batches", words)
+        return
+    yield call("    counted = Batches", words)
+    yield "    batches = Weighed(counted, task.weight, total)"
+
+
+def call(head: str, words: Sequence[str]) -> str:
+    """A call on one line, or on lines of their own where it would be too long, as formatters have it."""
+    one = f"{head}({', '.join(words)})"
+    if len(one) <= WIDTH:
+        return one
+    indent = head[: len(head) - len(head.lstrip())]
+    two = f"{indent}    {', '.join(words)}"
+    if len(two) <= WIDTH:
+        return f"{head}(\n{two}\n{indent})"
+    return "\n".join([f"{head}(", *(f"{indent}    {word}," for word in words), f"{indent})"])
+
+
+def json_text(told: Mapping[str, Any]) -> str:
+    return json.dumps(told, indent=2) + "\n"
+
+
+def refuse_options(backend: str, cell: str, given: Mapping[str, Any], carried: frozenset[str]) -> None:
+    """Options that the backend's template knows nothing of."""
+    strange = sorted(set(given) - carried)
+    if strange:
+        reasons = [f"options.{backend}.{name}: a script does not carry it; leave it out" for name in strange]
+        raise Unsupported(cell, reasons)

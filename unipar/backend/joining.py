@@ -1,0 +1,75 @@
+"""The usual `Backend.join`: device, transport, process group from a config."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from unipar.config import Config
+from unipar.distributed.place import Place
+from unipar.distributed.rendezvous import on_loopback, open_store
+from unipar.distributed.world import World
+from unipar.errors import WorldMismatch
+
+
+def device_of(config: Config, place: Place) -> torch.device:
+    """Where this rank computes."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if ":" in config.device:
+        return torch.device(config.device)
+    return torch.device("cuda", place.local_rank)
+
+
+def transport(config: Config, device: torch.device) -> str:
+    """NCCL wants a GPU for each rank; `device: cuda:N` lets ranks share one over gloo."""
+    if device.type != "cuda" or ":" in config.device:
+        return "gloo"
+    return (
+        "nccl" if config.model.offload == "none" else "cpu:gloo,cuda:nccl"
+    )  # norms of what waits in the host's memory
+
+
+_stores: dict[tuple[str, int] | None, dist.Store] = {}
+"""Where this process has met others: rank 0 listens there as long as it lives."""
+
+
+_met: list[Place] = []
+"""Every world that this process was in."""
+
+
+def meet(config: Config, place: Place) -> World:
+    """Join the other processes of this run; afterwards torch.distributed works on every rank."""
+    device = device_of(config, place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    patience = timedelta(seconds=config.launch.timeout)
+    if place.size == 1 and place.address is None:
+        store: dist.Store = dist.HashStore()
+    elif place.address in _stores:
+        store = _stores[place.address]
+    else:
+        store = open_store(place, patience)
+        if place.address is not None:
+            _stores[place.address] = store
+    _met.append(place)
+    store = dist.PrefixStore(f"unipar/{len(_met)}", store)  # a script may launch twice in one foreign world
+    world = World(place, device, store)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if place.ours or (on_loopback(place) and variable not in os.environ):
+            world.tell(**{variable: "lo"})
+    kind = transport(config, device)
+    dist.init_process_group(
+        kind,
+        store=store,
+        rank=place.rank,
+        world_size=place.size,
+        timeout=patience,
+        device_id=device if "nccl" in kind else None,
+    )
+    if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+        raise WorldMismatch(f"torch sees rank {dist.get_rank()} of {dist.get_world_size()}, not {place}")
+    return world

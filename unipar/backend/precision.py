@@ -1,0 +1,56 @@
+"""Dtypes that each precision means, stated and as torch dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unipar.config import Precision
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What each thing is kept or done in; `explain` prints it."""
+
+    parameter: str
+    master: str
+    gradient: str
+    reduction: str
+    compute: str
+
+
+def stated(precision: Precision, *, reduction: str | None = None) -> Dtypes:
+    """What a library does that leaves precision to PyTorch; a backend changes what it does otherwise."""
+    if precision == "fp64":
+        return Dtypes("fp64", "-", "fp64", reduction or "fp64", "fp64")
+    if precision == "bf16-mixed":
+        return Dtypes("fp32", "-", "fp32", reduction or "fp32", "bf16 under autocast")
+    if precision == "fp16":
+        return Dtypes("fp32", "-", "fp32, of a scaled loss", reduction or "fp32", "fp16 under autocast")
+    if precision == "bf16-master":
+        return Dtypes("fp32, gathered as bf16", "the fp32 shards", "bf16, summed in fp32", reduction or "fp32", "bf16")
+    return Dtypes("fp32", "-", "fp32", reduction or "fp32", "fp32")
+
+
+def born_as(precision: Precision) -> torch.dtype:
+    """What parameters are made in, before a library takes them."""
+    import torch
+
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def batch_as(precision: Precision) -> torch.dtype | None:
+    """What floating-point tensors of a batch become; None: they stay."""
+    import torch
+
+    return {"fp64": torch.float64, "bf16-master": torch.bfloat16}.get(precision)
+
+
+def autocast_as(precision: Precision) -> torch.dtype | None:
+    """What autocast computes in; None: no autocast."""
+    import torch
+
+    return {"bf16-mixed": torch.bfloat16, "fp16": torch.float16}.get(precision)

@@ -1,0 +1,49 @@
+"""Find, load, list backends and their launchers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from typing_extensions import TypeIs
+
+from unipar.backend.description import Backend
+from unipar.distributed.launchers import Launcher
+from unipar.errors import BackendNotFound
+from unipar.utils.entry_points import PluginGroup
+
+
+def _is_backend(plugin: object) -> TypeIs[Backend]:
+    return isinstance(plugin, Backend)
+
+
+BACKENDS = PluginGroup(
+    "unipar.backends", "backend", "backend {!r}", "an instance of Backend", _is_backend, BackendNotFound
+)
+
+
+def names() -> list[str]:
+    """Return the names of all backends that are installed."""
+    return BACKENDS.names()
+
+
+@cache
+def find(name: str) -> Backend:
+    """Return the description of a backend; its library may be missing."""
+    return BACKENDS.find(name)
+
+
+def missing(backend: Backend) -> str | None:
+    """Return why the backend cannot be loaded, or None. Imports nothing."""
+    return BACKENDS.missing(backend.name, backend.requires, backend.hint)
+
+
+def load(name: str) -> Backend:
+    """Return the description of a backend whose library is installed."""
+    backend = find(name)
+    BACKENDS.require(backend.name, backend.requires, backend.hint)
+    return backend
+
+
+def launchers() -> list[Launcher]:
+    """Every launcher that some backend knows."""
+    return [launcher for name in names() for launcher in find(name).capabilities.launchers]

@@ -1,0 +1,88 @@
+"""Commands."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from unipar.cli.commands.backends import backends
+from unipar.cli.commands.check import check
+from unipar.cli.commands.compare import compare
+from unipar.cli.commands.convert import export, import_
+from unipar.cli.commands.doctor import doctor
+from unipar.cli.commands.explain import explain
+from unipar.cli.commands.install import install
+from unipar.cli.commands.report import report
+from unipar.cli.commands.run import run
+from unipar.cli.commands.scale import scale
+from unipar.cli.commands.schema import schema
+from unipar.cli.commands.verify import verify
+from unipar.cli.options import EXITS, Version
+from unipar.distributed.launchers import without_launcher_arguments
+from unipar.errors import UniparError
+
+app = typer.Typer(
+    help="""One PyTorch training loop under many backends, from one config.
+
+    \b
+    unipar compare configs/quickstart.yaml     the same training in every cell, as a table
+    unipar check configs/char_gpt.yaml         would it start? answered without torch
+    unipar explain configs/char_gpt.yaml       every value, and where it came from
+    unipar verify configs/char_gpt.yaml        do all cells give one process's numbers?
+    unipar run configs/char_gpt.yaml           train
+    """,
+    epilog=EXITS,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """The program. Its errors are one short paragraph; `--debug`, anywhere, shows where they came from."""
+    words = without_launcher_arguments(sys.argv[1:])
+    debug = "--debug" in words
+    try:
+        app([word for word in words if word != "--debug"], prog_name="unipar")
+    except UniparError as e:
+        _leave(e, str(e), e.code, debug=debug)
+    except Exception as e:  # the last stop: what nobody foresaw
+        hint = "" if debug else " (unforeseen; --debug shows where)"
+        _leave(e, f"{type(e).__name__}: {e}{hint}", 1, debug=debug)
+
+
+def _leave(error: BaseException, message: str, code: int, *, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    typer.echo(f"unipar: {message}", err=True)
+    sys.exit(code)
+
+
+@app.callback()
+def _common(
+    *,
+    version: Version = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None: ...
+
+
+for command in (
+    run,
+    compare,
+    scale,
+    report,
+    verify,
+    check,
+    explain,
+    export,
+    import_,
+    schema,
+    backends,
+    doctor,
+    install,
+):
+    app.command(command.__name__.rstrip("_"), epilog=EXITS)(command)

@@ -1,0 +1,67 @@
+"""`unipar export` and `unipar import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unipar.cli.options import File, Sets, read_config_file
+
+
+def export(
+    file: File,
+    to: Annotated[
+        str, typer.Option("--to", metavar="NAME", help="torchrun, deepspeed, accelerate, horovod.", show_default=False)
+    ],
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Instead of ./CONFIG-NAME.")] = None,
+    *,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+) -> None:
+    """The same training as a script that needs unipar no more.
+
+    Writes a folder: the loop as that library's users would write it, its own config, your task, and run.sh.
+    It gives the losses that `unipar run` gives.
+
+    \b
+    unipar export configs/char_gpt.yaml --to torchrun --set parallel.data=2
+    unipar export configs/char_gpt.yaml --to deepspeed --set parallel.shard=gradients --out zero2
+    """
+    source = read_config_file(file, sets)
+    from unipar.conversion.export import export as exported
+
+    typer.echo(str(exported(source, to, out, overwrite=overwrite)))
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="ds_config.json, accelerate.yaml.", show_default=False)],
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Into a file instead.")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Say what the file leaves open. Repeat it for more."),
+    ] = None,
+    world: Annotated[int | None, typer.Option("--world", metavar="N", help="The number of ranks.", min=1)] = None,
+    leave: Annotated[
+        list[str] | None, typer.Option("--leave", metavar="KEY", help="Go on without a key of the file.")
+    ] = None,
+    *,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is there.")] = False,
+) -> None:
+    """A config from a library's own.
+
+    What cannot be carried is refused key by key, with the reason. An "auto" that the file does not settle is asked for.
+
+    \b
+    unipar import ds_config.json --set train.steps=1000 -o train.yaml
+    unipar import accelerate.yaml --set train.epochs=3 --set batch.total=32 --set 'train.optimizer={lr: 3.0e-4}'
+    """
+    from unipar.conversion.import_config import imported, write
+
+    made = imported(file, sets or (), world=world, leave=leave or ())
+    if out is None:
+        typer.echo(made.text, nl=False)
+        return
+    write(made, out, overwrite=overwrite)
+    typer.echo("\n".join([f"written: {out}", *(f"left out: {said}" for said in made.left_out)]))

@@ -1,0 +1,287 @@
+"""`unipar explain`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import BaseModel
+
+from unipar.backend import cells as backend_cells
+from unipar.backend import checks, registry, resources
+from unipar.backend.cells import cell_of, expand
+from unipar.cli.options import CELL, AsJson, File, Sets, apart, read_config_file
+from unipar.config import Cell, Config, Sizes
+from unipar.config.source import Source
+from unipar.errors import UniparError
+from unipar.utils.mappings import flatten
+from unipar.utils.text import show_value
+
+if TYPE_CHECKING:
+    from unipar.training.task_facts import Depth
+
+
+def explain(
+    file: File,
+    cells: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cell", metavar=CELL, callback=apart, help="What its library is told; deepspeed/* for all of one."
+        ),
+    ] = None,
+    sets: Sets = None,
+    *,
+    compare: Annotated[bool, typer.Option("--compare", help="All cells of compare.cells.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Import the task and count what it is made of.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Every value, and where it came from.
+
+    Then, for each cell, what its library will be told, and the dtype of each thing.
+
+    \b
+    unipar explain configs/char_gpt.yaml
+    unipar explain configs/char_gpt.yaml --cell 'deepspeed/*' --deep
+    unipar explain configs/char_gpt.yaml --set train.optimizer.lr=1e-3 --json
+    """
+    source = read_config_file(file, sets)
+    from unipar.cli.commands.explain import explain_config as explained
+
+    found = explained(source, cells or (), compare=compare, deep=deep)
+    if as_json:
+        typer.echo(found.to_json())
+    elif sys.stdout.isatty():
+        found.draw()
+    else:
+        typer.echo(found.plain())
+
+
+Rows = list[tuple[str, ...]]
+
+
+WIDEST = 44
+
+
+@dataclass(frozen=True)
+class Value:
+    """One resolved value."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What holds in one cell."""
+
+    cell: str
+    note: str
+    """Why it cannot run here; empty: it can."""
+
+    dtypes: Mapping[str, str]
+    told: Mapping[str, Any]
+    """What its library will be told."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    label: str
+    values: Sequence[Value]
+    follows: Sequence[Value]
+    """What no key says, and follows from several."""
+
+    cells: Sequence[Told]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, default=str)
+
+    def tables(self) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
+        """A title, a header and rows: the same for a terminal and for a pipe."""
+        yield self.label, ("key", "value", "from"), [(v.key, _text(v.value), v.origin) for v in self.values]
+        yield "what follows", ("what", "value", "from"), [(v.key, _text(v.value), v.origin) for v in self.follows]
+        dtypes = [t for t in self.cells if t.dtypes]
+        if dtypes:
+            header = ("cell", *dtypes[0].dtypes)
+            yield "what each thing is kept or done in", header, [(t.cell, *t.dtypes.values()) for t in dtypes]
+        for t in self.cells:
+            rows: Rows = [(key, _text(value)) for key, value in flatten(t.told)]
+            if t.note:
+                rows.insert(0, ("cannot run", t.note))
+            yield t.cell, ("its library is told", "value"), rows or [("nothing", "PyTorch as it is")]
+
+    def plain(self) -> str:
+        """For a pipe or a file: a line for each row, however long."""
+        return "\n\n".join(f"{title}\n{_aligned([header, *rows])}" for title, header, rows in self.tables())
+
+    def draw(self) -> None:
+        """To a terminal."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        for title, header, rows in self.tables():
+            drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+            for i, name in enumerate(header):
+                drawn.add_column(name, overflow="fold", no_wrap=i == 0)
+            for row in rows:
+                drawn.add_row(*(Text(text, style="" if text != "default" else "dim") for text in row))
+            Console().print(drawn)
+
+
+def explain_config(
+    source: Source, cells: Sequence[str] = (), *, compare: bool = False, deep: bool = False
+) -> Explanation:
+    """All that is known of a run before it starts; `deep` imports the task and counts its parameters."""
+    config = source.config
+    place = resources.found()
+    ranks = resources.ranks(config, place)
+    sizes = config.batch.settle(ranks.number)
+    depth = None
+    if deep:
+        from unipar.training.task_facts import look_into
+
+        depth = look_into(config, sizes)
+    resolved = _resolved(source, ranks, sizes, depth)
+    values = [resolved.get(v.key, v) for v in _values(source)]
+    asked = expand(tuple(cells) + (config.compare.cells if compare else ()))
+    own = cell_of(config)
+    parameters = depth.parameters if depth else None
+    return Explanation(
+        source.label,
+        values,
+        list(_follows(config, sizes, own, depth)),
+        [_told(config, cell, own, parameters) for cell in asked or [own]],
+    )
+
+
+def _values(source: Source) -> Iterator[Value]:
+    """Every key of the config; of `options`, those of the backend that is used, and what was given for others."""
+    config = source.config
+    for key, value in _leaves(config):
+        if key != "options":
+            yield Value(key, value, source.origins.get(key, "default"))
+            continue
+        for name in dict.fromkeys((config.backend, *config.options)):
+            options = registry.find(name).options.model_validate(config.options.get(name, {}))
+            for inner, v in _leaves(options, f"options.{name}."):
+                yield Value(inner, v, source.origins.get(inner, "default"))
+
+
+def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    fields = type(section).model_fields
+    for name in sorted(fields, key=lambda n: n != "name"):  # what a section is comes first
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, dict) and value and f"{prefix}{name}" != "options":
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _resolved(source: Source, ranks: resources.Ranks, sizes: Sizes, depth: Depth | None) -> dict[str, Value]:
+    """Values that the config leaves open, with how they came about."""
+    config, origins = source.config, source.origins
+    made: dict[str, Value] = {}
+
+    def settled(key: str, value: Any, why: str) -> None:
+        if why:
+            made[key] = Value(key, value, f"{origins.get(key, 'default')}; {why}")
+
+    settled("parallel.data", ranks.number, ranks.why)
+    settled("device", *resources.device(config))
+    for key, value, why in _third(config, sizes):
+        made[key] = Value(key, value, f"derived: {why}")
+    if config.out is None:
+        made["out"] = Value("out", str(source.out), "derived: runs/ and the config's name")
+    if depth is not None:
+        if config.train.steps is None and depth.per_epoch is not None:
+            epochs = config.train.epochs
+            why = f"derived: epochs x batches an epoch = {epochs} x {depth.per_epoch}"
+            made["train.steps"] = Value("train.steps", (epochs or 0) * depth.per_epoch, why)
+        if config.model.blocks == "auto":
+            settled("model.blocks", list(depth.blocks), "auto: found in the model")
+        for key, value in ((f"data.{name}", value) for name, value in depth.data.items()):
+            if key in origins:
+                said = getattr(config.data, key.removeprefix("data."))
+                made[key] = Value(key, said, f"{origins[key]}; the task's DataLoader says {_text(value)}")
+            else:
+                by = "the task's stream" if depth.streams and key == "data.shuffle" else "the task's DataLoader"
+                made[key] = Value(key, value, by)
+    return made
+
+
+def _third(config: Config, sizes: Sizes) -> Iterator[tuple[str, int, str]]:
+    """The numbers of the batch that were not given."""
+    batch, n = config.batch, sizes.ranks
+    if batch.total is None:
+        yield "batch.total", sizes.total, f"micro x accumulate x data = {sizes.micro} x {sizes.accumulate} x {n}"
+        return
+    if batch.micro is None:
+        if batch.accumulate is None:
+            yield "batch.accumulate", 1, "total alone means 1"
+        why = f"total / (accumulate x data) = {sizes.total} / ({sizes.accumulate} x {n})"
+        yield "batch.micro", sizes.micro, why
+    elif batch.accumulate is None:
+        why = f"total / (micro x data) = {sizes.total} / ({sizes.micro} x {n})"
+        yield "batch.accumulate", sizes.accumulate, why
+
+
+def _follows(config: Config, sizes: Sizes, own: Cell, depth: Depth | None) -> Iterator[Value]:
+    yield Value("cell", str(own), "derived: backend, parallel.shard and the backend's options")
+    place = resources.found()
+    yield Value("started by", place.launcher if place else "unipar", "derived: the environment's variables")
+    yield _rate(config, sizes)
+    if depth is not None:
+        yield Value("parameters", depth.parameters, f"the task's model(); {depth.trained:,} of them are trained")
+        if depth.streams:
+            yield Value("stream", config.data.stream, depth.streams)
+        if depth.per_epoch is not None:
+            each = f"the task's data(); {depth.per_epoch:,} batches of {sizes.total} an epoch"
+            yield Value("samples", depth.samples, each)
+
+
+def _rate(config: Config, sizes: Sizes) -> Value:
+    lr, scale = config.train.optimizer.lr, config.train.lr_scale
+    if scale.rule == "none":
+        return Value("full learning rate", lr, "derived: train.optimizer.lr, not scaled")
+    ratio = f"{sizes.total} / {scale.at_batch}"
+    how = f"x batch.total / at_batch = {lr:g} x {ratio}"
+    if scale.rule == "sqrt":
+        how = f"x sqrt(batch.total / at_batch) = {lr:g} x sqrt({ratio})"
+    return Value("full learning rate", lr * scale.factor(sizes.total), f"derived: train.optimizer.lr {how}")
+
+
+def _told(config: Config, cell: Cell, own: Cell, parameters: int | None) -> Told:
+    backend = registry.find(cell.backend)
+    try:
+        at = config if cell == own else backend_cells.at(config, cell)
+        note = registry.missing(backend) or ""
+        if not note:
+            checks.check(at)
+    except UniparError as e:
+        return Told(str(cell), str(e), {}, {})
+    return Told(str(cell), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters))
+
+
+def _aligned(rows: Rows) -> str:
+    """Columns in line; a text that is longer than all others pushes on its own line alone."""
+    wide = [min(max(len(row[i]) for row in rows), WIDEST) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(text.ljust(wide[i]) for i, text in enumerate(row)).rstrip() for row in rows)
+
+
+def _text(value: Any) -> str:
+    """A value as a config says it; text without quotes, as most of it is."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return show_value(value)

@@ -1,0 +1,1 @@
+"""`compare` and `scale`: cells take turns, one set of processes for each."""

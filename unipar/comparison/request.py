@@ -1,0 +1,141 @@
+"""What is asked for, checked before a start; how steps are cut into turns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from unipar.backend.checks import CheckedSource
+from unipar.config import Config
+from unipar.config.sections.batch import Batch
+from unipar.config.source import Given
+from unipar.errors import ConfigError
+from unipar.launcher.prepare import Prepared, prepare
+from unipar.memory.account import ORDER, PASSES
+from unipar.memory.sources.malloc_build import SETTLED, NoMeter, built, forgetful, preloading
+from unipar.task import Task
+from unipar.task.reference import TaskRef
+from unipar.utils.procfs import cores_per_rank
+from unipar.utils.text import count_of
+
+UNWATCHED = "memory was not watched"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How a comparison's steps are cut: to warm up, watched, in timed rounds."""
+
+    warmup: int
+    rounds: tuple[int, ...]
+    watched: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config, *, memory: bool = False) -> Self:
+        steps, repeat = config.train.steps, config.compare.repeat
+        if steps is None:
+            raise ConfigError(
+                f"train.epochs: {config.train.epochs} cannot be cut into turns, which are counted in steps; "
+                "give train.steps instead (--set train.steps=50)"
+            )
+        if steps < repeat + 1:
+            raise ConfigError(
+                f"train.steps: {steps} is too few to compare: 1 to warm up and {repeat} timed rounds "
+                f"(compare.repeat) of at least 1 make {repeat + 1}"
+            )
+        warmup = min(2, steps - repeat)
+        spare = steps - warmup - repeat if memory else 0
+        watched = tuple(sorted(PASSES[:spare], key=ORDER.index))
+        each, more = divmod(steps - warmup - len(watched), repeat)
+        return cls(warmup, tuple(each + (i < more) for i in range(repeat)), watched)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be trained in turns; all that can be known without a process was looked at."""
+
+    prepared: Prepared
+    ref: TaskRef
+    turns: Turns
+    meter: Mapping[str, str] | None
+    """What makes workers count what they allocate; None where memory is not watched."""
+
+    unwatched: str
+    """Why it is not."""
+
+    @property
+    def source(self) -> CheckedSource:
+        return self.prepared.source
+
+    @classmethod
+    def of(
+        cls,
+        config: Given,
+        overrides: Mapping[str, Any] | None,
+        task: type[Task] | None,
+        starts: str,
+    ) -> Self:
+        """`starts`: what a launcher that started this process would make of it."""
+        prepared = prepare(config, task, overrides, starts=starts)
+        assert prepared.ref is not None
+        turns, meter, unwatched = _cut(prepared)
+        return cls(prepared, prepared.ref, turns, meter, unwatched)
+
+
+def _cut(prepared: Prepared) -> tuple[Turns, dict[str, str] | None, str]:
+    """Its turns; what makes workers count what they allocate, or None and why."""
+    config = prepared.source.config
+    meter, unwatched = _meter(config, prepared.device)
+    turns = Turns.of(config, memory=meter is not None)
+    if meter is None or len(turns.watched) == len(PASSES):
+        return turns, meter, unwatched
+    leaves = f"train.steps: {config.train.steps} leaves no"
+    if not turns.watched:
+        return turns, None, f"{UNWATCHED}: {leaves} step for it beside those that are timed"
+    blind = "" if "sent" in turns.watched else ", so that what a step sends was not seen"
+    enough = turns.warmup + len(turns.rounds) + len(PASSES)
+    few = f"memory was watched in {count_of(len(turns.watched), 'step')}{blind}: {leaves} more; {enough} would"
+    return turns, meter, "; ".join(filter(None, [few, unwatched]))
+
+
+def _meter(config: Config, device: str) -> tuple[dict[str, str] | None, str]:
+    """What makes workers count what they allocate, which is nothing for CUDA's memory; or None; and why."""
+    if not config.compare.memory:
+        return None, ""
+    on_cuda = device != "cpu"
+    if on_cuda and (why := forgetful(os.environ)):
+        return None, f"{UNWATCHED}: {why}"
+    try:
+        return preloading(built()), ""
+    except NoMeter as e:
+        if on_cuda:
+            return {}, f"{UNWATCHED}: of the host, {e}"
+        return dict(SETTLED), f"of memory torch's own tensors alone were watched: {e}"
+
+
+def threads(widest: int) -> str:
+    """Of a rank, so that those of the largest world share the cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(cores_per_rank(widest)))
+
+
+def sizes_of(worlds: Sequence[int] | str) -> list[int]:
+    """The smallest first; `1,2,4` is a list, too."""
+    if isinstance(worlds, str):
+        words = [word.strip() for word in worlds.split(",")]
+        if not all(word.isdecimal() for word in words):
+            raise ConfigError(f"--world: {worlds!r} is no list of sizes; put commas between them (--world 1,2,4)")
+        worlds = [int(word) for word in words]
+    made = sorted(set(worlds))
+    if len(made) < 2 or made[0] < 1:
+        raise ConfigError(
+            f"--world: {','.join(map(str, worlds)) or 'none'} does not scale: "
+            "give two sizes or more, each of at least 1 (--world 1,2)"
+        )
+    return made
+
+
+def batch_with_fixed_total(batch: Batch, smallest: int) -> Batch:
+    """What keeps the total batch of the smallest world in every other one."""
+    least = batch.settle(smallest)
+    return batch if batch.total is not None else Batch(total=least.total, accumulate=least.accumulate)

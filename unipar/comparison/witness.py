@@ -1,0 +1,122 @@
+"""What a cell truly trains, as one of its ranks sees it: first values, samples of each step, precision."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from unipar.backend import Engine, Fn, Mark, Micro, Step
+from unipar.backend.engine import Around
+from unipar.data.order import Key, Plan
+from unipar.data.stream_feed import Stream
+from unipar.results.same_training import Seen, seen_of
+from unipar.training.fingerprint import exact, fingerprint, marked
+from unipar.training.run import TrainingRun
+
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
+"""Operations of PyTorch whose dtype says what a model is computed in."""
+
+
+@final
+class Witness:
+    """From before the first step on; it looks closely until it `rests`, and then notes the numbers of samples alone."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self._values: dict[str, int] = {}
+        self._kept: set[str] = set()
+        frozen = set(_frozen(run))  # libraries keep them in the precision of compute, and nobody moves them
+        for piece in run.pieces():
+            if piece.kind == "weight" and piece.name not in frozen:
+                self._values[piece.name] = self._values.get(piece.name, 0) + exact(piece.tensor, piece.where[0])
+                self._kept.add(_word(piece.tensor.dtype))
+        self._computed: set[str] = set()
+        self._batches: list[list[str]] = []
+        self._samples: list[tuple[int, int]] = []
+        self._keys: list[list[Key]] = []
+        self._engines: dict[str, Engine] = {name: part.engine for name, part in run.parts.items()}
+        if not run.config.model.compile:  # what is compiled is not to be looked into
+            for part in run.parts.values():
+                part.engine = _Looked(part.engine, run.device.type, self._computed)
+        self._close = True
+        run.heed(self._note)
+
+    def _note(self, read: Sequence[tuple[Any, Plan]]) -> None:
+        self._keys.append([key for _, plan in read if plan.weight for key in plan.keys])
+        if self._close:
+            self._batches.append([fingerprint(batch) for batch, plan in read if plan.weight])
+
+    def rest(self) -> None:
+        """From now on steps are timed."""
+        self._close = False
+        for name, part in self._run.parts.items():
+            part.engine = self._engines[name]
+
+    def write(self, folder: Path) -> None:
+        """All that was seen so far."""
+        self._samples += [(len(keys), marked(keys)) for keys in self._keys]
+        self._keys.clear()
+        feed = self._run.feed
+        apart = isinstance(feed, Stream) and not feed.whole
+        seen = Seen(
+            values=self._values,
+            kept=sorted(self._kept),
+            computed=sorted(self._computed),
+            batches=self._batches,
+            samples=self._samples,
+            readers=self._run.size if apart else 0,
+            total=self._run.sizes.total,
+            precision=self._run.config.train.precision,
+        )
+        seen_of(folder, self._run.rank).write_text(json.dumps(seen), encoding="utf-8")
+
+
+def _frozen(run: TrainingRun) -> Iterator[str]:
+    """By the names of pieces."""
+    for part in run.parts.values():
+        before = f"{part.name}." if len(run.parts) > 1 else ""
+        yield from (before + name for name, p in part.module.named_parameters() if not p.requires_grad)
+
+
+@final
+class _Looked(Around):
+    """Its losses are computed in sight."""
+
+    def __init__(self, inner: Engine, device: str, found: set[str]) -> None:
+        super().__init__(inner)
+        self._device, self._found = device, found
+
+    @override
+    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        def looked(model: nn.Module, batch: Any) -> Any:
+            casts = " under autocast" if torch.is_autocast_enabled(self._device) else ""
+            with _Products(self._found, casts):
+                return fn(model, batch)
+
+        return self.inner.step(looked, micros, factor, mark)
+
+
+@final
+class _Products(TorchDispatchMode):
+    """In which dtypes matrices are multiplied."""
+
+    def __init__(self, found: set[str], casts: str) -> None:
+        super().__init__()
+        self._found, self._casts = found, casts
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in PRODUCTS:
+            self._found.update(_word(t.dtype) + self._casts for t in args if isinstance(t, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Sections of a config, one file each: batch, model, optimizer, parallel, train."""

@@ -1,0 +1,242 @@
+"""Pydantic's errors as sentences with key, line, wanted, given, way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel, Tag, ValidationError
+from pydantic.fields import FieldInfo
+
+from unipar.config.config import Config
+from unipar.config.section import Section
+from unipar.utils.text import did_you_mean, join_with_or, show_value
+
+Where = Mapping[str, str]
+"""Where each dotted key was given: "line 12", "--set"."""
+
+
+def complaint(error: ValidationError, where: Where | None = None) -> str:
+    """One sentence a mistake; several become a list."""
+    return _told(error, Config, "", where or {})
+
+
+def options_complaint(error: ValidationError, options: type[Section], name: str, where: Where | None = None) -> str:
+    """Return the same for a backend's own options, whose keys read options.NAME.key."""
+    return _told(error, options, f"options.{name}", where or {})
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a section and of those below it; a choice between sections gives the keys of all."""
+    for name, field in model.model_fields.items():
+        yield (key := f"{prefix}.{name}" if prefix else name)
+        for kind in _Kind.of(field).members():
+            if kind.section is not None:
+                yield from known_keys(kind.section, key)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """An annotation, taken apart."""
+
+    annotation: Any
+    notes: tuple[Any, ...] = ()
+    field: FieldInfo | None = None
+
+    @classmethod
+    def of(cls, field: FieldInfo) -> _Kind:
+        return cls(field.annotation, tuple(field.metadata), field).bare()
+
+    def bare(self) -> _Kind:
+        """Without its Annotated layers, whose notes are kept."""
+        if get_origin(self.annotation) is not Annotated:
+            return self
+        inner, *notes = get_args(self.annotation)
+        return _Kind(inner, (*self.notes, *_flat(notes)), self.field).bare()
+
+    def members(self) -> list[_Kind]:
+        """What a union chooses from; itself where it is none."""
+        if get_origin(self.annotation) not in (Union, UnionType):
+            return [self]
+        return [m for a in get_args(self.annotation) for m in _Kind(a, (), self.field).bare().members()]
+
+    @property
+    def section(self) -> type[BaseModel] | None:
+        kind = self.annotation
+        return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+    @property
+    def tag(self) -> str | None:
+        return next((note.tag for note in self.notes if isinstance(note, Tag)), None)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Words that are allowed here."""
+        found = (get_args(m.annotation) for m in self.members() if get_origin(m.annotation) is Literal)
+        return tuple(str(word) for words in found for word in words)
+
+    def called(self, label: str) -> bool:
+        """Whether this is the member of a union to which pydantic gives that label."""
+        name = getattr(self.section or get_origin(self.annotation), "__name__", "")
+        return label == (self.tag or name) or (self.section is None and bool(name) and label.startswith(f"{name}["))
+
+    def inside(self, step: str) -> _Kind:
+        """What stands under a key, or in a list or mapping."""
+        if self.section is not None and step in self.section.model_fields:
+            return _Kind.of(self.section.model_fields[step])
+        inner = [a for a in get_args(self.annotation) if a is not Ellipsis]
+        return _Kind(inner[-1]).bare() if inner else _Kind(object)
+
+    def described(self) -> str:
+        """What is wanted, in words."""
+        tags = [m.tag for m in self.members() if m.tag]
+        if tags:
+            return f"a section {{name: ..., ...}} whose name is {join_with_or(tags)}"
+        if len(members := self.members()) == 1 and members[0].section is not None:
+            keys = list(members[0].section.model_fields)
+            return f"a section with the key{'s' * (len(keys) > 1)} {', '.join(keys)}"
+        return join_with_or([word for m in members for word in m._words()])
+
+    def _words(self) -> list[str]:
+        kind, origin = self.annotation, get_origin(self.annotation)
+        if origin is Literal:
+            return [str(word) for word in get_args(kind)]
+        if self.section is not None:
+            return [f"{{{', '.join(f'{key}: ...' for key in self.section.model_fields)}}}"]
+        if origin is tuple:
+            inner = get_args(kind)
+            each = _Kind(inner[0]).bare().described()
+            if inner[-1] is not Ellipsis:
+                return [f"a list of {len(inner)} values, each {each}"]
+            return [f"a list with at least one entry, each {each}" if self._bound(MinLen) else f"a list, each {each}"]
+        if kind is str and any(getattr(note, "pattern", None) for note in self.notes):
+            return [_first_sentence(self.field)]
+        if kind is bool:
+            return ["true", "false"]
+        return [_PLAIN.get(origin or kind, "another value") + self._range()]
+
+    def _range(self) -> str:
+        said = [f"{words} {n:,}" for words, mark in _BOUNDS if (n := self._bound(mark)) is not None]
+        return f" {' and '.join(said)}" if said else ""
+
+    def _bound(self, mark: type) -> float | None:
+        names = {Gt: "gt", Ge: "ge", Lt: "lt", Le: "le", MinLen: "min_length"}
+        return next((getattr(note, names[mark]) for note in self.notes if isinstance(note, mark)), None)
+
+
+_PLAIN = {int: "a whole number", float: "a number", str: "text", dict: "a section", NoneType: "null"}
+
+
+_BOUNDS = (("above", Gt), ("of at least", Ge), ("below", Lt), ("of at most", Le))
+
+
+def _flat(notes: Sequence[Any]) -> Iterator[Any]:
+    """Field(ge=0) inside an annotation carries its notes in a list of its own."""
+    for note in notes:
+        yield from note.metadata if isinstance(note, FieldInfo) else (note,)
+
+
+def _first_sentence(field: FieldInfo | None) -> str:
+    return re.split(r"\.\s", f"{field.description} " if field else "text ")[0]
+
+
+@dataclass(frozen=True)
+class _Mistake:
+    error: Any
+    key: tuple[str, ...]
+    kind: _Kind
+    """What may stand under the key."""
+
+    owner: _Kind
+    """The section in which the key stands."""
+
+    rivals: Sequence[_Kind]
+    """The sections that could stand in the owner's place."""
+
+
+def _told(error: ValidationError, model: type[BaseModel], prefix: str, where: Where) -> str:
+    mistakes = _deepest([_placed(e, model) for e in error.errors(include_url=False)])
+    said = list(dict.fromkeys(_sentence(m, model, prefix, where) for m in mistakes))
+    return said[0] if len(said) == 1 else "\n  - ".join([f"{len(said)} mistakes:", *said])
+
+
+def _placed(error: Any, model: type[BaseModel]) -> _Mistake:
+    """Where an error stands: its location less the names that pydantic gives to a union's members."""
+    key: list[str] = []
+    kind = at = owner = _Kind(model)
+    rivals: list[_Kind] = []
+    for step in map(str, error["loc"]):
+        members = [m for m in at.members() if m.annotation is not NoneType]
+        if len(members) > 1:
+            at, rivals = next((m for m in members if m.called(step)), at), members
+            continue
+        owner = members[0]
+        key.append(step)
+        kind = at = owner.inside(step)
+    if error["type"] == "missing" and owner.section is None:  # an entry of a list of fixed length
+        return _Mistake({**error, "type": "length"}, tuple(key[:-1]), owner, owner, rivals)
+    return _Mistake(error, tuple(key), kind, owner, rivals)
+
+
+def _deepest(mistakes: list[_Mistake]) -> list[_Mistake]:
+    """Of the errors that each member of a union gives, those that lie deepest tell most."""
+    keys = {m.key for m in mistakes}
+    return [m for m in mistakes if not any(len(k) > len(m.key) and k[: len(m.key)] == m.key for k in keys)]
+
+
+def _sentence(m: _Mistake, model: type[BaseModel], prefix: str, where: Where) -> str:
+    kind, given = m.error["type"], m.error["input"]
+    key = ".".join((prefix, *m.key) if prefix else m.key)
+    place = _place(key, where)
+    if kind == "extra_forbidden":
+        return f"{key}{place}: there is no such key{_instead(m, model, prefix)}"
+    if kind == "missing":
+        return f"{key}{place} is missing; wanted {m.kind.described()}"
+    if kind == "value_error":
+        return f"{key}{place}: {m.error['ctx']['error']}" if key else str(m.error["ctx"]["error"])
+    if kind == "union_tag_invalid":
+        tags = [x.tag for x in m.kind.members() if x.tag]
+        name = given["name"]
+        return (
+            f"{key}.name{_place(f'{key}.name', where)}: wanted {join_with_or(tags)}, "
+            f"got {show_value(name)}{did_you_mean(str(name), tags)}"
+        )
+    return f"{key}{place}: wanted {m.kind.described()}, got {show_value(given)}{_hint(m.kind, given)}"
+
+
+def _place(key: str, where: Where) -> str:
+    """The key's line, or that of the nearest section above it."""
+    while key:
+        if key in where:
+            return f" ({where[key]})"
+        key = key.rpartition(".")[0]
+    return ""
+
+
+def _instead(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
+    """What an unknown key may have meant."""
+    word, path = m.key[-1], list(known_keys(model, prefix))
+    assert m.owner.section is not None
+    if word in path and "." in word:
+        steps = word.split(".")
+        return f"; in a file keys are nested: {': {'.join(steps)}: ...{'}' * (len(steps) - 1)}"
+    if question := did_you_mean(word, m.owner.section.model_fields):
+        return question
+    if rivals := [r.tag for r in m.rivals if r.tag and r.section and word in r.section.model_fields]:
+        return f"; it is a key of {' and '.join(rivals)}, and this is {m.owner.tag}"
+    if other := next((k for k in path if k.rpartition(".")[2] == word), None):
+        return f"; did you mean {other!r}?"
+    above = m.owner.tag or ".".join((prefix, *m.key[:-1]) if prefix else m.key[:-1]) or "a config"
+    return f"; {above} has {', '.join(m.owner.section.model_fields) or 'none'}"
+
+
+def _hint(kind: _Kind, given: object) -> str:
+    if not isinstance(given, str):
+        return ""
+    if given in (tags := [m.tag for m in kind.members() if m.tag]):
+        return f"; write {{name: {given}}}"
+    return did_you_mean(given, [*kind.choices, *tags])

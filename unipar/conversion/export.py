@@ -1,0 +1,289 @@
+"""`unipar export`: the same training as a script for one library, which needs unipar no more."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from typing_extensions import override
+
+from unipar.backend import Backend, cells, checks, registry, resources
+from unipar.backend.checks import in_cell
+from unipar.config import Cell, Config
+from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
+from unipar.task.reference import TaskRef
+from unipar.task.task import FUNCTIONS
+
+if TYPE_CHECKING:
+    from unipar.backend.export import Outline, Script
+    from unipar.config.source import Source
+
+_CARRIED = (
+    *("task", "backend", "device", "parallel.data", "parallel.shard", "batch", "model.blocks", "data", "options"),
+    *("train.steps", "train.epochs", "train.optimizer", "train.lr_scale", "train.schedule", "train.precision"),
+    *("train.seed", "train.clip", "log.every"),
+)
+_ASIDE = {
+    "eval": "the script trains, and does not evaluate",
+    "log.to": "the script writes log.jsonl",
+    "launch": "patience with processes is the launcher's",
+    "compare": "",
+    "out": "",
+}
+"""Keys that training does not depend on, with what to say where they are given."""
+
+_MARK = "Made by `unipar export`"
+
+
+@dataclass(frozen=True)
+class Exported:
+    folder: Path
+    command: str
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @override
+    def __str__(self) -> str:
+        rows = [("folder", str(self.folder)), ("files", ", ".join(self.files)), ("start", f"{self.folder}/run.sh")]
+        rows += [("so runs", self.command), *(("left out", said) for said in self.left_out)]
+        return "\n".join(f"{name:<8}  {said}" for name, said in rows)
+
+
+def targets() -> dict[str, Backend]:
+    """What `--to` may name."""
+    found = [registry.find(name) for name in registry.names()]
+    return {backend.exports: backend for backend in found if backend.exports}
+
+
+def export(source: Source, to: str, out: Path | None = None, *, overwrite: bool = False) -> Exported:
+    """Write the folder; refuse key by key what a script cannot carry."""
+    known = targets()
+    if to not in known:
+        raise BackendNotFound(f"--to {to}: nothing is exported to that; known: {', '.join(sorted(known))}")
+    backend = known[to]
+    if source.config.task is None:
+        raise TaskError(f"{source.label}: there is no task.use; export needs the class: task: {{use: file.py:Class}}")
+    cell = Cell(backend.name, source.config.parallel.shard)
+    own = cells.cell_of(source.config)
+    checked = in_cell(source, own if own.backend == backend.name else cell, "--to")
+    source, config = checked, checked.config
+    checks.check(config)
+    _refuse_keys(config, checked.cell)
+    folder = out or Path(f"{source.name}-{to}")
+    _look(folder, overwrite=overwrite)
+    outline, files = _outlined(source)
+    script = backend.script(outline)
+    left_out = tuple(_left_out(source))
+    files = {**files, **script.files, "run.sh": _run(script)}
+    files["README.md"] = _readme(source, to, outline, script, sorted(files), left_out)
+    _write(folder, files)
+    return Exported(folder, _command(script, ""), tuple(sorted(files)), left_out)
+
+
+def _refuse_keys(config: Config, cell: Cell) -> None:
+    """Every key that is not a default and that no script knows."""
+    clip = config.train.clipping
+    reasons = [
+        f"{key}: a script does not carry it; leave it out (--set {key}={_text(default)})"
+        for key, default in _strange(config, Config.model_fields)
+    ]
+    if clip is not None and clip.norm != "fp32":
+        reasons.append(
+            f"train.clip.norm: {clip.norm} is unipar's own; a script clips by fp32 (--set train.clip={clip.max:g})"
+        )
+    if config.train.precision == "fp16":
+        reasons.append("train.precision: fp16 comes with a loss scale, which a script does not carry; use bf16-mixed")
+    if ":" in config.device:
+        reasons.append(f"device: {config.device}, one GPU for several ranks, is unipar's own; say device: cuda")
+    if reasons:
+        raise Unsupported(str(cell), reasons)
+
+
+def _strange(section: BaseModel, fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in fields.items():
+        key, value = f"{prefix}{name}", getattr(section, name)
+        if key in _CARRIED or key in _ASIDE:
+            continue
+        if isinstance(value, BaseModel):
+            yield from _strange(value, type(value).model_fields, f"{key}.")
+        elif value != (default := field.get_default(call_default_factory=True)):
+            yield key, default
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _outlined(source: Source) -> tuple[Outline, dict[str, str]]:
+    """What the script shall do, and the user's own files: read first, then imported to count what is in them."""
+    from unipar.backend.export import Outline
+    from unipar.conversion.user_code import carried
+    from unipar.training.task_facts import loaded, look_into
+
+    config = source.config
+    ranks = resources.ranks(config).number
+    sizes = config.batch.settle(ranks)
+    ref = TaskRef.of(None, config.task, {})
+    ref.look()
+    assert ref.task is not None
+    file = _file_of(ref)
+    files = carried(file, ref.task.name)
+    depth = look_into(config, sizes)
+    if depth.parts:
+        raise TaskError(
+            f"{ref.task.shown}: model() returned several parts ({', '.join(depth.parts)}), and a script trains one "
+            "module: export a task whose model() returns one of them"
+        )
+    if depth.streams:
+        raise TaskError(f"{ref.task.shown}: data() returns a stream, which a script divides by rules of its own")
+    assert depth.per_epoch is not None
+    task = loaded(config)
+    if task.gives("train"):
+        raise TaskError(
+            f"{ref.task.shown}: train() is a loop of its own over unipar's Run, which a script has not: export a task "
+            "without it, and write the loop into train.py"
+        )
+    if task.gives("optimizer"):
+        raise TaskError(
+            f"{ref.task.shown}: optimizer() makes one of the task's own, and a script makes the config's: export "
+            "a task without it, and make yours in train.py"
+        )
+    _defined_here(type(task), file)
+    told = {name: value for name, value in depth.data.items() if name not in config.data.model_fields_set}
+    config = config.model_copy(update={"data": config.data.model_copy(update=told)})
+    outline = Outline(
+        config=config,
+        sizes=sizes,
+        cuda=resources.device(config)[0].startswith("cuda"),
+        steps=config.train.steps or (config.train.epochs or 0) * depth.per_epoch,
+        origin=Path(source.label).name,
+        task=ref.task.name,
+        gives=frozenset(name for name in (*FUNCTIONS, "prepare") if task.gives(name)),
+        loader=bool(depth.data),
+        taken=depth.taken,
+        blocks=depth.blocks,
+        parameters=depth.parameters,
+    )
+    return outline, files
+
+
+def _file_of(ref: TaskRef) -> Path:
+    from unipar.task.inspection import file_of
+
+    assert ref.task is not None
+    found = Path(ref.task.file) if ref.task.file else file_of(str(ref.task.module), ref.path)
+    assert found is not None  # look() has seen it
+    return found
+
+
+def _defined_here(made: type, file: Path) -> None:
+    """A base that was imported from an installed module would bring unipar back."""
+    import inspect
+
+    for base in made.__mro__:
+        if base.__module__.partition(".")[0] in ("unipar", "builtins", "abc", "typing"):
+            continue
+        where = Path(inspect.getsourcefile(base) or "?").resolve()
+        if where.parent != file.parent.resolve() and any(b.__module__.startswith("unipar.") for b in base.__mro__):
+            raise TaskError(
+                f"{made.__name__} derives from {base.__name__} in {where}, which a script cannot take along: "
+                f"write what it needs into {file.name}"
+            )
+
+
+def _left_out(source: Source) -> Iterator[str]:
+    for key, why in _ASIDE.items():
+        given = [k for k in source.origins if k == key or k.startswith(f"{key}.")]
+        if why and given:
+            yield f"{key}: {why}"
+
+
+def _command(script: Script, further: str) -> str:
+    words = [f"{name}={value}" for name, value in script.environment.items()]
+    words += [further if word == "$@" else shlex.quote(word) for word in script.command]
+    return " ".join(word for word in words if word)
+
+
+def _run(script: Script) -> str:
+    return f"""#!/bin/sh
+# Starts the training. Further words go to the launcher.
+cd "$(dirname "$0")" || exit
+{"".join(f"export {name}={value}{chr(10)}" for name, value in script.environment.items())}exec {
+        " ".join('"$@"' if word == "$@" else shlex.quote(word) for word in script.command)
+    }
+"""
+
+
+def _readme(
+    source: Source, to: str, outline: Outline, script: Script, files: list[str], left_out: tuple[str, ...]
+) -> str:
+    about = {
+        "train.py": "the loop",
+        "task.py": "your model, data and loss",
+        "samples.py": "which samples each rank reads, in which order",
+        "run.sh": "the command",
+    }
+    listed = [
+        f"- `{name}`: {about.get(name, 'yours' if name.endswith('.py') else 'what the library reads')}"
+        for name in files
+    ]
+    lines = [
+        f"# {outline.task} with {to}",
+        "",
+        f"{_MARK} from `{outline.origin}`. Nothing in this folder needs unipar.",
+        "",
+    ]
+    lines += ["```console", f"$ {_command(script, '')}", "```", "", *listed, ""]
+    lines.append(
+        "It gives the losses that `unipar run` gives: the same initial values, the same samples in the same order, the "
+        "same rate at each step. `log.jsonl` holds them, a line for each logged step."
+    )
+    if left_out:
+        lines += ["", "Left out:", "", *(f"- {said}" for said in left_out)]
+    return "\n".join([*lines, ""])
+
+
+def _look(folder: Path, *, overwrite: bool) -> None:
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir() or folder.is_symlink():
+        raise OutExists(f"--out: {folder} is not a folder; name another")
+    if not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise OutExists(
+            f"--out: {folder} is there already; name another folder (--out DIR), or write over it (--overwrite)"
+        )
+    try:
+        ours = _MARK in (folder / "README.md").read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        ours = False
+    if not ours:
+        raise OutExists(f"--out: {folder} holds no export of ours, so it is not overwritten; name another folder")
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """All or nothing: a folder beside, which then takes the name."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as e:
+        raise ConfigError(f"--out: {folder} cannot be written ({e.strerror}); name another folder") from None
+    try:
+        for name, text in files.items():
+            (made / name).write_text(text, encoding="utf-8")
+        (made / "run.sh").chmod(0o755)
+        made.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        made.rename(folder)
+    except OSError as e:
+        shutil.rmtree(made, ignore_errors=True)
+        raise ConfigError(f"--out: {folder} cannot be written ({e.strerror}); name another folder") from None

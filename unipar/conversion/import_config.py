@@ -1,0 +1,165 @@
+"""`unipar import`: a config of ours from a library's own; a key that cannot be carried is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unipar.backend import Backend, checks, registry
+from unipar.backend.checks import given_source
+from unipar.backend.foreign import Reading, failed
+from unipar.config import Config, safe_yaml
+from unipar.config.config_file import read_config_text
+from unipar.config.source import set_of
+from unipar.errors import ConfigError, OutExists, Unsupported
+from unipar.utils.files import whole
+
+_LENGTH = "how long to train, which the file does not say"
+_WIDTH = 48
+
+
+@dataclass(frozen=True)
+class Imported:
+    text: str
+    """The config, with its comments."""
+
+    config: Config
+    left_out: tuple[str, ...]
+
+
+def imported(file: Path, sets: Sequence[str] = (), *, world: int | None = None, leave: Sequence[str] = ()) -> Imported:
+    """Read `file`; an error names every key that stands in the way."""
+    data, lines = _parsed(file)
+    said = dict(set_of(text) for text in sets)
+    reading = Reading(str(file), file.resolve().parent, lines, said, frozenset(leave), world)
+    backend = _reader(file, data)
+    backend.read_foreign(reading, data)
+    if not any(reading.answered(key) or key in reading.config for key in ("train.steps", "train.epochs")):
+        reading.ask(_LENGTH, "train.steps", "1000")
+    reading.wrong += [f"--leave {key}: the file has no such key" for key in sorted(reading.leave - reading.used)]
+    if reading.wrong:
+        raise failed(reading)
+    tree = _tree(reading)
+    source = given_source(tree)
+    config = source.config
+    reasons = list(checks.refusals(source.backend, config, source.cell))
+    if reasons:
+        raise Unsupported(str(source.cell), reasons)
+    if isinstance(config.parallel.data, int):
+        config.batch.settle(config.parallel.data)
+    return Imported(_text(file, backend, reading, tree), config, tuple(reading.left_out))
+
+
+def write(made: Imported, out: Path, *, overwrite: bool = False) -> None:
+    """All of it or nothing; never through a link."""
+    if out.is_symlink():
+        raise OutExists(f"-o {out}: it is a link; name the file itself")
+    if out.exists() and (out.is_dir() or not overwrite):
+        way = "name another file" if out.is_dir() else "name another file, or write over it (--overwrite)"
+        raise OutExists(f"-o {out}: it is there already; {way}")
+    try:
+        with whole(out) as partial:
+            partial.write_text(made.text, encoding="utf-8")
+            partial.chmod(0o644)
+    except OSError as e:
+        raise ConfigError(f"-o {out}: it cannot be written ({e.strerror}); name another file") from None
+
+
+def _parsed(file: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
+    text = read_config_text(file)
+    lines: dict[str, int] = {}
+    if file.suffix == ".json":
+        data = _json(text, file)
+    else:
+        try:
+            data, places = safe_yaml.read(text)
+        except safe_yaml.YamlError as e:
+            raise ConfigError(f"{file}, line {e.line}: {e.sentence}") from None
+        lines = {".".join(path): line for path, line in places.items()}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}, line 1: a mapping of keys and values is wanted")
+    return data, lines
+
+
+def _json(text: str, file: Path) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in made:
+                raise ConfigError(f"{file}: the key {key!r} is there twice; leave one of them")
+            made[key] = value
+        return made
+
+    def finite(word: str) -> Any:
+        raise ConfigError(f"{file}: the number {word} is not finite")
+
+    try:
+        return json.loads(text, object_pairs_hook=once, parse_constant=finite)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{file}, line {e.lineno}: {e.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: nested too deep to be a config") from None
+
+
+def _reader(file: Path, data: Mapping[str, Any]) -> Backend:
+    """The backend whose library knows the most of the keys."""
+    readers = [b for b in map(registry.find, registry.names()) if b.imports]
+    counted = sorted(((len(b.foreign_keys() & data.keys()), b.imports, b) for b in readers), key=lambda c: c[:2])
+    if not counted or counted[-1][0] == 0:
+        known = " or ".join(sorted(b.imports for b in readers))
+        raise ConfigError(f"{file}: none of its keys is known; {known} is wanted")
+    return counted[-1][2]
+
+
+def _tree(reading: Reading) -> dict[str, Any]:
+    """Dotted keys as nested sections, ours in the order of the config; what `--set` said is among them."""
+    tree: dict[str, Any] = {}
+    for key, value in (reading.config | dict(reading.said)).items():
+        into = tree
+        *above, last = key.split(".")
+        for name in above:
+            below = into.get(name)
+            into[name] = into = below if isinstance(below, dict) else {}
+        into[last] = {**into[last], **value} if isinstance(value, dict) and isinstance(into.get(last), dict) else value
+    order = list(Config.model_fields)
+    return dict(sorted(tree.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def _text(file: Path, backend: Backend, reading: Reading, tree: Mapping[str, Any]) -> str:
+    lines = [
+        "# yaml-language-server: $schema=unipar.schema.json",
+        f"# Made by `unipar import` from {file.name}, {backend.imports}.",
+        "# For an editor that knows the keys: unipar schema --write unipar.schema.json",
+        *(["#", "# Left out:"] if reading.left_out else []),
+        *(f"#   {said}" for said in reading.left_out),
+        "",
+    ]
+    if "task" not in tree:
+        lines += ["# task: {use: train.py:YourTask}    # the class with your model, data and loss", ""]
+    notes = {**reading.notes, **dict.fromkeys(reading.said, "--set")}
+    return "\n".join([*lines, *_lines(tree, notes), ""])
+
+
+def _lines(tree: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "", indent: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        note = notes.get(key, "")
+        if isinstance(value, dict) and value:
+            yield f"{indent}{name}:" + (f"  # {note}" if note else "")
+            yield from _lines(value, notes, f"{key}.", f"{indent}  ")
+        else:
+            line = f"{indent}{name}: {_value(value)}"
+            yield f"{line.ljust(_WIDTH)}# {note}" if note else line
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[A-Za-z_][\w./*+-]*", value) and safe_yaml.read(value)[0] == value
+        return value if plain else json.dumps(value)
+    return json.dumps(value)

@@ -1,0 +1,128 @@
+"""A dataset or DataLoader, checked and taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from unipar.config import Config, Sizes
+from unipar.config.config import Data
+from unipar.distributed.world import World
+from unipar.errors import ConfigError, TaskError
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where samples come from: what the task gave, and what was taken from its DataLoader."""
+
+    dataset: Any
+    collate: Collate
+    settings: Data
+    taken: dict[str, Any]
+    """Further DataLoader arguments of the user's own."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether samples come one after another instead of by index."""
+        return _streams(self.dataset)
+
+    @property
+    def length(self) -> int | None:
+        """In samples; None for a stream that does not say."""
+        try:
+            return len(self.dataset)
+        except (TypeError, NotImplementedError):
+            if self.streams:
+                return None
+            raise
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def _streams(dataset: Any) -> bool:
+    if isinstance(dataset, IterableDataset):
+        return True
+    return callable(getattr(dataset, "__iter__", None)) and not callable(getattr(dataset, "__getitem__", None))
+
+
+def training_source(given: Any, collate: Collate | None, default: Collate, config: Config, sizes: Sizes) -> Source:
+    """What data() returned; keys of `data` that would have no effect on it are refused."""
+    source = source_of(given, collate, default, config, sizes)
+    told = config.data.model_fields_set
+    if source.streams and "shuffle" in told and config.data.shuffle:
+        raise ConfigError(
+            "data.shuffle: true: data() returned a stream, whose order is its own; shuffle in its __iter__ (the "
+            "generators are seeded by train.seed and the epoch), and leave the key out"
+        )
+    if not source.streams and "stream" in told:
+        raise ConfigError(
+            f"data.stream: {config.data.stream}: data() returned a map-style dataset, which is divided by index; "
+            "leave the key out"
+        )
+    return source
+
+
+def source_of(given: Any, collate: Collate | None, default: Collate, config: Config, sizes: Sizes) -> Source:
+    """A dataset, or a DataLoader whose dataset, collate_fn and workers are taken."""
+    settings = config.data
+    if isinstance(given, DataLoader):
+        return _from_loader(given, collate, config, sizes)
+    if _streams(given):
+        return Source(given, collate or default, settings.model_copy(update={"shuffle": False}), {})
+    if not callable(getattr(given, "__getitem__", None)) or not callable(getattr(given, "__len__", None)):
+        raise TaskError(
+            f"data() returned {type(given).__name__}; a dataset with __getitem__ and __len__, a stream, or a "
+            "DataLoader, is wanted"
+        )
+    return Source(given, collate or default, settings, {})
+
+
+def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Config, sizes: Sizes) -> Source:
+    if loader.batch_size is None:
+        what = "a batch_sampler of its own" if loader.batch_sampler is not None else "batch_size=None"
+        raise TaskError(f"the DataLoader has {what}; unipar decides which samples are a batch: give batch_size instead")
+    if loader.batch_size not in (1, sizes.total, sizes.micro):
+        raise TaskError(
+            f"the DataLoader's batch_size is {loader.batch_size}; it must be batch.total ({sizes.total}), "
+            f"batch.micro ({sizes.micro}) or unset"
+        )
+    sampler, streams = loader.sampler, _streams(loader.dataset)
+    whole: Any = loader.dataset
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(whole)
+    if not shuffle and not streams and type(sampler) is not SequentialSampler:
+        raise TaskError(
+            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); unipar decides which rank "
+            "reads which sample: leave it out, and set data.shuffle"
+        )
+    if loader.generator is not None or getattr(sampler, "generator", None) is not None:
+        raise TaskError("the DataLoader has a generator of its own; the order follows from train.seed: leave it out")
+    told = config.data.model_fields_set
+    said: dict[str, Any] = {"shuffle": shuffle, "workers": loader.num_workers}
+    if streams:
+        told = told - {"shuffle"}
+    if loader.drop_last:
+        said["ragged"] = "drop"
+    settings = config.data.model_copy(update={k: v for k, v in said.items() if k not in told})
+    names = ("worker_init_fn", "timeout", "multiprocessing_context") if settings.workers else ()
+    taken = {name: getattr(loader, name) for name in names}
+    if settings.workers and loader.prefetch_factor is not None:
+        taken["prefetch_factor"] = loader.prefetch_factor
+    return Source(loader.dataset, collate or loader.collate_fn, settings, taken)
+
+
+def agree_on(samples: int, world: World) -> None:
+    """Data of another length on another rank would be other batches, or a hang."""
+    world.agree(
+        "samples",
+        str(samples),
+        lambda first: (
+            f"the data has {samples} samples on rank {world.rank} and {first} on rank 0: every rank must see all "
+            "of it, and unipar divides it"
+        ),
+    )

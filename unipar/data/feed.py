@@ -1,0 +1,105 @@
+"""This rank's microbatches of a map-style dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from unipar.config import Sizes
+from unipar.data.dataset import Source
+from unipar.data.order import Key, Order, Plan, cut
+from unipar.errors import TaskError
+from unipar.utils.seeding import mix, sow
+
+
+@final
+class Sown(Dataset[Any]):
+    """Samples read by key, each with random numbers that follow from seed, epoch and index."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    @override
+    def __getitem__(self, key: Key) -> Any:
+        sow(mix(self.seed, 2, *key), cuda=False)
+        return self.dataset[key[1]]
+
+
+@final
+class Feed:
+    """This rank's microbatches, step after step."""
+
+    def __init__(self, source: Source, sizes: Sizes, rank: int | None, seed: int, *, pin: bool = False) -> None:
+        """Without a rank: every rank's microbatches, one after another, for a process that stands for all of them."""
+        self.source, self.sizes, self.rank, self.seed, self.pin = source, sizes, rank, seed, pin
+        settings = source.settings
+        self.order = Order(len(source), sizes.total, seed, settings.shuffle, settings.ragged)
+        self._dataset = Sown(source.dataset, seed)
+
+    def steps(self, epochs: int) -> int:
+        return epochs * self.order.per_epoch
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Epoch and batch of the step after `step` ones."""
+        return divmod(step, self.order.per_epoch)
+
+    def plans(self, start: int) -> Iterator[list[Plan]]:
+        sizes = self.sizes
+        for epoch, batch in self.order.batches(start):
+            step: list[Plan] = []
+            cuts = cut(batch, sizes.accumulate, sizes.ranks)
+            for mine in (mine for micro in cuts for mine in (micro if self.rank is None else [micro[self.rank]])):
+                keys = [(epoch, i) for i in mine] or [(epoch, batch[0])]  # a real sample that does not count
+                step.append(Plan(keys, len(mine) / len(batch)))
+            yield step
+
+    def batches(self, start: int) -> Iterator[list[tuple[Any, Plan]]]:
+        """From step `start` on, without end."""
+        settings = self.source.settings
+        if settings.workers == 0:
+            for plans in self.plans(start):
+                yield [(self.read(plan.keys), plan) for plan in plans]
+            return
+        loader: DataLoader[Any] = DataLoader(
+            self._dataset,
+            batch_sampler=_Keys(self, start),  # pyright: ignore[reportArgumentType] - keys, not ints
+            collate_fn=self.source.collate,
+            num_workers=settings.workers,
+            pin_memory=self.pin,
+            **self.source.taken,
+        )
+        ready = iter(loader)
+        for plans in self.plans(start):
+            yield [(next(ready), plan) for plan in plans]
+
+    def samples(self, step: int) -> int:
+        """In the global batch of the step after `step` ones."""
+        place = step % self.order.per_epoch
+        return min(self.sizes.total, self.order.samples - place * self.sizes.total)
+
+    def read(self, keys: list[Key]) -> Any:
+        return self.source.collate([self._dataset[key] for key in keys])
+
+    def spare(self, weigh: Callable[[Any], float]) -> Any:
+        """Any batch that weighs something, for a rank that has none."""
+        for i in range(len(self.source)):
+            batch = self.read([(0, i)])
+            if weigh(batch) > 0:
+                return batch
+        raise TaskError("weight(batch) is 0 for every single sample of the data: there is nothing to train on")
+
+
+@final
+class _Keys:
+    """A batch sampler over the plans; iterated in the main process, ahead of the workers."""
+
+    def __init__(self, feed: Feed, start: int) -> None:
+        self.feed, self.start = feed, start
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        for plans in self.feed.plans(self.start):
+            for plan in plans:
+                yield plan.keys

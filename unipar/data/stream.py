@@ -1,0 +1,217 @@
+"""One pass over a stream: each rank takes its own samples from the same one, or reads its own part of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from inspect import signature
+from itertools import count, islice
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as _worker
+from typing_extensions import override
+
+from unipar.config import Sizes
+from unipar.data.dataset import Source
+from unipar.data.order import Key, Plan, cut
+from unipar.errors import TaskError
+from unipar.utils.seeding import mix, sow
+
+STATED = {
+    "whole": "every rank and worker reads all of it and keeps its own samples: each counts once, in the same batch in "
+    "any world",
+    "shards": "each rank and worker reads the shard that is its own; which samples share a batch depends on how many "
+    "there are",
+    "own": "it splits itself by rank and worker; unipar cannot tell whether each sample is read once",
+}
+"""What can be promised of each way to read a stream."""
+
+
+class Portion(NamedTuple):
+    """What one rank reads of one global batch."""
+
+    number: int
+    """Of the batch in its epoch."""
+
+    samples: int
+    """In the global batch."""
+
+    micros: list[tuple[Any, Plan]]
+    first: str = ""
+    """A digest of the epoch's first sample, with its first batch."""
+
+    fault: str = ""
+    """What is wrong with the stream: a worker's exception would come without its words."""
+
+
+@final
+class Whole(IterableDataset[Portion]):
+    """One epoch, read as a whole by each rank and each of its workers; batches go round among the workers."""
+
+    def __init__(
+        self, source: Source, sizes: Sizes, rank: int, seed: int, *, ragged: str = "weigh", most: int | None = None
+    ) -> None:
+        self.source, self.seed, self.total, self.ragged, self.most = source, seed, sizes.total, ragged, most
+        """`most`: samples that are read; None for all."""
+
+        parts = cut(range(sizes.total), sizes.accumulate, sizes.ranks)
+        self.mine = [part[rank] for part in parts]
+        self.micro_of = {place: m for m, places in enumerate(self.mine) for place in places}
+        self.epoch = self.skip = 0
+
+    @override
+    def __iter__(self) -> Iterator[Portion]:
+        turn, of = _turn()
+        _hide()
+        samples = islice(sown(self.source.dataset, self.seed, self.epoch), self.most)
+        begun = 0
+        first = ""
+        for number in count():
+            wanted = number >= self.skip and (number - self.skip) % of == turn
+            held: list[list[tuple[Key, Any]]] = [[] for _ in self.mine]
+            spare: tuple[Key, Any] | None = None
+            seen = 0
+            for place, sample in enumerate(islice(samples, self.total)):
+                seen += 1
+                if spare is None:
+                    spare = (self.epoch, begun), sample
+                    first = digest(sample) if number == 0 and wanted else ""
+                if wanted and (m := self.micro_of.get(place)) is not None:
+                    held[m].append(((self.epoch, begun + place), sample))
+            begun += seen
+            if fault := self._fault(begun, ended=seen < self.total):
+                yield Portion(number, 0, [], fault=fault)
+                return
+            if spare is None or (seen < self.total and self.ragged == "drop"):
+                return
+            if wanted:
+                yield Portion(number, seen, [self._micro(one, spare, seen) for one in held], first)
+
+    def _micro(self, held: list[tuple[Key, Any]], spare: tuple[Key, Any], seen: int) -> tuple[Any, Plan]:
+        keys, samples = zip(*(held or [spare]), strict=True)  # a real sample that does not count
+        return self.source.collate(list(samples)), Plan(list(keys), len(held) / seen)
+
+    def _fault(self, begun: int, *, ended: bool) -> str:
+        said = self.source.length
+        if self.most is None and said is not None and (begun > said or (ended and begun < said)):
+            gave = "more than that" if begun > said else str(begun)
+            return f"len() of the stream says {said} samples, and epoch {self.epoch + 1} gave {gave}"
+        if ended and begun == 0:
+            return "data() has no samples" if self.epoch == 0 else AGAIN.format(self.epoch + 1)
+        left = begun % self.total
+        if ended and left and self.ragged == "error":
+            return (
+                f"data.ragged: {begun} samples are {begun // self.total} batches of {self.total} and {left} left over; "
+                "choose weigh or drop, or another batch.total"
+            )
+        if ended and begun < self.total and self.ragged == "drop":
+            return f"data.ragged: drop leaves nothing: {begun} samples do not fill one batch of {self.total}"
+        return ""
+
+
+AGAIN = "the stream gave no samples in epoch {}: its __iter__ must begin anew each time"
+
+
+@final
+class Apart(IterableDataset[tuple[Any, list[Key]]]):
+    """One epoch of this rank's own part, as microbatches; each worker has a part of that."""
+
+    def __init__(self, source: Source, sizes: Sizes, rank: int, seed: int) -> None:
+        self.source, self.sizes, self.rank, self.seed, self.epoch = source, sizes, rank, seed, 0
+
+    @override
+    def __iter__(self) -> Iterator[tuple[Any, list[Key]]]:
+        dataset, (turn, workers) = self.source.dataset, _turn()
+        part, of = self.rank * workers + turn, self.sizes.ranks * workers
+        if self.source.settings.stream == "shards":
+            _hide()
+            dataset = shard(dataset, part, of)
+        samples = enumerate(sown(dataset, self.seed, self.epoch, part))
+        while chunk := list(islice(samples, self.sizes.micro)):
+            keys = [(self.epoch, i * of + part) for i, _ in chunk]
+            yield self.source.collate([sample for _, sample in chunk]), keys
+
+
+def shard(dataset: Any, index: int, of: int) -> Any:
+    """Every `of`-th part of it; the other spelling is that of Hugging Face's datasets."""
+    named = signature(dataset.shard).parameters
+    return dataset.shard(index=index, **{"count" if "count" in named else "num_shards": of})
+
+
+def check_shards(dataset: Any) -> None:
+    """Raise unless it can say what its parts are."""
+    method = getattr(dataset, "shard", None)
+    named = set(signature(method).parameters) if callable(method) else set[str]()
+    if "index" not in named or not named & {"count", "num_shards"}:
+        raise TaskError(
+            f"data.stream: shards: {type(dataset).__name__} has no method shard(index, count) that returns a part of "
+            "it; write one, say own if it splits itself by rank and worker, or leave the key out"
+        )
+
+
+def _turn() -> tuple[int, int]:
+    """Which worker this is, of how many."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+def _hide() -> None:
+    """From here on the dataset sees no workers, by which it might split itself as well."""
+    _worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
+
+
+def sown(dataset: Any, seed: int, epoch: int, *part: int) -> Iterator[Any]:
+    """One pass, its random numbers by seed, epoch and place in the stream, whoever reads it."""
+    sow(mix(seed, 5, epoch, *part), cuda=False)
+    if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+        set_epoch(epoch)
+    ready = iter(dataset)
+    for index in count():
+        sow(mix(seed, 2, epoch, *part, index), cuda=False)
+        try:
+            sample = next(ready)
+        except StopIteration:
+            return
+        yield sample
+
+
+def loaded(dataset: Any, source: Source, *, pin: bool = False) -> Any:
+    """What `dataset` gives, from the workers that the config asks for."""
+    workers = source.settings.workers
+    if workers == 0:
+        return dataset
+    return DataLoader(
+        dataset, batch_size=None, collate_fn=_as_it_is, num_workers=workers, pin_memory=pin, **source.taken
+    )
+
+
+def _as_it_is(portion: Any) -> Any:
+    return portion
+
+
+def digest(sample: Any) -> str:
+    """Of a sample's tensors, numbers and text; what else it holds is left out."""
+    made = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            flat = torch.view_as_real(value) if value.is_complex() else value
+            add(flat.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        elif isinstance(value, np.ndarray):
+            made.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                add((key, inner))
+        elif isinstance(value, list | tuple):
+            made.update(b"[")
+            for inner in value:
+                add(inner)
+        elif isinstance(value, str | bytes | int | float | complex | None):
+            made.update(repr(value).encode())
+
+    add(sample)
+    return made.hexdigest()

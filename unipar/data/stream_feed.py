@@ -1,0 +1,197 @@
+"""Streams, epoch after epoch: this rank's microbatches of samples that come one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any, final
+
+import torch
+
+from unipar.config import Sizes
+from unipar.data.dataset import Source
+from unipar.data.order import Key, Plan
+from unipar.data.stream import AGAIN, Apart, Portion, Whole, check_shards, loaded, sown
+from unipar.distributed.world import World
+from unipar.errors import ConfigError, TaskError
+
+
+@final
+class Stream:
+    """This rank's microbatches of a stream, step after step."""
+
+    def __init__(self, source: Source, sizes: Sizes, world: World, seed: int, *, pin: bool = False) -> None:
+        self.source, self.sizes, self.world, self.seed, self.pin = source, sizes, world, seed, pin
+        self.whole = source.settings.stream == "whole"
+        if source.settings.stream == "shards":
+            check_shards(source.dataset)
+        self._key = world.key("stream")
+        self._next = (0, 0)
+        """Epoch and batch of the step after the last one that was read."""
+
+        self._read = self._samples = 0
+
+    def steps(self, epochs: int) -> int:
+        if (per_epoch := self._per_epoch) is None:
+            why = "has no len()" if self.whole else f"is read with data.stream: {self.source.settings.stream}"
+            raise ConfigError(
+                f"train.epochs: data() returned a stream that {why}, so nobody knows how many steps an epoch has; "
+                "give train.steps instead"
+            )
+        return epochs * per_epoch
+
+    @property
+    def _per_epoch(self) -> int | None:
+        length, total = self.source.length, self.sizes.total
+        if not self.whole or length is None:
+            return None
+        return length // total if self.source.settings.ragged == "drop" else -(-length // total)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Epoch and batch of the step after `step` ones."""
+        if per_epoch := self._per_epoch:
+            return divmod(step, per_epoch)
+        if step == self._read:
+            return self._next
+        if not self.whole:
+            raise TaskError("where a stream of parts stands is known once it is read")
+        return self._stand(step)
+
+    def samples(self, step: int) -> int:
+        return self._samples
+
+    def spare(self, weigh: Callable[[Any], float]) -> Any:
+        """Any batch that weighs something, for a rank that has none."""
+        for sample in sown(self.source.dataset, self.seed, 0):
+            batch = self.source.collate([sample])
+            if weigh(batch) > 0:
+                return batch
+        raise TaskError("weight(batch) is 0 for every single sample of the data: there is nothing to train on")
+
+    def batches(self, start: int) -> Iterator[list[tuple[Any, Plan]]]:
+        """From step `start` on, without end; what comes before it is read, and left."""
+        self._read = start
+        for portion in self._wholes(start) if self.whole else islice(self._parts(), start, None):
+            self._read += 1
+            self._samples = portion.samples
+            yield portion.micros
+
+    # The same stream on every rank
+
+    def _wholes(self, start: int) -> Iterator[Portion]:
+        epoch, skip = self._stand(start)
+        while True:
+            portion = None
+            for portion in self._epoch(epoch, skip):
+                if portion.first:
+                    self._compare(f"{epoch}/first", portion.first)
+                self._next = epoch, portion.number + 1
+                yield portion
+            if portion is not None:
+                self._compare(f"{epoch}/last", f"{portion.number} {portion.samples}")
+            epoch, skip = epoch + 1, 0
+            self._next = epoch, 0
+
+    def _stand(self, start: int) -> tuple[int, int]:
+        """The epoch of a step, and its batch there: counted by reading where there is no len()."""
+        if per_epoch := self._per_epoch:
+            return divmod(start, per_epoch)
+        epoch = 0
+        while start:
+            batches = sum(1 for _ in islice(self._counting(epoch), start + 1))
+            if batches > start:
+                break
+            epoch, start = epoch + 1, start - batches
+        return epoch, start
+
+    def _counting(self, epoch: int) -> Iterator[Portion]:
+        whole = self._made()
+        whole.epoch = epoch
+        for portion in whole:
+            if portion.fault:
+                raise TaskError(portion.fault)
+            yield portion
+
+    def _made(self) -> Whole:
+        return Whole(self.source, self.sizes, self.world.rank, self.seed, ragged=self.source.settings.ragged)
+
+    def _epoch(self, epoch: int, skip: int) -> Iterator[Portion]:
+        whole = self._made()
+        whole.epoch, whole.skip = epoch, skip
+        for portion in loaded(whole, self.source, pin=self.pin):
+            if portion.fault:
+                raise TaskError(portion.fault)
+            yield portion
+
+    def _compare(self, what: str, mine: str) -> None:
+        """Raise if a rank that has come this far has read another stream."""
+        self.world.agree_so_far(
+            f"{self._key}/{what}",
+            mine,
+            lambda rank: (
+                f"the stream is not the same on ranks {rank} and {self.world.rank}, and data.stream: whole takes each "
+                "rank's samples from one stream; if it splits itself by rank, say data.stream: own"
+            ),
+        )
+
+    # Each rank its part
+
+    def _parts(self) -> Iterator[Portion]:
+        apart = Apart(self.source, self.sizes, self.world.rank, self.seed)
+        spare: tuple[Any, list[Key]] | None = None
+        for epoch in count():
+            apart.epoch = epoch
+            ready = iter(loaded(apart, self.source, pin=self.pin))
+            read = 0
+            for number in count():
+                held = list(islice(ready, self.sizes.accumulate))
+                mine = sum(len(keys) for _, keys in held)
+                samples, short = self._together(mine)
+                if short and self.source.settings.ragged == "error":
+                    raise TaskError(
+                        f"data.ragged: the ranks' parts of epoch {epoch + 1} end at different steps, or within a batch "
+                        f"(batch {number + 1} has {samples} of {self.sizes.total} samples); choose weigh or drop"
+                    )
+                if samples == 0 or (short and self.source.settings.ragged == "drop"):
+                    break
+                spare = held[-1] if held else spare
+                self._next = epoch, number + 1
+                read += samples
+                yield Portion(number, samples, self._micros(held, spare, samples))
+            self._counted(epoch, read)
+            self._next = epoch + 1, 0
+
+    def _together(self, mine: int) -> tuple[int, bool]:
+        """Samples in the global batch, and whether any rank has less than its share."""
+        full = self.sizes.micro * self.sizes.accumulate
+        told = torch.tensor([mine, mine < full], dtype=torch.float64, device=self.world.device)
+        samples, short = self.world.sum(told).tolist()
+        return int(samples), short > 0
+
+    def _micros(
+        self, held: Sequence[tuple[Any, list[Key]]], spare: tuple[Any, list[Key]] | None, samples: int
+    ) -> list[tuple[Any, Plan]]:
+        """Every rank runs as many microbatches as the others, some of no weight."""
+        made = [(batch, Plan(keys, len(keys) / samples)) for batch, keys in held]
+        if spare is None:
+            raise TaskError(
+                f"rank {self.world.rank}'s part of the stream has no samples at all: use fewer ranks or workers"
+            )
+        return made + [(spare[0], Plan(spare[1], 0.0))] * (self.sizes.accumulate - len(made))
+
+    def _counted(self, epoch: int, read: int) -> None:
+        """Exactly once, where it can be counted."""
+        settings, said = self.source.settings, self.source.length
+        if read == 0:
+            raise TaskError(
+                AGAIN.format(epoch + 1)
+                if epoch
+                else "data.ragged: drop leaves nothing: no batch has all its samples"
+                if settings.ragged == "drop"
+                else "data() has no samples"
+            )
+        if settings.stream == "shards" and settings.ragged == "weigh" and said is not None and read != said:
+            raise TaskError(
+                f"len() of the stream says {said} samples, and its {self.sizes.ranks * max(1, settings.workers)} "
+                f"shards gave {read} in epoch {epoch + 1}: shard(index, count) must give each sample to one of them"
+            )

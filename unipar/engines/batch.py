@@ -1,0 +1,39 @@
+"""Move, cast and walk batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def walked(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`batch` with every tensor in it changed; containers of the usual kinds are rebuilt."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return type(batch)((k, walked(v, change)) for k, v in batch.items())
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(walked(v, change) for v in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(walked(v, change) for v in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        made = {f.name: walked(getattr(batch, f.name), change) for f in dataclasses.fields(batch) if f.init}
+        return dataclasses.replace(batch, **made)
+    return batch
+
+
+def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
+    return walked(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch where the model is; an object with its own `to` is asked to move itself."""
+    if device.type == "cpu":
+        return batch
+    if not isinstance(batch, Tensor | dict | list | tuple) and callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    return walked(batch, lambda t: t.to(device, non_blocking=True))

@@ -1,0 +1,39 @@
+"""Base rates of groups and the schedule's factor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unipar.config.sections.optimizer import Constant, Schedule
+
+
+class Rates:
+    """Each group's own base rate, times one factor."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.base: list[float] = [g["lr"] for g in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # some libraries take a step of their own while they wrap
+
+    def set(self, optimizer: Any, factor: float) -> None:
+        for group, base in zip(optimizer.param_groups, self.base, strict=True):
+            group["lr"] = base * factor
+
+
+def rates_of(optimizer: Any) -> list[float]:
+    """Of each group, as it stands."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def factor(schedule: Schedule, step: int, steps: int) -> float:
+    """What the rate is multiplied with at optimizer step `step` (from 0) of `steps`."""
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    if isinstance(schedule, Constant):
+        return 1.0
+    gone = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
+    left = 1.0 - gone if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
+    return schedule.end + (1.0 - schedule.end) * max(0.0, left)

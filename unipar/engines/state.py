@@ -1,0 +1,79 @@
+"""Which range of a tensor is here; buffers; what modules hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from unipar.backend import Holding, Piece, Read
+from unipar.distributed.world import World
+from unipar.engines.placement import plain_of
+
+
+def span(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
+    """The global shape, which flat range this rank holds, and the storage of that."""
+    if not isinstance(t, DTensor):
+        return tuple(t.shape), (0, t.numel()), t
+    local, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    start = offset[0] * prod(t.shape[1:]) if prod(local) else 0
+    return tuple(t.shape), (start, start + prod(local)), t.to_local()
+
+
+def local(t: Tensor) -> Tensor:
+    """What of it is here."""
+    with torch.no_grad():
+        return t.to_local() if isinstance(t, DTensor) else t
+
+
+def first_copy(t: Tensor, world: World) -> bool:
+    """Whether this rank's part belongs to the copy that speaks for all."""
+    if not isinstance(t, DTensor):
+        return world.rank == 0
+    here = t.device_mesh.get_coordinate()
+    assert here is not None
+    return all(at == 0 for at, p in zip(here, t.placements, strict=True) if p.is_replicate())
+
+
+def buffers(model: nn.Module, world: World) -> Iterator[Piece]:
+    """Buffers are whole on every rank; rank 0's are the model's."""
+    if world.rank == 0:
+        for name, b in model.named_buffers():
+            yield Piece(name, "buffer", tuple(b.shape), (0, b.numel()), b)
+
+
+def held_by_modules(model: nn.Module) -> Iterator[Holding]:
+    """Buffers, and tensors that the user's code keeps on a module."""
+    for name, b in model.named_buffers():
+        yield Holding("buffers", name, b)
+    for prefix, module in model.named_modules():
+        for name, value in plain_of(module).items():
+            for tensor in _tensors_in(value):
+                yield Holding("buffers", f"{prefix}.{name}".removeprefix("."), tensor)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield local(value)
+    elif isinstance(value, list | tuple | dict):
+        for inner in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors_in(inner)
+
+
+@torch.no_grad()
+def restore_buffers(model: nn.Module, read: Read) -> None:
+    for name, b in model.named_buffers():
+        b.view(-1).copy_(read(name, "buffer", (0, b.numel())))
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Rank 0's buffers on every rank: running statistics part, and all shall evaluate one model."""
+    if dist.get_world_size() > 1:
+        for b in model.buffers():
+            dist.broadcast(b, 0)

@@ -1,0 +1,180 @@
+"""`WrapperEngine`: base for libraries that leave gradients and optimizer to us."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from math import inf
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from unipar.backend import Engine, Fn, Holding, Mark, Micro, Part, Piece, Read, Step
+from unipar.backend.precision import autocast_as, batch_as
+from unipar.config import Config
+from unipar.distributed.world import World
+from unipar.engines.forward import Call, Held, resting
+from unipar.engines.gradients import clip64, clipped, scaled
+from unipar.engines.learning_rate import Rates, rates_of
+from unipar.engines.loss_scale import Scaler
+from unipar.engines.state import buffers, first_copy, held_by_modules, local, restore_buffers, span
+
+
+class Open(Engine):
+    """Microbatches, clip and update as one process would; the library reduces gradients on the way."""
+
+    divisor: float
+    """What the library divides the sum over ranks by."""
+
+    copies: int = 1
+    """How often the ranks' parts make the whole model, where it is split."""
+
+    apart: bool = False
+    """Whether weights are whole on every rank, and the optimizer's state of each lies with one of them."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        """After the parameters are where they stay; before the library wraps model and optimizer."""
+        self.world, self.model = world, part.module
+        precision = config.train.precision
+        self.call = Call(part.module, world.device, autocast=autocast_as(precision), cast=batch_as(precision))
+        self.wrapped: nn.Module = self.call
+        self.optimizer: Any = part.optimizer(part.module)
+        self.base: Optimizer = self.optimizer
+        self.kept: Mapping[str, nn.Parameter] = dict(part.module.named_parameters())  # between steps, frozen ones too
+        self.rates = Rates(self.base)
+        self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
+        clip = config.train.clipping
+        self.limit = inf if clip is None else float(clip.max)
+        self.fp64 = clip is not None and clip.norm == "fp64"
+        self.scaler = Scaler() if precision == "fp16" else None
+
+    @abstractmethod
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        """Around one microbatch: gradients are reduced in the last one's backward."""
+
+    def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
+        """What goes forward at a time: each microbatch by itself, unless one rank has several devices."""
+        return micros
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def reduced(self) -> None:
+        """After the last backward: when this returns, gradients are what the optimizer shall see."""
+
+    def norm(self) -> Tensor:
+        """Clip; return the norm before it."""
+        return clipped(self.trained, self.limit)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @override
+    @final
+    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        share: Tensor | None = None
+        micros = self.rounds(micros)
+        count = len(micros)
+        divisor = self.divisor if self.scaler is None else self.divisor * self.scaler.scale
+        for i, micro in enumerate(micros, 1):
+            with self.sync(count, last=i == count):
+                mark("forward")
+                loss: Tensor = self.wrapped(fn, Held(micro.batch))
+                mark("backward")
+                mine, share = scaled(loss, micro.scale, divisor, share)
+                self.backward(mine)
+        mark("update")
+        self.reduced()
+        for p in self.trained:
+            if p.grad is None:  # unused: the same decay everywhere
+                p.grad = torch.zeros_like(p)
+        if self.scaler is not None:
+            self.scaler.unscale(self._local_grads()[0])
+        norm = clip64(self._local_grads(), self.limit, self.world, self.copies) if self.fp64 else self.norm()
+        assert share is not None
+        if self.scaler is not None and self.scaler.overflowed(norm):
+            self.optimizer.zero_grad()
+            return Step(share, norm, skipped=True)
+        self.rates.set(self.optimizer, factor)
+        self.update()
+        return Step(share, norm)
+
+    def _local_grads(self) -> tuple[list[Tensor], bool]:
+        """This rank's gradients, and whether the other ranks hold other parts."""
+        return [p.grad for p in self.trained if p.grad is not None], False
+
+    @override
+    def learning_rates(self) -> list[float]:
+        return rates_of(self.base)
+
+    @override
+    @final
+    def evaluate(self, fn: Fn, batch: Any) -> Any:
+        with resting(self.wrapped):
+            return self.wrapped(fn, Held(batch))
+
+    @override
+    @final
+    def call_frozen(self, fn: Fn, given: Any) -> Any:
+        return self.call(fn, Held(given))  # what splits parameters is in it; what reduces gradients is around it
+
+    @override
+    @final
+    def pieces(self) -> Iterator[Piece]:
+        self.before_state_access()
+        state: Any = self.base.state
+        for name, p in self.model.named_parameters():
+            for kind, value in {"weight": p, **state.get(p, {})}.items():
+                if not isinstance(value, Tensor):
+                    continue
+                shape, where, local = span(value)
+                if (self.apart and kind != "weight") or first_copy(value, self.world):
+                    yield Piece(name, kind, shape, where, local)
+        yield from buffers(self.model, self.world)
+
+    @override
+    @final
+    @torch.no_grad()
+    def restore(self, read: Read) -> None:
+        self.before_state_access()
+        state: Any = self.base.state
+        mine = {id(p) for group in self.base.param_groups for p in group["params"]}
+        for name, p in self.model.named_parameters():
+            for kind in sorted(read.kinds(name) if id(p) in mine else {"weight"}):
+                if kind == "weight":
+                    value: Tensor = p
+                else:
+                    value = torch.zeros((), dtype=torch.float32) if kind == "step" else torch.zeros_like(p)
+                    state[p][kind] = value = self._placed(kind, value)
+                _, where, local = span(value)
+                local.view(-1).copy_(read(name, kind, where))
+        restore_buffers(self.model, read)
+
+    @override
+    @final
+    def holdings(self) -> Iterator[Holding]:
+        names: dict[Any, str] = {p: name for name, p in self.kept.items()}
+        for name, p in self.kept.items():
+            yield Holding("parameters", name, local(p))
+            if p.grad is not None:
+                yield Holding("gradients", name, local(p.grad))
+        for p, state in self.base.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield Holding("optimizer", f"{names[p]}.{key}", local(value))
+        yield from held_by_modules(self.model)
+        yield from self.held_beside()
+
+    def held_beside(self) -> Iterator[Holding]:
+        """What only this library keeps: gathered parameters, buckets."""
+        yield from ()
+
+    def _placed(self, kind: str, value: Tensor) -> Tensor:
+        """A fused optimizer keeps its step counts beside the parameters."""
+        fused = any(g.get("fused") or g.get("capturable") for g in self.base.param_groups)
+        return value.to(self.world.device) if kind == "step" and fused else value

@@ -1,0 +1,187 @@
+"""A run that may start: all that can be known to fit is looked at here, before any process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from unipar.backend import Backend, checks, registry, resources
+from unipar.backend.checks import CheckedSource, given_source
+from unipar.backend.installed import library_versions, machine
+from unipar.config import Config
+from unipar.config.settled import SettledConfig
+from unipar.config.source import Given
+from unipar.distributed.launchers import Launcher, probe, started_by
+from unipar.distributed.place import Place
+from unipar.errors import Unsupported, WorldMismatch
+from unipar.model import weight_file
+from unipar.run_folder import folder
+from unipar.task import Task
+from unipar.task.importing import Reached, importing
+from unipar.task.reference import TaskRef
+from unipar.task.task import Functions
+from unipar.tracking.tracker import require
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What every verb needs before it starts anything: a config whose names are known, its task and weights found."""
+
+    source: CheckedSource
+    ref: TaskRef | None
+    """Where the task's code is; None where none is named, or where it is in the user's own script."""
+
+    place: Place | None
+    """Of this process in the world that a foreign launcher made; None: ours is to be made."""
+
+    device: str
+    """`cpu`, `cuda` or `cuda:N`."""
+
+    why: str
+    """Why it is that device; empty where the config says it."""
+
+    @property
+    def computed(self) -> Config:
+        """The config with its device known, so that nobody counts GPUs again."""
+        return self.source.config.changed({"device": self.device})
+
+    def ranks(self) -> resources.Ranks:
+        """Return how many ranks the config means here."""
+        source = self.source
+        return resources.ranks_in(source.cell, source.config, self.place, alone=source.alone)
+
+    def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
+        """Return the config in so many ranks, which `asked` asked for; `local` of them are on this machine."""
+        settled = SettledConfig.of(self.source.config, self.source.cell, ranks, self.device)
+        resources.check_enough(self.computed, ranks, local, asked)
+        return settled
+
+
+def prepare(
+    config: Given,
+    task: type[Task] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    code: Literal["needed", "if named", "in the script"] = "needed",
+    starts: str = "",
+) -> Prepared:
+    """Read a config and look at all that it names; start nothing, import no library and none of the user's code.
+
+    `code`: whether a task must be named. `starts`: what the caller starts by itself, if it cannot be a rank of a
+    world that another launcher made.
+    """
+    if importing():
+        raise Reached
+    source = given_source(config, overrides)
+    place = _place(source, starts)
+    ref = None
+    if code == "needed" or (code == "if named" and source.config.task is not None):
+        ref = TaskRef.of(task, source.config.task, functions or {})
+        ref.look()
+    if (wanted := source.config.model.loading) is not None:
+        weight_file.look(wanted, (source.folder, Path.cwd()))
+    return Prepared(source, ref, place, *resources.device(source.config))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, by whom, on how many ranks, and where it is written down."""
+
+    settled: SettledConfig
+    backend: Backend
+    out: Path
+    overwrite: bool
+    place: Place | None
+    """Of this process in the world that a foreign launcher made; None: ours is to be made."""
+
+    ref: TaskRef | None
+    """None for a loop in the user's own script, which workers run again."""
+
+    why: str = ""
+    """Why there are so many ranks, or why they are on this device; empty where the config says so."""
+
+    @classmethod
+    def of(cls, prepared: Prepared, *, overwrite: bool) -> Self:
+        """Check that the run can start; raise with what stands in the way."""
+        source, place = prepared.source, prepared.place
+        config, kind = source.config, prepared.device
+        checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell)
+        for tracker in config.log.to:
+            require(tracker)
+        ranks = prepared.ranks()
+        if place is not None and place.size != ranks.number:
+            raise WorldMismatch(
+                f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python"
+            )
+        settled = prepared.settled(ranks.number, place.local_size if place else None)
+        settled.config.parallel.settle(settled.ranks)
+        if place is None or place.rank == 0:
+            folder.look(source.out, overwrite=overwrite)
+        settled = replace(settled, config=settled.config.changed({"out": str(source.out)}))
+        return cls(settled, source.backend, source.out, overwrite, place, prepared.ref, ranks.why or prepared.why)
+
+    def after(self, launches: Sequence[str]) -> Self:
+        """Return the same, whose workers know of these earlier launches of one script."""
+        return self if self.ref is None else replace(self, ref=replace(self.ref, earlier=tuple(launches)))
+
+    @property
+    def config(self) -> Config:
+        """With the number of ranks settled."""
+        return self.settled.config
+
+    @property
+    def size(self) -> int:
+        return self.settled.ranks
+
+    def made(self, script: Sequence[str] = ()) -> Any:
+        """The run folder, this run's alone while the context is open."""
+        launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
+        ran = {"versions": library_versions(self.backend.requires), "machine": machine()}
+        launch |= {"settled": self.settled.to_json()}
+        texts = self.config.written(), json.dumps(launch | ran, indent=2)
+        return folder.made(self.out, *texts, overwrite=self.overwrite)
+
+
+def _place(source: CheckedSource, starts: str) -> Place | None:
+    """Who a foreign launcher says this process is; raise where it cannot start what is asked for."""
+    found = registry.launchers()
+    place = probe(found, folder=source.out.resolve())
+    if place is None:
+        return None
+    if starts:
+        raise WorldMismatch(
+            f"{starts}, and this is rank {place.rank} of one that {place.launcher} started: run it without that "
+            "launcher"
+        )
+    if (launcher := started_by(found)) is not None:
+        check_serves(launcher, source)
+    return place
+
+
+def check_serves(launcher: Launcher, source: CheckedSource) -> None:
+    """Refuse a launcher that was made for other backends."""
+    if launcher.serves is None or source.config.backend in launcher.serves:
+        return
+    raise Unsupported(
+        str(source.cell),
+        [
+            f"{launcher.name} starts {', '.join(launcher.serves)} only; start the same script with "
+            "`torchrun --nproc-per-node N`, or with `python`, and unipar starts its ranks itself"
+        ],
+    )
+
+
+def task_here(
+    task: type[Task] | None, functions: Mapping[str, Callable[..., Any]], config: Config, ref: TaskRef | None
+) -> Task:
+    """The task as an object of this very process, which has its class already."""
+    if functions:
+        return Functions(functions)
+    if task is not None:
+        return task(**(config.task.args if config.task else {}))
+    assert ref is not None
+    return ref.load()

@@ -1,0 +1,208 @@
+"""A process that has imported once what takes long, and forks workers out of itself: a world in a tenth of a second.
+
+For many short worlds: tests, comparisons of numbers. Where memory is measured, workers are new processes: a fork
+counts its parent's pages as its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NoReturn, Self, final
+
+from typing_extensions import override
+
+from unipar.errors import UniparError
+from unipar.launcher.processes.process import Process, Starter
+from unipar.launcher.processes.worker_arguments import Orders, die_with_parent
+
+MESSAGE = 1 << 17
+_FDS = ("lifeline", "listener", "control", "parcel")
+
+
+class ZygoteFailed(UniparError):
+    """What was to be imported cannot be, or the process is gone."""
+
+
+@final
+class Zygote(Starter):
+    """Entered, it is ready: `Crew(..., zygote=it)`."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._modules, self._environment = modules, environment or {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mortal = threading.current_thread() is threading.main_thread()
+        words = [str(theirs.fileno()), str(os.getpid()), str(int(mortal)), *self._modules]
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", "unipar.launcher.processes.forkserver", *words],
+                # one thread while it imports: a fork takes one thread along, and libraries start theirs by this number
+                env={**os.environ, **self._environment, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            self._answer()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()  # it ends when nobody asks any more
+        self._popen.wait()
+
+    @property
+    @override
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @override
+    def start(self, orders: Orders, environment: Mapping[str, str], log: int) -> Process:
+        fds = [fd for name in _FDS if (fd := getattr(orders, name)) >= 0]
+        asked = {"orders": asdict(orders), "environment": dict(environment), "folder": os.getcwd()}
+        said, passed = self._ask(asked, [log, *fds])
+        return _Forked(said["pid"], passed[0], self)
+
+    def reap(self, pid: int) -> int:
+        """The exit code of a fork that has ended."""
+        return self._ask({"reap": pid})[0]["code"]
+
+    def _ask(self, question: dict[str, Any], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [json.dumps(question).encode()], fds)
+            except (BrokenPipeError, ConnectionResetError):
+                raise ZygoteFailed(f"the zygote is gone ({self._popen.wait()})") from None
+            return self._answer()
+
+    def _answer(self) -> tuple[dict[str, Any], list[int]]:
+        try:
+            raw, fds, _, _ = socket.recv_fds(self._socket, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # it ended before it had read the question
+            raw, fds = b"", list[int]()
+        if not raw:
+            raise ZygoteFailed(f"the zygote is gone ({self._popen.wait()})")
+        said = json.loads(raw)
+        if "error" in said:
+            raise ZygoteFailed(f"the zygote of {', '.join(self._modules)}: {said['error']}")
+        return said, fds
+
+
+@final
+class _Forked(Process):
+    """A child of the zygote's."""
+
+    def __init__(self, pid: int, pidfd: int, zygote: Zygote) -> None:
+        self._pid, self._pidfd, self._zygote = pid, pidfd, zygote
+
+    @property
+    @override
+    def pid(self) -> int:
+        return self._pid
+
+    @property
+    @override
+    def pidfd(self) -> int:
+        return self._pidfd
+
+    @override
+    def reap(self) -> int:
+        return self._zygote.reap(self._pid)
+
+
+# The zygote's own side
+
+
+def main(words: list[str]) -> NoReturn:
+    die_with_parent(int(words[1]), signal.SIGKILL if words[2] == "1" else None)
+    asked = socket.socket(fileno=int(words[0]))
+    asked.set_inheritable(False)
+    try:
+        for module in ["unipar.launcher.processes.worker", *words[3:]]:
+            importlib.import_module(module)
+        _say(asked, {"ready": _alone()})
+    except BaseException:
+        _say(asked, {"error": traceback.format_exc()})
+        os._exit(1)
+    gc.freeze()  # the forks' collector leaves these pages alone: they stay shared, and it is quick
+    while True:
+        raw, fds, _, _ = socket.recv_fds(asked, MESSAGE, 1 + len(_FDS), socket.MSG_CMSG_CLOEXEC)
+        if not raw:
+            os._exit(0)
+        try:
+            _answer(asked, json.loads(raw), list(fds))
+        except Exception:
+            _say(asked, {"error": traceback.format_exc()})
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def _answer(asked: socket.socket, said: dict[str, Any], fds: list[int]) -> None:
+    if "reap" in said:
+        _, status = os.waitpid(said["reap"], 0)
+        _say(asked, {"code": os.waitstatus_to_exitcode(status)})
+        return
+    log, *rest = fds
+    orders = Orders(**said["orders"])
+    given = [name for name in _FDS if getattr(orders, name) >= 0]
+    orders = replace(orders, **dict(zip(given, rest, strict=True)))
+    _alone()
+    pid = os.fork()
+    if pid == 0:
+        _live(asked, orders, said, log)
+    pidfd = os.pidfd_open(pid)
+    try:
+        _say(asked, {"pid": pid}, [pidfd])
+    finally:
+        os.close(pidfd)
+
+
+def _alone() -> int:
+    """A fork would lose every other thread, with the locks that it holds."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"{threads} threads; what was imported starts some, and must be imported in the workers")
+    return threads
+
+
+def _say(asked: socket.socket, what: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    socket.send_fds(asked, [json.dumps(what).encode()[:MESSAGE]], fds)
+
+
+def _live(asked: socket.socket, orders: Orders, said: dict[str, Any], log: int) -> NoReturn:
+    """In the fork: become what a new process would be."""
+    os.setsid()
+    asked.close()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(said["environment"])
+    os.chdir(said["folder"])
+    if "torch" in sys.modules:  # it counted its threads when it was imported
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    from unipar.launcher.processes import worker
+
+    worker.serve(orders)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,61 @@
+"""SIGINT and SIGTERM as something to wait for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Self
+
+ASKING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """While it is entered, signals are taken down instead of ending this process. Only the main thread can."""
+
+    def __init__(self) -> None:
+        self.taken: list[signal.Signals] = []
+        self._before: dict[signal.Signals, Any] = {}
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Readable when a signal has come."""
+        return self._reader
+
+    def drain(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._reader, 64)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.taken.append(signal.Signals(number))
+        os.write(self._writer, b"!")
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in ASKING:
+                before = signal.getsignal(number)
+                if before not in (None, signal.SIG_IGN):  # ignored, as under nohup: leave it so
+                    self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+@contextmanager
+def terminable() -> Generator[None]:
+    """SIGTERM ends the body as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

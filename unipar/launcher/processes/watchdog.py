@@ -1,0 +1,202 @@
+"""Which rank hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import override
+
+from unipar.errors import Hung
+from unipar.run_folder.heartbeat import PHASES, Beat, feel
+from unipar.run_folder.layout import beat_of, log_of, stack_of
+from unipar.utils.procfs import process_state
+
+PATIENT = ("start", "waiting", "end")
+"""Phases that may take as long as they like."""
+
+
+FIRST = (1, PHASES.index("update"))
+"""The first step may take as long as it likes: libraries compile and allocate in it."""
+
+
+WAITING = ("torch/distributed/", "torch/autograd/graph.py", f"{Path(__file__).parents[2]}/")
+"""Files that a rank's stack ends in while it waits for its peers: from ours, in a store or for a device."""
+
+
+UNBORN = Beat(-1, "start", 0.0)
+"""Of a rank that has not begun: it imports the user's code."""
+
+
+SLACK = 1.0
+"""Seconds beyond `launch.timeout` in which a rank that waits may say so itself."""
+
+
+DUMP = 1.0
+"""Seconds that a rank has to write down its stack."""
+
+
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)')
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: str
+    function: str
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class Watch:
+    """Looks at the beats of a run's ranks now and then."""
+
+    def __init__(
+        self, run: Path, patience: float | None, waits: Sequence[str] = (), meeting: float | None = None
+    ) -> None:
+        self._run, self._patience, self._waits = run, patience, (*WAITING, *waits)
+        self._meeting = meeting
+        """Seconds that ranks which are ready to meet wait for those that still import the user's code."""
+
+        self.every = min(1.0, (patience or meeting or 0.0) / 4) or None
+        """Seconds between looks; None: never."""
+
+        self._since: dict[int, tuple[Beat, float]] = {}
+        self._looked = time.monotonic()
+
+    def look(self, pids: Mapping[int, int]) -> Hung | None:
+        """The error, if one of these ranks has been silent for too long. `pids` are those that still run."""
+        if (absent := self._absent(pids)) is not None:
+            return absent
+        now = time.monotonic()
+        if self._patience is None or self.every is None:
+            return None
+        pause = now - self._looked
+        if pause > 2 * self.every + 1.0:  # this process slept, so perhaps all did: count from here
+            self._since.clear()
+        self._looked = now
+        silent = [rank for rank in pids if self._silence(rank, now) > self._patience]
+        if not silent:
+            return None
+        beats = {rank: beat for rank in pids if (beat := feel(beat_of(self._run, rank))) is not None}
+        return self._name(pids, beats, _silent(max(now - beats[rank].when for rank in silent)))
+
+    def _absent(self, pids: Mapping[int, int]) -> Hung | None:
+        """The error, if one has waited too long for others to begin: rank 0 listens, so those that call it hang too."""
+        beats = {rank: feel(beat_of(self._run, rank)) for rank in pids}
+        ready = {rank: beat.when for rank, beat in beats.items() if beat is not None}
+        unborn = {rank: pids[rank] for rank, beat in beats.items() if beat is None}
+        if self._meeting is None or not ready or not unborn:
+            return None
+        first = min(ready, key=lambda rank: ready[rank])
+        late = time.monotonic() - ready[first] > self._meeting + SLACK
+        return self._name(unborn, dict.fromkeys(unborn, UNBORN), _in_vain(first)) if late else None
+
+    def blame(self, pids: Mapping[int, int], late: int) -> Hung | None:
+        """Rank `late` waited in vain until `launch.timeout`: which of these, that still run, it waited for; if told."""
+        beats = {rank: feel(beat_of(self._run, rank)) or UNBORN for rank in pids}
+        hung = self._name(pids, beats, _in_vain(late), waiting_too=False) if pids else None
+        return hung if hung is not None and hung.rank is not None else None
+
+    def _silence(self, rank: int, now: float) -> float:
+        """Seconds for which this rank's beat was seen to stand still, where it should not."""
+        beat = feel(beat_of(self._run, rank))
+        if beat is None or _order(beat) <= FIRST or beat.phase in PATIENT:
+            self._since.pop(rank, None)
+            return 0.0
+        known = self._since.get(rank)
+        if known is None or known[0] != beat:
+            self._since[rank] = (beat, now if known is None and now - beat.when > 1.0 else beat.when)
+        return now - self._since[rank][1]
+
+    def _name(self, pids: Mapping[int, int], beats: Mapping[int, Beat], why: str, *, waiting_too: bool = True) -> Hung:
+        """All go silent together: find the one that the others wait for, though it may wait as well."""
+        halted = [rank for rank in beats if process_state(pids[rank]) in ("T", "t")]
+        if halted:
+            return self._hung(halted[0], beats, why, "it is stopped (by SIGSTOP or a debugger)", None)
+        stacks = dump_stacks(self._run, {rank: pids[rank] for rank in beats})
+        least = min(beat.step for beat in beats.values())
+        suspects = [rank for rank, beat in beats.items() if beat.step == least]
+        outside = [rank for rank in suspects if rank not in stacks or not self._waiting(stacks[rank])]
+        if len(outside) != 1:  # accumulation goes through the phases more than once: stacks tell better
+            among = outside or (suspects if waiting_too else [])
+            first = min((_order(beats[rank]) for rank in among), default=None)
+            outside = [rank for rank in among if _order(beats[rank]) == first]
+        if len(outside) != 1:
+            return self._untold(beats, stacks, why)
+        rank = outside[0]
+        at = stacks.get(rank)
+        where = f"it is at {at}" if at else "it does not answer: it hangs in the kernel"
+        return self._hung(rank, beats, why, where, stack_of(self._run, rank) if at else None)
+
+    def _waiting(self, at: Frame) -> bool:
+        return any(part in at.file for part in self._waits)
+
+    def _hung(self, rank: int, beats: Mapping[int, Beat], why: str, where: str, stack: Path | None) -> Hung:
+        beat, log = beats[rank], log_of(self._run, rank)
+        text = f"rank {rank} hung {_at(beat, 'in ')}: {why}; {where}"
+        kept = stack.read_text("utf-8") if stack else ""
+        return Hung(text + f"\n  its log: {log}", rank=rank, traceback=kept, log=str(log))
+
+    def _untold(self, beats: Mapping[int, Beat], stacks: Mapping[int, Frame], why: str) -> Hung:
+        every = "".join(
+            f"\n  rank {rank}: {_at(beat)}, at {stacks.get(rank, 'an unknown place')}" for rank, beat in beats.items()
+        )
+        return Hung(f"{why}, and which rank the others wait for cannot be told{every}")
+
+
+def _order(beat: Beat) -> tuple[int, int]:
+    return beat.step, PHASES.index(beat.phase)
+
+
+def _at(beat: Beat, inside: str = "") -> str:
+    return f"{inside}step {beat.step} ({beat.phase})" if beat.step > 0 else "before the first step"
+
+
+def _in_vain(rank: int) -> str:
+    return f"rank {rank} waited for the others until launch.timeout (make it larger if this may take so long)"
+
+
+def _silent(seconds: float) -> str:
+    return f"no sign of life for {seconds:.0f} s"
+
+
+def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, Frame]:
+    """Ask each rank for its stack; where its main thread is, for those that answered."""
+    sizes = {rank: _size(stack_of(run, rank)) for rank in pids}
+    for pid in pids.values():
+        try:
+            os.kill(pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            continue
+    until = time.monotonic() + DUMP
+    found: dict[int, Frame] = {}
+    last: dict[int, int] = {}
+    while len(found) < len(pids) and time.monotonic() < until:
+        time.sleep(0.02)
+        for rank in pids.keys() - found.keys():
+            size = _size(stack_of(run, rank))
+            if size > sizes[rank] and size == last.get(rank):  # grown, and not growing any more
+                frame = innermost(stack_of(run, rank).read_bytes()[sizes[rank] :].decode("utf-8", "replace"))
+                if frame is not None:
+                    found[rank] = frame
+            last[rank] = size
+    return found
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def innermost(dump: str) -> Frame | None:
+    """Where the thread is that took the signal: the main one, unless it blocks signals."""
+    _, _, current = dump.rpartition("Current thread")
+    match = _FRAME.search(current)
+    return Frame(match["file"], match["line"], match["function"]) if match else None

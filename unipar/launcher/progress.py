@@ -1,0 +1,199 @@
+"""What is seen of a run while it goes: drawn by whoever has the terminal, from what rank 0 writes down."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from unipar.model.weight_file import told
+from unipar.run_folder.heartbeat import feel
+from unipar.run_folder.layout import beat_of, ledger_of, prints_of
+from unipar.utils.terminal import Terminal
+from unipar.utils.text import count_of, format_number, format_size
+
+TWENTIETH = 20
+"""Plain lines in a short run; a long one has one every `LINE` seconds."""
+
+LINE = 30.0
+
+
+class Tail:
+    """The lines that were added to a file since it was last asked."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._rest = path, None, b""
+
+    def lines(self) -> Iterator[str]:
+        if self._file is None:
+            if not self._path.exists():
+                return
+            self._file = self._path.open("rb")
+        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8", "replace")
+
+    def rest(self) -> str:
+        """What was begun and has no end yet."""
+        begun, self._rest = self._rest.decode("utf-8", "replace"), b""
+        return begun
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Progress:
+    """A bar on a terminal, now and then a line elsewhere. Enter it, tick it `every` seconds, leave it."""
+
+    def __init__(
+        self,
+        run: Path,
+        steps: int | None,
+        *,
+        quiet: bool = False,
+        prints: bool = True,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+    ) -> None:
+        self._run, self._steps, self._quiet = run, steps, quiet
+        self._out, self._err = Terminal(out or sys.stdout), Terminal(err or sys.stderr)
+        self._ledger = Tail(ledger_of(run, 0))
+        self._prints = Tail(prints_of(run)) if prints else None
+        """None in the process that prints itself."""
+
+        self._rows: list[Mapping[str, Any]] = []
+        self._shown = (0, 0.0)
+
+    @property
+    def every(self) -> float:
+        return 0.1 if self._err.draws else 0.5
+
+    def __enter__(self) -> Self:
+        if not self._quiet and self._err.can_draw:
+            self._err.draw_bar("starting", redirect_stdout=self._out.can_draw)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.tick()
+        if self._prints is not None and (begun := self._prints.rest()):
+            self._print(begun)
+        self._err.stop()
+        if kind is None and not self._quiet and self._rows:
+            self._say(self._summary())
+        for tail in (self._ledger, self._prints):
+            if tail is not None:
+                tail.close()
+
+    def tick(self) -> None:
+        """Show what is new."""
+        for line in self._prints.lines() if self._prints is not None else ():
+            self._print(line)
+        for line in self._ledger.lines():
+            self._event(json.loads(line))
+        if self._err.draws:
+            self._move()
+            self._err.refresh()
+
+    @contextmanager
+    def ticking(self) -> Generator[None]:
+        """Ticks by itself while the body trains in this very process."""
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(self.every):
+                self.tick()
+
+        thread = threading.Thread(target=tick, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _event(self, row: Mapping[str, Any]) -> None:
+        if row["event"] == "start":
+            self._say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
+        elif row["event"] == "weights":
+            self._say(f"weights: {told(row)}")
+        elif row["event"] in ("data", "tracker", "memory"):
+            self._say(f"{row['event']}: {row['said']}")
+        elif row["event"] == "step":
+            self._rows = [*self._rows[:1], row]
+            self._steps = row.get("of", self._steps)
+            if not self._err.draws and self._due(row["step"]):
+                rate = _rate(row["samples"] / row["seconds"]) if row["seconds"] else ""
+                said = f"step {self._of(row['step'])}  loss {row['loss']:.4f}  {rate}{_memory(row)}"
+                self._say(said)
+        elif row["event"] == "eval":
+            named = "  ".join(f"{k} {format_number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
+            self._say(f"step {self._of(row['step'])}  evaluated: {named}")
+
+    def _due(self, step: int) -> bool:
+        last, when = self._shown
+        now = time.monotonic()
+        often = (self._steps or 0) / TWENTIETH
+        if last and step != self._steps and now - when < LINE and not (often and step - last >= often):
+            return False
+        self._shown = (step, now)
+        return True
+
+    def _move(self) -> None:
+        beat = feel(beat_of(self._run, 0))
+        if beat is None or beat.step < 1:
+            return
+        row = self._rows[-1] if self._rows else None
+        done = max(beat.step - 1, row["step"] if row else 0)
+        says = "" if row is None else f"loss {row['loss']:.4f}"
+        if row is not None and row["seconds"]:
+            says += f"  {_rate(row['samples'] / row['seconds'])}{_memory(row)}"
+            if self._steps:
+                says += f"  {_clock((self._steps - done) * row['seconds'])}"
+        self._err.move_bar(description=f"step {self._of(done)}", completed=done, total=self._steps, says=says)
+
+    def _of(self, step: int) -> str:
+        return f"{step}/{self._steps}" if self._steps else f"{step}"
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            self._err.line(text)
+
+    def _print(self, line: str) -> None:
+        """What rank 0 printed goes where a print would: above the bar if that is the same terminal."""
+        same = self._err.draws and self._out.can_draw
+        (self._err if same else self._out).line(line)
+
+    def _summary(self) -> str:
+        first, last = self._rows[0], self._rows[-1]
+        took = _clock(last["time"] - first["time"])
+        return (
+            f"{count_of(last['step'], 'step')} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {self._run}"
+        )
+
+
+def _memory(row: Mapping[str, Any]) -> str:
+    """Of a step that was watched: the fullest moment, and what took most of it."""
+    if not row.get("memory"):
+        return ""
+    fullest = max(row["memory"], key=lambda phase: phase["peak"])
+    most, held = max(fullest["held"].items(), key=lambda item: item[1])
+    return f"  {format_size(fullest['peak'])} in {fullest['name']}, {most} {format_size(held)}"
+
+
+def _rate(samples: float) -> str:
+    return f"{samples:,.0f} samples/s" if samples >= 10 else f"{samples:.2g} samples/s"
+
+
+def _clock(seconds: float) -> str:
+    """90.4 -> 1:30"""
+    if seconds < 60:
+        return f"{max(0.0, seconds):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

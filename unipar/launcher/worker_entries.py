@@ -1,0 +1,64 @@
+"""What a worker runs: a task, or the user's script again."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from unipar.distributed.place import Place
+from unipar.errors import TaskError
+from unipar.launcher.processes.worker import last_words
+from unipar.launcher.worker_stdout import Prints
+
+
+@dataclass
+class Context:
+    """Who this process is, for `join` in a script that workers run again."""
+
+    place: Place
+    run: Path
+    joined: bool = False
+
+
+context: Context | None = None
+"""None in every process that is not such a worker."""
+
+
+def train(place: Place, run: Path, control: socket.socket | None) -> None:
+    """The entry of an ordinary run."""
+    from unipar.backend import registry
+    from unipar.config.settled import read_settled
+    from unipar.task.reference import TaskRef
+    from unipar.training.setup import opened
+
+    settled = read_settled(run)
+    backend = registry.find(settled.cell.backend)
+    task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
+    if place.rank == 0:
+        sys.stdout = Prints(sys.stdout, run)  # not before: what the user's file prints, the script has printed already
+    with opened(settled, backend, task, place, run) as training, last_words(run, place.rank, training):
+        task.train(training)
+
+
+def script(place: Place, run: Path, control: socket.socket | None) -> None:
+    """The entry of a run whose loop is in the user's own script: run it again, up to its `join` and past it."""
+    global context
+    context = Context(place, run)
+    if place.rank == 0:
+        sys.stdout = Prints(sys.stdout, run)
+    words: list[str] = json.loads((run / "launch.json").read_text("utf-8"))["script"]
+    how, what, *rest = words
+    if how == "module":
+        sys.path.insert(0, str(Path.cwd()))
+        sys.argv = [what, *rest]
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(what).resolve().parent))
+        sys.argv = [what, *rest]
+        runpy.run_path(what, run_name="__main__")
+    if not context.joined:
+        raise TaskError(f"{what} ended in this worker without a join()")

@@ -1,0 +1,1 @@
+"""Recording: events become bytes by phase and category."""

@@ -1,0 +1,286 @@
+"""Events to bytes by category, at each phase's peak."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from unipar.backend import Category
+from unipar.memory.account import CATEGORIES, PHASES, PRECEDENCE, Block, Phase, PhaseName
+from unipar.memory.sources.events import LARGEST, NAMES, RUNTIME, TENSOR, Named, Pool, Seen, Site
+
+HIDDEN: Final = 0.02
+"""The share of activations that autograd may not know of before it counts as nobody's."""
+
+
+POINTS: Final = 240
+"""Of a step's curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One phase, from its mark to the next."""
+
+    phase: str
+    low: int
+    high: int
+    peak: int
+    live: int
+    """When it begins."""
+
+    small: int
+    pool: Pool | None
+    seconds: float
+
+
+class Replay:
+    """Every block's life, and its category."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+        self._live = seen.events["live"]
+        self._lives()
+        self.windows = [
+            Window(a.phase, a.at, b.at, b.peak, a.live, a.small, b.pool, b.when - a.when)
+            for a, b in pairwise(seen.marks)
+        ]
+        self._lows = [window.low for window in self.windows]
+        self._first = next((w.low for w in self.windows if w.phase == "forward"), len(seen.events))
+        self._named = self._names()
+        self._hidden: set[int] = set()
+        self._site_lows = [site.low for site in seen.sites]
+
+    def _lives(self) -> None:
+        """When each block came and went."""
+        open_at: dict[int, int] = {}
+        starts: list[int] = []
+        ends: list[int] = []
+        self._freed: list[tuple[int, int]] = []
+        """Blocks older than the base that went: when, and how large."""
+        sizes = self._seen.events["size"].tolist()
+        self._address = self._seen.events["address"].tolist()
+        for i, (address, size) in enumerate(zip(self._address, sizes, strict=True)):
+            if size > 0:
+                open_at[address] = len(starts)
+                starts.append(i)
+                ends.append(len(sizes) + 1)  # it stays
+            elif (block := open_at.pop(address, None)) is not None:
+                ends[block] = i
+            else:
+                self._freed.append((i, -size))
+        self._start, self._end = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
+        self._size = self._seen.events["size"][self._start]
+        self._asked = self._seen.events["asked"][self._start]
+
+    def _names(self) -> dict[int, tuple[Category, str]]:
+        """Of each block that somebody named: what comes first among the categories holds."""
+        by_address: dict[int, list[int]] = {}
+        for block, start in enumerate(self._start.tolist()):
+            by_address.setdefault(self._address[start], []).append(block)
+        found: dict[int, tuple[Category, str]] = {}
+        for named in self._seen.named:
+            block = self._block(by_address, named)
+            if block is None:
+                continue
+            before = found.get(block)
+            if before is None or PRECEDENCE[named.category] < PRECEDENCE[before[0]]:
+                found[block] = named.category, named.name
+        return found
+
+    def _block(self, by_address: dict[int, list[int]], named: Named) -> int | None:
+        for block in by_address.get(named.address, ()):
+            if self._start[block] < named.at <= self._end[block]:
+                return block
+        alive = self._alive(named.at - 1)  # a storage that begins inside of a larger block
+        for block in alive.tolist():
+            begins = self._address[self._start[block]]
+            if begins <= named.address < begins + int(self._size[block]):
+                return block
+        return None
+
+    def _alive(self, at: int) -> np.ndarray[Any, Any]:
+        """The blocks that are there once event `at` has happened."""
+        return np.nonzero((self._start <= at) & (self._end > at))[0]
+
+    def _window(self, at: int) -> int:
+        return bisect_right(self._lows, at) - 1
+
+    def category(self, block: int) -> tuple[Category, str]:
+        """What a block is for, and how it is called."""
+        if (named := self._named.get(block)) is not None:
+            return named
+        start, end = int(self._start[block]), int(self._end[block])
+        site = self._site(start)
+        place = site.place if site is not None else ""
+        kind = int(self._seen.kinds[start])
+        if kind != TENSOR:
+            return ("runtime" if kind == RUNTIME else "library"), self._seen.owners[start]
+        if self._seen.shared and int(self._seen.events["thread"][start]) != self._seen.thread:
+            return "communication", "in a thread of its own"
+        if site is not None and site.category is not None:
+            return site.category, place
+        found = self._by_life(block, start, end)
+        if found == "unattributed" and self._freed_elsewhere(end):
+            return "communication", f"{place}, until a collective was done with it".removeprefix(", ")
+        return found, place
+
+    def _freed_elsewhere(self, end: int) -> bool:
+        """Whether another thread than the one that trains let it go, which those of collectives do."""
+        threads = self._seen.events["thread"]
+        return self._seen.shared and end < len(threads) and int(threads[end]) != self._seen.thread
+
+    def _by_life(self, block: int, start: int, end: int) -> Category:
+        """A tensor that nobody named: within one phase, from a forward to a later one of the same step, or longer."""
+        came, went = self._window(start), self._window(end)
+        phase = self.windows[came].phase if came >= 0 else ""
+        if came == went and end < len(self._seen.events):
+            return "temporaries"
+        if phase in ("start", "data") and end <= self._first:
+            return "temporaries"  # of the building
+        if phase not in ("forward", "data"):
+            return "unattributed"
+        later = self.windows[came + 1 :]
+        until = "between" if phase == "forward" else "backward"  # a batch goes when the next one is there
+        broken_off = len(self._seen.events) + (phase == "forward")  # a forward that failed still has them at the end
+        over = next((w.high for w in later if w.phase == until and w.low > start), broken_off)
+        if phase == "data":
+            over = next((w.high for w in later if w.phase == until and w.low > over), len(self._seen.events))
+        if end <= over:
+            return "unattributed" if block in self._hidden else "activations"
+        return "runtime" if phase == "data" else "unattributed"  # what the task reads from
+
+    def _site(self, at: int) -> Site | None:
+        i = bisect_right(self._site_lows, at) - 1
+        return self._seen.sites[i] if i >= 0 and at < self._seen.sites[i].high else None
+
+    @property
+    def built(self) -> int:
+        """How many windows there are before the first step."""
+        return next((i for i, w in enumerate(self.windows) if w.phase == "forward"), len(self.windows))
+
+    def phases(self, before: Sequence[Window], step: Sequence[Window]) -> Iterator[Phase]:
+        """Each that was met: of the building `before`, and of a step."""
+        for name in PHASES:
+            windows = before if name == "built" else step
+            if any(NAMES.get(w.phase) == name for w in windows):
+                yield self.phase(name, windows)
+
+    def phase(self, name: PhaseName, windows: Sequence[Window]) -> Phase:
+        """The fullest moment of a phase, among the windows of a step or of the building."""
+        return self._at_peak(name, max((w for w in windows if NAMES.get(w.phase) == name), key=lambda w: w.peak))
+
+    def _at_peak(self, name: PhaseName, window: Window) -> Phase:
+        at, live, small = window.low - 1, window.live, window.small
+        if window.high > window.low:
+            fullest = window.low + int(np.argmax(self._live[window.low : window.high]))
+            if int(self._live[fullest]) > live:
+                at, small = fullest, int(self._seen.events["small"][fullest])
+        peak = window.peak - self._seen.base
+        held: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        blocks: list[Block] = []
+        for block in self._alive(at).tolist():
+            category, said = self.category(block)
+            size = int(self._asked[block])
+            held[category] += size
+            held["runtime"] += int(self._size[block]) - size  # what malloc rounds up
+            blocks.append(Block(category=category, name=said, size=size))
+        held["runtime"] += small - self._seen.base_small
+        held["runtime"] -= sum(size for i, size in self._freed if i <= at)
+        rest = peak - sum(held.values())  # what came between two notes, and what sizes are too small by
+        rounded = min(max(0, rest), self._slack(at))
+        held["runtime"] += rounded
+        held["unattributed"] += rest - rounded
+        blocks.sort(key=lambda b: -b.size)
+        return Phase(
+            name=name,
+            peak=peak,
+            held={category: size for category, size in held.items() if size},
+            largest=tuple(blocks[:LARGEST]),
+            **({} if window.pool is None else asdict(window.pool)),
+        )
+
+    def _slack(self, at: int) -> int:
+        """By how much the blocks that are there once event `at` has happened may be larger than is known."""
+        slack = self._seen.slack
+        return sum(slack[start] for start in self._start[self._alive(at)].tolist()) if slack else 0
+
+    def saved(self, low: int, high: int, addresses: AbstractSet[int]) -> tuple[int, int]:
+        """Activations of a forward between two events: their bytes, and those at addresses that autograd saved.
+
+        Where they differ by more than `HIDDEN`, the blocks that autograd does not know of are nobody's, in this step
+        and, at their places, in all others.
+        """
+        came = self._tensors(low, high)
+        found = [b for b in came if self._end[b] >= high and self.category(b)[0] == "activations"]
+        unknown = {b for b in found if self._address[self._start[b]] not in addresses}
+        total = sum(int(self._asked[b]) for b in found)
+        known = total - sum(int(self._asked[b]) for b in unknown)
+        if total - known > HIDDEN * total:
+            asked = self._asked[came].tolist()
+            places = [i for i, b in enumerate(came) if b in unknown]
+            for window in self.windows:
+                blocks = self._tensors(window.low, window.high) if window.phase == "forward" else []
+                if len(blocks) == len(came) and self._asked[blocks].tolist() == asked:  # again the same
+                    self._hidden.update(blocks[i] for i in places)
+        return total, known
+
+    def _tensors(self, low: int, high: int) -> list[int]:
+        """Tensors' blocks that came between two events, in their order."""
+        found = np.nonzero((self._start >= low) & (self._start < high))[0].tolist()
+        return [b for b in found if int(self._seen.kinds[self._start[b]]) == TENSOR]
+
+    def curve(self, windows: Sequence[Window], seconds: Sequence[float]) -> Iterator[tuple[float, int]]:
+        """A step's bytes by its time, of which each window has so many `seconds`; within one, by allocations.
+
+        The highest point of each window is the peak that was measured in it, with the blocks too small to be noted.
+        """
+        events = sum(window.high - window.low for window in windows)
+        if not events:
+            return
+        for window, (begins, ends) in zip(windows, pairwise(_shares(seconds)), strict=True):
+            yield begins, window.live - self._seen.base
+            count = window.high - window.low
+            points = min(count, max(1, round(POINTS * count / events)))
+            inside: list[tuple[float, int]] = []
+            for part in np.array_split(np.arange(window.low, window.high), points) if count else ():
+                along = (int(part[0]) + 1 - window.low) / (count + 1)
+                inside.append((begins + along * (ends - begins), int(self._live[part].max())))
+            for at, live in _reaching(window, inside, (begins + ends) / 2):
+                yield at, live - self._seen.base
+        yield 1.0, int(self._live[windows[-1].high - 1]) - self._seen.base
+
+    def marked(self, windows: Sequence[Window], seconds: Sequence[float]) -> Iterator[tuple[float, str]]:
+        """Where in it each phase begins."""
+        for window, begins in zip(windows, _shares(seconds), strict=False):
+            yield begins, window.phase
+
+
+def pace(shown: Sequence[Window], plain: Sequence[Sequence[Window]]) -> list[float]:
+    """What each window takes in a plain step, where there is one with the same phases: other watching slows it down."""
+    like = [step for step in plain if [window.phase for window in step] == [window.phase for window in shown]]
+    return [min(window.seconds for window in same) for same in zip(*(like or [shown]), strict=True)]
+
+
+def _reaching(window: Window, points: Sequence[tuple[float, int]], middle: float) -> Iterable[tuple[float, int]]:
+    """Return a window's points with the highest raised to the measured peak, which has the blocks of no note, too.
+
+    Where there are no points, one in the middle shows a peak above what the window began with.
+    """
+    if window.peak <= max(window.live, *(live for _, live in points), 0):
+        return points
+    if not points:
+        return [(middle, window.peak)]
+    highest = max(range(len(points)), key=lambda i: points[i][1])
+    return [(at, window.peak if i == highest else live) for i, (at, live) in enumerate(points)]
+
+
+def _shares(seconds: Sequence[float]) -> list[float]:
+    """From 0 to 1: where each begins, and where the last one ends."""
+    total = sum(seconds) or 1.0
+    return [min(1.0, at / total) for at in accumulate(seconds, initial=0.0)]

@@ -1,0 +1,1 @@
+"""Sources of memory events: they see blocks come and go."""

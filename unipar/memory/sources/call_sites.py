@@ -1,0 +1,59 @@
+"""Which line asked for an operation that allocated something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from inspect import currentframe
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from unipar.backend import Category
+from unipar.memory.sources.events import Site
+
+_INSIDE: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+Frame = tuple[str, str, int]
+"""Of a call: its file, its function, its line."""
+
+
+def placed(frames: Iterable[Frame], sites: Mapping[str, Category], operation: str) -> tuple[str, Category | None]:
+    """The nearest call that a library's sites name, with its category; else the nearest that is not torch's own."""
+    nearest = ""
+    before = f"{operation} in " if operation else ""
+    for file, function, line in frames:
+        spelled = f"{file}:{function}"
+        for site, category in sites.items():
+            if spelled.endswith(site):
+                return f"{before}{function}", category
+        if not nearest and not spelled.startswith(_INSIDE):
+            nearest = f"{before}{Path(file).name}:{line}"
+    return nearest or operation, None
+
+
+@final
+class Places(TorchDispatchMode):
+    """Around a step: what each operation allocated, from which event to which, and who asked for it."""
+
+    def __init__(self, at: Callable[[], int], found: list[Site], sites: Mapping[str, Category]) -> None:
+        super().__init__()
+        self._at, self._found, self._sites = at, found, sites
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        low = self._at()
+        out = func(*args, **(kwargs or {}))
+        high = self._at()
+        if high > low and (not self._found or self._found[-1].high <= low):
+            self._found.append(Site(low, high, *placed(_up(currentframe()), self._sites, str(func))))
+        return out
+
+
+def _up(frame: FrameType | None) -> Iterable[Frame]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
+        frame = frame.f_back

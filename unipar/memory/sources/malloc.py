@@ -1,0 +1,149 @@
+"""The malloc meter, in the process that preloaded it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from threading import get_native_id
+from typing import Any, Final, final
+
+import numpy as np
+
+from unipar.backend import Category
+from unipar.memory.account import Device
+from unipar.memory.sources.call_sites import Places
+from unipar.memory.sources.events import RUNTIME, Events, Mark, Seen, Site, askers
+
+MOST: Final = 1 << 23
+"""Notes that are kept; their room is touched only as they come."""
+
+NOTE: Final = np.dtype([(name, "i8") for name in ("address", "caller", "size", "live", "small", "thread", "asked")])
+
+
+@final
+class Meter:
+    """In the process that preloaded it: a source of events."""
+
+    method = "malloc, counted by a preloaded meter"
+    device = "cpu"
+    on: Device | None = None
+
+    def __init__(self) -> None:
+        assert self.here(), "it was not preloaded"
+        self._lib = ctypes.CDLL(None)
+        for name, result in (("live", "q"), ("small", "q"), ("noted", "q"), ("peak", "q"), ("note", "Q")):
+            getattr(self._lib, f"unipar_meter_{name}").restype = {"q": ctypes.c_int64, "Q": ctypes.c_uint64}[result]
+        self._lib.unipar_meter_note.argtypes = [ctypes.c_int64]
+        self._marks: list[Mark] = []
+        self._sites: list[Site] = []
+        self._low = 0
+        """Notes before this one are folded."""
+
+        self._alive = np.empty(0, dtype=NOTE)
+        """Of those, the blocks that were there when they were folded; and which of them the data brought."""
+
+        self._read = np.empty(0, dtype=bool)
+        self._lost = False
+
+    @staticmethod
+    def here() -> bool:
+        return hasattr(ctypes.CDLL(None), "unipar_meter_live")
+
+    def begin(self) -> None:
+        """Blocks are noted from here on."""
+        os.environ.pop("LD_PRELOAD", None)  # what this process starts is not measured
+        self._small = self._lib.unipar_meter_small()
+        self._notes = self._lib.unipar_meter_note(MOST)
+        if not self._notes:
+            raise MemoryError("no addresses left for the meter's notes")
+        os.register_at_fork(after_in_child=self._lib.unipar_meter_end)  # data workers
+        self._lib.unipar_meter_peak()
+        self._base = self._lib.unipar_meter_live()
+
+    def mark(self, phase: str) -> None:
+        lib = self._lib
+        mark = Mark(self.at(), phase, lib.unipar_meter_peak(), lib.unipar_meter_live(), lib.unipar_meter_small())
+        self._marks.append(mark)
+
+    def at(self) -> int:
+        """How many blocks came and went until now."""
+        return self._lib.unipar_meter_noted()
+
+    def places(self, sites: Mapping[str, Category]) -> Places:
+        return Places(self.at, self._sites, sites)
+
+    def end(self) -> None:
+        self._lib.unipar_meter_end()
+
+    @property
+    def bytes(self) -> int:
+        return min(self.at(), MOST) * NOTE.itemsize
+
+    def seen(self) -> Seen:
+        events = self._events()
+        kinds, owners = askers(events["caller"].tolist(), code())
+        kinds[: len(self._read)][self._read] = RUNTIME
+        return Seen(
+            events=events,
+            kinds=kinds,
+            owners=owners,
+            base=self._base,
+            base_small=self._small,
+            thread=get_native_id(),
+            marks=[replace(mark, at=self.index(mark.at)) for mark in self._marks],
+            sites=[replace(site, low=self.index(site.low), high=self.index(site.high)) for site in self._sites],
+        )
+
+    def index(self, at: int) -> int:
+        return max(0, at - self._low + len(self._alive))
+
+    def _events(self) -> Events:
+        """The blocks that were there, as if they came first, and all notes since."""
+        high = self.at()
+        self._lost = self._lost or high - self._low > MOST
+        self._low = max(self._low, high - MOST)
+        raw: Any = (ctypes.c_char * (MOST * NOTE.itemsize)).from_address(self._notes)
+        since = np.frombuffer(raw, dtype=NOTE)[np.arange(self._low, high) % MOST]
+        return np.concatenate([self._alive, since])
+
+    def fold(self) -> None:
+        """Between steps: of what came and went only what is there is kept, and a long run needs no more room."""
+        high = self.at()
+        events = self._events()[: self.index(high)]
+        read = np.zeros(len(events), dtype=bool)
+        read[: len(self._read)] = self._read
+        for mark, after in pairwise(self._marks):
+            read[self.index(mark.at) : self.index(after.at)] |= mark.phase == "data"
+        alive, gone = folded(events)
+        self._small += gone
+        self._alive, self._read, self._low = events[alive], read[alive], high
+        self._marks, self._sites = self._marks[:0], self._sites[:0]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (f"of more than {MOST} notes the first are lost",) if self._lost else ()
+
+
+def folded(events: Events) -> tuple[np.ndarray[Any, Any], int]:
+    """Which events are of blocks that are still there; and the bytes that went of blocks older than all of them."""
+    order = np.argsort(events["address"], kind="stable")
+    address, size = events["address"][order], events["size"][order]
+    other = address[1:] != address[:-1]
+    first, last = np.append(True, other)[: len(order)], np.append(other, True)[: len(order)]
+    alive = np.sort(order[last & (size > 0)])
+    return alive, -int(size[first & (size < 0)].sum())
+
+
+def code() -> list[tuple[int, int, str]]:
+    """The files whose code this process runs: from, to, path."""
+    found: list[tuple[int, int, str]] = []
+    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
+        words = line.split(maxsplit=5)
+        if "x" in words[1] and len(words) == 6:
+            low, _, high = words[0].partition("-")
+            found.append((int(low, 16), int(high, 16), words[5]))
+    return found

@@ -1,0 +1,54 @@
+"""A model's repeated blocks: what is split one by one where parameters are split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from unipar.config import Config
+from unipar.errors import ConfigError, TaskError
+from unipar.utils.text import first_few
+
+
+def find_blocks(module: nn.Module, config: Config, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the blocks: the config's, else those that the task gives, else those found."""
+    known = [name for name, _ in module.named_modules() if name]
+    if config.model.blocks == "none":
+        return ()
+    if config.model.blocks != "auto":
+        wanted = config.model.blocks
+        for pattern in wanted:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ConfigError(
+                    f"model.blocks: nothing in the model is called {pattern!r}; it has {first_few(known, most=8)}"
+                )
+        return _outermost([name for name in known if any(fnmatchcase(name, p) for p in wanted)])
+    if given is None:
+        return found(module)
+    for name in given:
+        if name not in known:
+            raise TaskError(
+                f"blocks() names {name!r}, which the model does not have; it has {first_few(known, most=8)}"
+            )
+    return _outermost(list(given))
+
+
+def found(module: nn.Module) -> tuple[str, ...]:
+    """The outermost modules with parameters that stand in a container beside another of their class."""
+    made: list[str] = []
+    for name, container in module.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            continue
+        children = [(n, c) for n, c in container.named_children() if any(True for _ in c.parameters())]
+        times = Counter(type(c) for _, c in children)
+        prefix = f"{name}." if name else ""
+        made += [prefix + n for n, c in children if times[type(c)] > 1 and not isinstance(c, nn.ModuleList)]
+    return _outermost(made)
+
+
+def _outermost(names: list[str]) -> tuple[str, ...]:
+    kept = dict.fromkeys(names)
+    return tuple(n for n in kept if not any(n.startswith(f"{other}.") for other in kept))

@@ -1,0 +1,123 @@
+"""Build on one rank, on meta on the others; parts; agreement over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unipar.backend.precision import born_as
+from unipar.config import Config
+from unipar.distributed.world import World
+from unipar.errors import ConfigError, TaskError
+from unipar.utils.seeding import sow
+
+ONLY = "model"
+"""The name of the part where model() returned one module."""
+
+
+def create_parts(make_model: Callable[[], Any], config: Config, world: World) -> dict[str, nn.Module]:
+    """Return the task's parts, mostly one: real on rank 0, on meta elsewhere; same names, shapes and ties on all."""
+    sow(config.train.seed)
+    parts = parts_of(_made(make_model) if world.rank == 0 else _on_meta(make_model))
+    check_names(config, parts)
+    wanted = born_as(config.train.precision)
+    for module in parts.values():
+        # not module.to(): it would take the imaginary part of a complex buffer
+        module._apply(partial(floats_to, dtype=wanted))  # pyright: ignore[reportPrivateUsage]
+    _agree(parts, world)
+    return parts
+
+
+def parts_of(made: Any) -> dict[str, nn.Module]:
+    """What model() returned, by part; one module is a part of its own."""
+    if isinstance(made, nn.Module):
+        if not any(p.requires_grad for p in made.parameters()):
+            raise TaskError("model() has no parameter that requires a gradient: there is nothing to train")
+        return {ONLY: made}
+    if not isinstance(made, dict):
+        raise TaskError(f"model() returned {made!r}; a torch.nn.Module is wanted")
+    parts: dict[Any, Any] = made
+    if not parts:
+        raise TaskError("model() returned no part at all: {}")
+    for name, module in parts.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise TaskError(f"model() calls a part {name!r}; a word of letters, digits and _ is wanted")
+        if not isinstance(module, nn.Module):
+            raise TaskError(f"model() returned {module!r} as its part {name!r}; a torch.nn.Module is wanted")
+        if not any(p.requires_grad for p in module.parameters()):
+            raise TaskError(
+                f"model(): the part {name!r} has no parameter that requires a gradient: there is nothing to train "
+                "in it; keep it inside the part that uses it"
+            )
+    _refuse_ties(parts)
+    return parts
+
+
+def _refuse_ties(parts: Mapping[str, nn.Module]) -> None:
+    """Each part travels, is split and is stepped by itself."""
+    seen: dict[int, str] = {}
+    for part, module in parts.items():
+        mine = {id(t): f"{part}.{name}" for name, t in (*module.named_parameters(), *module.named_buffers())}
+        for key, name in mine.items():
+            if key in seen:
+                raise TaskError(
+                    f"model(): {seen[key]!r} and {name!r} are one tensor; parts are trained apart and can share "
+                    "none: keep it in one part, and reach that by run.frozen()"
+                )
+        seen |= mine
+
+
+def whole_of(parts: Mapping[str, nn.Module]) -> nn.Module:
+    """The parts as one module, by whose names state is known: with the part's first where there are several."""
+    return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(dict(parts))
+
+
+def check_names(config: Config, parts: Mapping[str, nn.Module]) -> None:
+    """`train.parts` names what model() returned."""
+    for name in config.train.parts:
+        if ONLY in parts and len(parts) == 1:
+            raise ConfigError(
+                f"train.parts.{name}: model() returned one module, which has no parts; say it in train itself"
+            )
+        if name not in parts:
+            raise ConfigError(f"train.parts.{name}: model() returned no part of that name; it has {', '.join(parts)}")
+
+
+def floats_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _made(make_model: Callable[[], Any]) -> Any:
+    with torch.device("cpu"):
+        return make_model()
+
+
+def _on_meta(make_model: Callable[[], Any]) -> Any:
+    """Only the shape. A constructor that looks at values cannot run on meta: then it runs for real and is emptied."""
+    try:
+        with torch.device("meta"):
+            return make_model()
+    except Exception:  # whatever it is: if it is not for meta's sake, the real run raises it again
+        made = _made(make_model)
+        return {name: m.to("meta") for name, m in made.items()} if isinstance(made, dict) else made.to("meta")
+
+
+def _agree(parts: Mapping[str, nn.Module], world: World) -> None:
+    """Another model on another rank would hang in the first broadcast."""
+    shape: list[Any] = list(parts)
+    for module in parts.values():
+        shape += [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
+        shape += [(n, tuple(b.shape), str(b.dtype), False) for n, b in module.named_buffers()]
+    world.agree(
+        "model",
+        hashlib.sha256(repr(shape).encode()).hexdigest(),
+        lambda _: (
+            f"model() made another model on rank {world.rank} than on rank 0: names, shapes and what is trained "
+            "must not depend on the rank"
+        ),
+    )

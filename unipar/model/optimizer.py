@@ -1,0 +1,143 @@
+"""Parameter groups by name and the optimizer over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from unipar.config import Config
+from unipar.config.sections.optimizer import SGD, Adam, AdamW, optimizer_arguments
+from unipar.errors import TaskError
+from unipar.utils.text import first_few
+
+_KINDS: Mapping[type, Any] = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
+
+
+MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer | None]
+"""A task's own optimizer over groups: `Task.optimizer`."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Names and settings; names, because libraries replace the parameters themselves."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+def parameter_groups(
+    module: nn.Module, config: Config, given: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
+) -> tuple[Group, ...]:
+    """Return the optimizer's groups: those that the task gives, else the config's.
+
+    They are decided on the model as the user made it, as split parameters lose their shape. Keys of the task's
+    groups are checked, but not for an optimizer of its own.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if given is not None:
+        return _given(given, trained, module, config, own=own_optimizer)
+    if config.train.optimizer.decay == "all":
+        return (Group(tuple(trained), {}),)
+    thick = tuple(n for n, p in trained.items() if p.ndim > 1)
+    thin = tuple(n for n, p in trained.items() if p.ndim <= 1)
+    groups = (Group(thick, {}), Group(thin, {"weight_decay": 0.0}))
+    return tuple(g for g in groups if g.names)
+
+
+def _given(
+    given: Iterable[Mapping[str, Any]],
+    trained: Mapping[str, nn.Parameter],
+    module: nn.Module,
+    config: Config,
+    *,
+    own: bool,
+) -> tuple[Group, ...]:
+    names = {id(p): n for n, p in module.named_parameters()}
+    allowed = None if own else set(optimizer_arguments(config.train.optimizer, "cpu")) - {"fused", "foreach"}
+    seen: set[str] = set()
+    made: list[Group] = []
+    for i, group in enumerate(given):
+        params: Any = group.get("params")
+        if params is None:
+            raise TaskError(f"groups(): group {i} has no 'params'")
+        members = [params] if isinstance(params, nn.Parameter) else list(params)
+        unknown = [k for k in group if k != "params" and allowed is not None and k not in allowed]
+        if unknown and allowed is not None:
+            raise TaskError(f"groups(): group {i} sets {unknown[0]!r}; this optimizer has {', '.join(sorted(allowed))}")
+        for p in members:
+            if id(p) not in names:
+                raise TaskError(f"groups(): group {i} holds a parameter that is not the model's")
+        mine = [names[id(p)] for p in members if p.requires_grad]
+        twice = [n for n in mine if n in seen]
+        if twice:
+            raise TaskError(f"groups(): {twice[0]!r} is in two groups")
+        seen.update(mine)
+        made.append(Group(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
+    left = [n for n in trained if n not in seen]
+    if left:
+        raise TaskError(
+            f"groups() leaves out {first_few(left, most=4)}: give every trained parameter a group, or freeze it"
+        )
+    return tuple(g for g in made if g.names)
+
+
+def optimizer_factory(
+    groups: tuple[Group, ...], config: Config, device: torch.device, own: MakeOptimizer | None
+) -> Callable[[nn.Module], Optimizer]:
+    """Return what makes the optimizer once the parameters are where they stay: the config's, or the task's `own`."""
+    if own is not None:
+        _refuse_idle(config)
+    wanted = config.train.optimizer
+    scale = config.train.lr_scale.factor(config.batch.total or 1)
+
+    def make(module: nn.Module) -> Optimizer:
+        now = dict(module.named_parameters())
+        made: list[dict[str, Any]] = []
+        for group in groups:
+            lr = group.settings.get("lr", float(wanted.lr)) * scale
+            made.append({"params": [now[n] for n in group.names], **group.settings, "lr": lr})
+        if own is not None:
+            decay = {"weight_decay": float(wanted.weight_decay)}
+            return _checked(own, [decay | group for group in made], now)
+        split = any(isinstance(p, DTensor) for group in made for p in group["params"])
+        return _KINDS[type(wanted)](made, **optimizer_arguments(wanted, device.type, split=split))
+
+    return make
+
+
+def _checked(own: MakeOptimizer, groups: list[dict[str, Any]], names: Mapping[str, nn.Parameter]) -> Optimizer:
+    """Return the task's optimizer; raise unless it is one over all that is trained and nothing else."""
+    wanted = {id(p) for group in groups for p in group["params"]}
+    made: Any = own(groups)
+    if not isinstance(made, Optimizer):
+        raise TaskError(
+            f"optimizer() returned {made!r}; a torch.optim.Optimizer over the groups that it is given is wanted"
+        )
+    held = {id(p) for group in made.param_groups for p in group["params"]}
+    if left := [name for name, p in names.items() if id(p) in wanted - held]:
+        raise TaskError(f"optimizer() leaves out {left[0]!r}: give it all groups, or freeze the parameter")
+    if held - wanted:
+        raise TaskError("optimizer() holds a parameter that is in none of the groups that it was given")
+    return made
+
+
+def _refuse_idle(config: Config) -> None:
+    """What the config says of an optimizer that is not made."""
+    said = config.train.optimizer
+    idle = {"name": "adamw", **{k: f.default for k, f in type(said).model_fields.items() if k not in _OBEYED}}
+    for key, default in idle.items():
+        if (value := getattr(said, key)) != default:
+            raise TaskError(
+                f"train.optimizer.{key}: {value} has no effect, as the task makes an optimizer of its own: leave it "
+                "out; lr, weight_decay and decay are in the groups that it is given"
+            )
+
+
+_OBEYED = ("name", "lr", "weight_decay", "decay", "fused", "foreach")
+"""What a task's own optimizer is given, or what decides on kernels alone."""

@@ -1,0 +1,103 @@
+"""Bytes a rank keeps, and which micro-batch or cell would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from unipar.backend import Category, cells, checks, registry
+from unipar.config import SHARDS, Cell, Config, Shard, Sizes
+from unipar.errors import UniparError
+from unipar.utils.text import format_size
+
+_SPLIT: Final[dict[Category, Shard]] = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "masters": "optimizer",
+    "optimizer": "optimizer",
+}
+"""From which kind of splitting on each rank has its share alone."""
+
+
+_STILL: Final = ("start", "update")
+"""Where nothing that is there grows with the microbatch."""
+
+
+def kept(config: Config, ranks: int, parameters: int, shard: Shard | None = None) -> dict[Category, int]:
+    """Return the bytes that a rank keeps from step to step, by what they are for; buckets and the like are left out."""
+    precision, optimizer = config.train.precision, config.train.optimizer
+    weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
+    state = max(4, weight)
+    moments = (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else 2
+    each: dict[Category, int] = {
+        "parameters": weight,
+        "masters": 4 if precision == "bf16-master" else 0,
+        "gradients": weight,
+        "optimizer": moments * state,
+    }
+    among = config.parallel.shard_over or ranks
+    level = SHARDS.index(shard or config.parallel.shard)
+    return {
+        category: parameters * number // (among if level >= SHARDS.index(_SPLIT[category]) else 1)
+        for category, number in each.items()
+        if number
+    }
+
+
+def fitting(
+    config: Config,
+    sizes: Sizes,
+    parameters: int,
+    phase: str,
+    *,
+    moving: int | None = None,
+    lack: int | None = None,
+) -> str:
+    """Say in words what would have fitted: a smaller micro-batch, another cell, or why neither.
+
+    `moving` is what grows with the microbatch, `lack` how much too little there was. Where they are unknown, what needs
+    less is named, without the claim that it fits.
+    """
+    if not parameters:
+        return "no cell and no batch needs less: the model is built whole before it is split"
+    ways = [*_smaller(sizes.micro, phase, moving, lack), *_cells(config, sizes.ranks, parameters, lack)]
+    if ways:
+        return f"by an estimate {' or '.join(ways)} " + ("needs less" if lack is None else "would have fitted")
+    if lack is None:
+        return "no cell here splits more" + ("" if phase in _STILL else ", and batch.micro is 1 already")
+    tried = (
+        "no cell that splits more" if phase in _STILL else "neither a smaller batch.micro nor a cell that splits more"
+    )
+    return f"by an estimate {tried} would have fitted"
+
+
+def _smaller(now: int, phase: str, moving: int | None, lack: int | None) -> Iterator[str]:
+    """The largest microbatch that takes that much less."""
+    if phase in _STILL:
+        return
+    for micro in (n for n in range(now - 1, 0, -1) if now % n == 0):
+        if lack is None or moving is None or moving * (now - micro) / now >= lack:
+            yield f"batch.micro: {micro} instead of {now}"
+            return
+
+
+def _cells(config: Config, ranks: int, parameters: int, lack: int | None) -> Iterator[str]:
+    """Of this backend, else of any, the one that splits least and keeps that much less."""
+    here = sum(kept(config, ranks, parameters).values())
+    more = SHARDS[SHARDS.index(config.parallel.shard) + 1 :]
+    for backend in sorted(registry.names(), key=lambda name: name != config.backend):
+        for shard in more:
+            there = sum(kept(config, ranks, parameters, shard).values())
+            cell = Cell(backend, shard)
+            if here - there >= (lack or 1) and _runs(config, cell):
+                less, now = format_size(there), format_size(here)
+                yield f"{cell} (parameters, gradients and optimizer {less} a rank, here {now})"
+                return
+
+
+def _runs(config: Config, cell: Cell) -> bool:
+    try:
+        checks.check(cells.at(config, cell))
+    except UniparError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Data of a page, read from a result folder."""

@@ -1,0 +1,1 @@
+"""Pages and their sections, as HTML."""

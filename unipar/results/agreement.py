@@ -1,0 +1,63 @@
+"""How near two series of losses are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from unipar.config import Precision
+
+PROMISED = 20
+"""Steps over which the tolerance is held: rounding that differs by a bit is amplified by training."""
+
+
+def tolerance(precision: Precision) -> float:
+    """How far a loss may be from that of one process, relative to it where it is above 1.
+
+    Under bf16-master the loss itself is computed in bf16, whose last digit is 0.4 to 0.8 % of it.
+    """
+    return {"fp32": 2e-6, "fp64": 1e-13, "bf16-master": 2e-2}.get(precision, 5e-3)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near two series of losses are."""
+
+    digits: int | None
+    """Leading digits that are equal in every step; None: all bits are."""
+
+    step: int
+    """Among the promised steps, the one (from 1) that is furthest off in proportion to the tolerance."""
+
+    off: float
+    """How far."""
+
+    within: bool
+    """Whether that is inside the tolerance."""
+
+    part: str = ""
+    """Of several parts, the one whose losses these are."""
+
+    @property
+    def whose(self) -> str:
+        return f" of {self.part}" if self.part else ""
+
+    @override
+    def __str__(self) -> str:
+        if self.digits is None:
+            return "same bits"
+        return "1 digit" if self.digits == 1 else f"{self.digits} digits"
+
+
+def agreement(losses: Sequence[float], reference: Sequence[float], allowed: float) -> Agreement:
+    """Hold `losses` against `reference`, step by step."""
+    assert len(losses) == len(reference) > 0, (len(losses), len(reference))
+    pairs = [(abs(a - b), abs(b)) for a, b in zip(losses, reference, strict=True)]
+    relative = max(off / size if size else math.inf for off, size in pairs if off) if any(p[0] for p in pairs) else None
+    shares = [off / max(1.0, size) for off, size in pairs[:PROMISED]]
+    worst = max(range(len(shares)), key=shares.__getitem__)
+    digits = None if relative is None else 0 if relative >= 1 else math.floor(-math.log10(relative))
+    return Agreement(digits, worst + 1, pairs[worst][0], shares[worst] <= allowed)

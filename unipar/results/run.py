@@ -1,0 +1,169 @@
+"""What came of a run, read back from its folder: the ledgers are the only source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from typing_extensions import override
+
+from unipar.memory.account import Phase
+from unipar.run_folder.layout import ledger_of
+from unipar.run_folder.ledger import Ledger
+from unipar.utils.table import table
+from unipar.utils.text import format_duration, format_number, format_size
+
+_OWN = ("event", "time", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A finished run, or one that was cut short: what its ranks wrote down until then."""
+
+    out: Path
+    """The run folder."""
+
+    cell: str
+    """Who trained and what was split."""
+
+    size: int
+    """How many ranks there were."""
+
+    parameters: int
+    """Of the model."""
+
+    steps: int
+    """Optimizer steps taken, as far as the ledger knows."""
+
+    losses: list[tuple[int, float]]
+    """(step, loss of the global batch) of the steps that logged."""
+
+    parts: dict[str, list[tuple[int, float]]]
+    """Where the model has several parts, each one's by name; `losses` are the sums of the last ones."""
+
+    norms: list[tuple[int, float]]
+    """(step, gradient norm before clipping)."""
+
+    evals: list[tuple[int, dict[str, float]]]
+    """(step, metric by name) of each evaluation."""
+
+    logs: list[tuple[int, dict[str, Any]]]
+    """(step, value by name): what the task gave to `run.log`."""
+
+    seconds: float
+    """From the first event of rank 0 to its last."""
+
+    peak_rss: list[int]
+    """Bytes of memory each rank held at its peak, as the system counts them; none from a run cut short."""
+
+    memory: list[tuple[int, list[Phase]]]
+    """Under `log.memory`, (step, its phases) of the rank that allocated the most in it."""
+
+    stopped: int | None
+    """The step at which a signal ended the run."""
+
+    @classmethod
+    def read(cls, run: Path) -> Self:
+        return cls.of(run, [list(Ledger.read(path)) for path in _ledgers(run)])
+
+    @classmethod
+    def of(cls, run: Path, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Self:
+        """From each rank's events, rank 0's first."""
+        rows = ranks[0]
+        start = next((row for row in rows if row["event"] == "start"), {})
+        stops = [int(row["step"]) for row in _of(rows, "stopped")]
+        ends = [int(row["steps"]) for row in _of(rows, "end")]
+        steps = [int(row["step"]) for row in _of(rows, "step")]
+        return cls(
+            out=run,
+            cell=str(start.get("cell", "")),
+            size=int(start.get("size", len(ranks))),
+            parameters=int(start.get("parameters", 0)),
+            steps=max([0, *steps, *stops, *ends]),
+            losses=[(int(row["step"]), float(row["loss"])) for row in _of(rows, "step")],
+            parts=_by_part(_of(rows, "step")),
+            norms=[(int(row["step"]), float(row["norm"])) for row in _of(rows, "step") if row.get("norm") is not None],
+            evals=[(int(row["step"]), _named(row)) for row in _of(rows, "eval")],
+            logs=[(int(row["step"]), _named(row)) for row in _of(rows, "log")],
+            seconds=rows[-1]["time"] - rows[0]["time"] if rows else 0.0,
+            peak_rss=[int(row["peak_rss"]) for events in ranks for row in _of(events, "end") if row.get("peak_rss")],
+            memory=_memory(ranks),
+            stopped=stops[-1] if stops else None,
+        )
+
+    @override
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook or IPython shows of it."""
+        printer.text(self.table())
+
+    def table(self, width: int = 80) -> str:
+        """The run in a few lines, for people."""
+        ranks = "one process" if self.size == 1 else f"{self.size} ranks"
+        rows = [("cell", f"{self.cell}, {ranks}"), ("parameters", f"{self.parameters:,}")]
+        how = f", stopped by a signal after step {self.stopped}" if self.stopped is not None else ""
+        rows.append(("steps", f"{self.steps}{how}"))
+        rows.append(("time", f"{format_duration(self.seconds)} from the first event to the last"))
+        series = {f"loss of {name}": losses for name, losses in self.parts.items()} or {"loss": self.losses}
+        for name, losses in series.items():
+            if losses:
+                (first, a), (last, b) = losses[0], losses[-1]
+                rows.append((name, f"{a:.4f} at step {first}, {b:.4f} at step {last}"))
+        if self.evals:
+            step, values = self.evals[-1]
+            rows.append(
+                ("evaluation", ", ".join(f"{k} {format_number(v)}" for k, v in values.items()) + f" at step {step}")
+            )
+        if self.peak_rss:
+            rows.append(("peak RSS", f"{format_size(max(self.peak_rss))} on the largest rank"))
+        if self.memory:
+            step, phases = self.memory[-1]
+            fullest = max(phases, key=lambda phase: phase.peak)
+            rows.append(
+                ("memory", f"{format_size(fullest.peak)} in the {fullest.name} of step {step}, on the largest rank")
+            )
+        rows.append(("folder", str(self.out)))
+        header, *rest = rows
+        return table(header, rest, width=width)
+
+
+def _ledgers(run: Path) -> list[Path]:
+    """Every rank's ledger, rank 0 first."""
+    found = sorted(run.glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    if not found or found[0] != ledger_of(run, 0):
+        raise FileNotFoundError(f"{run} holds no run: there is no {ledger_of(run, 0).name} in it")
+    return found
+
+
+def _of(rows: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row["event"] == event]
+
+
+def _by_part(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Each part's losses at its own steps; a step that two rows tell of counts once."""
+    made: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name, part in row.get("parts", {}).items():
+            made.setdefault(name, {})[int(part["step"])] = float(part["loss"])
+    return {name: sorted(losses.items()) for name, losses in made.items()}
+
+
+def _memory(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[tuple[int, list[Phase]]]:
+    found: dict[int, list[Phase]] = {}
+    for rows in ranks:
+        for row in rows:
+            if row["event"] != "step" or not row.get("memory"):
+                continue
+            phases = [Phase.model_validate(phase) for phase in row["memory"]]
+            before = found.get(int(row["step"]), ())
+            if max(p.peak for p in phases) > max((p.peak for p in before), default=-1):
+                found[int(row["step"])] = phases
+    return sorted(found.items())
+
+
+def _named(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in _OWN}

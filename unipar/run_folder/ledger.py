@@ -1,0 +1,49 @@
+"""One rank's events as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+
+class Ledger:
+    """Appends events; `read` gives them back, an unfinished last line left out; `whole` tells of that."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def note(self, event: str, **fields: Any) -> None:
+        row = {"event": event, "time": time.time(), **{name: _plain(value) for name, value in fields.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def read(path: Path) -> Iterator[dict[str, Any]]:
+        if not path.exists():
+            return
+        for line in path.read_text("utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+    @staticmethod
+    def whole(path: Path) -> bool:
+        """Whether its last line is finished: a rank that was killed may leave half a one."""
+        return path.read_bytes()[-1:] in (b"", b"\n")
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

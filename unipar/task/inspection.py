@@ -1,0 +1,104 @@
+"""What can be seen of a task without importing it: read with `ast`, so that `check` needs no torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unipar.errors import TaskError
+from unipar.utils.text import closest
+
+if TYPE_CHECKING:
+    from unipar.task.location import CodeLocation
+
+_NEEDED = ("model", "data", "loss")
+
+
+def look(where: CodeLocation, args: Mapping[str, Any], path: Sequence[str]) -> None:
+    """Raise unless the file is there, parses, and holds the class with what a task needs."""
+    file = Path(where.file) if where.file else file_of(str(where.module), path)
+    if file is None:
+        raise TaskError(f"task.use: there is no module {where.module!r} on the path")
+    if not file.is_file():
+        raise TaskError(f"task.use: the file {file} is not there")
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))  # bytes: the file may name an encoding of its own
+    except SyntaxError as e:
+        at = f", line {e.lineno}" if e.lineno else ""
+        raise TaskError(f"{file}{at}: {e.msg}") from None
+    except ValueError as e:  # null bytes, where Python does not call that a syntax error
+        raise TaskError(f"{file}: {e}") from None
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    if where.name not in classes:
+        _absent(where.name, file, tree, list(classes))
+        return
+    _whole(classes[where.name], classes, file)
+    _fit(classes[where.name], args)
+
+
+def file_of(module: str, path: Sequence[str]) -> Path | None:
+    tail = module.replace(".", "/")
+    for folder in path:
+        for found in (Path(folder) / f"{tail}.py", Path(folder) / tail / "__init__.py"):
+            if found.is_file():
+                return found
+    return None
+
+
+def _absent(name: str, file: Path, tree: ast.Module, classes: list[str]) -> None:
+    bound = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    if name in bound | _assigned(tree) or any(
+        isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(tree)
+    ):
+        return  # imported there from elsewhere, or another name of something: the worker will see
+    near = closest(name, classes)
+    hint = f"; did you mean {near}?" if near else f"; its classes: {', '.join(classes) or 'none'}"
+    raise TaskError(f"task.use: {file} has no class {name}{hint}")
+
+
+def _assigned(node: ast.Module | ast.ClassDef) -> set[str]:
+    """Names that are bound by `=` in the body itself, not in what is below it."""
+    targets = [t for n in node.body if isinstance(n, ast.Assign) for t in n.targets]
+    targets += [n.target for n in node.body if isinstance(n, ast.AnnAssign) and n.value is not None]
+    return {inner.id for t in targets for inner in ast.walk(t) if isinstance(inner, ast.Name)}
+
+
+def _whole(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file: Path) -> None:
+    """Methods of the class and of its bases in the same file; a base from elsewhere may hold the rest."""
+    have: set[str] = set()
+    todo = [node]
+    while todo:
+        now = todo.pop()
+        have |= {n.name for n in now.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)} | _assigned(now)
+        for base in now.bases:
+            name = ast.unparse(base).rpartition(".")[2]
+            known = classes.get(name)
+            if known is not None and known.lineno < now.lineno:  # one that stands below is not this base
+                todo.append(known)
+            elif name not in ("Task", "ABC", "object"):
+                return
+    lacking = [f"{m}()" for m in _NEEDED if m not in have]
+    if lacking:
+        raise TaskError(f"task.use: {node.name} in {file} lacks {', '.join(lacking)}")
+
+
+def _fit(node: ast.ClassDef, args: Mapping[str, Any]) -> None:
+    """Compare task.args with the constructor's parameters, where it has one of its own."""
+    made = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    if made is None or made.args.kwarg is not None:
+        return
+    named = [a.arg for a in (*made.args.posonlyargs, *made.args.args)][1:]
+    every = named + [a.arg for a in made.args.kwonlyargs]
+    needed = named[: len(named) - len(made.args.defaults)] + [
+        a.arg for a, d in zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True) if d is None
+    ]
+    for name in args:
+        if name not in every:
+            near = closest(name, every)
+            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(every) or 'none'}"
+            raise TaskError(f"task.args.{name}: {node.name} has no such argument; {hint}")
+    absent = [name for name in needed if name not in args]
+    if absent:
+        raise TaskError(f"task.args: {node.name} needs {', '.join(absent)}")

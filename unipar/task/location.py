@@ -1,0 +1,56 @@
+"""`CodeLocation`: where a class or function is, as module or file and name."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from unipar.errors import TaskError
+
+
+@dataclass(frozen=True)
+class CodeLocation:
+    """A class or function that another process can find."""
+
+    name: str
+    module: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def of(cls, thing: Any) -> Self:
+        name, module = getattr(thing, "__qualname__", ""), getattr(thing, "__module__", "")
+        if not name or "<" in name:
+            raise TaskError(
+                f"{name or thing!r} cannot be found by other processes: "
+                "define it at the top level of a file, by def or class"
+            )
+        here = sys.modules.get(module)
+        spec = getattr(here, "__spec__", None)
+        if module != "__main__" and spec is not None and importlib.util.find_spec(module) is not None:
+            return cls(name, module=module)
+        if module == "__main__" and spec is not None:
+            return cls(name, module=spec.name)  # python -m package.module
+        file = getattr(here, "__file__", None)
+        if file is None or not Path(file).exists():
+            raise TaskError(
+                f"{name} was defined in a prompt, a notebook or a -c command, where other processes cannot find it: "
+                "put it into a file and import it from there"
+            )
+        return cls(name, file=str(Path(file).resolve()))
+
+    @classmethod
+    def used(cls, use: str) -> Self:
+        """From the config's `file.py:Class` or `package.module:Class`."""
+        place, colon, name = use.rpartition(":")
+        if not colon or not name.isidentifier() or not place:
+            raise TaskError(f"task.use: {use!r} should be file.py:Class or package.module:Class")
+        if place.endswith(".py") or "/" in place:
+            return cls(name, file=str(Path(place).resolve()))
+        return cls(name, module=place)
+
+    @property
+    def shown(self) -> str:
+        return f"{self.file or self.module}:{self.name}"

@@ -1,0 +1,121 @@
+"""`TaskRef`: a task on its way to other processes."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from unipar.config.config import TaskUse
+from unipar.errors import TaskError
+from unipar.task.importing import fetch_definition
+from unipar.task.location import CodeLocation
+from unipar.task.pickled import called, handed, packed, typed
+from unipar.task.task import FUNCTIONS, Functions, Task
+
+
+@dataclass(frozen=True)
+class TaskRef:
+    """Where a task's code is; travels as JSON."""
+
+    task: CodeLocation | None = None
+    functions: Mapping[str, CodeLocation] = field(default_factory=dict[str, CodeLocation])
+    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    path: Sequence[str] = ()
+    """The parent's sys.path."""
+
+    earlier: Sequence[str] = ()
+    """Run folders of launches that the same script made before."""
+
+    carried: str = ""
+    """Names and a digest of what has no file to be found in."""
+
+    parcel: bytes = field(default=b"", repr=False)
+    """That itself: it travels by a pipe, not as JSON."""
+
+    @classmethod
+    def of(
+        cls,
+        task: type[Task] | None,
+        use: TaskUse | None,
+        functions: Mapping[str, Callable[..., Any]],
+        earlier: Sequence[str] = (),
+    ) -> Self:
+        path, args = tuple(p or str(Path.cwd()) for p in sys.path), use.args if use else {}
+        if functions:
+            absent = [name for name in FUNCTIONS[:3] if name not in functions]
+            if task is not None or absent:
+                way = "a task and functions were both given" if task is not None else f"{absent[0]}= is missing"
+                raise TaskError(f"{way}: give a task, or model=, loss= and data=")
+            if any(typed(f) for f in functions.values()):
+                names = ", ".join(f"{name}={called(f)}" for name, f in functions.items())
+                return cls(path=path, earlier=tuple(earlier)).carrying(names, dict(functions))
+            found = {name: CodeLocation.of(f) for name, f in functions.items()}
+            return cls(functions=found, path=path, earlier=tuple(earlier))
+        if task is not None and typed(task):
+            _whole(task, called(task))
+            return cls(args=args, path=path, earlier=tuple(earlier)).carrying(called(task), task)
+        if task is not None:
+            return cls(CodeLocation.of(task), args=args, path=path, earlier=tuple(earlier))
+        if use is None:
+            raise TaskError("there is no task: give the config task.use, or launch a task= or model=, loss= and data=")
+        return cls(CodeLocation.used(use.use), args=args, path=path, earlier=tuple(earlier))
+
+    def carrying(self, names: str, thing: Any) -> Self:
+        """With something that other processes cannot find by name."""
+        parcel = packed(names, thing)
+        told = f"{names}: {len(parcel)} bytes, {hashlib.sha256(parcel).hexdigest()[:16]}"
+        return replace(self, carried=told, parcel=parcel)
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(replace(self, parcel=b"")).items() if key != "parcel"}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(
+            task=CodeLocation(**data["task"]) if data["task"] else None,
+            functions={k: CodeLocation(**v) for k, v in data["functions"].items()},
+            args=data["args"],
+            path=tuple(data["path"]),
+            earlier=tuple(data["earlier"]),
+            carried=data["carried"],
+        )
+
+    def look(self) -> None:
+        """What can be seen without importing: the file is there, the class is in it and whole."""
+        from unipar.task.inspection import look
+
+        if self.task is not None:
+            look(self.task, self.args, self.path)
+
+    def load(self) -> Task:
+        """The task itself, in a process of its own: imports the user's code."""
+        sys.path[:0] = [p for p in self.path if p not in sys.path]
+        if self.carried:
+            thing = handed()
+            return Functions(thing) if isinstance(thing, dict) else _made(thing, self.args, thing.__name__)
+        if self.functions:
+            return Functions({name: fetch_definition(where, self.earlier) for name, where in self.functions.items()})
+        assert self.task is not None
+        return _made(fetch_definition(self.task, self.earlier), self.args, self.task.shown)
+
+
+def _made(found: Any, args: Mapping[str, Any], shown: str) -> Task:
+    _whole(found, shown)
+    try:
+        return found(**args)
+    except TypeError as e:
+        if e.__traceback__ is not None and e.__traceback__.tb_next is None:  # the call itself, not the constructor
+            raise TaskError(f"task.args do not fit {found.__name__}: {e}") from None
+        raise
+
+
+def _whole(found: Any, shown: str) -> None:
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise TaskError(f"{shown} is {found!r}; a class that derives from unipar.Task is wanted")
+    unwritten = sorted(getattr(found, "__abstractmethods__", ()))
+    if unwritten:
+        raise TaskError(f"{shown} lacks {', '.join(f'{m}()' for m in unwritten)}")

@@ -1,0 +1,145 @@
+"""Evaluation: a task's named means over its validation data, added up over batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from unipar.backend import Engine, Mark
+from unipar.config import Config, Sizes
+from unipar.data.dataset import source_of
+from unipar.data.feed import Sown
+from unipar.data.order import Key
+from unipar.data.stream import Whole, loaded
+from unipar.distributed.world import World
+from unipar.engines.batch import moved
+from unipar.engines.state import share_buffers
+from unipar.errors import TaskError
+from unipar.task import Task
+from unipar.utils.seeding import mix, sow
+
+_EMPTY = "validation() has no samples"
+
+
+def refuse_between(done: int, every: int) -> None:
+    """Ranks that step by themselves hold one model only now and then."""
+    if done % every:
+        raise TaskError(
+            f"evaluate() was called after step {done}: with train.sync_every: {every} ranks hold one model only after "
+            "each so many steps, and after the last"
+        )
+
+
+@final
+class Evaluation:
+    """Reads the same samples in every world; every rank runs as many batches as the others."""
+
+    def __init__(
+        self,
+        task: Task,
+        modules: Sequence[nn.Module],
+        engine: Engine,
+        world: World,
+        config: Config,
+        sizes: Sizes,
+        mark: Mark,
+    ) -> None:
+        self.mark = mark
+        self.task, self.modules, self.engine, self.world, self.sizes = task, modules, engine, world, sizes
+        self.seed, self.device = config.train.seed, world.device
+        given = task.validation()
+        if given is None:
+            raise TaskError("there is nothing to evaluate: give the task validation(), a dataset, or leave eval out")
+        collate = task.collate if task.gives("collate") else None
+        self.source = source_of(given, collate, task.collate, config, sizes)
+        self.most = config.eval.batches * sizes.total if config.eval.batches is not None else None
+        if not self.source.streams:
+            if len(self.source) == 0:
+                raise TaskError(_EMPTY)
+            self.most = min(len(self.source), self.most or len(self.source))
+        self.sums: dict[str, list[float]] = {}
+
+    def __call__(self) -> dict[str, float]:
+        for module in self.modules:
+            share_buffers(module)
+        self.sums = {}
+        for i, (batch, samples) in enumerate(self._streamed() if self.source.streams else self._indexed()):
+            self.mark("evaluate")  # each batch is a sign of life
+            sow(mix(self.seed, 4, self.world.rank + i * self.world.size))
+            found = self.engine.evaluate(self._metrics, moved(batch, self.device))
+            self._add(found, self._weight(batch, samples) if samples else None)
+        return self._means()
+
+    def _indexed(self) -> Iterator[tuple[Any, int]]:
+        """This rank's batches and their samples; 0: the others wait for this one, so it runs, and is not added."""
+        assert self.most is not None
+        size, rank, micro = self.world.size, self.world.rank, self.sizes.micro
+        keys = [(0, i) for i in range(self.most)]
+        chunks: list[list[Key]] = [keys[i : i + micro] for i in range(0, self.most, micro)]
+        rounds = -(-len(chunks) // size)
+        mine = [chunks[i] if i < len(chunks) else chunks[0] for i in range(rank, rounds * size, size)]
+        loader: DataLoader[Any] = DataLoader(
+            Sown(self.source.dataset, self.seed),
+            batch_sampler=mine,  # pyright: ignore[reportArgumentType] - keys, not ints
+            collate_fn=self.source.collate,
+            num_workers=self.source.settings.workers,
+            **self.source.taken,
+        )
+        for i, batch in enumerate(loader):
+            yield batch, len(mine[i]) if rank + i * size < len(chunks) else 0
+
+    def _streamed(self) -> Iterator[tuple[Any, int]]:
+        """The same of a stream, which every rank reads as a whole."""
+        size, micro = self.world.size, self.sizes.micro
+        rounds = Sizes(total=micro * size, micro=micro, accumulate=1, ranks=size)
+        for portion in loaded(Whole(self.source, rounds, self.world.rank, self.seed, most=self.most), self.source):
+            if portion.fault:
+                raise TaskError(portion.fault.replace("data()", "validation()"))
+            ((batch, plan),) = portion.micros
+            yield batch, len(plan.keys) if plan.weight else 0
+
+    def _metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        return self.task.metrics(model, batch)
+
+    def _weight(self, batch: Any, samples: int) -> float:
+        weight = self.task.weight(batch)
+        return float(samples if weight is None else weight)
+
+    def _add(self, found: Any, weight: float | None) -> None:
+        if not isinstance(found, Mapping):
+            raise TaskError(f"metrics() returned {found!r}; a mapping of names to means, or (mean, weight), is wanted")
+        for name, value in found.items():
+            pair: tuple[Any, Any] = value if isinstance(value, tuple) else (value, weight)
+            mean, own = pair
+            total = self.sums.setdefault(str(name), [0.0, 0.0])
+            if weight is None or not float(own):
+                continue
+            if isinstance(mean, Tensor) and mean.numel() != 1:
+                raise TaskError(f"metrics()[{name!r}] has the shape {tuple(mean.shape)}; one number is wanted")
+            total[0] += float(mean) * float(own)
+            total[1] += float(own)
+
+    def _agree(self, names: list[str]) -> None:
+        """Sums of other names would be added to one another."""
+        mine, rank = ", ".join(names), self.world.rank
+        self.world.agree(
+            "metrics",
+            mine,
+            lambda first: (
+                f"metrics() gave {mine or 'nothing'} on rank {rank} and {first or 'nothing'} on rank 0: "
+                "the names must not depend on the batch"
+            ),
+        )
+
+    def _means(self) -> dict[str, float]:
+        names = sorted(self.sums)
+        self._agree(names)
+        rows = torch.tensor([self.sums[n] for n in names], dtype=torch.float64, device=self.device)
+        if names:
+            self.world.sum(rows)
+        pairs = zip(names, rows.tolist(), strict=True)
+        return {name: total / weight if weight else float("nan") for name, (total, weight) in pairs}

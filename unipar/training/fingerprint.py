@@ -1,0 +1,110 @@
+"""Few numbers that stand for many: sketches of tensors, fingerprints of batches."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unipar.engines.batch import walked
+
+BUCKETS = 8
+"""Numbers in a sketch."""
+
+
+@final
+class Sketches:
+    """Linear sketches: each element, with a sign of its own, is added to one of a few sums.
+
+    The sketch of a sum is the sum of the sketches, also over ranks that hold a range each; and the
+    length of a sketch is about that of the tensor. So what a step did to a tensor can be weighed
+    afterwards without keeping the tensor.
+    """
+
+    def __init__(self, *, keep: bool = True) -> None:
+        self._keep = keep
+        self._signs: dict[tuple[str, int, tuple[int, int], torch.device], Tensor] = {}
+
+    def of(self, name: str, numel: int, where: tuple[int, int], tensor: Tensor) -> Tensor:
+        """Of the range `where` of a tensor called `name` that has `numel` elements in all."""
+        signed = tensor.detach().reshape(-1).double() * self._sign(name, numel, where, tensor.device)
+        front = where[0] % BUCKETS
+        back = -(front + signed.numel()) % BUCKETS
+        return torch.nn.functional.pad(signed, (front, back)).view(-1, BUCKETS).sum(0).cpu()
+
+    def _sign(self, name: str, numel: int, where: tuple[int, int], device: torch.device) -> Tensor:
+        key = (name, numel, where, device)
+        if key in self._signs:
+            return self._signs[key]
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        signs = torch.randint(0, 2, (numel,), dtype=torch.int8, generator=generator)[slice(*where)] * 2 - 1
+        signs = signs.to(device)
+        if self._keep:
+            self._signs[key] = signs
+        return signs
+
+
+def whole(sketches: Sketches, name: str, tensor: Tensor) -> Tensor:
+    """Of a tensor that is all here."""
+    return sketches.of(name, tensor.numel(), (0, tensor.numel()), tensor)
+
+
+def tensors_in(thing: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    walked(thing, note)
+    return found
+
+
+_AT_ONCE = 1 << 18
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE = (1 << 64) - 1
+
+
+def exact(tensor: Tensor, first: int) -> int:
+    """Of a range of a larger tensor that begins at `first`: added up over all ranges, one number for the same bits."""
+    t = tensor.detach().reshape(-1)
+    if t.is_complex():
+        t, first = torch.view_as_real(t).reshape(-1), 2 * first
+    bits = t.view(_BITS[t.element_size()])
+    total = 0
+    for start in range(0, len(bits), _AT_ONCE):
+        part = bits[start : start + _AT_ONCE].to(torch.int64)
+        places = torch.arange(first + start, first + start + len(part), device=part.device)
+        mixed = (part + places * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D
+        total += int(((mixed ^ (mixed >> 29)) * 0x369DEA0F31A53F85).sum())
+    return total & _WHOLE
+
+
+def marked(keys: Iterable[tuple[int, int]]) -> int:
+    """Which samples, in whatever order: added up over all ranks, one number."""
+    return sum(hash(key) for key in keys) & _WHOLE
+
+
+def fingerprint(batch: Any) -> str:
+    """The same for two batches that hold the same, in whatever precision; empty: nothing in it that can be read."""
+    tensors = [t for t in tensors_in(batch) if t.layout == torch.strided and not t.is_nested]
+    if not tensors:
+        return ""
+    made = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        made.update(repr(tuple(t.shape)).encode())
+        made.update(_bytes(t.detach()))
+    return made.hexdigest()
+
+
+def _bytes(t: Tensor) -> bytes:
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    if t.is_floating_point():
+        t = t.to(torch.bfloat16).view(torch.int16)
+    return np.ascontiguousarray(t.cpu().numpy()).tobytes()

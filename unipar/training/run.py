@@ -1,0 +1,384 @@
+"""Training loop of one rank, the same under every backend: feed, step, evaluate, log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from unipar.backend import Engine, Fn, Micro, Piece, Read
+from unipar.config import Config, Sizes
+from unipar.data.dataset import agree_on, training_source
+from unipar.data.feed import Feed
+from unipar.data.order import Plan
+from unipar.data.stream import STATED
+from unipar.data.stream_feed import Stream
+from unipar.distributed.world import World
+from unipar.engines.batch import moved
+from unipar.engines.learning_rate import factor
+from unipar.errors import TaskError
+from unipar.run_folder.heartbeat import Heart
+from unipar.run_folder.ledger import Ledger
+from unipar.task import Run, Share, Task
+from unipar.task.run import Outcome, Position
+from unipar.tracking.writer import Trackers
+from unipar.training.evaluation import Evaluation, refuse_between
+from unipar.training.parts import ActivePart, Trained, flat, pieces_of, reported, restore_parts, together
+from unipar.training.stopping import Boundary
+from unipar.utils.seeding import BEGUN, sow_torch, stirred
+
+if TYPE_CHECKING:
+    from unipar.memory.recording.step_log import Logged
+
+Heed = Callable[[Sequence[tuple[Any, Plan]]], None]
+
+
+@final
+class TrainingRun(Run):
+    """The loop's side of one rank, with hooks for those who run a task's loop for it."""
+
+    def __init__(
+        self,
+        task: Task,
+        parts: Mapping[str, Trained],
+        world: World,
+        config: Config,
+        sizes: Sizes,
+        *,
+        ledger: Ledger,
+        heart: Heart,
+        trackers: Trackers,
+    ) -> None:
+        self.task, self._parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
+        self.rank, self.size, self.device = world.rank, world.size, world.device
+        self.done = 0
+        self._members = {name: ActivePart(part, parts) for name, part in parts.items()}
+        self._first = next(iter(self._members.values()))
+        self._active: ActivePart | None = None
+        self._evaluating = False
+        self._ledger, self._heart, self._trackers = ledger, heart, trackers
+        self._mark = heart.mark
+        self._loss: Fn = task.loss
+        self._seed, self._every = config.train.seed, config.log.every
+        self._sown = stirred(BEGUN, self._seed, 3)
+        self._schedule = config.train.schedule
+        self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
+        self._collate = task.collate if task.gives("collate") else None
+        self._weighs = task.gives("weight")
+        self._boundary = Boundary(world)
+        self._feed: Feed | Stream | None = None
+        self._steps = config.train.steps
+        self._spare: Any = None
+        self._seeds: tuple[int, ...] = ()
+        self._stepped: list[ActivePart] = []
+        self._due = False
+        """Whether the share at hand is one that logs."""
+
+        self._next_seed = self._filled = self._samples = 0
+        self._cuda = self.device.type == "cuda"
+        self._since = time.perf_counter()
+        self._evaluation: Evaluation | None = None
+        self._gate: Callable[[int], None] | None = None
+        self._heed: Heed | None = None
+        self._logged: Logged | None = None
+
+    # What the run is over
+
+    @property
+    @override
+    def steps(self) -> int:
+        if self._steps is None:
+            assert self.config.train.epochs is not None
+            self._steps = self.feed.steps(self.config.train.epochs)
+        return self._steps
+
+    @property
+    @override
+    def feed(self) -> Feed | Stream:
+        if self._feed is None:
+            self._feed = self._fed(self.task.data())
+        return self._feed
+
+    @property
+    @override
+    def position(self) -> Position:
+        return Position(self.done, *self.feed.place(self.done))
+
+    def seek(self, step: int) -> None:
+        """Stand before the step after `step` ones: part of taking state in."""
+        self.done = step
+
+    def _fed(self, given: Any) -> Feed | Stream:
+        source = training_source(given, self._collate, self.task.collate, self.config, self.sizes)
+        if source.length is not None:
+            agree_on(source.length, self.world)
+        pin = self.device.type == "cuda"
+        if source.streams:
+            self._ledger.note("data", said=f"a stream: {STATED[source.settings.stream]}")
+            return Stream(source, self.sizes, self.world, self._seed, pin=pin)
+        return Feed(source, self.sizes, self.rank, self._seed, pin=pin)
+
+    # What it trains
+
+    @property
+    @override
+    def parts(self) -> Mapping[str, Trained]:
+        return self._parts
+
+    @property
+    def engine(self) -> Engine:
+        """Of the model, or of its first part."""
+        return self._first.trained.engine
+
+    @override
+    def pieces(self) -> Iterator[Piece]:
+        return pieces_of(self._parts)
+
+    @override
+    def restore(self, read: Read) -> None:
+        restore_parts(self._parts, read)
+
+    @override
+    def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
+        other = self._member(part)
+        if self._active is None:
+            raise TaskError(
+                f"run.frozen({part!r}) was called outside of a loss and metrics, where no other part is at work"
+            )
+        if other is self._active:
+            raise TaskError(
+                f"run.frozen({part!r}) was called in that part's own loss, whose first argument is its model"
+            )
+        engine = other.trained.engine
+        return engine.evaluate if self._evaluating else engine.call_frozen
+
+    # The loop's verbs
+
+    @override
+    def batches(self) -> Iterator[Share]:
+        return self._shares(self.feed)
+
+    @override
+    def over(self, loader: Any) -> Iterator[Share]:
+        self._feed = self._fed(loader)
+        return self._shares(self._feed)
+
+    @override
+    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> Outcome:
+        if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
+            raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it was given {share!r}")
+        active = self._chosen(part, loss)
+        trained = active.trained
+        number = self.done + 1
+        self._heart.step = number
+        self._next_seed = self.rank
+        self._loss = loss or self.task.loss
+        steps = self._steps or self.steps
+        rate = factor(self._schedule, self.done - trained.skipped, steps)
+        self._active, self._seeds = active, active.seeds
+        try:
+            with active:
+                out = trained.engine.step(self._fn, share.micros, rate, self._mark)
+        finally:
+            self._active = None
+        trained.took(number, out, rate)
+        if not self._stepped:
+            self._filled, self._samples = self._filled + 1, share.samples
+        self._due = self._filled == self._every or number == steps or number == 1
+        said = trained.report() if self._due or (out.skipped and not self._scales) else None
+        if out.skipped:
+            trained.skip(number, expected=self._scales)
+            self._ledger.note("skipped", step=number)
+        if self._sync_every and (number % self._sync_every == 0 or number == steps):
+            trained.engine.take_mean()
+        self._stepped.append(active)
+        if len(self._members) == 1:  # with several, the share is over when the loop asks for the next
+            self._end_share()
+        self._mark("between")
+        return Outcome(number, said)
+
+    def _chosen(self, part: str | None, loss: Fn | None) -> ActivePart:
+        """Return the part that a call of `run.step` means."""
+        if part is None:
+            if len(self._members) == 1:
+                return self._first
+            raise TaskError(
+                f"run.step was not told which part: model() returned {', '.join(self._parts)}; run.step(share, "
+                f"part={next(iter(self._parts))!r}, loss=...)"
+            )
+        chosen = self._member(part)
+        if loss is None and chosen is not self._first:
+            own = self._first.trained.name
+            raise TaskError(f"run.step(part={part!r}) has no loss: the task's own is that of {own!r}; give loss=")
+        if chosen in self._stepped:
+            raise TaskError(
+                f"the loop called run.step(part={part!r}) twice for one share; at most once for each part is wanted"
+            )
+        return chosen
+
+    def _member(self, part: str) -> ActivePart:
+        if part not in self._members:
+            raise TaskError(f"there is no part {part!r}; model() returned {', '.join(self._parts)}")
+        return self._members[part]
+
+    @override
+    def evaluate(self) -> dict[str, float]:
+        if self._sync_every and self.done != self.steps:
+            refuse_between(self.done, self._sync_every)
+        if self._evaluation is None:
+            told = (self.task, [part.module for part in self._parts.values()], self.engine, self.world)
+            self._evaluation = Evaluation(*told, self.config, self.sizes, mark=self._mark)
+        self._mark("evaluate")
+        self._active, self._evaluating = self._first, True
+        try:
+            means = self._evaluation()
+        finally:
+            self._active, self._evaluating = None, False
+        self._tell("eval", means)
+        self._mark("between")
+        return means
+
+    @override
+    def log(self, **named: float | Tensor) -> None:
+        self._tell("log", {k: float(v) for k, v in named.items()})
+
+    def record(self, steps: int) -> None:
+        """Keep every step's share of the loss, and its norm, on the device."""
+        for part in self._parts.values():
+            part.record(steps)
+
+    def recorded(self) -> dict[str, Any]:
+        """This rank's shares (the ranks' sum is the loss) and the norms, of the steps done; of several parts, each."""
+        parts = {name: part.recorded() for name, part in self._parts.items()}
+        if len(parts) == 1:
+            return {key: parts[self._first.trained.name][key] for key in ("loss", "norm")}
+        return together(parts, self.done) | {"parts": parts}
+
+    def heed(self, heed: Heed) -> None:
+        """Have `heed` called with what each step is given: this rank's microbatches and which samples they are."""
+        self._heed = heed
+
+    def wait(self) -> None:
+        """Say that silence is meant: somebody else has the turn."""
+        self._mark("waiting")
+
+    def read_from(self, feed: Feed) -> None:
+        """Take the shares from there instead of the task's own data."""
+        self._feed = feed
+
+    def gate(self, wait: Callable[[int], None]) -> None:
+        """Have `wait` called at every step boundary, with the number of steps done; the last one too."""
+        self._gate = wait
+
+    def log_memory(self, logged: Logged) -> None:
+        """Have the steps that log watched by this."""
+        self._logged = logged
+
+    def finish(self) -> None:
+        """After the loop: what is not yet reported of its last steps."""
+        self._end_share()
+        for part in self._parts.values():
+            part.finish()
+        self._trackers.close()
+        self._mark("end")
+
+    # How
+
+    def _pass(self, done: int) -> None:
+        """A step boundary: where the turn of others is waited for, and a signal is heeded."""
+        if self._gate is not None:
+            self._gate(done)
+        if done < self.steps:
+            self._boundary(done)
+            if self._logged is not None:
+                at = time.perf_counter()
+                self._logged.before(logs=self._logs(done + 1, self._filled + 1))
+                self._since += time.perf_counter() - at  # no step's
+
+    def _shares(self, feed: Feed | Stream) -> Iterator[Share]:
+        every = self.config.eval.every
+        ready = feed.batches(self.done)
+        while self.done < self.steps:
+            before = self.done
+            self._pass(before)
+            self._heart.step = before + 1
+            self._mark("data")
+            yield self._share(next(ready), feed)
+            self._end_share()
+            if self.done != before + 1:
+                wanted = "once" if len(self._members) == 1 else "once for each part at most, and for one at least"
+                raise TaskError(
+                    f"the loop called run.step {self.done - before} times for one share; {wanted}, with that share, "
+                    "is wanted"
+                )
+            if every and self.done % every == 0:
+                self.evaluate()
+        self._pass(self.done)
+
+    def _share(self, read: list[tuple[Any, Plan]], feed: Feed | Stream) -> Share:
+        samples = feed.samples(self.done)
+        if self._heed is not None:
+            self._heed(read)
+        if not self._weighs:
+            return Share([Micro(moved(batch, self.device), plan.weight) for batch, plan in read], samples)
+        weights = [self._weight(batch, len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
+        total = torch.tensor(sum(weights), dtype=torch.float64, device=self.device)
+        whole = self.world.sum(total).item()
+        if not whole > 0:
+            raise TaskError(f"weight(batch) is {whole:g} over the whole global batch of step {self.done + 1}")
+        self._spare = next((b for (b, _), w in zip(read, weights, strict=True) if w > 0), self._spare)
+        if self._spare is None and 0.0 in weights:
+            self._spare = feed.spare(self._weight)
+        micros = [(b if w > 0 else self._spare, w / whole) for (b, _), w in zip(read, weights, strict=True)]
+        return Share([Micro(moved(batch, self.device), scale) for batch, scale in micros], samples)
+
+    def _weight(self, batch: Any, samples: int = 1) -> float:
+        weight = self.task.weight(batch)
+        if weight is not None and not float(weight) >= 0:
+            raise TaskError(f"weight(batch) is {float(weight):g}; a number that is not negative is wanted")
+        return float(samples if weight is None else weight)
+
+    def _fn(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss, under PyTorch's random numbers of this step's microbatch, whichever rank computes it."""
+        sow_torch(stirred(self._sown, self.done, self._next_seed, *self._seeds) >> 1, cuda=self._cuda)
+        self._next_seed += self.size
+        loss: Any = self._loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise TaskError(f"loss() returned {shown}; the mean over the batch, a scalar tensor, is wanted")
+        return loss
+
+    def _logs(self, number: int, filled: int) -> bool:
+        return filled == self._every or number == self.steps or number == 1
+
+    def _end_share(self) -> None:
+        """Count the share's step, if a part had one with it, and write down what parts gave when that is due."""
+        if not self._stepped:
+            return
+        self._stepped.clear()
+        number = self.done = self.done + 1
+        if not self._due:
+            return
+        for part in self._parts.values():
+            if part.steps:  # it had no step in this share
+                part.report()
+        now = time.perf_counter()
+        seconds, self._filled = (now - self._since) / self._filled, 0
+        scale = self.config.train.lr_scale.factor(self.sizes.total)
+        row = reported(self._parts, scale) | {"samples": self._samples, "seconds": seconds}
+        if self._logged is not None:
+            row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._logged.after()]
+            if self._logged.lost:
+                self._ledger.note("memory", said=f"watched no more: {self._logged.lost}")
+                self._logged = None
+        self._ledger.note("step", step=number, of=self.steps, **row)
+        self._trackers.write(number, flat(row))
+        self._since = time.perf_counter()  # what was written down took time of its own
+
+    def _tell(self, event: str, named: Mapping[str, float]) -> None:
+        self._ledger.note(event, step=self.done, **named)
+        self._trackers.write(self.done, {f"{event}/{k}": v for k, v in named.items()})

@@ -1,0 +1,1 @@
+"""Small helpers that know nothing of training. May import `errors.py` only. No torch, but in `seeding.py`."""

@@ -1,0 +1,74 @@
+"""Words for people: sizes, durations, counts, first few names, did-you-mean, a value as a config shows it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+
+
+def format_duration(seconds: float) -> str:
+    """Return 380 us, 4.2 ms, 210 ms, 3.1 s, 2 min 05 s."""
+    if seconds >= 60:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02} s"
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 0.9995 or unit == "us":
+            return f"{seconds * factor:.{1 if seconds * factor < 9.95 else 0}f} {unit}"
+    raise AssertionError(seconds)
+
+
+def format_size(count: float) -> str:
+    """Return a number of bytes as 900 B, 612 MiB, 3.2 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000 or unit == "GiB":
+            return f"{count:.{0 if unit == 'B' or count >= 9.95 else 1}f} {unit}"
+        count /= 1024
+    raise AssertionError(count)
+
+
+def format_number(value: float | None) -> str:
+    """Return a number with four decimal places; None stands for one that is not finite, as in a ledger."""
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def count_of(count: int, what: str) -> str:
+    """Return 1 step, 2 steps."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def first_few(names: Sequence[str], count: int | None = None, most: int = 3) -> str:
+    """Return "a, b, c and 4 more": the first `most` names; `count` says how many there are if not all are given."""
+    count = len(names) if count is None else count
+    return ", ".join(names[:most]) + (f" and {count - most} more" if count > most else "")
+
+
+def join_with_or(words: Sequence[str]) -> str:
+    """Return "a, b or c"."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def closest(word: str, words: Iterable[str]) -> str | None:
+    """Return the known word that is most like a misspelt one, or None if none is close."""
+    return next(iter(difflib.get_close_matches(word, list(words), 1)), None)
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?", or "" if no known word is close."""
+    words = list(words)
+    found = [w for w in words if w.startswith(word)][:2] if word else []
+    if not found and (near := closest(word, words)) is not None:
+        found = [near]
+    return f"; did you mean {join_with_or([repr(w) for w in found])}?" if found else ""
+
+
+def show_value(value: object) -> str:
+    """Return a value as a config would say it, shortened."""
+    if isinstance(value, str):
+        text = repr(value)
+    else:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError):
+            text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."

@@ -1,0 +1,1 @@
+"""Diagnosis: which fault explains a difference."""

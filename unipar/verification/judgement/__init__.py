@@ -1,0 +1,1 @@
+"""Judgement: is a cell's run near enough to one process?"""

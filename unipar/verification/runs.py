@@ -1,0 +1,118 @@
+"""Which runs a proof needs: one process in several ways, then every cell in two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from unipar.backend.cells import ONE, at
+from unipar.config import Config, Precision
+from unipar.config.sections.optimizer import Clip
+from unipar.config.settled import SettledConfig
+from unipar.verification.worker.jobs import Job, RunKey
+
+LOOK, EXACT, BASE = RunKey("look"), RunKey("one process", precision="fp64"), RunKey("one process")
+SHARES, MICROS = RunKey("shares", bitwise=True), RunKey("micros", bitwise=True)
+
+SHARES_CONFIGURED, MICROS_CONFIGURED, SHARES_EXACT = (
+    RunKey("shares"),
+    RunKey("micros"),
+    RunKey("shares", precision="fp64"),
+)
+"""Replays for a task whose numbers depend on how a batch is cut."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What is run of a config whose number of ranks is settled."""
+
+    settled: SettledConfig
+    steps: int
+
+    @property
+    def config(self) -> Config:
+        return self.settled.config
+
+    @property
+    def ranks(self) -> int:
+        return self.settled.ranks
+
+    @property
+    def precision(self) -> Precision:
+        """Of one process: it keeps no second copy, so bf16-master has its stand-in."""
+        wanted = self.config.train.precision
+        return "bf16-mixed" if wanted == "bf16-master" else wanted
+
+    @property
+    def accumulate(self) -> int:
+        return self.settled.sizes.accumulate
+
+    def one(self, precision: Precision | None = None) -> SettledConfig:
+        """One process without a wrapper, through the same microbatches one after another."""
+        config = at(self.config, ONE).changed({"train.precision": precision or self.precision})
+        return SettledConfig.of(config, ONE, 1, self.settled.device)
+
+    def references(self) -> list[list[Job]]:
+        """Two worlds of one process, side by side."""
+        one, exactly = self.one(), bitwise(self.one())
+        others = [self._run(RunKey("one process", micro=m), _cut(one, self._total, m)) for m in self._cuts()]
+        return [
+            [
+                Job(key=LOOK, kind="look", settled=self.one("fp64"), steps=0),
+                self._run(EXACT, self.one("fp64")),
+                self.replay(MICROS, exactly),
+            ],
+            [self._run(BASE, one), *others, self.replay(SHARES, exactly)],
+        ]
+
+    def cut_alike(self) -> list[list[Job]]:
+        """More replays, for a task whose numbers depend on how a batch is cut: nothing else is cut alike."""
+        return [
+            [self.replay(SHARES_CONFIGURED, self.one())],
+            [self.replay(MICROS_CONFIGURED, self.one()), self.replay(SHARES_EXACT, self.one("fp64"))],
+        ]
+
+    def cells(self, configs: Mapping[str, SettledConfig]) -> list[Job]:
+        """Each as it is configured, and once more by the arithmetic that a replay can repeat to the bit."""
+        jobs: list[Job] = []
+        for name, settled in configs.items():
+            jobs.append(self._run(RunKey("cell", name), settled))
+            jobs.append(self._run(RunKey("cell", name, bitwise=True), bitwise(settled)))
+        return jobs
+
+    def replay(self, key: RunKey, settled: SettledConfig, *, apart: bool = False) -> Job:
+        """Return a replay in the order that `key` says, up to the step that it says; all steps without one."""
+        steps = key.step or self.steps
+        made = Job(key=key, kind="replay", settled=settled, steps=steps, ranks=self.ranks, order=key.kind)
+        return replace(made, trace_at=key.step, apart=apart)
+
+    def _run(self, key: RunKey, settled: SettledConfig) -> Job:
+        return Job(key=key, kind="run", settled=settled, steps=self.steps)
+
+    @property
+    def _total(self) -> int:
+        return self.settled.sizes.total
+
+    def _cuts(self) -> list[int]:
+        """Other microbatches than the config's: smaller ones first, for they need no more memory."""
+        sizes = self.settled.sizes
+        others = [m for m in range(1, sizes.total + 1) if sizes.total % m == 0 and m != sizes.micro]
+        smaller, larger = [m for m in others if m < sizes.micro][::-1], [m for m in others if m > sizes.micro]
+        return sorted((smaller[:2] + larger)[:2])
+
+
+def bitwise(settled: SettledConfig) -> SettledConfig:
+    """The optimizer by for-loop, the norm summed in fp64: what does not depend on how tensors are split."""
+    clip = settled.config.train.clipping
+    loops = {"train.optimizer.fused": False, "train.optimizer.foreach": False}
+    return settled.changed({**loops, "train.clip": None if clip is None else Clip(max=clip.max, norm="fp64")})
+
+
+def recut(settled: SettledConfig, accumulate: int) -> SettledConfig:
+    """The same global batch in so many microbatches on each rank."""
+    total = settled.sizes.total
+    return _cut(settled, total, total // (settled.ranks * accumulate))
+
+
+def _cut(settled: SettledConfig, total: int, micro: int) -> SettledConfig:
+    return settled.changed({"batch.total": total, "batch.micro": micro, "batch.accumulate": None})

@@ -1,0 +1,1 @@
+"""The side of `verify` that runs in the ranks."""

@@ -1,0 +1,49 @@
+"""One step in full: the output of every module, and the gradient that came back to it, by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from unipar.training.fingerprint import Sketches, tensors_in, whole
+
+
+@final
+class Trace:
+    """Rows in the order in which things happened."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._sketches = Sketches(keep=False)
+        self._calls: Counter[tuple[int, str]] = Counter()
+
+    @contextmanager
+    def on(self, model: nn.Module, call: int) -> Generator[None]:
+        """While a loss is computed: the `call`-th of this step on this rank."""
+        handles = [
+            module.register_forward_hook(partial(self._forward, name or "(the model)", call))
+            for name, module in model.named_modules()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _forward(self, name: str, call: int, module: nn.Module, given: Any, out: Any) -> None:
+        self._calls[call, name] += 1
+        for i, tensor in enumerate(t for t in tensors_in(out) if t.is_floating_point()):
+            at = f"{name}#{self._calls[call, name]}.{i}"
+            self._note("forward", name, at, call, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._note, "backward", name, at, call))
+
+    def _note(self, way: str, name: str, at: str, call: int, tensor: Tensor) -> None:
+        self.rows.append(
+            {"way": way, "module": name, "at": at, "call": call, "sketch": whole(self._sketches, at, tensor.detach())}
+        )
