@@ -41,13 +41,13 @@ WAYS = (
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainingResult:
     steps: int
     loss: float
     accuracy: float
 
 
-def trained(way: Way, epochs: int, seed: int, out: str, rate: float = RATE) -> Found:
+def train_once(way: Way, epochs: int, seed: int, out: str, rate: float = RATE) -> TrainingResult:
     """The validation loss and accuracy after `epochs` passes; a loss that is not finite counts as infinite."""
     steps = epochs * -(-IMAGES // way.total)
     told: dict[str, Any] = {
@@ -64,17 +64,17 @@ def trained(way: Way, epochs: int, seed: int, out: str, rate: float = RATE) -> F
     try:
         report = unipar.launch(CONFIG, overrides={**told, **way.changes}, overwrite=True, quiet=True)
     except unipar.NonFinite:
-        return Found(steps, float("inf"), 0.1)
+        return TrainingResult(steps, float("inf"), 0.1)
     _, means = report.evals[-1]
-    return Found(steps, means["loss"], means["accuracy"])
+    return TrainingResult(steps, means["loss"], means["accuracy"])
 
 
-def rows(epochs: int, seeds: int) -> Iterator[str]:
+def result_rows(epochs: int, seeds: int) -> Iterator[str]:
     yield "| batch and rate | steps | loss, median of the seeds | lowest to highest | accuracy |"
     yield "|---|---|---|---|---|"
     with tempfile.TemporaryDirectory() as folder:
         for way in WAYS:
-            found = [trained(way, epochs, seed, f"{folder}/run") for seed in range(seeds)]
+            found = [train_once(way, epochs, seed, f"{folder}/run") for seed in range(seeds)]
             losses = [f.loss for f in found]
             middle = statistics.median(losses)
             right = statistics.median(f.accuracy for f in found)
@@ -87,7 +87,7 @@ def main() -> None:
     asked.add_argument("--epochs", type=int, default=4)
     asked.add_argument("--seeds", type=int, default=3)
     told = asked.parse_args()
-    for row in rows(told.epochs, told.seeds):
+    for row in result_rows(told.epochs, told.seeds):
         print(row, flush=True)
 
 

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.loops import CLIP, DECAY, LR, by_hand
-from benchmarks.timing import Loop, calls, interleaved, interval, ratio
+from benchmarks.timing import Loop, count_calls, interleaved, interval, time_ratio
 from unipar.backend import cells, registry
 from unipar.backend.checks import settle
 from unipar.config import Cell, Config
-from unipar.config.source import read
+from unipar.config.source import load_config_file
 from unipar.distributed.place import Place
 from unipar.task import Task
 from unipar.task.reference import TaskRef
-from unipar.training.setup import opened
+from unipar.training.setup import open_run
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 STEPS, WARM = 1_000_000, 3
@@ -42,11 +42,11 @@ def config_of(cell: str, ranks: int) -> Config:
         },
         "log.every": STEPS,
     }
-    return cells.at(read(QUICKSTART, (), change).config, Cell.parse(cell))
+    return cells.config_in_cell(load_config_file(QUICKSTART, (), change).config, Cell.parse(cell))
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoopPair:
     """Both loops in one process, over the same batch."""
 
     ours: Loop
@@ -55,11 +55,11 @@ class Pair:
 
 
 @contextmanager
-def both(cell: str, place: Place, run: Path) -> Generator[Pair]:
+def open_loops(cell: str, place: Place, run: Path) -> Generator[LoopPair]:
     config = config_of(cell, place.size)
     task: Task = TaskRef.of(None, config.task, {}).load()
     settled = settle(config, place.size)
-    with opened(settled, registry.find(settled.cell.backend), task, place, run) as live:
+    with open_run(settled, registry.find_backend(settled.cell.backend), task, place, run) as live:
         share = next(live.batches())
 
         def ours() -> None:
@@ -73,24 +73,27 @@ def both(cell: str, place: Place, run: Path) -> Generator[Pair]:
             return by_hand(cell, model, task.loss, share[0], config)
 
         live.step(share)
-        yield Pair(ours, hand)
+        yield LoopPair(ours, hand)
 
 
-def alone(place: Place, run: Path, control: socket.socket | None) -> None:
+def measure_one_process(place: Place, run: Path, control: socket.socket | None) -> None:
     """A worker's entry, one process: CPU time and calls."""
     cell = (run / "cell").read_text("utf-8")
-    with both(cell, place, run) as pair:
+    with open_loops(cell, place, run) as pair:
         hand = pair.hand()
         for _ in range(WARM):
             pair.ours()
             hand()
-        found = {"ratio": asdict(ratio(pair.ours, hand)), "calls": [calls(pair.ours, 3), calls(hand, 3)]}
+        found = {
+            "ratio": asdict(time_ratio(pair.ours, hand)),
+            "calls": [count_calls(pair.ours, 3), count_calls(hand, 3)],
+        }
     (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def ranks(place: Place, run: Path, control: socket.socket | None) -> None:
+def measure_two_ranks(place: Place, run: Path, control: socket.socket | None) -> None:
     """A worker's entry, two processes under DDP: wall clock, and how far two equal loops are apart."""
-    with both("native/nothing", place, run) as pair:
+    with open_loops("native/nothing", place, run) as pair:
         loops = {"unipar": pair.ours, "hand": pair.hand(), "hand again": pair.hand()}
         for loop in loops.values():
             for _ in range(WARM):

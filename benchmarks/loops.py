@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from unipar_accelerate import split_by
+from unipar_accelerate import splitting_library
 
 from benchmarks.timing import Loop
 from unipar.backend import registry
@@ -24,14 +24,14 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY, fused=True)
 
 
-def flat(optimizer: Optimizer) -> LambdaLR:
+def constant_schedule(optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda _: 1.0)
 
 
-def plain(model: nn.Module, loss: Loss, batch: Any, optimizer: Optimizer | None = None) -> Loop:
+def plain_loop(model: nn.Module, loss: Loss, batch: Any, optimizer: Optimizer | None = None) -> Loop:
     """One process, DDP and FSDP2: they differ in what was done to the model before."""
     optimizer = optimizer or adamw(model)
-    schedule, parameters = flat(optimizer), tuple(model.parameters())
+    schedule, parameters = constant_schedule(optimizer), tuple(model.parameters())
 
     def step() -> None:
         loss(model, batch).backward()
@@ -47,7 +47,7 @@ def ddp(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return plain(wrapped, loss, batch, zero(wrapped) if config.parallel.shard == "optimizer" else None)
+    return plain_loop(wrapped, loss, batch, zero(wrapped) if config.parallel.shard == "optimizer" else None)
 
 
 def zero(model: nn.Module) -> Optimizer:
@@ -67,16 +67,16 @@ def fsdp2(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, reshard_after_forward=again)
-    return plain(model, loss, batch)
+    return plain_loop(model, loss, batch)
 
 
 def deepspeed(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
     import deepspeed
 
     parameters = sum(p.numel() for p in model.parameters())
-    told = registry.find("deepspeed").native_config(config, parameters) | {"gradient_clipping": CLIP}
+    told = registry.find_backend("deepspeed").native_config(config, parameters) | {"gradient_clipping": CLIP}
     engine: Any = deepspeed.initialize(model=model, optimizer=adamw(model), config=told, dist_init_required=False)[0]
-    schedule = flat(engine.basic_optimizer)
+    schedule = constant_schedule(engine.basic_optimizer)
 
     def step() -> None:
         engine.backward(loss(engine, batch))
@@ -90,7 +90,7 @@ def horovod(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
     import horovod.torch as hvd
 
     optimizer: Any = hvd.DistributedOptimizer(adamw(model), named_parameters=list(model.named_parameters()))
-    schedule, parameters = flat(optimizer), tuple(model.parameters())
+    schedule, parameters = constant_schedule(optimizer), tuple(model.parameters())
 
     def step() -> None:
         loss(model, batch).backward()
@@ -106,12 +106,12 @@ def horovod(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
 
 def accelerate(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
     """Its DDP, its FSDP2 or its DeepSpeed: they differ in how the accelerator is made."""
-    through = split_by(config)
+    through = splitting_library(config)
     accelerator = {"": over_ddp, "FSDP2": over_fsdp2, "DeepSpeed": over_deepspeed}[through](model, config)
     if through == "FSDP2":
         model = nn.Sequential(model)  # the final norm, where Accelerate sees one, becomes a group of its own
     base = adamw(model)
-    wrapped, optimizer, schedule = accelerator.prepare(model, base, flat(base))
+    wrapped, optimizer, schedule = accelerator.prepare(model, base, constant_schedule(base))
     parameters = tuple(wrapped.parameters())
 
     def step() -> None:
@@ -135,7 +135,7 @@ def over_ddp(model: nn.Module, config: Config) -> Any:
 def over_fsdp2(model: nn.Module, config: Config) -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
-    from unipar_accelerate.engine import bound
+    from unipar_accelerate.engine import force_distributed_type
 
     layers: Any = model.get_submodule("layers")
     plugin = FullyShardedDataParallelPlugin(
@@ -147,7 +147,7 @@ def over_fsdp2(model: nn.Module, config: Config) -> Any:
     )
     accelerator: Any = Accelerator(cpu=True)
     accelerator.state.fsdp_plugin = plugin
-    bound(accelerator, DistributedType.FSDP)
+    force_distributed_type(accelerator, DistributedType.FSDP)
     return accelerator
 
 
@@ -155,17 +155,17 @@ def over_deepspeed(model: nn.Module, config: Config) -> Any:
     """The clip is DeepSpeed's: with this Accelerate's own only asks for the norm, as its guide says."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
-    from unipar_accelerate.engine import bound, forget
-    from unipar_accelerate.zero import Plugin
+    from unipar_accelerate.engine import force_distributed_type, reset_accelerate_state
+    from unipar_accelerate.zero import BareDeepSpeedPlugin
 
     parameters = sum(p.numel() for p in model.parameters())
-    told = registry.find("deepspeed").native_config(config, parameters) | {"gradient_clipping": CLIP}
-    forget()  # unipar's stands in the same process, and Accelerate takes a plugin only once
-    plugin = Plugin(hf_ds_config=told)
+    told = registry.find_backend("deepspeed").native_config(config, parameters) | {"gradient_clipping": CLIP}
+    reset_accelerate_state()  # unipar's stands in the same process, and Accelerate takes a plugin only once
+    plugin = BareDeepSpeedPlugin(hf_ds_config=told)
     accelerator: Any = Accelerator(cpu=True, deepspeed_plugin=plugin)
     plugin.select(_from_accelerator_state=True)
     accelerator.state.deepspeed_plugins = plugin
-    bound(accelerator, DistributedType.DEEPSPEED)
+    force_distributed_type(accelerator, DistributedType.DEEPSPEED)
     return accelerator
 
 
@@ -173,7 +173,7 @@ def by_hand(cell: str, model: nn.Module, loss: Loss, batch: Any, config: Config)
     """The loop that somebody would write for this cell."""
     at = Cell.parse(cell)
     if at.backend == "single":
-        return plain(model, loss, batch)
+        return plain_loop(model, loss, batch)
     if at.backend == "native":
         return (ddp if at.shard in ("nothing", "optimizer") else fsdp2)(model, loss, batch, config)
     return {"deepspeed": deepspeed, "horovod": horovod, "accelerate": accelerate}[at.backend](

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import cells, checks
-from unipar.comparison.cell_world import Contestant
+from unipar.comparison.cell_world import CellWorld
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import given
+from unipar.config.source import load_given_config
 from unipar.errors import UniparError, Unsupported
-from unipar.memory.account import ORDER, PASSES, Phase
-from unipar.memory.sources.malloc_build import SETTLED, built, preloading
-from unipar.results.memory_tables import fullest, mib
+from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER, PhasePeak
+from unipar.memory.sources.malloc_build import METER_ENVIRONMENT, build_meter, preload_environment
+from unipar.results.memory_tables import format_mib, largest_account
 from unipar.task.reference import TaskRef
-from unipar.utils.table import table
+from unipar.utils.table import format_table
 from unipar.utils.text import format_duration
 
 ROOT = Path(__file__).parent.parent
@@ -31,13 +31,13 @@ SIZES: dict[str, dict[str, int]] = {
 }
 PRECISIONS = ("fp32", "bf16-mixed", "bf16-master")
 WORLDS = ("1", "2")
-PROFILER = "profiler"
+PROFILER_ARGUMENT = "profiler"
 """The word for what is done where no meter can be compiled."""
 
-LIMIT = 0.02
+UNNAMED_SHARE_LIMIT = 0.02
 """The share of a peak that may have no name."""
 
-OVER = 0.001
+OVERCOUNT_LIMIT = 0.001
 """The share by which what is named may exceed a peak: more was counted twice."""
 
 
@@ -50,46 +50,52 @@ def config_of(size: str, precision: str, world: int) -> Config:
         "batch": {"total": 4},
         "train": {"steps": 10, "precision": precision, "optimizer": {"lr": 3e-4}},
     }
-    return given(told, None).config
+    return load_given_config(told, None).config
 
 
-def measured(settled: SettledConfig, environment: dict[str, str]) -> list[Phase]:
+def measure_phases(settled: SettledConfig, environment: dict[str, str]) -> list[PhasePeak]:
     """The fullest rank's phases."""
     with tempfile.TemporaryDirectory(prefix="unipar-memory-") as folder:
         ref = TaskRef.of(None, settled.config.task, {})
-        with closing(Contestant(settled, ref, Path(folder) / "run", environment)) as run:
+        with closing(CellWorld(settled, ref, Path(folder) / "run", environment)) as run:
             run.start("1")
-            run.go(2)
-            run.watch(sorted(PASSES, key=ORDER.index))
-            return list(fullest(run.accounts()).phases)
+            run.train_steps(2)
+            run.record_memory(sorted(PASSES_BY_IMPORTANCE, key=PASSES_IN_ORDER.index))
+            return list(largest_account(run.accounts()).phases)
 
 
-def named(phase: Phase) -> int:
+def named_bytes(phase: PhasePeak) -> int:
     """All that has a name. With what has none it adds up to the peak by arithmetic; alone it may be too much."""
     return sum(size for category, size in phase.held.items() if category != "unattributed")
 
 
-def row(name: tuple[str, ...], phases: list[Phase]) -> tuple[tuple[str, ...], bool]:
+def result_row(name: tuple[str, ...], phases: list[PhasePeak]) -> tuple[tuple[str, ...], bool]:
     """A line of the table, and whether it is as promised: in every phase."""
     peak = max(phases, key=lambda phase: phase.peak)
     worst = max(phases, key=lambda phase: abs(phase.unattributed))
-    twice = any(named(phase) > (1 + OVER) * phase.peak for phase in phases)
-    good = not twice and worst.unattributed <= LIMIT
+    twice = any(named_bytes(phase) > (1 + OVERCOUNT_LIMIT) * phase.peak for phase in phases)
+    good = not twice and worst.unattributed <= UNNAMED_SHARE_LIMIT
     shown = f"{100 * worst.unattributed:.2f} % in {worst.name}"
-    return (*name, mib(peak.peak), mib(named(peak)), shown, "" if good else "TWICE" if twice else "MISSED"), good
+    return (
+        *name,
+        format_mib(peak.peak),
+        format_mib(named_bytes(peak)),
+        shown,
+        "" if good else "TWICE" if twice else "MISSED",
+    ), good
 
 
-def asked(words: list[str]) -> Iterator[tuple[tuple[str, ...], SettledConfig]]:
+def select_rows(words: list[str]) -> Iterator[tuple[tuple[str, ...], SettledConfig]]:
     """Each row's name, and what runs in it; cells that say no to a precision have none."""
     sizes = [w for w in words if w in SIZES] or list(SIZES)
     precisions = [w for w in words if w in PRECISIONS] or list(PRECISIONS)
     worlds = [w for w in words if w in WORLDS] or list(WORLDS)
-    wanted = [w for w in words if w not in (*SIZES, *PRECISIONS, *WORLDS, PROFILER)]
+    wanted = [w for w in words if w not in (*SIZES, *PRECISIONS, *WORLDS, PROFILER_ARGUMENT)]
     for size, precision, world in product(sizes, precisions, worlds):
-        for cell in cells.expand(tuple(wanted or ("*",))):
+        for cell in cells.expand_cell_patterns(tuple(wanted or ("*",))):
             try:
-                config = cells.at(config_of(size, precision, int(world)), cell)
-                checks.check(config)
+                config = cells.config_in_cell(config_of(size, precision, int(world)), cell)
+                checks.check_can_run(config)
             except Unsupported:
                 continue
             settled = SettledConfig.of(config, cell, int(world), "cpu")
@@ -100,11 +106,11 @@ def main(words: list[str]) -> int:
     rows: list[tuple[str, ...]] = []
     missed = 0
     began = time.monotonic()
-    environment = dict(SETTLED) if PROFILER in words else preloading(built())
-    todo = list(asked(words))
+    environment = dict(METER_ENVIRONMENT) if PROFILER_ARGUMENT in words else preload_environment(build_meter())
+    todo = list(select_rows(words))
     for i, (name, settled) in enumerate(todo, 1):
         try:
-            made, good = row(name, measured(settled, environment))
+            made, good = result_row(name, measure_phases(settled, environment))
         except UniparError as e:
             made, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
         took = format_duration(time.monotonic() - began)
@@ -112,10 +118,10 @@ def main(words: list[str]) -> int:
         rows.append(made)
         missed += not good
     header = ("model", "precision", "ranks", "cell", "peak MiB", "named MiB", "most without a name", "")
-    print(table(header, rows, right=(2, 4, 5), width=110))
+    print(format_table(header, rows, right=(2, 4, 5), width=110))
     took = format_duration(time.monotonic() - began)
     good = f"{len(rows) - missed} of {len(rows)}"
-    print(f"no more is named than there was, and at most {LIMIT:.0%} has no name: {good}, in {took}")
+    print(f"no more is named than there was, and at most {UNNAMED_SHARE_LIMIT:.0%} has no name: {good}, in {took}")
     return 1 if missed else 0
 
 

@@ -18,31 +18,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from unipar_native import ZERO_SETTINGS
+from unipar_native import ZERO_OPTIMIZER_SETTINGS
 
 from benchmarks.gpt import config_of
-from benchmarks.overhead import worked
+from benchmarks.overhead import run_world
 from unipar.backend import registry
 from unipar.distributed.place import Place
-from unipar.utils.table import table
+from unipar.utils.table import format_table
 
 WIDTH, DEPTH, MICROS, WARM, ROUNDS = 384, 8, 4, 2, 8
 WAYS = ("DDP", "ZeroRedundancyOptimizer", "FSDP2 kept gathered")
 Sync = Callable[[bool], Any]
 
 
-def _replicated(model: nn.Module, *, split: bool) -> tuple[nn.Module, Any, Sync]:
+def _prepare_ddp(model: nn.Module, *, split: bool) -> tuple[nn.Module, Any, Sync]:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     settings: dict[str, Any] = {"lr": 1e-3, "fused": True}
     optimizer: Any = (
-        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ZERO_SETTINGS, **settings)
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ZERO_OPTIMIZER_SETTINGS, **settings)
         if split
         else torch.optim.AdamW(model.parameters(), **settings)
     )
     return ddp, optimizer, lambda last: nullcontext() if last else ddp.no_sync()
 
 
-def _gathered(model: Any) -> tuple[nn.Module, Any, Sync]:
+def _prepare_fsdp2(model: Any) -> tuple[nn.Module, Any, Sync]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model[:-1]:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
@@ -62,7 +62,7 @@ def _block() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
 
-def _held(key: str) -> int:
+def _read_memory_status(key: str) -> int:
     lines = Path("/proc/self/status").read_text("ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
@@ -70,11 +70,11 @@ def _held(key: str) -> int:
 def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     """A worker's entry: one way, in a world of its own."""
     way = (run / "cell").read_text("utf-8")
-    registry.load("native").join(config_of("native/nothing", place.size), place)
+    registry.load_backend("native").join(config_of("native/nothing", place.size), place)
     torch.manual_seed(0)
-    before = _held("VmRSS")
+    before = _read_memory_status("VmRSS")
     model = nn.Sequential(*[_block() for _ in range(DEPTH)], nn.Linear(WIDTH, 1))
-    made = _gathered(model) if way == WAYS[2] else _replicated(model, split=way == WAYS[1])
+    made = _prepare_fsdp2(model) if way == WAYS[2] else _prepare_ddp(model, split=way == WAYS[1])
     wrapped, optimizer, sync = made
     batch = torch.randn(16, WIDTH)
     seconds: list[float] = []
@@ -91,7 +91,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
     if place.rank == 0:
-        found = {"seconds": statistics.median(seconds[WARM:]), "bytes": _held("VmHWM") - before}
+        found = {"seconds": statistics.median(seconds[WARM:]), "bytes": _read_memory_status("VmHWM") - before}
         (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -99,12 +99,12 @@ def main() -> None:
     parameters = DEPTH * (2 * WIDTH + 8 * WIDTH**2 + 5 * WIDTH) + WIDTH + 1
     rows: list[tuple[str, ...]] = []
     for way in WAYS:
-        turns = [worked("benchmarks.optimizer:measure", size=2, cell=way) for _ in range(2)]
+        turns = [run_world("benchmarks.optimizer:measure", size=2, cell=way) for _ in range(2)]
         took = " ".join(f"{turn['seconds'] * 1e3:.0f}" for turn in turns)
         peak = " ".join(f"{turn['bytes'] / parameters:.1f}" for turn in turns)
         rows.append((way, took, peak))
     print(f"two ranks, {parameters / 1e6:.1f}M parameters, AdamW, {MICROS} microbatches; two worlds each")
-    print(table(("way", "ms a step", "peak, bytes a parameter"), rows, right=(1, 2)))
+    print(format_table(("way", "ms a step", "peak, bytes a parameter"), rows, right=(1, 2)))
 
 
 if __name__ == "__main__":

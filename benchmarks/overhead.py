@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import interval
-from unipar.backend.installed import machine
-from unipar.comparison.rounds import rotated
+from unipar.backend.installed import machine_summary
+from unipar.comparison.rounds import rotate_order
 from unipar.errors import UniparError
-from unipar.launcher.processes.group import Crew
-from unipar.memory.sources.malloc_build import SETTLED, built, preloading
-from unipar.utils.table import table
+from unipar.launcher.processes.group import WorkerGroup
+from unipar.memory.sources.malloc_build import METER_ENVIRONMENT, build_meter, preload_environment
+from unipar.utils.table import format_table
 
 CELLS = (
     "native/nothing",
@@ -49,19 +49,19 @@ LIMIT, HALF = 1.01, 0.02
 """The most that the lower end of a ratio may be, and the half of its interval that is aimed at."""
 
 
-def worked(entry: str, size: int = 1, cell: str = "") -> Any:
+def run_world(entry: str, size: int = 1, cell: str = "") -> Any:
     """What a world of fresh processes found, each with one thread."""
     with tempfile.TemporaryDirectory(prefix="unipar-bench-") as folder:
         run = Path(folder)
         (run / "cell").write_text(cell, encoding="utf-8")
-        with Crew(run, size, entry, environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as crew:
+        with WorkerGroup(run, size, entry, environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as crew:
             crew.wait()
         return json.loads((run / "found.json").read_text("utf-8"))
 
 
-def tiny() -> tuple[dict[str, Any], bool]:
+def benchmark_tiny() -> tuple[dict[str, Any], bool]:
     """Microseconds over a loop written by hand, on a model that costs nothing."""
-    found = worked("benchmarks.tiny:measure")
+    found = run_world("benchmarks.tiny:measure")
     rows: list[tuple[str, ...]] = []
     over: dict[str, float] = {}
     for name, told in found.items():
@@ -71,7 +71,11 @@ def tiny() -> tuple[dict[str, Any], bool]:
         took = statistics.median(told["seconds"]) * 1e6
         shown = "" if base is told["seconds"] else f"{gap.middle:+.0f} [{gap.low:+.0f}..{gap.high:+.0f}]"
         rows.append((name, f"{took:.0f}", shown, f"{told['calls']:.0f}"))
-    print(table(("one process, tiny MLP", "us a step", "over the hand loop", "calls a step"), rows, right=(1, 2, 3)))
+    print(
+        format_table(
+            ("one process, tiny MLP", "us a step", "over the hand loop", "calls a step"), rows, right=(1, 2, 3)
+        )
+    )
     goal = GOAL * max(1.0, over["fabric"] / FABRIC)
     good = over["unipar"] <= goal
     print(
@@ -81,14 +85,14 @@ def tiny() -> tuple[dict[str, Any], bool]:
     return {"loops": found, "over": over}, good
 
 
-def gpt() -> tuple[dict[str, Any], bool]:
+def benchmark_gpt() -> tuple[dict[str, Any], bool]:
     """The ratio of CPU time to a loop written by hand for the same library, in one process."""
     found: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = []
     good = True
     for cell in CELLS:
         try:
-            told = found[cell] = worked("benchmarks.gpt:alone", cell=cell)
+            told = found[cell] = run_world("benchmarks.gpt:measure_one_process", cell=cell)
         except UniparError as e:
             found[cell] = {"failed": str(e)}
             rows.append((cell, f"failed: {e}"))
@@ -100,7 +104,7 @@ def gpt() -> tuple[dict[str, Any], bool]:
         shown = f"{r['middle']:.3f} [{r['low']:.3f}..{r['high']:.3f}]{wide}"
         rows.append((cell, shown, str(r["rounds"]), *(f"{n:.0f}" for n in told["calls"])))
     header = ("one process, char GPT", "CPU time / hand loop", "pairs", "calls", "by hand")
-    print(table(header, rows, right=(2, 3, 4)))
+    print(format_table(header, rows, right=(2, 3, 4)))
     print(f"lower ends at most {LIMIT}: {'met' if good else 'MISSED'}")
     if any("wide" in row[1] for row in rows):
         print(f"(wide): the time was up before the interval's half was {HALF}; this machine does other things too")
@@ -108,40 +112,44 @@ def gpt() -> tuple[dict[str, Any], bool]:
     return found, good
 
 
-def ranks() -> tuple[dict[str, Any], bool]:
+def benchmark_ranks() -> tuple[dict[str, Any], bool]:
     """Wall clock on two ranks under DDP, beside the same loop twice."""
-    found = worked("benchmarks.gpt:ranks", size=2)
+    found = run_world("benchmarks.gpt:measure_two_ranks", size=2)
     rows = [
         (name, f"{r['middle']:.3f} [{r['low']:.3f}..{r['high']:.3f}]", str(r["rounds"])) for name, r in found.items()
     ]
-    print(table(("two ranks, DDP, char GPT", "wall clock / hand loop", "rounds"), rows, right=(2,)))
+    print(format_table(("two ranks, DDP, char GPT", "wall clock / hand loop", "rounds"), rows, right=(2,)))
     print("hand again is the same loop a second time: what is inside its interval cannot be seen here\n")
     return found, True
 
 
-def off() -> tuple[dict[str, Any], bool]:
+def benchmark_meter_off() -> tuple[dict[str, Any], bool]:
     """The ratio of CPU time to a process without the meter, once nothing is watched any more."""
     arms = {
         "without": {},
         "without, again": {},
-        "its settings alone": SETTLED,
-        "preloaded, counting over": preloading(built()),
+        "its settings alone": METER_ENVIRONMENT,
+        "preloaded, counting over": preload_environment(build_meter()),
     }
     with ExitStack() as stack:
-        crews: list[Crew] = []
+        crews: list[WorkerGroup] = []
         for more in arms.values():
             run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unipar-bench-")))
             told = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-            crews.append(stack.enter_context(Crew(run, 1, "benchmarks.off:turns", environment=told, control=True)))
-            crews[-1].hear()
+            crews.append(
+                stack.enter_context(
+                    WorkerGroup(run, 1, "benchmarks.off:time_steps_in_turns", environment=told, control=True)
+                )
+            )
+            crews[-1].receive_from_all()
 
-        def turn(crew: Crew) -> float:
-            crew.tell(str(STEPS).encode())
-            return float(crew.hear()[0])
+        def turn(crew: WorkerGroup) -> float:
+            crew.send_to_all(str(STEPS).encode())
+            return float(crew.receive_from_all()[0])
 
         took: list[list[float]] = [[] for _ in crews]
         for i in range(ROUNDS):
-            for at in rotated(range(len(crews)), i):
+            for at in rotate_order(range(len(crews)), i):
                 took[at].append(turn(crews[at]))
     found: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = []
@@ -149,7 +157,7 @@ def off() -> tuple[dict[str, Any], bool]:
         r = interval([mine / bare for mine, bare in zip(times, took[0], strict=True)])
         found[name] = asdict(r)
         rows.append((name, f"{r.middle:.3f} [{r.low:.3f}..{r.high:.3f}]", str(r.rounds)))
-    print(table(("memory, char GPT", "CPU time / without", "rounds"), rows, right=(2,)))
+    print(format_table(("memory, char GPT", "CPU time / without", "rounds"), rows, right=(2,)))
     good = found["preloaded, counting over"]["low"] <= LIMIT
     print("without, again is a second process of that kind: what is inside its interval cannot be seen here")
     print(f"lower end at most {LIMIT}: {'met' if good else 'MISSED'}\n")
@@ -157,12 +165,12 @@ def off() -> tuple[dict[str, Any], bool]:
 
 
 def main(parts: list[str]) -> int:
-    known = {"tiny": tiny, "gpt": gpt, "ranks": ranks, "off": off}
+    known = {"tiny": benchmark_tiny, "gpt": benchmark_gpt, "ranks": benchmark_ranks, "off": benchmark_meter_off}
     wrong = [name for name in parts if name not in known]
     if wrong:
         print(f"no part {wrong[0]!r}; known: {', '.join(known)}", file=sys.stderr)
         return 2
-    results: dict[str, Any] = {"machine": machine()}
+    results: dict[str, Any] = {"machine": machine_summary()}
     good = True
     for name in parts or known:
         results[name], met = known[name]()

@@ -14,7 +14,7 @@ Loop = Callable[[], object]
 """One optimizer step."""
 
 
-def calls(step: Loop, steps: int = 50) -> float:
+def count_calls(step: Loop, steps: int = 50) -> float:
     """Calls of Python and built-in functions in one step."""
     profile = cProfile.Profile()
     profile.enable()
@@ -66,7 +66,7 @@ def interval(values: list[float]) -> Interval:
     return Interval(statistics.median(values), ordered[low], ordered[n - 1 - low], n)
 
 
-def ratio(mine: Loop, theirs: Loop, *, half: float = 0.02, least: int = 12, seconds: float = 60.0) -> Interval:
+def time_ratio(mine: Loop, theirs: Loop, *, half: float = 0.02, least: int = 12, seconds: float = 60.0) -> Interval:
     """CPU time of `mine` over `theirs`, step by step in turns, until the interval is narrow or time is up."""
     pairs: list[float] = []
     until = time.monotonic() + seconds

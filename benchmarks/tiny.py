@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 import unipar
-from benchmarks.timing import Loop, calls, interleaved
+from benchmarks.timing import Loop, count_calls, interleaved
 from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.config import Config
 from unipar.distributed.place import Place
-from unipar.training.setup import opened
+from unipar.training.setup import open_run
 
 ROUNDS, STEPS, WARM = 240, 12, 50
 BATCH, WIDTH, STEPS_OF_ALL = 4, 16, 1_000_000
@@ -62,7 +62,7 @@ CONFIG = Config.model_validate(
 )
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
+def create_training() -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
     """What every loop but ours is written around: the same kernels and the same schedule."""
     model = MLP().model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.0, fused=True)
@@ -70,7 +70,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
 
 
 def by_hand(next_batch: Callable[[], Any]) -> Loop:
-    model, optimizer, schedule = made()
+    model, optimizer, schedule = create_training()
     task, parameters = MLP(), tuple(model.parameters())
 
     def step() -> None:
@@ -86,7 +86,7 @@ def by_hand(next_batch: Callable[[], Any]) -> Loop:
 def by_accelerate(batch: Any) -> Loop:
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 1
-    model, optimizer, schedule = accelerator.prepare(*made())
+    model, optimizer, schedule = accelerator.prepare(*create_training())
     task, parameters = MLP(), tuple(model.parameters())
 
     def step() -> None:
@@ -101,7 +101,7 @@ def by_accelerate(batch: Any) -> Loop:
 
 def by_fabric(batch: Any) -> Loop:
     fabric: Any = Fabric(accelerator="cpu", devices=1)
-    plain, base, schedule = made()
+    plain, base, schedule = create_training()
     model, optimizer = fabric.setup(plain, base)
     task = MLP()
 
@@ -119,7 +119,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     """A worker's entry."""
     dataset = MLP().data()
     batch = next(iter(DataLoader(dataset, BATCH)))
-    with opened(settle(CONFIG, 1), registry.find(CONFIG.backend), MLP(), place, run) as live:
+    with open_run(settle(CONFIG, 1), registry.find_backend(CONFIG.backend), MLP(), place, run) as live:
         data = live.batches()
         share = next(data)
         live.step(share)
@@ -143,5 +143,5 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
             for _ in range(WARM):
                 loop()
         times = interleaved(loops, ROUNDS, STEPS)
-        found = {name: {"seconds": times[name], "calls": calls(loop)} for name, loop in loops.items()}
+        found = {name: {"seconds": times[name], "calls": count_calls(loop)} for name, loop in loops.items()}
     (run / "found.json").write_text(json.dumps(found), encoding="utf-8")

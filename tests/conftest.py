@@ -33,28 +33,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _played(config: pytest.Config) -> list[Any]:
-    from tests.conformance.cases import CASES, SIZED, SIZES, played
-    from tests.conformance.marks import MARKS, more
+    from tests.conformance.cases import CASES, SIZES, SIZES_ONLY_VARIANT, select_cases
+    from tests.conformance.marks import MARKS, read_marks
     from unipar import errors
     from unipar.backend import cells as backend_cells
     from unipar.backend import registry
-    from unipar.backend.cells import expand
+    from unipar.backend.cells import expand_cell_patterns
 
     asked: list[str] = config.getoption("--cells") or ["*"]
-    cells = expand(tuple(asked))
+    cells = expand_cell_patterns(tuple(asked))
     whole: bool = bool(config.getoption("--whole"))
     file: Path | None = config.getoption("--marks")
-    known = list(MARKS) + (more(file) if file else [])
+    known = list(MARKS) + (read_marks(file) if file else [])
     for mark in known:
-        unknown = [c for c in mark.cells if c.partition("/")[0] not in registry.names()]
+        unknown = [c for c in mark.cells if c.partition("/")[0] not in registry.backend_names()]
         if unknown or mark.kind not in KINDS:
             raise pytest.UsageError(f"a {mark.kind} mark names {unknown or mark.kind}")
     made: list[Any] = []
     for cell in cells:
-        alone = backend_cells.alone(cell)
-        two = cell.variant == SIZED or (cell.variant and not whole)  # two ranks show what sizes do
+        alone = backend_cells.is_single_process(cell)
+        two = cell.variant == SIZES_ONLY_VARIANT or (cell.variant and not whole)  # two ranks show what sizes do
         for size in (1,) if alone else (2,) if two else SIZES:
-            for name in played(cell, size, whole=whole):
+            for name in select_cases(cell, size, whole=whole):
                 case = CASES[name]
                 if size in case.sizes or (alone and case.sizes == SIZES):
                     marks = [m for m in known if m.fits(cell, name, size)]

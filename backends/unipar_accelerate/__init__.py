@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from typing_extensions import override
 from unipar_deepspeed import backend as deepspeed
-from unipar_native import SITES
+from unipar_native import TORCH_CALL_SITES
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant, registry
-from unipar.backend.precision import stated
+from unipar.backend.precision import default_dtypes
 from unipar.config import Config, Section
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
-from unipar_accelerate.launch_variables import contradictions
+from unipar_accelerate.launch_variables import find_contradictions
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
@@ -72,20 +72,20 @@ class Accelerate(Backend):
             ),
         ),
         waits=("torch/distributed/", "accelerate/"),
-        sites={**SITES, **deepspeed.capabilities.sites},
+        sites={**TORCH_CALL_SITES, **deepspeed.capabilities.sites},
     )
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
         half = config.train.precision == "fp16" and config.parallel.shard == "nothing"  # the loss scale stays ours
-        word = "fp16" if half else mixed(config)
-        yield from contradictions(config, split_by(config), word, self.capabilities.launchers)
-        if not over_zero(config):
+        word = "fp16" if half else accelerate_precision(config)
+        yield from find_contradictions(config, splitting_library(config), word, self.capabilities.launchers)
+        if not uses_deepspeed(config):
             return
         if config.parallel.shard == "nothing":
             yield "options.accelerate.through: deepspeed has no effect, as nothing is split; leave it out"
             return
-        if why := registry.missing(deepspeed):
+        if why := registry.why_not_installed(deepspeed):
             yield f"options.accelerate.through: deepspeed: {why}"
         if reason := deepspeed.capabilities.gaps.get((config.parallel.shard, config.train.precision)):
             yield f"train.precision: {config.train.precision} cannot be had: {reason}"
@@ -93,15 +93,17 @@ class Accelerate(Backend):
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
-        return deepspeed.dtypes(config) if over_zero(config) else stated(config.train.precision)
+        return deepspeed.dtypes(config) if uses_deepspeed(config) else default_dtypes(config.train.precision)
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
-        told: dict[str, Any] = {"Accelerator": {"mixed_precision": mixed(config), "gradient_accumulation_steps": 1}}
-        if over_zero(config):
+        told: dict[str, Any] = {
+            "Accelerator": {"mixed_precision": accelerate_precision(config), "gradient_accumulation_steps": 1}
+        }
+        if uses_deepspeed(config):
             return told | {"DeepSpeedPlugin": {"hf_ds_config": deepspeed.native_config(config, parameters)}}
         if config.parallel.shard != "nothing":
-            return told | {"FullyShardedDataParallelPlugin": fsdp_settings(config)}
+            return told | {"FullyShardedDataParallelPlugin": fsdp_plugin_settings(config)}
         found = options_of(config).find_unused
         return told | {
             "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": found}
@@ -109,12 +111,12 @@ class Accelerate(Backend):
 
     @override
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
-        return deepspeed.host(config, size) if over_zero(config) else super().host(config, size)
+        return deepspeed.host(config, size) if uses_deepspeed(config) else super().host(config, size)
 
     @override
     def join(self, config: Config, place: Place) -> World:
-        if over_zero(config):
-            from unipar_accelerate.zero import join as join_zero
+        if uses_deepspeed(config):
+            from unipar_accelerate.zero import join_over_deepspeed as join_zero
 
             return join_zero(config, place)
         from unipar_accelerate.engine import join
@@ -123,41 +125,41 @@ class Accelerate(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        if over_zero(config):
-            from unipar_accelerate.zero import through
+        if uses_deepspeed(config):
+            from unipar_accelerate.zero import build_zero_engine
 
-            return through(part, config, world)
+            return build_zero_engine(part, config, world)
         if config.parallel.shard != "nothing":
-            from unipar_accelerate.fsdp2 import Split
+            from unipar_accelerate.fsdp2 import AccelerateFSDP2Engine
 
-            return Split(part, config, world)
-        from unipar_accelerate.engine import Accelerated
+            return AccelerateFSDP2Engine(part, config, world)
+        from unipar_accelerate.engine import AccelerateDDPEngine
 
-        return Accelerated(part, config, world)
+        return AccelerateDDPEngine(part, config, world)
 
 
 def options_of(config: Config) -> AccelerateOptions:
     return AccelerateOptions.model_validate(config.options.get("accelerate", {}))
 
 
-def over_zero(config: Config) -> bool:
+def uses_deepspeed(config: Config) -> bool:
     return options_of(config).through == "deepspeed"
 
 
-def split_by(config: Config) -> str:
+def splitting_library(config: Config) -> str:
     """The library that Accelerate splits with; empty: nothing is split."""
     if config.parallel.shard == "nothing":
         return ""
-    return "DeepSpeed" if over_zero(config) else "FSDP2"
+    return "DeepSpeed" if uses_deepspeed(config) else "FSDP2"
 
 
-def mixed(config: Config) -> str:
+def accelerate_precision(config: Config) -> str:
     """Accelerate's word. Over a library that splits, its bf16 means bf16 parameters, and autocast stays ours."""
     word = "bf16-mixed" if config.parallel.shard == "nothing" else "bf16-master"
     return "bf16" if config.train.precision == word else "no"
 
 
-def fsdp_settings(config: Config) -> dict[str, Any]:
+def fsdp_plugin_settings(config: Config) -> dict[str, Any]:
     """What its FSDP2 is told; the classes of the blocks come with the model."""
     bf16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if config.train.precision == "bf16-master" else None
     return {

@@ -13,21 +13,21 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 from typing_extensions import override
-from unipar_native.ddp import FirstByHand
+from unipar_native.ddp import LateWrappedEngine
 
 from unipar.backend import Part
 from unipar.backend.joining import meet
 from unipar.config import Config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar_accelerate import mixed, options_of
+from unipar_accelerate import accelerate_precision, options_of
 
 
 @final
-class Accelerated(FirstByHand):
+class AccelerateDDPEngine(LateWrappedEngine):
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
-        self.mixed = mixed(config)
+        self.mixed = accelerate_precision(config)
         self.accelerator: Any = None  # until the first step has shown whether parameters are left unused
         wanted = options_of(config).find_unused
         if wanted != "auto":
@@ -35,12 +35,14 @@ class Accelerated(FirstByHand):
 
     @override
     def wrap(self, *, find_unused: bool) -> nn.Module:
-        forget()
+        reset_accelerate_state()
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused)
         cpu = self.world.device.type == "cpu"
-        with alone():
+        with hide_launch_variables():
             self.accelerator = Accelerator(cpu=cpu, mixed_precision=self.mixed, kwargs_handlers=[ddp])
-        self.world.agreed("Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes)
+        self.world.require_same_world(
+            "Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes
+        )
         if self.mixed != "no":
             self.call.autocast = None  # from here on Accelerate's own; with fp16 it would scale the loss, too
         wrapped, self.optimizer = self.accelerator.prepare(self.call, self.base)
@@ -68,45 +70,45 @@ class Accelerated(FirstByHand):
 def join(config: Config, place: Place) -> World:
     """Our own process group first; Accelerate takes it over, and reads its place from the environment."""
     world = meet(config, place)
-    return take_over(world)
+    return hand_world_to_accelerate(world)
 
 
-def take_over(world: World) -> World:
+def hand_world_to_accelerate(world: World) -> World:
     """Accelerate finds the world that is there."""
     place = world.place
-    world.tell(RANK=place.rank, WORLD_SIZE=place.size)
-    world.tell(LOCAL_RANK=place.local_rank, LOCAL_WORLD_SIZE=place.local_size)
-    world.guard("MASTER_ADDR", "MASTER_PORT")
-    forget()
-    with alone():
+    world.set_variables(RANK=place.rank, WORLD_SIZE=place.size)
+    world.set_variables(LOCAL_RANK=place.local_rank, LOCAL_WORLD_SIZE=place.local_size)
+    world.restore_variables("MASTER_ADDR", "MASTER_PORT")
+    reset_accelerate_state()
+    with hide_launch_variables():
         state = PartialState(cpu=world.device.type == "cpu")
-    return world.agreed("Accelerate", rank=state.process_index, size=state.num_processes)
+    return world.require_same_world("Accelerate", rank=state.process_index, size=state.num_processes)
 
 
-def forget() -> None:
+def reset_accelerate_state() -> None:
     """Accelerate keeps one state for the whole process; a new engine starts with a new one."""
     for state in (AcceleratorState, PartialState):
         state._reset_state()  # pyright: ignore[reportPrivateUsage]
 
 
-def bound(accelerator: Any, kind: DistributedType) -> None:
+def force_distributed_type(accelerator: Any, kind: DistributedType) -> None:
     """On a machine without accelerators it drops its plugins without a word, and would train by DDP."""
     PartialState().distributed_type = accelerator.state.distributed_type = kind
 
 
 @contextmanager
-def alone() -> Generator[None]:
+def hide_launch_variables() -> Generator[None]:
     """The config alone speaks here: what `accelerate launch` says by variables was held against it before."""
-    kept = {name: value for name, value in os.environ.items() if _theirs(name)}
+    kept = {name: value for name, value in os.environ.items() if _is_launch_variable(name)}
     for name in kept:
         del os.environ[name]
     try:
         yield
     finally:
-        for name in [name for name in os.environ if _theirs(name)]:
+        for name in [name for name in os.environ if _is_launch_variable(name)]:
             del os.environ[name]
         os.environ.update(kept)
 
 
-def _theirs(name: str) -> bool:
+def _is_launch_variable(name: str) -> bool:
     return name.startswith(("ACCELERATE_", "FSDP_"))

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unipar.backend.export import Outline, Script, call, refuse_options, samples, written
+from unipar.backend.export import (
+    Outline,
+    Script,
+    fill_template,
+    format_call,
+    refuse_uncarried_options,
+    render_samples_file,
+)
 from unipar.errors import Unsupported
 from unipar_accelerate import options_of
 
-_CARRIED = frozenset({"find_unused"})
+_CARRIED_OPTIONS = frozenset({"find_unused"})
 
 
 def script(outline: Outline) -> Script:
@@ -22,22 +29,26 @@ def script(outline: Outline) -> Script:
                 "--to torchrun (FSDP2), or --to deepspeed (ZeRO)"
             ],
         )
-    refuse_options("accelerate", cell, config.options.get("accelerate", {}), _CARRIED)
+    refuse_uncarried_options("accelerate", cell, config.options.get("accelerate", {}), _CARRIED_OPTIONS)
     unused = options_of(config).find_unused is True
     if unused:
         raise Unsupported(cell, ["options.accelerate.find_unused: true is not carried into a script; leave it out"])
     kwargs = "kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]"
     words = ["cpu=True"] * (not outline.cuda)
     words += [f"gradient_accumulation_steps={outline.sizes.accumulate}"] * (outline.sizes.accumulate > 1)
-    values = {"accelerator": call("    accelerator = Accelerator", [*words, kwargs])}
-    train = written(replace(outline, autocast=False), "unipar_accelerate", "train.txt", {"kwargs": True}, values)
+    values = {"accelerator": format_call("    accelerator = Accelerator", [*words, kwargs])}
+    train = fill_template(replace(outline, autocast=False), "unipar_accelerate", "train.txt", {"kwargs": True}, values)
     train = train.replace(".to(device)", "")  # prepare() moves the model
-    files = {"train.py": train, "samples.py": samples(outline), "accelerate.yaml": _yaml(outline)}
+    files = {
+        "train.py": train,
+        "samples.py": render_samples_file(outline),
+        "accelerate.yaml": _accelerate_yaml(outline),
+    }
     command = ["accelerate", "launch", "--config_file", "accelerate.yaml", "$@", "train.py"]
     return Script(files, command)
 
 
-def _yaml(outline: Outline) -> str:
+def _accelerate_yaml(outline: Outline) -> str:
     ranks = outline.sizes.ranks
     mixed = "bf16" if outline.config.train.precision == "bf16-mixed" else "no"
     lines = ["compute_environment: LOCAL_MACHINE"]

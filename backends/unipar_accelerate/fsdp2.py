@@ -13,31 +13,33 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from typing_extensions import override
-from unipar_native.fsdp2 import Sharded
+from unipar_native.fsdp2 import ShardedEngine
 
 from unipar.backend import Part, cells
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.placement import arrive, lower, refuse_scalars, refuse_shared
-from unipar_accelerate import fsdp_settings, mixed
-from unipar_accelerate.engine import alone, bound, forget
+from unipar.engines.placement import broadcast_model, cast_buffers, refuse_scalar_parameters, refuse_shared_parameters
+from unipar_accelerate import accelerate_precision, fsdp_plugin_settings
+from unipar_accelerate.engine import force_distributed_type, hide_launch_variables, reset_accelerate_state
 
 
 @final
-class Split(Sharded):
+class AccelerateFSDP2Engine(ShardedEngine):
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        refuse_scalars(part.module, str(cells.cell_of(config)))
-        refuse_shared(part, str(cells.cell_of(config)))
-        arrive(part.module, world.device)  # whole on every rank: it splits only what is there already
+        refuse_scalar_parameters(part.module, str(cells.cell_of(config)))
+        refuse_shared_parameters(part, str(cells.cell_of(config)))
+        broadcast_model(part.module, world.device)  # whole on every rank: it splits only what is there already
         super().__init__(part, config, world)
         self.divisor = float(world.size)
-        forget()
-        with alone():
+        reset_accelerate_state()
+        with hide_launch_variables():
             self.accelerator = self._made(part, config)
-            world.agreed("Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes)
+            world.require_same_world(
+                "Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes
+            )
             self.wrapped, self.optimizer = self.accelerator.prepare(self.call, self.base)
         if config.train.precision == "bf16-master":
-            lower(part.module, torch.bfloat16)
+            cast_buffers(part.module, torch.bfloat16)
         self.trained = tuple(p for g in self.base.param_groups for p in g["params"])
         self.kept = dict(part.module.named_parameters())
         if isinstance(self.base, SGD) and config.train.optimizer.fused == "auto":
@@ -45,7 +47,7 @@ class Split(Sharded):
                 group["fused"] = None  # PyTorch has no fused SGD for split parameters
 
     def _made(self, part: Part, config: Config) -> Any:
-        settings = fsdp_settings(config)
+        settings = fsdp_plugin_settings(config)
         if bf16 := settings["mixed_precision_policy"]:
             dtypes = {name: getattr(torch, dtype) for name, dtype in bf16.items()}
             settings["mixed_precision_policy"] = MixedPrecisionPolicy(**dtypes)
@@ -56,10 +58,10 @@ class Split(Sharded):
             settings["auto_wrap_policy"] = "no_wrap"
         plugin = FullyShardedDataParallelPlugin(**settings)
         if self.world.device.type != "cpu":
-            return Accelerator(mixed_precision=mixed(config), fsdp_plugin=plugin)
-        accelerator: Any = Accelerator(cpu=True, mixed_precision=mixed(config))
+            return Accelerator(mixed_precision=accelerate_precision(config), fsdp_plugin=plugin)
+        accelerator: Any = Accelerator(cpu=True, mixed_precision=accelerate_precision(config))
         accelerator.state.fsdp_plugin = plugin
-        bound(accelerator, DistributedType.FSDP)
+        force_distributed_type(accelerator, DistributedType.FSDP)
         return accelerator
 
     @override

@@ -8,23 +8,23 @@ from typing import Any
 
 from unipar_deepspeed import import_config
 
-from unipar.backend.foreign import AUTO, Keys, Reading
+from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
 from unipar.config.config_file import read_config_text
 from unipar.errors import ConfigError
 
-_WHERE = "the launcher's; unipar starts processes itself, or joins those of a launcher"
-LAUNCHERS = {
-    "machine_rank": _WHERE,
-    "main_process_ip": _WHERE,
-    "main_process_port": _WHERE,
-    "rdzv_backend": _WHERE,
-    "same_network": _WHERE,
-    "main_training_function": _WHERE,
+_LAUNCHER_MATTER = "the launcher's; unipar starts processes itself, or joins those of a launcher"
+LAUNCHER_YAML_KEYS = {
+    "machine_rank": _LAUNCHER_MATTER,
+    "main_process_ip": _LAUNCHER_MATTER,
+    "main_process_port": _LAUNCHER_MATTER,
+    "rdzv_backend": _LAUNCHER_MATTER,
+    "same_network": _LAUNCHER_MATTER,
+    "main_training_function": _LAUNCHER_MATTER,
     "debug": "unipar names the rank that fails in any case",
     "compute_environment": "this machine",
 }
-NOT_CARRIED = {
+REFUSED_YAML_KEYS = {
     "fp8_config": "unipar has no fp8",
     "megatron_lm_config": "unipar has no Megatron-LM",
     "parallelism_config": "unipar splits data and state; say parallel.data and parallel.shard",
@@ -40,42 +40,44 @@ NOT_CARRIED = {
     "commands": "unipar has no TPUs",
     "enable_cpu_affinity": "unipar binds no process to a core",
 }
-CARRIED = (
+CARRIED_YAML_KEYS = (
     *("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu", "gpu_ids"),
     *("fsdp_config", "deepspeed_config", "dynamo_config"),
 )
-KNOWN = frozenset({*LAUNCHERS, *NOT_CARRIED, *CARRIED})
-_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+KNOWN = frozenset({*LAUNCHER_YAML_KEYS, *REFUSED_YAML_KEYS, *CARRIED_YAML_KEYS})
+_DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16-mixed"}
 
 
-def read(reading: Reading, data: Mapping[str, Any]) -> None:
+def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
     keys = reading.section(data)
     if data.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         reading.refuse("compute_environment", f"{data['compute_environment']} is not this machine")
     kind = keys.take("distributed_type", str, "")
-    if kind not in _TYPES:
-        reading.refuse("distributed_type", f"{kind or 'nothing'} is not among {', '.join(_TYPES)}", "backend")
+    if kind not in _DISTRIBUTED_TYPES:
+        reading.refuse(
+            "distributed_type", f"{kind or 'nothing'} is not among {', '.join(_DISTRIBUTED_TYPES)}", "backend"
+        )
         kind = "NO"
-    _world(keys, kind)
-    _precision(keys, kind)
+    _read_world(keys, kind)
+    _read_precision(keys, kind)
     fsdp, deepspeed, dynamo = (keys.below(f"{name}_config") for name in ("fsdp", "deepspeed", "dynamo"))
     if kind == "DEEPSPEED":
-        _deepspeed(deepspeed)
+        _read_deepspeed(deepspeed)
     elif kind == "FSDP":
-        _fsdp(fsdp)
+        _read_fsdp(fsdp)
     else:
         reading.put("backend", "accelerate")
-    _dynamo(dynamo)
+    _read_dynamo(dynamo)
     if kind != "DEEPSPEED":
         reading.ask("batch, which your script says", "batch", "'{total: 32, micro: 4}'")
         reading.ask("the optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
-    keys.omit(LAUNCHERS)
-    keys.refuse(NOT_CARRIED, unless=(None, False, {}, [], "", "no"))
+    keys.omit(LAUNCHER_YAML_KEYS)
+    keys.refuse(REFUSED_YAML_KEYS, unless=(None, False, {}, [], "", "no"))
     keys.end(KNOWN)
 
 
-def _world(keys: Keys, kind: str) -> None:
+def _read_world(keys: ForeignSection, kind: str) -> None:
     reading = keys.reading
     machines = keys.take("num_machines", int, 1)
     if machines > 1:
@@ -93,7 +95,7 @@ def _world(keys: Keys, kind: str) -> None:
         reading.omit("gpu_ids", f"start with CUDA_VISIBLE_DEVICES={gpus}")
 
 
-def _precision(keys: Keys, kind: str) -> None:
+def _read_precision(keys: ForeignSection, kind: str) -> None:
     mixed = keys.take("mixed_precision", str, "no").lower()
     reading = keys.reading
     if mixed not in _PRECISIONS:
@@ -106,7 +108,7 @@ def _precision(keys: Keys, kind: str) -> None:
         reading.put("train.precision", _PRECISIONS[mixed])
 
 
-_FSDP_ASIDE = {
+_FSDP_OMITTED = {
     "fsdp_state_dict_type": "it is about files, not about training",
     "fsdp_cpu_ram_efficient_loading": "unipar fills the model from one rank in any case",
     "fsdp_sync_module_states": "unipar fills the model from one rank in any case",
@@ -117,24 +119,24 @@ _FSDP_ASIDE = {
     "fsdp_limit_all_gathers": "FSDP2 limits them by itself",
     "fsdp_version": "unipar's is FSDP2",
 }
-_STRATEGIES = {
+_SHARD_OF_STRATEGY = {
     **dict.fromkeys(("FULL_SHARD", "1", "true"), "parameters"),
     **dict.fromkeys(("SHARD_GRAD_OP", "2", "false"), "gradients"),
     **dict.fromkeys(("NO_SHARD", "3"), "nothing"),
 }
 
 
-def _fsdp(keys: Keys) -> None:
+def _read_fsdp(keys: ForeignSection) -> None:
     reading = keys.reading
     said = keys.data.pop("fsdp_sharding_strategy", None)
     said = keys.data.pop("fsdp_reshard_after_forward", True) if said is None else said
     strategy = str(said).lower() if isinstance(said, bool) else str(said)
-    shard = _STRATEGIES.get(strategy if strategy in _STRATEGIES else strategy.upper())
-    shard = shard or _STRATEGIES.get(strategy.lower())
+    shard = _SHARD_OF_STRATEGY.get(strategy if strategy in _SHARD_OF_STRATEGY else strategy.upper())
+    shard = shard or _SHARD_OF_STRATEGY.get(strategy.lower())
     if shard is None:
         reading.refuse("fsdp_config.fsdp_sharding_strategy", f"{strategy} is not carried", "parallel.shard")
         shard = "parameters"
-    _cell(reading, shard, "FSDP2")
+    _put_cell(reading, shard, "FSDP2")
     policy = keys.take("fsdp_auto_wrap_policy", str, "TRANSFORMER_BASED_WRAP")
     if policy == "NO_WRAP":
         reading.put("model.blocks", "none", "NO_WRAP")
@@ -147,33 +149,33 @@ def _fsdp(keys: Keys) -> None:
             f"{classes}: unipar finds repeated blocks by itself, or by their names (model.blocks)",
         )
     if keys.take("fsdp_activation_checkpointing", bool, default=False):
-        _ours(reading, "fsdp_config.fsdp_activation_checkpointing", "model.recompute", "blocks")
+        _put_if_supported(reading, "fsdp_config.fsdp_activation_checkpointing", "model.recompute", "blocks")
     if keys.take("fsdp_offload_params", bool, default=False):
-        _ours(reading, "fsdp_config.fsdp_offload_params", "model.offload", "parameters")
+        _put_if_supported(reading, "fsdp_config.fsdp_offload_params", "model.offload", "parameters")
     number = keys.take("fsdp_min_num_params", int, 0)
     if number and policy == "TRANSFORMER_BASED_WRAP":
         reading.omit("fsdp_config.fsdp_min_num_params", "it is for SIZE_BASED_WRAP")
-    keys.omit(_FSDP_ASIDE)
+    keys.omit(_FSDP_OMITTED)
     keys.end(
         (
-            *_FSDP_ASIDE,
+            *_FSDP_OMITTED,
             *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_min_num_params"),
             *("fsdp_transformer_layer_cls_to_wrap", "fsdp_activation_checkpointing", "fsdp_offload_params"),
         )
     )
 
 
-def _ours(reading: Reading, theirs: str, key: str, value: str) -> None:
+def _put_if_supported(reading: ForeignConfigReader, theirs: str, key: str, value: str) -> None:
     """A key of ours that this version may not have yet."""
-    from unipar.config.sections.parallel import NOT_YET
+    from unipar.config.sections.parallel import UNSUPPORTED_KEYS
 
-    if key in NOT_YET:
-        reading.refuse(theirs, NOT_YET[key])
+    if key in UNSUPPORTED_KEYS:
+        reading.refuse(theirs, UNSUPPORTED_KEYS[key])
     else:
         reading.put(key, value, theirs)
 
 
-def _cell(reading: Reading, shard: str, over: str, variant: str = "") -> None:
+def _put_cell(reading: ForeignConfigReader, shard: str, over: str, variant: str = "") -> None:
     """Accelerate's own where it has that cell, else the library that it passes all on to."""
     from unipar_accelerate import backend
 
@@ -190,11 +192,11 @@ def _cell(reading: Reading, shard: str, over: str, variant: str = "") -> None:
         reading.put("backend", name, f"{over} itself, which Accelerate passes all on to")
 
 
-_DEEPSPEED_ASIDE = {
-    "deepspeed_multinode_launcher": _WHERE,
-    "deepspeed_hostfile": _WHERE,
-    "deepspeed_inclusion_filter": _WHERE,
-    "deepspeed_exclusion_filter": _WHERE,
+_DEEPSPEED_OMITTED = {
+    "deepspeed_multinode_launcher": _LAUNCHER_MATTER,
+    "deepspeed_hostfile": _LAUNCHER_MATTER,
+    "deepspeed_inclusion_filter": _LAUNCHER_MATTER,
+    "deepspeed_exclusion_filter": _LAUNCHER_MATTER,
     "zero3_init_flag": "unipar splits at birth in any case",
     "zero3_save_16bit_model": "it is about files, not about training",
     "deepspeed_moe_layer_cls_names": "unipar splits the model's blocks (model.blocks)",
@@ -203,38 +205,38 @@ _DEEPSPEED_ASIDE = {
 }
 
 
-def _deepspeed(keys: Keys) -> None:
+def _read_deepspeed(keys: ForeignSection) -> None:
     reading = keys.reading
     file = keys.take("deepspeed_config_file", str, "")
     if file:
-        inner = reading.section(_nested(reading, file))
+        inner = reading.section(_load_deepspeed_file(reading, file))
         stage: Any = inner.data.get("zero_optimization", {})
-        import_config.batch(inner)
-        import_config.clip(inner)
-        import_config.rest(inner)
+        import_config.read_batch(inner)
+        import_config.read_clip(inner)
+        import_config.read_all_but_batch(inner)
         stage = stage.get("stage", 0) if isinstance(stage, dict) else 0
         keys.omit(dict.fromkeys(("zero_stage", "gradient_accumulation_steps", "gradient_clipping"), f"{file} says it"))
     else:
         stage = keys.take("zero_stage", int, 2)
-        _plain(keys)
+        _read_inline_deepspeed(keys)
     for name in ("offload_optimizer", "offload_param"):
         device = keys.take(f"{name}_device", str, "none")
         if device != "none":
-            import_config.offload(reading.section({name: {"device": device}}, "deepspeed_config."), name)
-    keys.omit(_DEEPSPEED_ASIDE)
+            import_config.read_offload(reading.section({name: {"device": device}}, "deepspeed_config."), name)
+    keys.omit(_DEEPSPEED_OMITTED)
     shard = SHARDS[stage] if isinstance(stage, int) and 0 <= stage <= 3 else "gradients"
     reading.config.pop("parallel.shard", None)
-    _cell(reading, shard, "DeepSpeed", "zero")
+    _put_cell(reading, shard, "DeepSpeed", "zero")
     keys.end(
         (
-            *_DEEPSPEED_ASIDE,
+            *_DEEPSPEED_OMITTED,
             *("deepspeed_config_file", "zero_stage", "gradient_accumulation_steps", "gradient_clipping"),
             *("offload_optimizer_device", "offload_param_device"),
         )
     )
 
 
-def _plain(keys: Keys) -> None:
+def _read_inline_deepspeed(keys: ForeignSection) -> None:
     """What the yaml says itself, where it names no file."""
     reading = keys.reading
     accumulate = keys.take("gradient_accumulation_steps", int, 1)
@@ -249,7 +251,7 @@ def _plain(keys: Keys) -> None:
     reading.ask("the optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
 
 
-def _nested(reading: Reading, file: str) -> Mapping[str, Any]:
+def _load_deepspeed_file(reading: ForeignConfigReader, file: str) -> Mapping[str, Any]:
     path = reading.folder / file
     if not path.resolve().is_relative_to(path.parent.resolve()):
         raise ConfigError(
@@ -265,10 +267,10 @@ def _nested(reading: Reading, file: str) -> Mapping[str, Any]:
     return found
 
 
-def _dynamo(keys: Keys) -> None:
+def _read_dynamo(keys: ForeignSection) -> None:
     backend = keys.take("dynamo_backend", str, "NO")
     if backend.upper() != "NO":
-        _ours(keys.reading, "dynamo_config.dynamo_backend", "model.compile", "model")
+        _put_if_supported(keys.reading, "dynamo_config.dynamo_backend", "model.compile", "model")
     keys.omit(
         dict.fromkeys(
             ("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"),

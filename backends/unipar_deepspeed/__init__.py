@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant
-from unipar.backend.precision import stated
+from unipar.backend.precision import default_dtypes
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
-from unipar_deepspeed.options import DeepSpeedOptions, clear, refusals, zero_settings
+from unipar_deepspeed.options import DeepSpeedOptions, deepspeed_option_refusals, remove_offload_files, zero_settings
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
 
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
-_SPLIT: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
-_SITES: dict[str, Category] = {
+_SPLITTING_SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
+_CALL_SITES: dict[str, Category] = {
     "deepspeed/runtime/engine.py:allreduce_bucket": "communication",
     "deepspeed/runtime/zero/stage_1_and_2.py:setup_buckets": "communication",
     "deepspeed/runtime/zero/stage_1_and_2.py:average_tensor": "communication",
@@ -50,13 +50,13 @@ class DeepSpeed(Backend):
         variants={
             "library": Variant(
                 options={"buckets": "library"},
-                shards=_SPLIT,
+                shards=_SPLITTING_SHARDS,
                 says="with DeepSpeed's own bucket sizes",
                 library_defaults=True,
             )
         },
-        gaps={(shard, "fp64"): _NO_FP64 for shard in _SPLIT},
-        also={"model.offload": _SPLIT},
+        gaps={(shard, "fp64"): _NO_FP64 for shard in _SPLITTING_SHARDS},
+        also={"model.offload": _SPLITTING_SHARDS},
         launchers=(
             Launcher(
                 name="deepspeed",
@@ -71,12 +71,12 @@ class DeepSpeed(Backend):
             ),
         ),
         waits=("torch/distributed/", "deepspeed/comm/"),
-        sites=_SITES,
+        sites=_CALL_SITES,
     )
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
-        yield from refusals(config)
+        yield from deepspeed_option_refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -84,7 +84,7 @@ class DeepSpeed(Backend):
         if precision == "bf16-master":
             reduction = "bf16"
             return Dtypes("bf16", "fp32" if shard == "nothing" else "fp32 shards", "bf16", reduction, "bf16")
-        plain = stated(precision)
+        plain = default_dtypes(precision)
         if shard == "nothing":
             return plain
         return Dtypes(plain.parameter, "fp32 shards", plain.gradient, plain.reduction, plain.compute)
@@ -113,7 +113,7 @@ class DeepSpeed(Backend):
         try:
             yield {}
         finally:
-            clear(config, range(size))
+            remove_offload_files(config, range(size))
 
     @override
     def join(self, config: Config, place: Place) -> World:
@@ -125,9 +125,9 @@ class DeepSpeed(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        from unipar_deepspeed.engine import Zero
+        from unipar_deepspeed.engine import ZeroEngine
 
-        return Zero(part, config, world, backend)
+        return ZeroEngine(part, config, world, backend)
 
 
 def clips_outside(config: Config) -> bool:

@@ -16,60 +16,68 @@ from typing_extensions import override
 
 from unipar.backend import Backend, Engine, Fn, Holding, Mark, Micro, Part, Piece, Read, Step, cells
 from unipar.backend.joining import meet
-from unipar.backend.precision import autocast_as, batch_as
+from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import SHARDS, Config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar.engines.forward import Call, Held, resting
-from unipar.engines.gradients import clip64, clipped, scaled
-from unipar.engines.learning_rate import Rates, rates_of
-from unipar.engines.loss_scale import Scaler
-from unipar.engines.placement import arrive, lower, refuse_scalars, settle, travel
-from unipar.engines.state import buffers, held_by_modules, restore_buffers
+from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
+from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
+from unipar.engines.learning_rate import BaseRates, current_rates
+from unipar.engines.loss_scale import LossScaler
+from unipar.engines.placement import (
+    broadcast_model,
+    broadcast_tensor,
+    cast_buffers,
+    place_tensors,
+    refuse_scalar_parameters,
+)
+from unipar.engines.state import buffer_pieces, module_holdings, restore_buffers
 from unipar.errors import TaskError
-from unipar_deepspeed.holdings import held
-from unipar_deepspeed.offload import offloaded
-from unipar_deepspeed.options import clear, options_of
-from unipar_deepspeed.partitions import Holder, keep_masters
+from unipar_deepspeed.holdings import zero_holdings
+from unipar_deepspeed.offload import cpu_optimizer_for
+from unipar_deepspeed.options import options_of, remove_offload_files
+from unipar_deepspeed.partitions import ZeroPartitions, keep_exact_values
 
-Start = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
+InitializeEngine = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
 """Who calls `deepspeed.initialize`: here, or a library that wraps it. Gives DeepSpeed's engine."""
 
 
-def started(model: nn.Module, optimizer: Optimizer, told: dict[str, Any]) -> Any:
+def initialize_deepspeed(model: nn.Module, optimizer: Optimizer, told: dict[str, Any]) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=told, dist_init_required=False)[0]
 
 
 @final
-class Zero(Engine):
-    def __init__(self, part: Part, config: Config, world: World, backend: Backend, start: Start = started) -> None:
-        refuse_scalars(part.module, str(cells.cell_of(config)))
+class ZeroEngine(Engine):
+    def __init__(
+        self, part: Part, config: Config, world: World, backend: Backend, start: InitializeEngine = initialize_deepspeed
+    ) -> None:
+        refuse_scalar_parameters(part.module, str(cells.cell_of(config)))
         self.world, self.model = world, part.module
         self.stage = SHARDS.index(config.parallel.shard)
         clip = config.train.clipping
         self.limit = inf if clip is None else float(clip.max)
         self.fp64 = clip is not None and clip.norm == "fp64"
-        self.scaler = Scaler() if config.train.precision == "fp16" else None
+        self.scaler = LossScaler() if config.train.precision == "fp16" else None
         parameters = sum(p.numel() for p in part.module.parameters())
         told = backend.native_config(config, parameters)
-        masters = keep_masters(part.module, config, world)  # before the library rounds them
+        masters = keep_exact_values(part.module, config, world)  # before the library rounds them
         if self.stage == 3:
             low = torch.bfloat16 if config.train.precision == "bf16-master" else None
-            _split(part.module, told, world, low)
+            _partition_parameters(part.module, told, world, low)
         else:
-            arrive(part.module, world.device)
+            broadcast_model(part.module, world.device)
         if config.train.precision == "bf16-master":
-            lower(part.module, torch.bfloat16)
-        optimizer = offloaded(part.optimizer(part.module), config)
+            cast_buffers(part.module, torch.bfloat16)
+        optimizer = cpu_optimizer_for(part.optimizer(part.module), config)
         if self.stage and optimizer.state:
             raise TaskError(
                 f"{cells.cell_of(config)} cannot take {type(optimizer).__name__}: it makes its states before the "
                 "first step, for parameters that ZeRO then replaces; set parallel.shard: nothing, or backend: native"
             )
-        self.rates = Rates(optimizer)
+        self.rates = BaseRates(optimizer)
         self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
-        self.call = Call(part.module, world.device, autocast=autocast_as(config.train.precision))
-        self.call.cast = batch_as(config.train.precision)
+        self.call = ForwardCall(part.module, world.device, autocast=autocast_dtype(config.train.precision))
+        self.call.cast = batch_dtype(config.train.precision)
         if config.train.precision == "fp64":
             _allow_fp64()
         self.engine: Any = start(self.call, optimizer, told)
@@ -77,9 +85,9 @@ class Zero(Engine):
             self.engine.communication_data_type = torch.float64
         self.zero, self.base = self.engine.optimizer, self.engine.basic_optimizer
         self.bare = self.zero is self.base  # stage 0 in full precision: gradients lie in the open
-        world.alone.append(lambda: clear(config, [world.rank]))
+        world.local_closers.append(lambda: remove_offload_files(config, [world.rank]))
         self.swapped = options_of(config).offload_optimizer == "disk"
-        self.holder = Holder(self.model, self.engine, self.stage, world, swapped=self.swapped)
+        self.holder = ZeroPartitions(self.model, self.engine, self.stage, world, swapped=self.swapped)
         self.holder.forget_first_step()
         if masters is not None:
             self.holder.put("weight", masters)
@@ -91,9 +99,9 @@ class Zero(Engine):
         for i, micro in enumerate(micros, 1):
             engine.set_gradient_accumulation_boundary(i == count)
             mark("forward")
-            loss: Tensor = engine(fn, Held(micro.batch))
+            loss: Tensor = engine(fn, OpaqueBatch(micro.batch))
             mark("backward")
-            mine, share = scaled(loss, micro.scale, divisor, share)
+            mine, share = scale_loss(loss, micro.scale, divisor, share)
             engine.backward(mine, scale_wrt_gas=False)
             if i == 1 and self.stage == 3:
                 self.holder.forget_gradients()
@@ -125,8 +133,8 @@ class Zero(Engine):
             if self.scaler is not None:
                 self.scaler.unscale(grads)
             if self.fp64:
-                return clip64((grads, False), self.limit, self.world)
-            return clipped(self.trained, self.limit) if self.bare else None
+                return clip_in_fp64((grads, False), self.limit, self.world)
+            return clip_gradients(self.trained, self.limit) if self.bare else None
         if not self.fp64:
             if self.scaler is not None:
                 self.zero.loss_scale = self.scaler.scale  # its step divides gradients and norm by it
@@ -134,22 +142,22 @@ class Zero(Engine):
         partition = [g for held in self.zero.averaged_gradients.values() for g in held or []]  # padding is zero
         if self.scaler is not None:
             self.scaler.unscale(partition)
-        return clip64((partition, True), self.limit, self.world)
+        return clip_in_fp64((partition, True), self.limit, self.world)
 
     @override
     def evaluate(self, fn: Fn, batch: Any) -> Any:
-        with resting(self.engine):
-            return self.engine(fn, Held(batch))
+        with eval_mode(self.engine):
+            return self.engine(fn, OpaqueBatch(batch))
 
     @override
     def call_frozen(self, fn: Fn, given: Any) -> Any:
         """Without the library's engine, which would take the outer loss's backward for its own."""
-        return self.call(fn, Held(given))
+        return self.call(fn, OpaqueBatch(given))
 
     @override
     def pieces(self) -> Iterator[Piece]:
         yield from self.holder.pieces()
-        yield from buffers(self.model, self.world)
+        yield from buffer_pieces(self.model, self.world)
 
     @override
     def restore(self, read: Read) -> None:
@@ -162,12 +170,12 @@ class Zero(Engine):
 
     @override
     def holdings(self) -> Iterator[Holding]:
-        yield from held(self.model, self.engine)
-        yield from held_by_modules(self.model)
+        yield from zero_holdings(self.model, self.engine)
+        yield from module_holdings(self.model)
 
     @override
     def learning_rates(self) -> list[float]:
-        return rates_of(self.base)
+        return current_rates(self.base)
 
     @override
     def close(self) -> None:
@@ -178,26 +186,26 @@ def join(config: Config, place: Place) -> World:
     """Our own process group first; DeepSpeed takes it over."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     world = meet(config, place)
-    world.tell(LOCAL_RANK=place.local_rank)  # it insists
-    world.guard("MASTER_ADDR", "MASTER_PORT")
+    world.set_variables(LOCAL_RANK=place.local_rank)  # it insists
+    world.restore_variables("MASTER_ADDR", "MASTER_PORT")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, and leaves /dev/shm full
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    world.alone.append(_forget)
-    return world.agreed("DeepSpeed", rank=deepspeed.comm.get_rank(), size=deepspeed.comm.get_world_size())
+    world.local_closers.append(_reset_deepspeed)
+    return world.require_same_world("DeepSpeed", rank=deepspeed.comm.get_rank(), size=deepspeed.comm.get_world_size())
 
 
-def _forget() -> None:
+def _reset_deepspeed() -> None:
     """It keeps this world's groups in many places, for a next run that has others."""
     deepspeed.comm.destroy_process_group()
     deepspeed.comm.comm.cdb = None
 
 
-def _split(module: nn.Module, told: dict[str, Any], world: World, low: torch.dtype | None) -> None:
+def _partition_parameters(module: nn.Module, told: dict[str, Any], world: World, low: torch.dtype | None) -> None:
     """Rank 0's parameters, one by one, into ZeRO-3's partitions."""
     first: list[Any] = []
 
     def place(p: Tensor) -> Tensor:
-        new: Any = nn.Parameter(travel(p, world.device).to(low or p.dtype), p.requires_grad)
+        new: Any = nn.Parameter(broadcast_tensor(p, world.device).to(low or p.dtype), p.requires_grad)
         if first:
             first[0].convert_to_zero_parameters(param_list=[new])
         else:
@@ -207,7 +215,7 @@ def _split(module: nn.Module, told: dict[str, Any], world: World, low: torch.dty
             first.append(new)
         return new
 
-    settle(module, place, world.device)
+    place_tensors(module, place, world.device)
 
 
 def _allow_fp64() -> None:

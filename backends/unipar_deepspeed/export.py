@@ -8,28 +8,28 @@ from typing import Any
 from unipar.backend.export import (
     Outline,
     Script,
-    call,
-    json_text,
-    optimizer_kind,
-    rate_scale,
-    refuse_options,
-    samples,
-    scheduled,
-    written,
+    fill_template,
+    format_call,
+    format_json,
+    has_schedule,
+    learning_rate_scale,
+    optimizer_class_name,
+    refuse_uncarried_options,
+    render_samples_file,
 )
 from unipar.config import SHARDS
 from unipar.config.sections.optimizer import optimizer_arguments
 from unipar.errors import Unsupported
 from unipar_deepspeed import backend
 
-_CARRIED = frozenset({"buckets"})
+_CARRIED_OPTIONS = frozenset({"buckets"})
 
 
 def script(outline: Outline) -> Script:
     config = outline.config
     precision, stage = config.train.precision, SHARDS.index(config.parallel.shard)
     cell = f"deepspeed/{config.parallel.shard}"
-    refuse_options("deepspeed", cell, config.options.get("deepspeed", {}), _CARRIED)
+    refuse_uncarried_options("deepspeed", cell, config.options.get("deepspeed", {}), _CARRIED_OPTIONS)
     if precision == "fp64":
         raise Unsupported(cell, ["train.precision: fp64 is not among what a ds_config.json can say; use fp32"])
     if precision == "bf16-master" and stage == 0:
@@ -42,23 +42,27 @@ def script(outline: Outline) -> Script:
         )
     outline = replace(outline, autocast=precision == "bf16-mixed")
     words = ["model=Loss(task, model)", "model_parameters=groups", 'config="ds_config.json"']
-    words += ["lr_scheduler=schedule"] * scheduled(config)
-    values = {"stage": str(stage), "initialize": call("    engine, _, _, _ = deepspeed.initialize", words)}
-    train = written(
+    words += ["lr_scheduler=schedule"] * has_schedule(config)
+    values = {"stage": str(stage), "initialize": format_call("    engine, _, _, _ = deepspeed.initialize", words)}
+    train = fill_template(
         outline, "unipar_deepspeed", "train.txt", {"norm": bool(stage) and config.train.clip is not None}, values
     )
-    files = {"train.py": train, "samples.py": samples(outline), "ds_config.json": json_text(ds_config(outline))}
+    files = {
+        "train.py": train,
+        "samples.py": render_samples_file(outline),
+        "ds_config.json": format_json(build_ds_config(outline)),
+    }
     command = ["deepspeed", "--num_gpus", str(outline.sizes.ranks), "$@", "train.py"]
     return Script(files, command, {} if outline.cuda else {"DS_ACCELERATOR": "cpu"})
 
 
-def ds_config(outline: Outline) -> dict[str, Any]:
+def build_ds_config(outline: Outline) -> dict[str, Any]:
     """What DeepSpeed reads: real batch sizes, and the optimizer, which it makes itself."""
     config, sizes = outline.config, outline.sizes
     settings = optimizer_arguments(config.train.optimizer, "cuda" if outline.cuda else "cpu")
     params: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-    params["lr"] *= rate_scale(outline)
-    kind = optimizer_kind(config)
+    params["lr"] *= learning_rate_scale(outline)
+    kind = optimizer_class_name(config)
     if kind != "SGD":
         params["torch_adam"] = True
     if kind == "Adam":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from unipar.backend import Category, Holding
 
-_KEPT: tuple[tuple[Category, str], ...] = (
+_OPTIMIZER_ATTRIBUTES: tuple[tuple[Category, str], ...] = (
     ("parameters", "bit16_groups_flat"),  # stages 1 and 2: all parameters are views of it
     ("parameters", "lp_param_buffer"),  # stage 3
     ("parameters", "fp16_partitioned_groups_flat"),
@@ -29,13 +29,13 @@ _KEPT: tuple[tuple[Category, str], ...] = (
 """Attributes of its optimizer: tensors, or lists and dicts of some."""
 
 
-def held(model: nn.Module, engine: Any) -> Iterator[Holding]:
+def zero_holdings(model: nn.Module, engine: Any) -> Iterator[Holding]:
     """Parameters, masters, gradients, states and buckets; several names may be views of one buffer."""
     zero, base = engine.optimizer, engine.basic_optimizer
     for name, p in model.named_parameters():
-        yield from _of(name, p)
-    for category, attribute in _KEPT:
-        for i, t in enumerate(_tensors_in(getattr(zero, attribute, None))):
+        yield from _parameter_holdings(name, p)
+    for category, attribute in _OPTIMIZER_ATTRIBUTES:
+        for i, t in enumerate(_find_tensors(getattr(zero, attribute, None))):
             yield Holding(category, f"{attribute}[{i}]", t)
             if category == "masters" and t.grad is not None:
                 yield Holding("gradients", f"{attribute}[{i}].grad", t.grad)
@@ -44,11 +44,11 @@ def held(model: nn.Module, engine: Any) -> Iterator[Holding]:
             if isinstance(value, Tensor):
                 yield Holding("optimizer", f"{key}[{i}]", value)
     for dtype, bucket in getattr(zero, "ipg_buckets", {}).items():
-        for t in _tensors_in(bucket.buffer):
+        for t in _find_tensors(bucket.buffer):
             yield Holding("communication", f"bucket of {dtype}", t)
 
 
-def _of(name: str, p: Any) -> Iterator[Holding]:
+def _parameter_holdings(name: str, p: Any) -> Iterator[Holding]:
     if hasattr(p, "ds_tensor"):
         yield Holding("parameters", name, p.ds_tensor)
         yield Holding("communication", f"{name}, gathered", p.data)  # empty where it is not
@@ -59,9 +59,9 @@ def _of(name: str, p: Any) -> Iterator[Holding]:
             yield Holding("gradients", name, grad)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _find_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(inner)
+            yield from _find_tensors(inner)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unipar.backend.foreign import AUTO, Keys, Reading
+from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
 from unipar.distributed import gpus
 from unipar.utils.text import show_value
-from unipar_deepspeed.options import OF_STAGE, SIZES
+from unipar_deepspeed.options import DS_KEY_OF_SIZE, SIZES_OF_STAGE
 
-LOOKS = {
+OMITTED_DS_KEYS = {
     "steps_per_print": "unipar logs every log.every steps",
     "wall_clock_breakdown": "unipar times each phase of itself",
     "dump_state": "it prints",
@@ -30,7 +30,7 @@ LOOKS = {
     "activation_checkpointing": "it is for deepspeed.checkpointing, which your model calls itself",
     "aio": "it is about speed",
 }
-NOT_CARRIED = {
+REFUSED_DS_KEYS = {
     "autotuning": "unipar tunes nothing",
     "elasticity": "a run of unipar keeps its number of ranks",
     "amp": "NVIDIA's apex is not used; say bf16 or fp16",
@@ -61,23 +61,23 @@ NOT_CARRIED = {
     "vocabulary_size": "unipar measures",
     "datastates_ckpt": "checkpoints are unipar's own",
 }
-EXPECTED: Mapping[str, tuple[Any, str]] = {
+FIXED_DS_VALUES: Mapping[str, tuple[Any, str]] = {
     "prescale_gradients": (False, "unipar divides as one process would"),
     "gradient_predivide_factor": (1.0, "unipar divides as one process would"),
     "gradient_allreduce_op": ("mean", "unipar means the mean"),
     "disable_allgather": (False, "unipar has no such mode"),
     "use_data_before_expert_parallelism": (False, "unipar has no experts"),
 }
-CARRIED = (
+CARRIED_DS_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "dataloader_drop_last"),
 )
-KNOWN = frozenset({*LOOKS, *NOT_CARRIED, *EXPECTED, *CARRIED})
+KNOWN = frozenset({*OMITTED_DS_KEYS, *REFUSED_DS_KEYS, *FIXED_DS_VALUES, *CARRIED_DS_KEYS})
 
 _SPEED = "it is about speed"
 _OTHER_STAGE = "it has no effect at this stage"
-_SCALED = "unipar scales it to the model"
-_ZERO_OWN = ("stage", "overlap_comm", "contiguous_gradients")
+_SCALED_TO_MODEL = "unipar scales it to the model"
+_ZERO_CARRIED = ("stage", "overlap_comm", "contiguous_gradients")
 _ZERO_SPEED = (
     *(
         "reduce_scatter",
@@ -99,7 +99,7 @@ _ZERO_FILES = (
     *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     *("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"),
 )
-_ZERO_NOT = {
+_ZERO_REFUSED = {
     "zero_hpz_partition_size": "ZeRO++ is not carried",
     "zero_quantized_weights": "ZeRO++ rounds weights, so the numbers are others",
     "zero_quantized_nontrainable_weights": "ZeRO++ rounds weights, so the numbers are others",
@@ -114,32 +114,32 @@ _ZERO_NOT = {
 }
 
 
-def read(reading: Reading, data: Mapping[str, Any]) -> None:
+def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
     """The whole file."""
     reading.put("backend", "deepspeed")
     keys = reading.section(data)
-    batch(keys)
-    clip(keys)
-    rest(keys)
+    read_batch(keys)
+    read_clip(keys)
+    read_all_but_batch(keys)
 
 
-def rest(keys: Keys) -> None:
+def read_all_but_batch(keys: ForeignSection) -> None:
     """All but batch and clip, which Accelerate says in its own file as well."""
     reading = keys.reading
-    optimizer(keys)
-    scheduler(keys)
-    precision(keys)
-    zero(keys)
+    read_optimizer(keys)
+    read_scheduler(keys)
+    read_precision(keys)
+    read_zero(keys)
     if keys.take("dataloader_drop_last", bool, default=False):
         reading.put("data.ragged", "drop", "dataloader_drop_last")
-    keys.omit(LOOKS)
-    keys.refuse(NOT_CARRIED)
-    for key, (value, why) in EXPECTED.items():
+    keys.omit(OMITTED_DS_KEYS)
+    keys.refuse(REFUSED_DS_KEYS)
+    for key, (value, why) in FIXED_DS_VALUES.items():
         keys.expect(key, value, why)
     keys.end(KNOWN)
 
 
-def batch(keys: Keys) -> None:
+def read_batch(keys: ForeignSection) -> None:
     """Any two of the three give the third; all three give the number of ranks."""
     reading = keys.reading
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -176,7 +176,7 @@ def batch(keys: Keys) -> None:
         reading.ask(what, "batch", "'{total: 32, micro: 4}'")
 
 
-def clip(keys: Keys) -> None:
+def read_clip(keys: ForeignSection) -> None:
     if keys.open("gradient_clipping", "train.clip", "1.0"):
         return
     said = "gradient_clipping" in keys
@@ -185,7 +185,7 @@ def clip(keys: Keys) -> None:
         keys.reading.put("train.clip", value, "" if said else "DeepSpeed's own default, where the file says nothing")
 
 
-def optimizer(keys: Keys) -> None:
+def read_optimizer(keys: ForeignSection) -> None:
     reading = keys.reading
     if "optimizer" not in keys:
         reading.ask("optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
@@ -207,10 +207,10 @@ def optimizer(keys: Keys) -> None:
         name, note = "adamw", "DeepSpeed's Adam is AdamW unless adam_w_mode is false"
     params.data.pop("adam_w_mode", None)
     reading.put("train.optimizer.name", name, note)
-    _params(params, name, torchs=torchs)
+    _read_optimizer_params(params, name, torchs=torchs)
 
 
-def _params(params: Keys, name: str, *, torchs: bool) -> None:
+def _read_optimizer_params(params: ForeignSection, name: str, *, torchs: bool) -> None:
     reading = params.reading
     if not params.open("lr", "train.optimizer.lr", "3.0e-4"):
         reading.put("train.optimizer.lr", params.take("lr", float, 1e-3))
@@ -238,19 +238,19 @@ def _params(params: Keys, name: str, *, torchs: bool) -> None:
     )
 
 
-_KINDS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_LATE = "DeepSpeed's climbs two steps later: its first two steps have rate 0"
+_SCHEDULE_OF_TYPE = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_WARMUP_NOTE = "DeepSpeed's climbs two steps later: its first two steps have rate 0"
 
 
-def scheduler(keys: Keys) -> None:
+def read_scheduler(keys: ForeignSection) -> None:
     if "scheduler" not in keys:
         return
     reading = keys.reading
     section = keys.below("scheduler")
     kind = section.take("type", str, "")
-    if kind not in _KINDS:
+    if kind not in _SCHEDULE_OF_TYPE:
         section.data.clear()
-        known = ", ".join(_KINDS)
+        known = ", ".join(_SCHEDULE_OF_TYPE)
         reading.refuse("scheduler.type", f"{kind or 'nothing'} is not among {known}", "train.schedule")
         return
     params = section.below("params")
@@ -264,15 +264,15 @@ def scheduler(keys: Keys) -> None:
         reading.refuse(
             "scheduler.params.warmup_type", f"{shape} ({said}a logarithm); unipar climbs linearly", "train.schedule"
         )
-    reading.put("train.schedule.name", _KINDS[kind])
-    reading.put("train.schedule.warmup", warmup, _LATE)
-    _ends(params, kind)
+    reading.put("train.schedule.name", _SCHEDULE_OF_TYPE[kind])
+    reading.put("train.schedule.warmup", warmup, _WARMUP_NOTE)
+    _read_schedule_ends(params, kind)
     params.end(
         ("warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
     )
 
 
-def _ends(params: Keys, kind: str) -> None:
+def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
     reading = params.reading
     if kind != "WarmupCosineLR":
         params.expect("warmup_min_lr", 0, "unipar climbs from 0")
@@ -290,7 +290,7 @@ def _ends(params: Keys, kind: str) -> None:
     params.expect("last_batch_iteration", -1, "a run begins at its first step")
 
 
-def precision(keys: Keys) -> None:
+def read_precision(keys: ForeignSection) -> None:
     reading = keys.reading
     chosen: list[str] = []
     for name, meaning in (("bf16", "bf16-master"), ("bfloat16", "bf16-master"), ("fp16", "fp16")):
@@ -318,7 +318,7 @@ def precision(keys: Keys) -> None:
         reading.wrong.append(f"{chosen[0]} and {chosen[1]} are both enabled; leave one of them")
 
 
-def zero(keys: Keys) -> None:
+def read_zero(keys: ForeignSection) -> None:
     if "zero_optimization" not in keys:
         return
     reading = keys.reading
@@ -330,35 +330,35 @@ def zero(keys: Keys) -> None:
     reading.put("parallel.shard", SHARDS[stage], f"ZeRO stage {stage}")
     section.omit(dict.fromkeys(_ZERO_SPEED, _SPEED))
     section.omit(dict.fromkeys(_ZERO_FILES, "it is about files, not about training"))
-    section.refuse(_ZERO_NOT, unless=(None, False, {}, 1, 0))
-    _sizes(section, stage)
-    for name in OFFLOADS:
-        offload(section, name)
-    _gradients(section, stage)
+    section.refuse(_ZERO_REFUSED, unless=(None, False, {}, 1, 0))
+    _read_sizes(section, stage)
+    for name in OFFLOAD_KEYS:
+        read_offload(section, name)
+    _read_gradient_settings(section, stage)
     section.expect("ignore_unused_parameters", True, "unipar allows parameters that the loss does not use")
     section.expect("compute_grad_norm", True, "unipar logs the norm")
     section.expect("override_module_apply", True, "unipar fills the model itself")
-    section.end((*_ZERO_OWN, *OFFLOADS, *SIZES.values(), *_ZERO_SPEED, *_ZERO_FILES, *_ZERO_NOT))
+    section.end((*_ZERO_CARRIED, *OFFLOAD_KEYS, *DS_KEY_OF_SIZE.values(), *_ZERO_SPEED, *_ZERO_FILES, *_ZERO_REFUSED))
 
 
-def _sizes(section: Keys, stage: int) -> None:
+def _read_sizes(section: ForeignSection, stage: int) -> None:
     """Those of this stage; one that is not said is scaled to the model."""
-    for ours, theirs in SIZES.items():
+    for ours, theirs in DS_KEY_OF_SIZE.items():
         if theirs not in section:
             continue
         if section.data[theirs] == AUTO:
-            section.omit({theirs: _SCALED})
-        elif ours not in OF_STAGE[stage]:
+            section.omit({theirs: _SCALED_TO_MODEL})
+        elif ours not in SIZES_OF_STAGE[stage]:
             section.omit({theirs: _OTHER_STAGE})
         else:
             section.reading.put(f"options.deepspeed.{ours}", int(section.take(theirs, float, 0.0)), theirs)
 
 
-def _gradients(section: Keys, stage: int) -> None:
+def _read_gradient_settings(section: ForeignSection, stage: int) -> None:
     """How they travel, where that is not what DeepSpeed does by itself."""
     reading = section.reading
     device = reading.said.get("device", reading.config.get("device", "auto"))
-    cpu = device == "cpu" or (device == "auto" and not gpus.visible_gpus())
+    cpu = device == "cpu" or (device == "auto" and not gpus.count_visible_gpus())
     copied = stage < 3 and "options.deepspeed.offload_optimizer" in reading.config
     for theirs, ours, usual, idle in (
         ("overlap_comm", "overlap", stage == 3, "the CPU has no streams" if cpu else ""),
@@ -376,11 +376,11 @@ def _gradients(section: Keys, stage: int) -> None:
             reading.put(f"options.deepspeed.{ours}", wanted, theirs)
 
 
-OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+OFFLOAD_KEYS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
 """Their names and ours."""
 
 
-def offload(section: Keys, name: str) -> None:
+def read_offload(section: ForeignSection, name: str) -> None:
     """Where optimizer or parameters lie."""
     if name not in section:
         return
@@ -394,6 +394,6 @@ def offload(section: Keys, name: str) -> None:
     if where is None:
         reading.refuse(section.name(name), f"{device} is not among none, cpu and nvme")
         return
-    reading.put(f"options.deepspeed.{OFFLOADS[name]}", where)
+    reading.put(f"options.deepspeed.{OFFLOAD_KEYS[name]}", where)
     if where == "disk" and folder:
         reading.put("options.deepspeed.offload_to", folder)

@@ -15,30 +15,30 @@ from unipar.config import Config
 from unipar.utils.files import cache_folder
 from unipar_deepspeed.options import options_of
 
-STALE = 900.0
+COMPILE_LOCK_SECONDS = 900.0
 """Seconds after which a lock in the cache is one that nobody holds: a compilation takes one minute."""
 
 
-def offloaded(optimizer: Optimizer, config: Config) -> Optimizer:
+def cpu_optimizer_for(optimizer: Optimizer, config: Config) -> Optimizer:
     """The optimizer that updates on the CPU: DeepSpeed's own for Adam, unless PyTorch's is wanted."""
     options = options_of(config)
     if options.offload_optimizer == "none" or options.cpu_adam == "torch":
         return optimizer
     if type(optimizer) not in (Adam, AdamW):
         return optimizer
-    keep_compiled()
+    keep_compiled_ops()
     taken = ("params", "lr", "betas", "eps", "weight_decay")
     groups: list[dict[str, Any]] = [{k: group[k] for k in taken} for group in optimizer.param_groups]
     return DeepSpeedCPUAdam(groups, adamw_mode=type(optimizer) is AdamW)
 
 
-def keep_compiled() -> None:
+def keep_compiled_ops() -> None:
     """One folder for each torch under the user's cache, unless the environment names one; stale locks go."""
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_folder() / "torch_extensions" / torch.__version__)
     for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
         try:
-            if time.time() - lock.stat().st_mtime > STALE:
+            if time.time() - lock.stat().st_mtime > COMPILE_LOCK_SECONDS:
                 lock.unlink()
         except FileNotFoundError:  # another rank was faster
             pass

@@ -14,8 +14,8 @@ from unipar.backend import resources
 from unipar.config import SHARDS, Config, Section
 from unipar.config.sections.optimizer import SGD
 
-Size = Annotated[int, Field(ge=0)] | Literal["scaled", "library"]
-Offload = Literal["none", "cpu", "disk"]
+BucketSize = Annotated[int, Field(ge=0)] | Literal["scaled", "library"]
+OffloadDevice = Literal["none", "cpu", "disk"]
 
 
 class DeepSpeedOptions(Section):
@@ -25,22 +25,22 @@ class DeepSpeedOptions(Section):
     """scaled: a sixteenth of the model's parameters, from 65,536 to 5e8; library: DeepSpeed's own 5e8 elements,
     which outweigh a small model many times. The seven sizes below follow it where they are not given."""
 
-    reduce: Size | None = None
+    reduce: BucketSize | None = None
     """Elements that are reduced at once (`reduce_bucket_size`): a number, scaled or library."""
 
-    gather: Size | None = None
+    gather: BucketSize | None = None
     """Elements that are gathered at once after the update (`allgather_bucket_size`); `optimizer`, `gradients`."""
 
-    prefetch: Size | None = None
+    prefetch: BucketSize | None = None
     """Elements that are gathered ahead of their use (`stage3_prefetch_bucket_size`); `parameters`."""
 
-    persistence: Size | None = None
+    persistence: BucketSize | None = None
     """Parameters with fewer elements stay whole (`stage3_param_persistence_threshold`); `parameters`. scaled: 4,096."""
 
-    live: Size | None = None
+    live: BucketSize | None = None
     """Elements that are whole at once, at most (`stage3_max_live_parameters`); `parameters`. scaled: 2 buckets."""
 
-    reuse: Size | None = None
+    reuse: BucketSize | None = None
     """What is used again within so many elements stays whole (`stage3_max_reuse_distance`); `parameters`. scaled: 0."""
 
     overlap: bool | None = None
@@ -49,10 +49,10 @@ class DeepSpeedOptions(Section):
     contiguous: bool = True
     """Copy gradients into one buffer as they come (`contiguous_gradients`)."""
 
-    offload_optimizer: Offload = "none"
+    offload_optimizer: OffloadDevice = "none"
     """Where masters and moments live and are updated (`offload_optimizer.device`): cpu, or disk (`nvme`)."""
 
-    offload_parameters: Offload = "none"
+    offload_parameters: OffloadDevice = "none"
     """Where split parameters wait for their use (`offload_param.device`): cpu, or disk (`nvme`); `parameters`."""
 
     offload_to: str | None = None
@@ -62,7 +62,7 @@ class DeepSpeedOptions(Section):
     """Who updates what was offloaded: DeepSpeed's CPU Adam, compiled once (a minute), or PyTorch's optimizer."""
 
 
-SIZES = {
+DS_KEY_OF_SIZE = {
     "reduce": "reduce_bucket_size",
     "gather": "allgather_bucket_size",
     "prefetch": "stage3_prefetch_bucket_size",
@@ -70,7 +70,7 @@ SIZES = {
     "live": "stage3_max_live_parameters",
     "reuse": "stage3_max_reuse_distance",
 }
-OF_STAGE: dict[int, tuple[str, ...]] = {
+SIZES_OF_STAGE: dict[int, tuple[str, ...]] = {
     0: (),
     1: ("reduce", "gather"),
     2: ("reduce", "gather"),
@@ -80,10 +80,10 @@ OF_STAGE: dict[int, tuple[str, ...]] = {
 
 def options_of(config: Config) -> DeepSpeedOptions:
     """Its options, and what model.offload means among them."""
-    return DeepSpeedOptions.model_validate(_offloads(config) | config.options.get("deepspeed", {}))
+    return DeepSpeedOptions.model_validate(_neutral_offload(config) | config.options.get("deepspeed", {}))
 
 
-def _offloads(config: Config) -> dict[str, Offload]:
+def _neutral_offload(config: Config) -> dict[str, OffloadDevice]:
     """What model.offload asks for, in our options."""
     if config.model.offload == "none":
         return {}
@@ -99,11 +99,11 @@ def zero_settings(config: Config, parameters: int | None) -> dict[str, Any]:
     told: dict[str, Any] = {"stage": stage}
     if stage == 3:
         told["memory_efficient_linear"] = False  # it patches the whole process
-    for name in OF_STAGE[stage]:
+    for name in SIZES_OF_STAGE[stage]:
         given = getattr(options, name)
         size = options.buckets if given is None else given
         if size != "library":
-            told[SIZES[name]] = _scaled(name, parameters) if size == "scaled" else size
+            told[DS_KEY_OF_SIZE[name]] = _scaled_size(name, parameters) if size == "scaled" else size
     if stage and options.overlap is not None:
         told["overlap_comm"] = options.overlap
     if stage and not options.contiguous:
@@ -119,7 +119,7 @@ def zero_settings(config: Config, parameters: int | None) -> dict[str, Any]:
     return told
 
 
-def clear(config: Config, ranks: Iterable[int]) -> None:
+def remove_offload_files(config: Config, ranks: Iterable[int]) -> None:
     """Remove what these ranks have on the disk."""
     folder = options_of(config).offload_to
     for rank in () if folder is None else ranks:
@@ -127,7 +127,7 @@ def clear(config: Config, ranks: Iterable[int]) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _scaled(name: str, parameters: int | None) -> int | str:
+def _scaled_size(name: str, parameters: int | None) -> int | str:
     if name == "persistence":
         return 4_096
     if name == "reuse":
@@ -139,10 +139,10 @@ def _scaled(name: str, parameters: int | None) -> int | str:
 
 
 def _has_cuda(config: Config) -> bool:
-    return resources.device(config)[0] != "cpu"
+    return resources.choose_device(config)[0] != "cpu"
 
 
-def refusals(config: Config) -> Iterator[str]:
+def deepspeed_option_refusals(config: Config) -> Iterator[str]:
     """Each option that would be without effect in this cell, or cannot be had."""
     stage, options = SHARDS.index(config.parallel.shard), options_of(config)
     own = DeepSpeedOptions.model_validate(config.options.get("deepspeed", {}))
@@ -150,11 +150,11 @@ def refusals(config: Config) -> Iterator[str]:
     given = {name: value for name, value in own.model_dump(exclude_defaults=True).items() if value is not None}
     if stage == 0:
         for name, value in given.items():
-            yield f"options.deepspeed.{name}: {_shown(value)} has no effect, as nothing is split; leave it out"
+            yield f"options.deepspeed.{name}: {_value_text(value)} has no effect, as nothing is split; leave it out"
         return
     for name in given:
-        if name in SIZES and name not in OF_STAGE[stage]:
-            yield f"options.deepspeed.{name}: {_shown(given[name])} has no effect with {here}; leave it out"
+        if name in DS_KEY_OF_SIZE and name not in SIZES_OF_STAGE[stage]:
+            yield f"options.deepspeed.{name}: {_value_text(given[name])} has no effect with {here}; leave it out"
     for name in ("reduce", "gather", "live"):
         if given.get(name) == 0:
             yield f"options.deepspeed.{name}: 0 elements would never be enough; give a number above 0"
@@ -165,7 +165,7 @@ def refusals(config: Config) -> Iterator[str]:
 
 def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> Iterator[str]:
     optimizer, parameters, neutral = options.offload_optimizer, options.offload_parameters, config.model.offload
-    for name, wanted in _offloads(config).items():
+    for name, wanted in _neutral_offload(config).items():
         if (said := getattr(options, name)) != wanted:
             yield (
                 f"options.deepspeed.{name}: {said} contradicts model.offload: {neutral}, which is {name}: {wanted}; "
@@ -210,5 +210,5 @@ def _has_libaio() -> bool:
     return header and ctypes.util.find_library("aio") is not None
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

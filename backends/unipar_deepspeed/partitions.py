@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from unipar.backend import Piece, Read
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.placement import travel
+from unipar.engines.placement import broadcast_tensor
 
-Source = Callable[[str, tuple[int, int]], Tensor]
+ReadRange = Callable[[str, tuple[int, int]], Tensor]
 
 
 @final
-class Holder:
+class ZeroPartitions:
     """Finds the storage of one parameter's weight or moment on this rank."""
 
     def __init__(self, model: nn.Module, engine: Any, stage: int, world: World, *, swapped: bool = False) -> None:
@@ -49,7 +49,7 @@ class Holder:
     def whole(self, p: nn.Parameter) -> bool:
         return self.stage == 0 or (self.stage < 3 and not p.requires_grad)
 
-    def held(self, p: Any, kind: str) -> tuple[tuple[int, int], Tensor] | None:
+    def local_range(self, p: Any, kind: str) -> tuple[tuple[int, int], Tensor] | None:
         """The flat range of `p` that this rank keeps in full precision, and its storage."""
         key = None if kind == "weight" else kind
         if self.whole(p):
@@ -84,7 +84,7 @@ class Holder:
         for name, p in self.model.named_parameters():
             shape = tuple(getattr(p, "ds_shape", p.shape))
             for kind in ("weight", *(moments if p.requires_grad else ())):
-                mine = self.held(p, kind)
+                mine = self.local_range(p, kind)
                 if mine is not None and not (self.whole(p) and self.world.rank):
                     yield Piece(name, kind, shape, *mine)
             if steps and p.requires_grad and self.world.rank == 0:
@@ -116,15 +116,15 @@ class Holder:
             self.base.state[slot] = fresh
 
     @torch.no_grad()
-    def put(self, kind: str, source: Source) -> None:
+    def put(self, kind: str, source: ReadRange) -> None:
         """Fill what this rank keeps of every trained parameter."""
         for name, p in self.model.named_parameters():
-            if p.requires_grad and (mine := self.held(p, kind)) is not None:
+            if p.requires_grad and (mine := self.local_range(p, kind)) is not None:
                 where, tensor = mine
                 tensor.view(-1).copy_(source(name, where))
 
 
-def keep_masters(module: nn.Module, config: Config, world: World) -> Source | None:
+def keep_exact_values(module: nn.Module, config: Config, world: World) -> ReadRange | None:
     """bf16-master: the exact initial values, which the library would take from their bf16 rounding."""
     if config.train.precision != "bf16-master":
         return None
@@ -135,5 +135,5 @@ def keep_masters(module: nn.Module, config: Config, world: World) -> Source | No
         return sent[name][slice(*where)]
 
     for name, p in exact.items():  # rank 0 has them all; the others keep them until the masters are filled
-        sent[name] = travel(p, world.device).clone().view(-1)
+        sent[name] = broadcast_tensor(p, world.device).clone().view(-1)
     return source

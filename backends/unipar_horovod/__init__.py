@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
-from unipar.backend.precision import stated
+from unipar.backend.precision import default_dtypes
 from unipar.config import Config, Section
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
@@ -86,18 +86,18 @@ class Horovod(Backend):
                 'gloo, which answers "No Adasum operation enabled"; use average'
             )
         if isinstance(config.parallel.data, int):
-            yield from set_refusals(options, config.parallel.data)
+            yield from process_set_refusals(options, config.parallel.data)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
         half = options_of(config).compression == "fp16"
-        return stated(config.train.precision, reduction="fp16" if half else None)
+        return default_dtypes(config.train.precision, reduction="fp16" if half else None)
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         options = options_of(config)
         return {
-            "HOROVOD_FUSION_THRESHOLD": fusion(config, parameters),
+            "HOROVOD_FUSION_THRESHOLD": fusion_buffer_bytes(config, parameters),
             "HOROVOD_CYCLE_TIME": options.cycle_ms,
             "process_sets": [list(ranks) for ranks in options.process_sets],
             "DistributedOptimizer": {"op": "Sum", "compression": options.compression},
@@ -112,9 +112,9 @@ class Horovod(Backend):
 
     @override
     def install(self, *, force: bool = False) -> str:
-        from unipar_horovod.install import install
+        from unipar_horovod.install import install_horovod
 
-        return install(force=force)
+        return install_horovod(force=force)
 
     @override
     def join(self, config: Config, place: Place) -> World:
@@ -129,39 +129,39 @@ class Horovod(Backend):
 
     @override
     def sends(self, world: World) -> AbstractContextManager[Mapping[str, int]]:
-        from unipar_horovod.timeline import sends
+        from unipar_horovod.timeline import record_sends
 
-        return sends(world)
+        return record_sends(world)
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        from unipar_horovod.engine import Ring
+        from unipar_horovod.engine import HorovodEngine
 
-        return Ring(part, config, world)
+        return HorovodEngine(part, config, world)
 
 
 def options_of(config: Config) -> HorovodOptions:
     return HorovodOptions.model_validate(config.options.get("horovod", {}))
 
 
-LARGEST = 128 * 2**20
+LARGEST_FUSION_BYTES = 128 * 2**20
 """Horovod's own fusion buffer, in bytes."""
 
 
-def fusion(config: Config, parameters: int | None) -> int | str:
+def fusion_buffer_bytes(config: Config, parameters: int | None) -> int | str:
     """Bytes of the fusion buffer; the rule while `parameters` is unknown."""
     options = options_of(config)
     if options.fusion_mb is not None:
         return options.fusion_mb * 2**20
     if options.buckets == "library":
-        return LARGEST
+        return LARGEST_FUSION_BYTES
     if parameters is None:
         return "all gradients and up to 1 MiB more, at most 128 MiB"
     each = 8 if config.train.precision == "fp64" else 4
-    return min(LARGEST, (parameters * each // 2**20 + 1) * 2**20)
+    return min(LARGEST_FUSION_BYTES, (parameters * each // 2**20 + 1) * 2**20)
 
 
-def set_refusals(options: HorovodOptions, size: int) -> Iterator[str]:
+def process_set_refusals(options: HorovodOptions, size: int) -> Iterator[str]:
     """What is wrong with sets of ranks in a world of `size`."""
     known: set[tuple[int, ...]] = set()
     for ranks in options.process_sets:

@@ -16,20 +16,20 @@ from unipar.backend.joining import meet
 from unipar.config import Config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar.engines.placement import arrive
-from unipar.engines.wrapper import Open
+from unipar.engines.placement import broadcast_model
+from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import Unsupported
-from unipar_horovod import fusion, options_of, set_refusals
-from unipar_horovod.rendezvous import serving, variables
+from unipar_horovod import fusion_buffer_bytes, options_of, process_set_refusals
+from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous
 
 
 @final
-class Ring(Open):
+class HorovodEngine(WrapperEngine):
     divisor = 1.0
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        arrive(part.module, world.device)
-        _start(config, world, sum(p.numel() for p in part.module.parameters()))
+        broadcast_model(part.module, world.device)
+        _start_horovod(config, world, sum(p.numel() for p in part.module.parameters()))
         super().__init__(part, config, world)
         half = options_of(config).compression == "fp16"
         compression: Any = hvd.Compression.fp16 if half else hvd.Compression.none
@@ -52,11 +52,11 @@ class Ring(Open):
         return nullcontext()
 
     @override
-    def reduced(self) -> None:
+    def finish_reduction(self) -> None:
         self.optimizer.synchronize()
 
     @override
-    def held_beside(self) -> Iterator[Holding]:
+    def extra_holdings(self) -> Iterator[Holding]:
         """What is on its way; the fusion buffer is the library's own, out of reach."""
         known: Any = mpi_ops
         for p, (handle, _) in self.optimizer._handles.items():
@@ -71,30 +71,30 @@ class Ring(Open):
         self.optimizer.zero_grad()
 
 
-_cycles: list[float] = []
+_cycle_times_set: list[float] = []
 """What this process told Horovod besides its own cycle: a next start in it would be a segfault."""
 
 
 def join(config: Config, place: Place) -> World:
     """Our own process group, and what Horovod needs to start: a rendezvous that rank 0 opens on loopback."""
-    if _cycles:
+    if _cycle_times_set:
         raise Unsupported(
             "horovod/nothing",
             [
-                f"options.horovod.cycle_ms: an earlier run in this process set it to {_cycles[-1]:g}, and Horovod "
+                f"options.horovod.cycle_ms: an earlier run in this process set it to {_cycle_times_set[-1]:g}, and Horovod "
                 "crashes when it starts again after that; leave it out, or give each launch a process of its own"
             ],
         )
     world = meet(config, place)
     options = options_of(config)
-    if wrong := list(set_refusals(options, place.size)):  # a world whose size the config left open
+    if wrong := list(process_set_refusals(options, place.size)):  # a world whose size the config left open
         raise Unsupported("horovod/nothing", wrong)
     if options.cycle_ms != 1.0:
-        _cycles.append(options.cycle_ms)
-        world.tell(HOROVOD_CYCLE_TIME=options.cycle_ms)
+        _cycle_times_set.append(options.cycle_ms)
+        world.set_variables(HOROVOD_CYCLE_TIME=options.cycle_ms)
     held = ExitStack()
     if place.launcher != "horovodrun":
-        _rendezvous(world, held)
+        _open_rendezvous(world, held)
 
     def leave() -> None:
         if hvd.is_initialized():
@@ -106,20 +106,20 @@ def join(config: Config, place: Place) -> World:
     return world
 
 
-def _start(config: Config, world: World, parameters: int) -> None:
+def _start_horovod(config: Config, world: World, parameters: int) -> None:
     """Horovod itself, once for all parts: how large its buffer is must be known before, and goes by the first."""
     if hvd.is_initialized():
         return
-    world.tell(HOROVOD_FUSION_THRESHOLD=fusion(config, parameters))
+    world.set_variables(HOROVOD_FUSION_THRESHOLD=fusion_buffer_bytes(config, parameters))
     hvd.init(process_sets=[hvd.ProcessSet(sorted(ranks)) for ranks in options_of(config).process_sets])
-    world.agreed("Horovod", rank=hvd.rank(), size=hvd.size())
+    world.require_same_world("Horovod", rank=hvd.rank(), size=hvd.size())
 
 
-def _rendezvous(world: World, held: ExitStack) -> None:
+def _open_rendezvous(world: World, held: ExitStack) -> None:
     """What `horovodrun` would set; its own server would listen on every interface, without a password."""
     local = world.place.local_size
     assert world.store is not None
     if world.rank == 0:
-        world.store.set("horovod", str(held.enter_context(serving(world.size, local))))
+        world.store.set("horovod", str(held.enter_context(serve_rendezvous(world.size, local))))
     port = int(world.store.get("horovod").decode())
-    world.tell(**variables(rank=world.rank, size=world.size, local_size=local, port=port))
+    world.set_variables(**rendezvous_variables(rank=world.rank, size=world.size, local_size=local, port=port))

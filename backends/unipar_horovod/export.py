@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unipar.backend.export import Outline, Script, call, refuse_options, samples, written
-from unipar_horovod import fusion, options_of
+from unipar.backend.export import (
+    Outline,
+    Script,
+    fill_template,
+    format_call,
+    refuse_uncarried_options,
+    render_samples_file,
+)
+from unipar_horovod import fusion_buffer_bytes, options_of
 
-_CARRIED = frozenset({"buckets", "fusion_mb", "compression"})
+_CARRIED_OPTIONS = frozenset({"buckets", "fusion_mb", "compression"})
 
 
 def script(outline: Outline) -> Script:
     config = outline.config
-    refuse_options("horovod", "horovod/nothing", config.options.get("horovod", {}), _CARRIED)
+    refuse_uncarried_options("horovod", "horovod/nothing", config.options.get("horovod", {}), _CARRIED_OPTIONS)
     options = options_of(config)
     outline = replace(outline, autocast=config.train.precision == "bf16-mixed")
     words = ["optimizer", "named_parameters=named"]
@@ -20,13 +27,13 @@ def script(outline: Outline) -> Script:
         words.append("compression=hvd.Compression.fp16")
     if outline.sizes.accumulate > 1:
         words.append(f"backward_passes_per_step={outline.sizes.accumulate}")
-    wrap = call("    optimizer = hvd.DistributedOptimizer", words)
+    wrap = format_call("    optimizer = hvd.DistributedOptimizer", words)
     files = {
-        "train.py": written(outline, "unipar_horovod", "train.txt", {}, {"wrap": wrap}),
-        "samples.py": samples(outline),
+        "train.py": fill_template(outline, "unipar_horovod", "train.txt", {}, {"wrap": wrap}),
+        "samples.py": render_samples_file(outline),
     }
     ranks = str(outline.sizes.ranks)
     command = ["horovodrun", "--gloo", "-np", ranks, "-H", f"localhost:{ranks}"]
-    mib = int(fusion(config, outline.parameters)) // 2**20
+    mib = int(fusion_buffer_bytes(config, outline.parameters)) // 2**20
     command += ["--fusion-threshold-mb", str(mib), "$@", "python", "train.py"]
     return Script(files, command)

@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
-def serving(size: int, local_size: int, address: str = LOOPBACK) -> Generator[int]:
+def serve_rendezvous(size: int, local_size: int, address: str = LOOPBACK) -> Generator[int]:
     """A server for `size` processes, `local_size` on each machine, and its port."""
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
     across = size // local_size
@@ -34,7 +34,9 @@ def serving(size: int, local_size: int, address: str = LOOPBACK) -> Generator[in
         thread.join()
 
 
-def variables(*, rank: int, size: int, local_size: int, port: int, address: str = LOOPBACK) -> dict[str, str]:
+def rendezvous_variables(
+    *, rank: int, size: int, local_size: int, port: int, address: str = LOOPBACK
+) -> dict[str, str]:
     """What Horovod must find in a process's environment before it is initialised."""
     return {
         "HOROVOD_RANK": str(rank),

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from unipar.utils.terminal import Terminal
 
-PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
+MAKE_PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
 """As make prints it under CMake."""
 
-TROUBLE = re.compile(r"\b(fatal error|error): |^CMake Error|^ERROR: |\bundefined reference to\b")
-Say = Callable[[int], None]
+ERROR_LINE = re.compile(r"\b(fatal error|error): |^CMake Error|^ERROR: |\bundefined reference to\b")
+ShowPercent = Callable[[int], None]
 """Takes the percentage that is done."""
 
 
@@ -28,11 +28,11 @@ class CommandFailed(Exception):
 
 
 @contextmanager
-def step(what: str) -> Generator[Say]:
+def show_progress(what: str) -> Generator[ShowPercent]:
     """Context manager: shows that `what` is going on, for how long, and how far it is where that is known."""
     terminal = Terminal(sys.stderr)
     if not terminal.can_draw:
-        yield _plain(what, terminal)
+        yield _progress_lines(what, terminal)
         return
     terminal.draw_spinner(what)
     try:
@@ -41,7 +41,7 @@ def step(what: str) -> Generator[Say]:
         terminal.stop()
 
 
-def _plain(what: str, terminal: Terminal) -> Say:
+def _progress_lines(what: str, terminal: Terminal) -> ShowPercent:
     begun, told = time.monotonic(), 0
 
     def say(percent: int) -> None:
@@ -54,13 +54,13 @@ def _plain(what: str, terminal: Terminal) -> Say:
     return say
 
 
-def run(
+def run_logged(
     command: Sequence[str],
     *,
     log: Path,
     env: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
-    say: Say | None = None,
+    say: ShowPercent | None = None,
 ) -> str:
     """Runs it to its end, its words into `log`; gives back the last line. Interrupted, it takes the command along."""
     first = last = ""
@@ -82,23 +82,23 @@ def run(
             for line in child.stdout:
                 out.write(line)
                 last = line.strip() or last
-                if TROUBLE.search(line) and not first:
+                if ERROR_LINE.search(line) and not first:
                     first = line.strip()
                 elif first.startswith("CMake Error") and first.endswith(":") and line.strip():
                     first += f" {line.strip()}"
-                if say and (done := PERCENT.match(line)):
+                if say and (done := MAKE_PERCENT.match(line)):
                     say(int(done.group(1)))
             code = child.wait()
         finally:
             child.stdout.close()
             if child.poll() is None:
-                _end(child)
+                _end_command(child)
     if code:
         raise CommandFailed(first or last or f"{command[0]} ended with exit code {code}")
     return last
 
 
-def _end(child: subprocess.Popen[str]) -> None:
+def _end_command(child: subprocess.Popen[str]) -> None:
     """First as Ctrl-C would, so that pip and make put away what they had begun; then whoever is left, for certain."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGINT)

@@ -11,25 +11,27 @@ import subprocess
 import sys
 import time
 
-RANKS = 2
-PATIENCE = 120.0
+SELF_TEST_RANKS = 2
+SELF_TEST_SECONDS = 120.0
 
 
-def main() -> None:
+def run_self_test() -> None:
     if "HOROVOD_RANK" in os.environ:
-        sys.stdout.write(json.dumps(_sum()) + "\n")
+        sys.stdout.write(json.dumps(_sum_over_ranks()) + "\n")
     else:
-        sys.stdout.write(_prove())
+        sys.stdout.write(_run_ranks())
 
 
-def _sum() -> dict[str, bool]:
+def _sum_over_ranks() -> dict[str, bool]:
     import horovod.torch as hvd
     import torch
 
     hvd.init()
     seen = (hvd.rank(), hvd.size())
-    if seen != (int(os.environ["HOROVOD_RANK"]), RANKS):
-        sys.exit(f"horovod sees rank {seen[0]} of {seen[1]}, not rank {os.environ['HOROVOD_RANK']} of {RANKS}")
+    if seen != (int(os.environ["HOROVOD_RANK"]), SELF_TEST_RANKS):
+        sys.exit(
+            f"horovod sees rank {seen[0]} of {seen[1]}, not rank {os.environ['HOROVOD_RANK']} of {SELF_TEST_RANKS}"
+        )
     summed = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()
     if summed != 3.0:
         sys.exit(f"horovod sums 1 and 2 to {summed:g}")
@@ -38,26 +40,27 @@ def _sum() -> dict[str, bool]:
     return {name: bool(there) for name, there in built.items()}
 
 
-def _prove() -> str:
-    from unipar_horovod.rendezvous import serving, variables
+def _run_ranks() -> str:
+    from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous
 
-    with serving(RANKS, RANKS) as port:
+    with serve_rendezvous(SELF_TEST_RANKS, SELF_TEST_RANKS) as port:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "unipar_horovod.self_test"],
-                env=os.environ | variables(rank=rank, size=RANKS, local_size=RANKS, port=port),
+                env=os.environ
+                | rendezvous_variables(rank=rank, size=SELF_TEST_RANKS, local_size=SELF_TEST_RANKS, port=port),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(RANKS)
+            for rank in range(SELF_TEST_RANKS)
         ]
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + SELF_TEST_SECONDS
         try:
             told = [rank.communicate(timeout=max(0.0, until - time.monotonic())) for rank in ranks]
         except subprocess.TimeoutExpired:
-            sys.exit(f"{RANKS} processes did not sum a tensor within {PATIENCE:g} s")
+            sys.exit(f"{SELF_TEST_RANKS} processes did not sum a tensor within {SELF_TEST_SECONDS:g} s")
         finally:
             for rank in ranks:
                 rank.kill()
@@ -70,4 +73,4 @@ def _prove() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_self_test()

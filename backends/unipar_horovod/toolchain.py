@@ -16,15 +16,15 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from unipar.utils.files import path_of_tools
-from unipar.utils.procfs import memory_available
+from unipar.utils.files import path_with_scripts
+from unipar.utils.procfs import available_memory_bytes
 
-CMAKE = (3, 13)
-SETUPTOOLS = 81
-MODULES = ("wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml")
+OLDEST_CMAKE = (3, 13)
+FIRST_SETUPTOOLS_REFUSED = 81
+MODULES_NEEDED = ("wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml")
 """What Horovod's build and its import need; yaml is called pyyaml where it is installed from."""
 
-_ASK = """
+_TORCH_QUERY = """
 import json, os, torch
 shown = torch.__config__.show()
 print(json.dumps([str(torch.__version__), shown, bool(torch.compiled_with_cxx11_abi()), torch.version.cuda or "",
@@ -33,7 +33,7 @@ print(json.dumps([str(torch.__version__), shown, bool(torch.compiled_with_cxx11_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torch:
+class TorchBuild:
     """The installed torch, as far as something compiled against it cares."""
 
     version: str
@@ -46,28 +46,30 @@ class Torch:
     """The folder that holds it, and the libraries that came with it."""
 
 
-def torch_here() -> Torch | str:
+def query_torch() -> TorchBuild | str:
     """The torch of this environment, asked in a process of its own; or a sentence that says why there is none."""
-    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=False)
+    asked = subprocess.run([sys.executable, "-c", _TORCH_QUERY], capture_output=True, text=True, check=False)
     if asked.returncode:
         why = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
         return f"torch, which cannot be imported: {why[-1]} (pip install torch)"
     told, shown, abi, cuda, site = json.loads(asked.stdout.splitlines()[-1])
-    return Torch(version=told, standard=standard_of(shown), abi=abi, cuda=cuda, site=Path(site))
+    return TorchBuild(version=told, standard=cxx_standard_of(shown), abi=abi, cuda=cuda, site=Path(site))
 
 
-def standard_of(shown: str) -> int:
+def cxx_standard_of(shown: str) -> int:
     """From `C++ Version: 202002`, as torch prints it, to 20."""
     found = re.search(r"C\+\+ Version: 20(\d\d)\d\d", shown)
     return int(found.group(1)) if found else 17
 
 
-def needs(torch: Torch | str, environ: Mapping[str, str] = os.environ, path: str | None = None) -> list[str]:
+def list_missing(
+    torch: TorchBuild | str, environ: Mapping[str, str] = os.environ, path: str | None = None
+) -> list[str]:
     """Each thing that is missing, with its remedy: all at once, so that they are fetched at once."""
-    return list(_needs(torch, environ, path_of_tools() if path is None else path))
+    return list(_missing_tools(torch, environ, path_with_scripts() if path is None else path))
 
 
-def _needs(torch: Torch | str, environ: Mapping[str, str], path: str) -> Iterator[str]:
+def _missing_tools(torch: TorchBuild | str, environ: Mapping[str, str], path: str) -> Iterator[str]:
     if isinstance(torch, str):
         yield torch
     if not shutil.which(compiler := environ.get("CXX", "g++"), path=path):
@@ -76,31 +78,31 @@ def _needs(torch: Torch | str, environ: Mapping[str, str], path: str) -> Iterato
         yield "make (apt install make)"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         yield "Python.h (apt install python3-dev)"
-    yield from _cmake(path)
-    if isinstance(torch, Torch) and torch.cuda and not shutil.which("nvcc", path=path):
+    yield from _missing_cmake(path)
+    if isinstance(torch, TorchBuild) and torch.cuda and not shutil.which("nvcc", path=path):
         yield f"nvcc, as this torch has CUDA {torch.cuda} (apt install nvidia-cuda-toolkit, or a torch for the CPU)"
     if find_spec("pip") is None:
         yield f"pip ({sys.executable} -m ensurepip)"
-    have = _version("setuptools")
-    if have is None or int(have.split(".")[0]) >= SETUPTOOLS:
-        yield f"setuptools below {SETUPTOOLS}, found {have or 'none'} (pip install 'setuptools<{SETUPTOOLS}')"
-    if gone := [{"yaml": "pyyaml"}.get(name, name) for name in MODULES if find_spec(name) is None]:
+    have = _version_of("setuptools")
+    if have is None or int(have.split(".")[0]) >= FIRST_SETUPTOOLS_REFUSED:
+        yield f"setuptools below {FIRST_SETUPTOOLS_REFUSED}, found {have or 'none'} (pip install 'setuptools<{FIRST_SETUPTOOLS_REFUSED}')"
+    if gone := [{"yaml": "pyyaml"}.get(name, name) for name in MODULES_NEEDED if find_spec(name) is None]:
         yield f"{', '.join(gone)} (pip install {' '.join(gone)})"
 
 
-def _cmake(path: str) -> Iterator[str]:
-    wanted = f"cmake {'.'.join(map(str, CMAKE))} or newer"
+def _missing_cmake(path: str) -> Iterator[str]:
+    wanted = f"cmake {'.'.join(map(str, OLDEST_CMAKE))} or newer"
     found = shutil.which("cmake", path=path)
     if not found:
         yield f"{wanted} (pip install cmake)"
         return
     shown = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
     number = re.search(r"version (\d+)\.(\d+)", shown)
-    if number is None or tuple(map(int, number.groups())) < CMAKE:
+    if number is None or tuple(map(int, number.groups())) < OLDEST_CMAKE:
         yield f"{wanted}, found {found} that says {shown.splitlines()[:1]} (pip install cmake)"
 
 
-def _version(package: str) -> str | None:
+def _version_of(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -108,7 +110,7 @@ def _version(package: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Features:
+class BuildFeatures:
     """What Horovod is built with besides Gloo, and the variables that say so to its build."""
 
     names: tuple[str, ...]
@@ -117,9 +119,11 @@ class Features:
     """Some were found on this machine, not asked for: the build may go on without them."""
 
 
-def features(torch: Torch, links: Path, environ: Mapping[str, str] = os.environ, path: str | None = None) -> Features:
+def find_features(
+    torch: TorchBuild, links: Path, environ: Mapping[str, str] = os.environ, path: str | None = None
+) -> BuildFeatures:
     """Horovod's own variables are obeyed; where they say nothing, what this machine has is used."""
-    path = path_of_tools() if path is None else path
+    path = path_with_scripts() if path is None else path
     said: dict[str, str] = {}
     found = False
     if environ.get("HOROVOD_WITHOUT_MPI") == "1":
@@ -130,18 +134,18 @@ def features(torch: Torch, links: Path, environ: Mapping[str, str] = os.environ,
         mpi = found = shutil.which("mpicxx", path=path) is not None
         said["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
     gpu = environ.get("HOROVOD_GPU_OPERATIONS")
-    if gpu is None and torch.cuda and (nccl := _nccl(torch, links)) is not None:
+    if gpu is None and torch.cuda and (nccl := _nccl_variables(torch, links)) is not None:
         gpu, found = "NCCL", True
         said |= {"HOROVOD_GPU_OPERATIONS": gpu, **nccl}
-    return Features(tuple(x for x in ("gloo", "mpi" if mpi else "", (gpu or "").lower()) if x), said, found)
+    return BuildFeatures(tuple(x for x in ("gloo", "mpi" if mpi else "", (gpu or "").lower()) if x), said, found)
 
 
-def only_asked(torch: Torch, links: Path, environ: Mapping[str, str] = os.environ) -> Features:
+def features_asked_for(torch: TorchBuild, links: Path, environ: Mapping[str, str] = os.environ) -> BuildFeatures:
     """Features without those that were merely found."""
-    return features(replace(torch, cuda=""), links, environ, path="")
+    return find_features(replace(torch, cuda=""), links, environ, path="")
 
 
-def _nccl(torch: Torch, links: Path) -> dict[str, str] | None:
+def _nccl_variables(torch: TorchBuild, links: Path) -> dict[str, str] | None:
     """The system's NCCL needs no word; the one that torch's packages bring has no name that a linker looks for."""
     if any(Path(root, "include/nccl.h").exists() for root in ("/usr", "/usr/local", "/usr/local/cuda")):
         return {}
@@ -158,7 +162,7 @@ def _nccl(torch: Torch, links: Path) -> dict[str, str] | None:
     }
 
 
-def key(horovod: str, torch: Torch, built_with: tuple[str, ...]) -> str:
+def wheel_key(horovod: str, torch: TorchBuild, built_with: tuple[str, ...]) -> str:
     """What a wheel's use depends on, as a folder's name."""
     parts = [
         f"horovod-{horovod}",
@@ -172,6 +176,6 @@ def key(horovod: str, torch: Torch, built_with: tuple[str, ...]) -> str:
     return "_".join(parts)
 
 
-def jobs() -> int:
+def parallel_jobs() -> int:
     """Compilers side by side: one a core, as long as each finds 2 GiB."""
-    return max(1, min(len(os.sched_getaffinity(0)), memory_available() // 2**31))
+    return max(1, min(len(os.sched_getaffinity(0)), available_memory_bytes() // 2**31))

@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant, resources
-from unipar.backend.precision import stated
+from unipar.backend.precision import default_dtypes
 from unipar.config import Config, Section
 from unipar.distributed import gpus
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
@@ -18,25 +18,25 @@ from unipar.distributed.place import Place
 if TYPE_CHECKING:
     from unipar.distributed.world import World
 
-_NO_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
-_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_NO_FP32_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
+_MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
-LAUNCHERS = (
+NATIVE_LAUNCHERS = (
     Launcher(
         name="torchrun",
         order=20,
         marks=("TORCHELASTIC_RUN_ID",),
         **TORCH_VARIABLES,
-        address=_MASTER,
+        address=_MASTER_VARIABLES,
         opens="its agent listens on every interface (the master port, and two more with --standalone)",
     ),
     Launcher(
         name="whoever set RANK and WORLD_SIZE",
         order=40,
-        marks=("RANK", "WORLD_SIZE", *_MASTER),
+        marks=("RANK", "WORLD_SIZE", *_MASTER_VARIABLES),
         **TORCH_VARIABLES,
         local=False,
-        address=_MASTER,
+        address=_MASTER_VARIABLES,
     ),
     Launcher(
         name="mpirun",
@@ -73,12 +73,12 @@ LAUNCHERS = (
 )
 
 
-_FSDP = "torch/distributed/fsdp/_fully_shard"
-SITES: dict[str, Category] = {
-    f"{_FSDP}/_fsdp_collectives.py:foreach_all_gather": "communication",
-    f"{_FSDP}/_fsdp_collectives.py:foreach_reduce": "communication",
-    f"{_FSDP}/_fsdp_param_group.py:wait_for_unshard": "communication",
-    f"{_FSDP}/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",
+_FSDP_FOLDER = "torch/distributed/fsdp/_fully_shard"
+TORCH_CALL_SITES: dict[str, Category] = {
+    f"{_FSDP_FOLDER}/_fsdp_collectives.py:foreach_all_gather": "communication",
+    f"{_FSDP_FOLDER}/_fsdp_collectives.py:foreach_reduce": "communication",
+    f"{_FSDP_FOLDER}/_fsdp_param_group.py:wait_for_unshard": "communication",
+    f"{_FSDP_FOLDER}/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",
     "torch/nn/parallel/distributed.py:_ddp_init_helper": "gradients",  # its buckets, before gradients are views of them
     "torch/nn/parallel/distributed.py:_pre_forward": "gradients",
 }
@@ -108,13 +108,13 @@ class Single(Backend):
         also={"train.sync_every": ("nothing",)},
         alone=True,
         gaps={
-            (None, "bf16-master"): f"one process {_NO_MASTER}; compare with it in fp32",
+            (None, "bf16-master"): f"one process {_NO_FP32_MASTER}; compare with it in fp32",
         },
     )
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
-        return stated(config.train.precision, reduction="-")
+        return default_dtypes(config.train.precision, reduction="-")
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
@@ -126,9 +126,9 @@ class Single(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        from unipar_native.single import One
+        from unipar_native.single import SingleEngine
 
-        return One(part, config, world)
+        return SingleEngine(part, config, world)
 
 
 @final
@@ -144,16 +144,19 @@ class Native(Backend):
             "model.offload": ("parameters",),
         },
         gaps={
-            ("nothing", "bf16-master"): f"DDP, as nn.DataParallel, {_NO_MASTER}; use another shard, or deepspeed/*",
+            (
+                "nothing",
+                "bf16-master",
+            ): f"DDP, as nn.DataParallel, {_NO_FP32_MASTER}; use another shard, or deepspeed/*",
         },
         variants={
             "dp": Variant(
                 options={"wrapper": "dp"}, shards=("nothing",), says="nn.DataParallel in one process", alone=True
             )
         },
-        launchers=LAUNCHERS,
+        launchers=NATIVE_LAUNCHERS,
         waits=("torch/distributed/",),
-        sites=SITES,
+        sites=TORCH_CALL_SITES,
     )
 
     @override
@@ -164,24 +167,26 @@ class Native(Backend):
                 "together; say model.offload: parameters"
             )
         if options_of(config).wrapper == "dp":
-            yield from _dp_refusals(config)
+            yield from _data_parallel_refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
         if config.train.sync_every is not None:
-            return stated(config.train.precision, reduction="-")
-        return stated(config.train.precision)
+            return default_dtypes(config.train.precision, reduction="-")
+        return default_dtypes(config.train.precision)
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         if config.train.sync_every is not None:
             return {"mean of parameters and moments": f"every {config.train.sync_every} steps, and after the last"}
         if options_of(config).wrapper == "dp":
-            return {"DataParallel": {"device_ids": dp_devices(config)}}
-        if not replicated(config):
+            return {"DataParallel": {"device_ids": data_parallel_devices(config)}}
+        if not uses_ddp(config):
             return {"fully_shard": fsdp_settings(config)}
         told = {"DistributedDataParallel": ddp_settings(options_of(config))}
-        return told | ({"ZeroRedundancyOptimizer": ZERO_SETTINGS} if config.parallel.shard == "optimizer" else {})
+        return told | (
+            {"ZeroRedundancyOptimizer": ZERO_OPTIMIZER_SETTINGS} if config.parallel.shard == "optimizer" else {}
+        )
 
     @override
     def join(self, config: Config, place: Place) -> World:
@@ -189,27 +194,27 @@ class Native(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        from unipar_native.data_parallel import DP
-        from unipar_native.ddp import DDP
-        from unipar_native.fsdp2 import FSDP2
-        from unipar_native.local_sgd import Local
+        from unipar_native.data_parallel import DataParallelEngine
+        from unipar_native.ddp import DDPEngine
+        from unipar_native.fsdp2 import FSDP2Engine
+        from unipar_native.local_sgd import LocalSGDEngine
 
         if options_of(config).wrapper == "dp":
-            return DP(part, config, world)
+            return DataParallelEngine(part, config, world)
         if config.train.sync_every is not None:
-            return Local(part, config, world)
-        return DDP(part, config, world) if replicated(config) else FSDP2(part, config, world)
+            return LocalSGDEngine(part, config, world)
+        return DDPEngine(part, config, world) if uses_ddp(config) else FSDP2Engine(part, config, world)
 
 
 def options_of(config: Config) -> NativeOptions:
     return NativeOptions.model_validate(config.options.get("native", {}))
 
 
-ZERO_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
+ZERO_OPTIMIZER_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
 """What ZeroRedundancyOptimizer is told besides groups and optimizer: one broadcast a rank, not one a parameter."""
 
 
-def replicated(config: Config) -> bool:
+def uses_ddp(config: Config) -> bool:
     """Whether DDP keeps the parameters; FSDP2 alone has masters beside bf16 ones, and copies x shards."""
     alike = config.train.precision != "bf16-master" and config.parallel.shard_over is None
     return config.parallel.shard == "nothing" or (config.parallel.shard == "optimizer" and alike)
@@ -236,13 +241,13 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def dp_devices(config: Config) -> list[int]:
+def data_parallel_devices(config: Config) -> list[int]:
     """Which CUDA devices nn.DataParallel has: the one that `device` names, or all that are visible."""
-    _, _, index = resources.device(config)[0].partition(":")
-    return [int(index)] if index else list(range(gpus.visible_gpus()))
+    _, _, index = resources.choose_device(config)[0].partition(":")
+    return [int(index)] if index else list(range(gpus.count_visible_gpus()))
 
 
-def _dp_refusals(config: Config) -> Iterator[str]:
+def _data_parallel_refusals(config: Config) -> Iterator[str]:
     shard, model = config.parallel.shard, config.model
     if shard != "nothing":
         yield f"parallel.shard: {shard} cannot be had: nn.DataParallel splits nothing; leave options.native.wrapper out"
@@ -254,12 +259,12 @@ def _dp_refusals(config: Config) -> Iterator[str]:
         yield f"{key} cannot be had: nn.DataParallel's copies would call the original's forward; leave it out"
     if model.sync_batchnorm:
         yield "model.sync_batchnorm: true has no effect: it works between processes, and this is one; leave it out"
-    kind, why = resources.device(config)
+    kind, why = resources.choose_device(config)
     if kind == "cpu":
         because = f" ({why})" if why else ""
         yield f"device: cpu{because} cannot be had: nn.DataParallel is for CUDA devices; use native/nothing, or single"
         return
-    wanted, sizes = len(dp_devices(config)), config.batch.settle(1)
+    wanted, sizes = len(data_parallel_devices(config)), config.batch.settle(1)
     if sizes.accumulate < wanted:
         yield (
             f"batch: total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} leaves some of {wanted} "

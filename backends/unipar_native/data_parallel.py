@@ -14,32 +14,32 @@ from typing_extensions import override
 from unipar.backend import Fn, Micro, Part
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.batch import moved
-from unipar.engines.forward import Call, Held
-from unipar.engines.gradients import scaled
-from unipar.engines.placement import arrive, plain_of
-from unipar.engines.wrapper import Open
+from unipar.engines.batch import to_device
+from unipar.engines.forward import ForwardCall, OpaqueBatch
+from unipar.engines.gradients import scale_loss
+from unipar.engines.placement import broadcast_model, plain_attributes
+from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
-from unipar.model.create import ONLY
-from unipar_native import dp_devices
+from unipar.model.create import ONLY_PART
+from unipar_native import data_parallel_devices
 
 
 @final
-class DP(Open):
+class DataParallelEngine(WrapperEngine):
     """Its numbers are those of one process that takes the same microbatches one after another."""
 
     divisor = 1.0
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        if part.name != ONLY:
+        if part.name != ONLY_PART:
             raise TaskError(
                 "nn.DataParallel trains one model, and model() returned parts by name, which could not reach each "
                 "other on its devices: use native/nothing"
             )
-        arrive(part.module, world.device)
+        broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
-        self.devices = dp_devices(config)
-        self.wrapped = Replicas(self.call, self.devices)
+        self.devices = data_parallel_devices(config)
+        self.wrapped = RoundDataParallel(self.call, self.devices)
 
     @override
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
@@ -47,66 +47,66 @@ class DP(Open):
 
     @override
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        return dealt(micros, len(self.devices))
+        return group_into_rounds(micros, len(self.devices))
 
 
 @final
 @dataclass(frozen=True)
-class Round:
+class MicrobatchRound:
     """Microbatches that go forward side by side, one on each device."""
 
     micros: Sequence[Micro]
 
 
-def dealt(micros: Sequence[Micro], devices: int) -> Sequence[Micro]:
+def group_into_rounds(micros: Sequence[Micro], devices: int) -> Sequence[Micro]:
     """As many at a time as there are devices; the last round may have fewer."""
     if devices == 1:
         return micros
-    return [Micro(Round(micros[i : i + devices]), 1.0) for i in range(0, len(micros), devices)]
+    return [Micro(MicrobatchRound(micros[i : i + devices]), 1.0) for i in range(0, len(micros), devices)]
 
 
-def added(losses: Iterable[Tensor], micros: Iterable[Micro]) -> Tensor:
+def sum_losses(losses: Iterable[Tensor], micros: Iterable[Micro]) -> Tensor:
     """A round's loss: each times its scale, where the first device is."""
-    first, *others = (scaled(loss, m.scale, 1.0, None)[0] for loss, m in zip(losses, micros, strict=True))
+    first, *others = (scale_loss(loss, m.scale, 1.0, None)[0] for loss, m in zip(losses, micros, strict=True))
     for other in others:
         first = first + other
     return first
 
 
 @final
-class Replicas(nn.DataParallel[Call]):
+class RoundDataParallel(nn.DataParallel[ForwardCall]):
     """A round is dealt over the devices; anything else is the first one's."""
 
     @override
-    def forward(self, fn: Fn, held: Held) -> Any:
-        if not isinstance(held.batch, Round):
+    def forward(self, fn: Fn, held: OpaqueBatch) -> Any:
+        if not isinstance(held.batch, MicrobatchRound):
             return self.module(fn, held)
-        return added(super().forward(fn, held), held.batch.micros)
+        return sum_losses(super().forward(fn, held), held.batch.micros)
 
     @override
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
         """The library would cut every tensor that it finds along its first dimension."""
         fn, held = inputs
         given = [
-            (fn, Held(moved(micro.batch, torch.device(device))))
+            (fn, OpaqueBatch(to_device(micro.batch, torch.device(device))))
             for micro, device in zip(held.batch.micros, device_ids, strict=False)  # a short round leaves some idle
         ]
         return given, [{} for _ in given]
 
     @override
-    def replicate(self, module: Call, device_ids: Sequence[int | torch.device]) -> list[Call]:
+    def replicate(self, module: ForwardCall, device_ids: Sequence[int | torch.device]) -> list[ForwardCall]:
         """The library leaves `parameters()` of a replica empty, and plain tensors where they were."""
         made = super().replicate(module, device_ids)
         for replica, device in zip(made, device_ids, strict=True):
             for inner in replica.modules():
                 inner._parameters.update(inner._former_parameters)  # pyright: ignore[reportPrivateUsage, reportArgumentType, reportCallIssue]
-                for name, value in plain_of(inner).items():
+                for name, value in plain_attributes(inner).items():
                     if isinstance(value, Tensor):
                         vars(inner)[name] = value.to(torch.device(device))
         return made
 
     @override
-    def parallel_apply(self, replicas: Sequence[Call], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+    def parallel_apply(self, replicas: Sequence[ForwardCall], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """From one thread, where the library has one for each device: CUDA does not wait for what it is given, and
         every microbatch draws its own random numbers, the CPU's too."""
         losses: list[Any] = []

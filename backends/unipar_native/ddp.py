@@ -16,13 +16,13 @@ from typing_extensions import override
 from unipar.backend import Holding, Part
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.placement import arrive
-from unipar.engines.wrapper import Open
+from unipar.engines.placement import broadcast_model
+from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
 from unipar_native import ddp_settings, options_of
 
 
-class FirstByHand(Open):
+class LateWrappedEngine(WrapperEngine):
     """For wrappers that must know in advance whether the loss leaves parameters unused.
 
     The first step runs without the wrapper, its gradients are reduced here, and it shows which parameters
@@ -33,7 +33,7 @@ class FirstByHand(Open):
     """None until the first step has shown it."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        arrive(part.module, world.device)
+        broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
         self.backend = config.backend
         self.names = {id(p): n for n, p in part.module.named_parameters()}
@@ -54,7 +54,7 @@ class FirstByHand(Open):
 
     @override
     @final
-    def reduced(self) -> None:
+    def finish_reduction(self) -> None:
         if self.find_unused is None:
             self._reduce_by_hand()
         elif not self.find_unused:
@@ -87,12 +87,12 @@ class FirstByHand(Open):
 
     @override
     @final
-    def held_beside(self) -> Iterator[Holding]:
+    def extra_holdings(self) -> Iterator[Holding]:
         """The reducer keeps its buckets when gradients, views of them, are gone."""
         known: Any = torch.UntypedStorage
         for i, bucket in enumerate(self._buckets):
             if (storage := known._new_with_weak_ptr(bucket.cdata)) is not None:
-                yield Holding("gradients", f"bucket {i}", _bytes_of(storage))
+                yield Holding("gradients", f"bucket {i}", _storage_as_tensor(storage))
 
     @final
     def settle(self, *, find_unused: bool) -> None:
@@ -100,12 +100,12 @@ class FirstByHand(Open):
         self.wrapped = self.wrap(find_unused=find_unused)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def _storage_as_tensor(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @final
-class DDP(FirstByHand):
+class DDPEngine(LateWrappedEngine):
     """With a whole optimizer on every rank, or with its states split."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
@@ -114,10 +114,10 @@ class DDP(FirstByHand):
         self.settings = ddp_settings(options)
         if config.parallel.shard == "optimizer":
             from unipar_native.zero_optimizer import (
-                shared_out,  # 6 MB and a fifth of a second that DDP alone does not need
+                split_optimizer,  # 6 MB and a fifth of a second that DDP alone does not need
             )
 
-            self.optimizer, self.apart = shared_out(self.base), True
+            self.optimizer, self.apart = split_optimizer(self.base), True
         if options.find_unused != "auto":
             self.settle(find_unused=options.find_unused)
 

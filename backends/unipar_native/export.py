@@ -7,46 +7,46 @@ from dataclasses import replace
 from unipar.backend.export import (
     Outline,
     Script,
-    call,
-    groups,
-    optimizer,
-    optimizer_kind,
+    fill_template,
+    format_call,
+    groups_code,
+    optimizer_class_name,
+    optimizer_code,
     optimizer_words,
-    refuse_options,
-    samples,
-    written,
+    refuse_uncarried_options,
+    render_samples_file,
 )
-from unipar_native import ZERO_SETTINGS, options_of, replicated
+from unipar_native import ZERO_OPTIMIZER_SETTINGS, options_of, uses_ddp
 
-_CARRIED = frozenset({"find_unused", "bucket_mb"})
+_CARRIED_OPTIONS = frozenset({"find_unused", "bucket_mb"})
 
 
 def script(outline: Outline) -> Script:
     config = outline.config
     shard = config.parallel.shard
-    refuse_options("native", f"native/{shard}", config.options.get("native", {}), _CARRIED)
+    refuse_uncarried_options("native", f"native/{shard}", config.options.get("native", {}), _CARRIED_OPTIONS)
     outline = replace(outline, autocast=config.train.precision == "bf16-mixed")
-    text = _ddp(outline) if replicated(config) else _fsdp2(outline)
+    text = _ddp_script(outline) if uses_ddp(config) else _fsdp2_script(outline)
     command = ["torchrun", "--standalone", "--nproc-per-node", str(outline.sizes.ranks), "$@", "train.py"]
-    return Script({"train.py": text, "samples.py": samples(outline)}, command)
+    return Script({"train.py": text, "samples.py": render_samples_file(outline)}, command)
 
 
-def _ddp(outline: Outline) -> str:
+def _ddp_script(outline: Outline) -> str:
     options = options_of(outline.config)
     words = ["Loss(task, model)", f"bucket_cap_mb={options.bucket_mb}", "gradient_as_bucket_view=True"]
     words += ["find_unused_parameters=True"] * (options.find_unused is True)
-    wrap = call("    wrapped = DistributedDataParallel", words)
+    wrap = format_call("    wrapped = DistributedDataParallel", words)
     zero = outline.config.parallel.shard == "optimizer"
     flags, values = {"unused": options.find_unused is True, "zero": zero}, {"wrap": wrap}
     if zero:
-        told = [*optimizer_words(outline), *(f"{name}={value!r}" for name, value in ZERO_SETTINGS.items())]
-        words = ["groups", f"torch.optim.{optimizer_kind(outline.config)}", *told]
-        values["optimizer"] = call("    optimizer = ZeroRedundancyOptimizer", words)
-        values["groups"] = groups(outline, listed=True)  # it goes through them twice
-    return written(outline, "unipar_native", "ddp.txt", flags, values)
+        told = [*optimizer_words(outline), *(f"{name}={value!r}" for name, value in ZERO_OPTIMIZER_SETTINGS.items())]
+        words = ["groups", f"torch.optim.{optimizer_class_name(outline.config)}", *told]
+        values["optimizer"] = format_call("    optimizer = ZeroRedundancyOptimizer", words)
+        values["groups"] = groups_code(outline, listed=True)  # it goes through them twice
+    return fill_template(outline, "unipar_native", "ddp.txt", flags, values)
 
 
-def _fsdp2(outline: Outline) -> str:
+def _fsdp2_script(outline: Outline) -> str:
     shard, master = outline.config.parallel.shard, outline.config.train.precision == "bf16-master"
     words = ['"mesh": init_device_mesh(device.type, (ranks,))', f'"reshard_after_forward": {shard == "parameters"}']
     if master:
@@ -57,14 +57,14 @@ def _fsdp2(outline: Outline) -> str:
     flags = {"blocks": bool(outline.blocks), "boundary": shard == "optimizer"}
     values = {
         "shard": held,
-        "blocks": _blocks(outline.blocks),
-        "optimizer": optimizer(outline, split=True),
-        "lower": _LOWER if master else "",
+        "blocks": _blocks_constant(outline.blocks),
+        "optimizer": optimizer_code(outline, split=True),
+        "lower": _CAST_BUFFERS_CODE if master else "",
     }
-    return written(outline, "unipar_native", "fsdp2.txt", flags, values)
+    return fill_template(outline, "unipar_native", "fsdp2.txt", flags, values)
 
 
-def _blocks(names: tuple[str, ...]) -> str:
+def _blocks_constant(names: tuple[str, ...]) -> str:
     if not names:
         return ""
     quoted = [f'"{name}"' for name in names]
@@ -73,7 +73,7 @@ def _blocks(names: tuple[str, ...]) -> str:
     return one if len(one) <= 120 else "\n".join(["BLOCKS = (", *(f"    {word}," for word in quoted), ")"])
 
 
-_LOWER = '''def constants_to_bf16(model: nn.Module) -> None:
+_CAST_BUFFERS_CODE = '''def constants_to_bf16(model: nn.Module) -> None:
     """Buffers compute with parameters, so they are bf16 as well; running statistics stay fp32."""
     for module in model.modules():
         if not isinstance(module, nn.modules.batchnorm._NormBase):

@@ -17,20 +17,27 @@ from typing_extensions import override
 from unipar.backend import Holding, Part
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.forward import Call
-from unipar.engines.gradients import clipped
-from unipar.engines.placement import lower, parameters_of, refuse_scalars, refuse_shared, settle, travel
-from unipar.engines.state import local, span
-from unipar.engines.wrapper import Open
+from unipar.engines.forward import ForwardCall
+from unipar.engines.gradients import clip_gradients
+from unipar.engines.placement import (
+    broadcast_tensor,
+    cast_buffers,
+    direct_parameters,
+    place_tensors,
+    refuse_scalar_parameters,
+    refuse_shared_parameters,
+)
+from unipar.engines.state import local_part, locate_shard
+from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
 
-_REACHED_IN = (
+_READ_OUTSIDE_BLOCK = (
     "the loss reads a parameter of a block outside that block's forward, where it is split: "
     "read it in the block's own forward, or set model.blocks: none"
 )
 
 
-class Sharded(Open):
+class ShardedEngine(WrapperEngine):
     """What every FSDP2 has in common, whoever split the model: when to reduce, how to clip, who holds what."""
 
     once = False
@@ -52,25 +59,25 @@ class Sharded(Open):
     @override
     def backward(self, loss: Tensor) -> None:
         if isinstance(loss, DTensor):
-            raise TaskError(_REACHED_IN)
+            raise TaskError(_READ_OUTSIDE_BLOCK)
         loss.backward()
 
     @override
     def norm(self) -> Tensor:
-        norm: Any = clipped(self.trained, self.limit)
+        norm: Any = clip_gradients(self.trained, self.limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm  # each rank's own otherwise
 
     @override
     def _local_grads(self) -> tuple[list[Tensor], bool]:
-        return [span(p.grad)[2] for p in self.trained if p.grad is not None], True
+        return [locate_shard(p.grad)[2] for p in self.trained if p.grad is not None], True
 
     @override
-    def held_beside(self) -> Iterator[Holding]:
+    def extra_holdings(self) -> Iterator[Holding]:
         names = {id(p): name for name, p in self.kept.items()}
         modules: tuple[Any, ...] = self._groups
         states = [module._get_fsdp_state() for module in modules]
         for group in (group for state in states for group in state._fsdp_param_groups):
-            yield from _held_by(group, names)
+            yield from _group_holdings(group, names)
         for state in states[:1]:  # they share one context, which is empty until the first forward
             context = vars(state._comm_ctx)
             if (gathered := context.get("all_gather_state")) is not None:
@@ -85,20 +92,20 @@ class Sharded(Open):
 
 
 @final
-class FSDP2(Sharded):
+class FSDP2Engine(ShardedEngine):
     def __init__(self, part: Part, config: Config, world: World) -> None:
         shard = config.parallel.shard
-        refuse_scalars(part.module, f"native/{shard}")
-        refuse_shared(part, f"native/{shard}")
+        refuse_scalar_parameters(part.module, f"native/{shard}")
+        refuse_shared_parameters(part, f"native/{shard}")
         self.once = shard == "optimizer"
         mixed = config.train.precision == "bf16-master"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
         settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": shard == "parameters"}
         if config.model.offload == "parameters":
             settings["offload_policy"] = CPUOffloadPolicy()
-        shell = _split(part, world, _mesh(world, config.parallel.shard_over), settings)
+        shell = _shard_model(part, world, _create_mesh(world, config.parallel.shard_over), settings)
         if mixed:
-            lower(part.module, torch.bfloat16)
+            cast_buffers(part.module, torch.bfloat16)
         super().__init__(part, config, world)
         # the root that was split is the module that is called
         shell.autocast, shell.cast = self.call.autocast, self.call.cast
@@ -107,7 +114,7 @@ class FSDP2(Sharded):
         self.copies = world.size // (config.parallel.shard_over or world.size)
 
 
-def _held_by(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:
+def _group_holdings(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:
     """What one group of parameters keeps besides its shards."""
     for p in group.fsdp_params:
         for whole in p.all_gather_outputs:
@@ -115,7 +122,7 @@ def _held_by(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:
         alone = getattr(getattr(p, "_unsharded_param", None), "grad", None)
         for grad in (alone, p.unsharded_accumulated_grad):
             if grad is not None:
-                yield Holding("gradients", f"{names[id(p.sharded_param)]}, not reduced", local(grad))
+                yield Holding("gradients", f"{names[id(p.sharded_param)]}, not reduced", local_part(grad))
     if group._all_gather_result is not None:
         yield Holding("communication", "all-gather", group._all_gather_result.all_gather_output)
     if group._partial_reduce_output is not None:
@@ -124,7 +131,7 @@ def _held_by(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:
         yield Holding("communication", "all-reduce", group._all_reduce_state.all_reduce_input)
 
 
-def _mesh(world: World, over: int | None) -> DeviceMesh:
+def _create_mesh(world: World, over: int | None) -> DeviceMesh:
     """All ranks in a row; or rows of `over` ranks that split the model, each row with a copy of it."""
     if over is None or over == world.size:
         return init_device_mesh(world.device.type, (world.size,))
@@ -132,12 +139,12 @@ def _mesh(world: World, over: int | None) -> DeviceMesh:
     return init_device_mesh(world.device.type, (world.size // over, over), mesh_dim_names=names)
 
 
-def _split(part: Part, world: World, mesh: DeviceMesh, settings: dict[str, Any]) -> Call:
+def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str, Any]) -> ForwardCall:
     """Split on meta, then fill chunk by chunk: never more than one whole tensor on a rank."""
     module, device = part.module, world.device
     whole = dict(module.named_parameters(remove_duplicate=False))
     _to_meta(module)
-    shell = Call(module, device)
+    shell = ForwardCall(module, device)
     for name in part.blocks:
         fully_shard(module.get_submodule(name), mesh=mesh, **settings)
     fully_shard(shell, mesh=mesh, **settings)
@@ -145,15 +152,15 @@ def _split(part: Part, world: World, mesh: DeviceMesh, settings: dict[str, Any])
     source = {id(p): whole[n] for n, p in module.named_parameters(remove_duplicate=False)}
 
     def place(p: Tensor) -> Tensor:
-        full = travel(source[id(p)], device)
+        full = broadcast_tensor(source[id(p)], device)
         assert isinstance(p, DTensor)
         local = torch.empty_like(p.to_local(), device=home)
         new = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-        local.view(-1).copy_(full.view(-1)[slice(*span(new)[1])])
+        local.view(-1).copy_(full.view(-1)[slice(*locate_shard(new)[1])])
         return new
 
     now = dict(module.named_parameters(remove_duplicate=False))
-    settle(module, place, device, origin={id(p): now[n] for n, p in whole.items()})
+    place_tensors(module, place, device, origin={id(p): now[n] for n, p in whole.items()})
     return shell
 
 
@@ -161,7 +168,7 @@ def _to_meta(root: nn.Module) -> None:
     """`module.to("meta")`, but tied parameters stay tied and buffers stay where they are."""
     done: dict[int, nn.Parameter] = {}
     for module in root.modules():
-        for name, p in parameters_of(module).items():
+        for name, p in direct_parameters(module).items():
             if p is not None:
                 if id(p) not in done:
                     done[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)

@@ -12,17 +12,17 @@ from typing_extensions import override
 from unipar.backend import Part
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.placement import arrive
-from unipar.engines.wrapper import Open
+from unipar.engines.placement import broadcast_model
+from unipar.engines.wrapper import WrapperEngine
 
 
 @final
-class Local(Open):
+class LocalSGDEngine(WrapperEngine):
     """No wrapper. A rank's gradient is that of its share of the batch, times the number of ranks: with plain SGD and a
     mean after every step this is the step of all."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        arrive(part.module, world.device)
+        broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
         self.divisor = float(world.size)
 

@@ -10,22 +10,22 @@ from typing_extensions import override
 from unipar.backend import Part
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.placement import arrive
-from unipar.engines.wrapper import Open
+from unipar.engines.placement import broadcast_model
+from unipar.engines.wrapper import WrapperEngine
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 @final
-class One(Open):
+class SingleEngine(WrapperEngine):
     """One process without a wrapper."""
 
     divisor = 1.0
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        arrive(part.module, world.device)
+        broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
 
     @override
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        return _NOTHING
+        return _NULL_CONTEXT

@@ -8,10 +8,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from unipar.errors import TaskError
-from unipar_native import ZERO_SETTINGS
+from unipar_native import ZERO_OPTIMIZER_SETTINGS
 
 
-def shared_out(whole: Optimizer) -> ZeroRedundancyOptimizer:
+def split_optimizer(whole: Optimizer) -> ZeroRedundancyOptimizer:
     """Each rank steps some of the parameters with what is left of `whole`, and sends them to all."""
     dtypes = sorted({str(p.dtype) for group in whole.param_groups for p in group["params"]})
     if len(dtypes) > 1:
@@ -31,4 +31,4 @@ def shared_out(whole: Optimizer) -> ZeroRedundancyOptimizer:
 
     groups = [dict(group) for group in whole.param_groups]
     make: Any = mine  # annotated as a class; any callable will do
-    return ZeroRedundancyOptimizer(groups, make, **ZERO_SETTINGS)
+    return ZeroRedundancyOptimizer(groups, make, **ZERO_OPTIMIZER_SETTINGS)

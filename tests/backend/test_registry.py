@@ -16,19 +16,19 @@ def _config(**sections: Any) -> Config:
 
 
 def _cell(text: str) -> Cell:
-    return cells.existing(Cell.parse(text))
+    return cells.require_cell(Cell.parse(text))
 
 
 def test_cells_of_each() -> None:
     """Plain ones first, in the order of what they split."""
-    assert [str(c) for c in cells.expand(("single", "native/*", "deepspeed/*", "horovod", "accelerate"))] == [
+    assert [str(c) for c in cells.expand_cell_patterns(("single", "native/*", "deepspeed/*", "horovod", "accelerate"))] == [
         "single", "native/nothing", "native/optimizer", "native/gradients", "native/parameters", "deepspeed/nothing",
         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "horovod/nothing", "accelerate/nothing",
     ]  # fmt: skip
-    assert [str(c) for c in cells.cells(registry.find("accelerate")) if c.variant] == [
+    assert [str(c) for c in cells.cells_of_backend(registry.find_backend("accelerate")) if c.variant] == [
         "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"
     ]  # fmt: skip
-    assert "deepspeed/gradients+library" in [str(c) for c in cells.expand(("*",))]
+    assert "deepspeed/gradients+library" in [str(c) for c in cells.expand_cell_patterns(("*",))]
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,17 @@ def test_cells_that_do_not_exist(text: str, kind: type[Exception], message: str)
 
 def test_a_variant_is_its_options() -> None:
     """The cell sets the option; the option makes the cell; another plain cell takes it back."""
-    library = cells.at(_config(), _cell("deepspeed/gradients+library"))
+    library = cells.config_in_cell(_config(), _cell("deepspeed/gradients+library"))
     assert library.options == {"deepspeed": {"buckets": "library"}}
     assert str(cells.cell_of(library)) == "deepspeed/gradients+library"
-    assert str(cells.cell_of(cells.at(library, _cell("deepspeed/optimizer")))) == "deepspeed/optimizer"
+    assert str(cells.cell_of(cells.config_in_cell(library, _cell("deepspeed/optimizer")))) == "deepspeed/optimizer"
 
 
 def test_an_option_that_contradicts_the_cell() -> None:
     """Neither wins."""
     config = _config(options={"deepspeed": {"buckets": "scaled"}})
     with pytest.raises(ConfigError) as e:
-        cells.at(config, _cell("deepspeed/gradients+library"))
+        cells.config_in_cell(config, _cell("deepspeed/gradients+library"))
     assert str(e.value) == (
         "options.deepspeed.buckets: 'scaled' contradicts the cell deepspeed/gradients+library, "
         "which sets it to 'library'"
@@ -86,7 +86,7 @@ def test_an_option_that_contradicts_the_cell() -> None:
 )
 def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[int, int, int]) -> None:
     """What two ranks do side by side, one process does one after another."""
-    config = cells.at(_config(batch=batch, parallel={"data": 2}), _cell("single"))
+    config = cells.config_in_cell(_config(batch=batch, parallel={"data": 2}), _cell("single"))
     settled = config.batch.settle(1)
     assert (settled.total, settled.micro, settled.accumulate) == sizes
     assert config.parallel.data == 1
@@ -127,14 +127,14 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
 def test_refusals(backend: str, sections: dict[str, Any], message: str) -> None:
     """Each cell's gaps are sentences, known before any process starts."""
     with pytest.raises(Unsupported) as e:
-        checks.check(_config(backend=backend, **sections))
+        checks.check_can_run(_config(backend=backend, **sections))
     assert str(e.value) == message
 
 
 def test_several_reasons_are_all_told() -> None:
     """One refusal, two reasons."""
     with pytest.raises(Unsupported) as e:
-        checks.check(_config(backend="single", parallel={"data": 2, "shard": "optimizer"}))
+        checks.check_can_run(_config(backend="single", parallel={"data": 2, "shard": "optimizer"}))
     assert e.value.reasons == (
         "parallel.shard: optimizer is not there; single has nothing",
         "parallel.data: 2 contradicts it: single is one process",
@@ -148,7 +148,7 @@ def test_a_library_that_another_goes_through_may_be_missing(monkeypatch: pytest.
         backend="accelerate", parallel={"shard": "gradients"}, options={"accelerate": {"through": "deepspeed"}}
     )
     with pytest.raises(Unsupported) as e:
-        checks.check(through)
+        checks.check_can_run(through)
     assert str(e.value) == (
         "accelerate/gradients+zero: options.accelerate.through: deepspeed: backend 'deepspeed' needs deepspeed, not "
         "installed here: pip install 'unipar[deepspeed]'"
@@ -159,5 +159,5 @@ def test_a_missing_library_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     """Known, and not installed."""
     monkeypatch.setattr("unipar.utils.entry_points.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(BackendNotInstalled) as e:
-        registry.load("horovod")
+        registry.load_backend("horovod")
     assert str(e.value) == "backend 'horovod' needs horovod, not installed here: unipar install horovod"

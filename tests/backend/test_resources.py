@@ -9,20 +9,20 @@ import pynvml
 import pytest
 
 from unipar.backend import resources
-from unipar.backend.resources import Ranks
+from unipar.backend.resources import RankCount
 from unipar.config import Config
-from unipar.config.source import given
+from unipar.config.source import load_given_config
 from unipar.distributed import gpus as distributed_gpus
-from unipar.distributed.gpus import chosen, gpu_ids, torch_has_cuda, visible_gpus
+from unipar.distributed.gpus import count_chosen_gpus, count_visible_gpus, list_gpu_ids, torch_has_cuda
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported, WorldMismatch
-from unipar.launcher.prepare import Plan, prepare
+from unipar.launcher.prepare import PreparedRun, prepare
 
 IDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4"]
 
 
 def config(**changes: Any) -> Config:
-    return given({"batch": {"total": 32}, "train": {"steps": 1}}, changes).config
+    return load_given_config({"batch": {"total": 32}, "train": {"steps": 1}}, changes).config
 
 
 def place(size: int, local: int | None = None) -> Place:
@@ -51,17 +51,17 @@ def place(size: int, local: int | None = None) -> Place:
 )
 def test_what_cuda_visible_devices_leaves(choice: str | None, count: int) -> None:
     """CUDA's own rules: the list ends at the first entry that is no GPU; one named twice shows nothing."""
-    assert chosen(IDS, choice) == count
+    assert count_chosen_gpus(IDS, choice) == count
 
 
 def test_a_torch_without_cuda_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver alone trains nothing."""
-    monkeypatch.setattr(distributed_gpus, "gpu_ids", lambda: IDS)
+    monkeypatch.setattr(distributed_gpus, "list_gpu_ids", lambda: IDS)
     monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: False)
-    assert visible_gpus({}) == 0
+    assert count_visible_gpus({}) == 0
     monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: True)
-    assert visible_gpus({}) == 4
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+    assert count_visible_gpus({}) == 4
+    assert count_visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
 
 
 def _nvml(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
@@ -91,7 +91,7 @@ def test_gpus_in_the_order_of_their_bus(monkeypatch: pytest.MonkeyPatch) -> None
         nvmlDeviceGetHandleByIndex=lambda index: index,  # pyright: ignore[reportUnknownLambdaType]
         nvmlDeviceGetUUID=uuid,
     )
-    assert gpu_ids() == ["GPU-aaaa-1", "unknown-1", "GPU-cccc-3"]
+    assert list_gpu_ids() == ["GPU-aaaa-1", "unknown-1", "GPU-cccc-3"]
     assert shut == ["shut down"]
 
 
@@ -99,7 +99,7 @@ def test_gpus_in_the_order_of_their_bus(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_gpus_without_a_driver(function: str, ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its library is not there, or does not fit the kernel's part: no GPU can be used."""
     shut = _nvml(monkeypatch, **{function: _fails})
-    assert gpu_ids() == []
+    assert list_gpu_ids() == []
     assert shut == ended
 
 
@@ -111,37 +111,39 @@ def test_what_torch_was_built_with() -> None:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(distributed_gpus, "visible_gpus", lambda: number)
+    monkeypatch.setattr(distributed_gpus, "count_visible_gpus", lambda: number)
 
 
 @pytest.mark.parametrize(
     ("changes", "visible", "ranks"),
     [
-        ({"parallel": {"data": 3}}, 4, Ranks(3)),
-        ({}, 4, Ranks(4, "auto: no launcher, 4 GPUs visible here")),
-        ({}, 1, Ranks(1, "auto: no launcher, one GPU visible here")),
-        ({}, 0, Ranks(1, "auto: no launcher, no GPU visible here")),
-        ({"device": "cpu"}, 4, Ranks(1, "auto: no launcher, and device is cpu")),
-        ({"device": "cuda:1"}, 4, Ranks(1, "auto: no launcher, and device is cuda:1 alone")),
-        ({"backend": "single"}, 4, Ranks(1, "single is one process")),
+        ({"parallel": {"data": 3}}, 4, RankCount(3)),
+        ({}, 4, RankCount(4, "auto: no launcher, 4 GPUs visible here")),
+        ({}, 1, RankCount(1, "auto: no launcher, one GPU visible here")),
+        ({}, 0, RankCount(1, "auto: no launcher, no GPU visible here")),
+        ({"device": "cpu"}, 4, RankCount(1, "auto: no launcher, and device is cpu")),
+        ({"device": "cuda:1"}, 4, RankCount(1, "auto: no launcher, and device is cuda:1 alone")),
+        ({"backend": "single"}, 4, RankCount(1, "single is one process")),
     ],
 )
-def test_ranks_of_our_own(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], visible: int, ranks: Ranks) -> None:
+def test_ranks_of_our_own(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], visible: int, ranks: RankCount
+) -> None:
     """A number is taken; auto is the visible GPUs, or one."""
     gpus(monkeypatch, visible)
-    assert resources.ranks(config(**changes)) == ranks
+    assert resources.count_ranks(config(**changes)) == ranks
 
 
 def test_ranks_of_a_launcher() -> None:
     """auto takes the world that is there; the same number is no contradiction."""
-    assert resources.ranks(config(), place(3)) == Ranks(3, "started by torchrun")
-    assert resources.ranks(config(parallel={"data": 3}), place(3)) == Ranks(3, "started by torchrun")
+    assert resources.count_ranks(config(), place(3)) == RankCount(3, "started by torchrun")
+    assert resources.count_ranks(config(parallel={"data": 3}), place(3)) == RankCount(3, "started by torchrun")
 
 
 def test_a_launchers_other_world() -> None:
     """A world of another size than the config's is refused."""
     with pytest.raises(WorldMismatch) as e:
-        resources.ranks(config(parallel={"data": 4}), place(2))
+        resources.count_ranks(config(parallel={"data": 4}), place(2))
     assert str(e.value) == "parallel.data: 4, but torchrun started 2 processes; give it 4, or say auto"
 
 
@@ -176,7 +178,7 @@ def test_too_few_devices(
     gpus(monkeypatch, visible)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(Unsupported) as e:
-        resources.check_enough(config(**changes), ranks)
+        resources.check_gpu_count(config(**changes), ranks)
     assert str(e.value) == sentence
 
 
@@ -185,7 +187,7 @@ def test_too_few_devices_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> No
     gpus(monkeypatch, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(Unsupported, match=r"one GPU visible here \(CUDA_VISIBLE_DEVICES=3\); lower it"):
-        resources.check_enough(config(device="cuda"), 2)
+        resources.check_gpu_count(config(device="cuda"), 2)
 
 
 @pytest.mark.parametrize(
@@ -203,26 +205,26 @@ def test_enough_devices(
 ) -> None:
     """On the CPU always; one GPU a rank of this machine; one GPU shared, where the config says which."""
     gpus(monkeypatch, visible)
-    resources.check_enough(config(**changes), ranks, local)
+    resources.check_gpu_count(config(**changes), ranks, local)
 
 
 def test_what_auto_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA where there is any; what the config says needs no reason."""
     gpus(monkeypatch, 2)
-    assert resources.device(config()) == ("cuda", "auto: 2 GPUs visible here")
-    assert resources.device(config(device="cpu")) == ("cpu", "")
+    assert resources.choose_device(config()) == ("cuda", "auto: 2 GPUs visible here")
+    assert resources.choose_device(config(device="cpu")) == ("cpu", "")
     gpus(monkeypatch, 0)
-    assert resources.device(config()) == ("cpu", "auto: no GPU visible here")
+    assert resources.choose_device(config()) == ("cpu", "auto: no GPU visible here")
 
 
 def test_one_call_takes_all_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A config that says nothing of ranks or devices has a rank on each visible GPU."""
-    monkeypatch.setattr(distributed_gpus, "gpu_ids", lambda: IDS)
+    monkeypatch.setattr(distributed_gpus, "list_gpu_ids", lambda: IDS)
     monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
     told = {"batch": {"total": 8}, "train": {"steps": 1}}
-    plan = Plan.of(prepare(told, code="in the script"), overwrite=False)
+    plan = PreparedRun.of(prepare(told, code="in the script"), overwrite=False)
     assert (plan.size, plan.config.parallel.data) == (4, 4)
-    monkeypatch.setattr(distributed_gpus, "gpu_ids", list)
-    assert Plan.of(prepare(told, code="in the script"), overwrite=False).size == 1
+    monkeypatch.setattr(distributed_gpus, "list_gpu_ids", list)
+    assert PreparedRun.of(prepare(told, code="in the script"), overwrite=False).size == 1

@@ -156,7 +156,7 @@ def test_contradictions(
         monkeypatch.setenv(name, value)
     made = {"backend": "accelerate", "batch": {"total": 8, "micro": 2}, "train": {"steps": 1}, "device": "cpu"}
     with pytest.raises(Unsupported) as e:
-        checks.check(Config.model_validate(made | sections))
+        checks.check_can_run(Config.model_validate(made | sections))
     assert e.value.reasons == (f"accelerate launch was told {reason}",)
 
 
@@ -168,4 +168,4 @@ def test_a_yaml_that_says_the_same_is_silent(monkeypatch: pytest.MonkeyPatch) ->
             for name, value in (LAUNCHED | said).items():
                 m.setenv(name, value)
             made = {"backend": "accelerate", "batch": {"total": 8, "micro": 2}, "train": {"steps": 1}, "device": "cpu"}
-            checks.check(Config.model_validate(made | sections))
+            checks.check_can_run(Config.model_validate(made | sections))

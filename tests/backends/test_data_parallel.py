@@ -9,28 +9,34 @@ import pytest
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
-from unipar_native.data_parallel import DP, Replicas, Round, added, dealt
-from unipar_native.single import One
+from unipar_native.data_parallel import (
+    DataParallelEngine,
+    MicrobatchRound,
+    RoundDataParallel,
+    group_into_rounds,
+    sum_losses,
+)
+from unipar_native.single import SingleEngine
 
 from tests.conformance.tasks import Plain
 from tests.support.exports import WORDS
 from tests.support.running import running
 from tests.support.tiny import Tiny
 from unipar.backend import Micro, Part, cells, checks, resources
-from unipar.backend.resources import Ranks
+from unipar.backend.resources import RankCount
 from unipar.cli.commands.explain import explain_config
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import given
-from unipar.conversion.export import export
+from unipar.config.source import load_given_config
+from unipar.conversion.export import export_script
 from unipar.distributed import gpus
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar.engines.forward import Call, Held
+from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError, Unsupported, WorldMismatch
 from unipar.launcher.cells import select_cells
-from unipar.launcher.prepare import Plan, prepare
-from unipar.verification.verify import of_ranks
+from unipar.launcher.prepare import PreparedRun, prepare
+from unipar.verification.verify import select_multi_rank_cells
 
 CELL = Cell("native", "nothing", "dp")
 CPU = torch.device("cpu")
@@ -43,31 +49,31 @@ def config(**sections: Any) -> Config:
 
 @pytest.fixture(autouse=True)
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 4)
 
 
 def test_its_option_makes_the_cell() -> None:
     """And the cell sets the option; four ranks' microbatches become those of one process."""
     assert cells.cell_of(config()) == CELL
-    at = cells.at(config(options={}, parallel={"data": 4}, batch={"micro": 2, "accumulate": 3}), CELL)
+    at = cells.config_in_cell(config(options={}, parallel={"data": 4}, batch={"micro": 2, "accumulate": 3}), CELL)
     assert at.options == {"native": {"wrapper": "dp"}}
     assert at.parallel.data == 1
     assert (at.batch.settle(1).total, at.batch.settle(1).micro, at.batch.settle(1).accumulate) == (24, 2, 12)
-    assert checks.check(at).name == "native"
+    assert checks.check_can_run(at).name == "native"
 
 
 def test_it_is_one_process() -> None:
     """However many GPUs there are; DDP has a rank for each."""
-    assert resources.ranks(config()) == Ranks(1, "native/nothing+dp is one process")
-    assert resources.ranks(config(options={})).number == 4
+    assert resources.count_ranks(config()) == RankCount(1, "native/nothing+dp is one process")
+    assert resources.count_ranks(config(options={})).number == 4
 
 
 def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would train the same in each."""
     place = Place(rank=0, size=2, local_rank=0, local_size=2, launcher="torchrun")
-    monkeypatch.setattr("unipar.launcher.prepare._place", lambda source, starts: place)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr("unipar.launcher.prepare._foreign_place", lambda source, starts: place)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(WorldMismatch) as e:
-        Plan.of(prepare(config(), code="in the script"), overwrite=False)
+        PreparedRun.of(prepare(config(), code="in the script"), overwrite=False)
     assert str(e.value) == ("torchrun started 2 processes, and native/nothing+dp is one process; start it with python")
 
 
@@ -102,14 +108,14 @@ def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_refusals(sections: dict[str, Any], message: str) -> None:
     """In a sentence, before any process starts."""
     with pytest.raises(Unsupported) as e:
-        checks.check(config(**sections))
+        checks.check_can_run(config(**sections))
     assert str(e.value) == f"native/nothing+dp: {message}"
 
 
 def test_it_splits_nothing() -> None:
     """There is no such cell, and the key that contradicts is named."""
     with pytest.raises(Unsupported) as e:
-        checks.check(config(parallel={"shard": "parameters"}))
+        checks.check_can_run(config(parallel={"shard": "parameters"}))
     assert str(e.value) == (
         "native/parameters: parallel.shard: parameters cannot be had: nn.DataParallel splits nothing; leave "
         "options.native.wrapper out"
@@ -118,7 +124,7 @@ def test_it_splits_nothing() -> None:
 
 def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the device is left open."""
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 0)
     row, _ = select_cells(SettledConfig.of(config(device="auto", options={}), Cell("native"), 2, "cpu"), (str(CELL),))[
         str(CELL)
     ]
@@ -133,7 +139,7 @@ def test_verify_leaves_it_to_compare() -> None:
     """Compare runs it beside the others; verify has nothing to hold to one process."""
     wide = SettledConfig.of(config(options={}), Cell("native"), 2, "cuda")
     assert select_cells(wide, (str(CELL),))[str(CELL)][0].outcome == "waits"
-    row, _ = of_ranks(wide, (str(CELL),))[str(CELL)]
+    row, _ = select_multi_rank_cells(wide, (str(CELL),))[str(CELL)]
     assert (row.outcome, row.note) == (
         "refused",
         "it is one process, and verify holds several ranks to one; `unipar compare` runs it",
@@ -143,7 +149,7 @@ def test_verify_leaves_it_to_compare() -> None:
 @pytest.mark.parametrize(("device", "ids"), [("cuda", [0, 1, 2, 3]), ("auto", [0, 1, 2, 3]), ("cuda:2", [2])])
 def test_its_devices(device: str, ids: list[int]) -> None:
     """All that are visible, or the one that is named: explain shows what the library is told."""
-    (told,) = explain_config(given(config(device=device), {})).cells
+    (told,) = explain_config(load_given_config(config(device=device), {})).cells
     assert (told.cell, told.note, told.told) == ("native/nothing+dp", "", {"DataParallel": {"device_ids": ids}})
 
 
@@ -151,7 +157,7 @@ def test_no_script_is_written(tmp_path: Path) -> None:
     """Export has DDP and FSDP2 from here."""
     changes = {"device": "cuda", "options": {"native": {"wrapper": "dp"}}}
     with pytest.raises(Unsupported) as e:
-        export(given(WORDS, changes), "torchrun", tmp_path / "made")
+        export_script(load_given_config(WORDS, changes), "torchrun", tmp_path / "made")
     assert list(tmp_path.iterdir()) == []
     assert str(e.value) == "native/nothing: options.native.wrapper: a script does not carry it; leave it out"
 
@@ -159,7 +165,7 @@ def test_no_script_is_written(tmp_path: Path) -> None:
 def test_several_parts() -> None:
     """One reaches another through its engine, which stands on the first device."""
     with pytest.raises(TaskError) as e:
-        DP(Part("critic", nn.Linear(2, 1), cast("Any", None), ()), config(), cast("World", None))
+        DataParallelEngine(Part("critic", nn.Linear(2, 1), cast("Any", None), ()), config(), cast("World", None))
     assert str(e.value) == (
         "nn.DataParallel trains one model, and model() returned parts by name, which could not reach each other on "
         "its devices: use native/nothing"
@@ -177,17 +183,19 @@ def micros(count: int) -> list[Micro]:
 def test_microbatches_are_dealt_over_devices() -> None:
     """A whole one each; the last round may have fewer, and one device needs no rounds."""
     five = micros(5)
-    made = dealt(five, 2)
+    made = group_into_rounds(five, 2)
     assert [m.scale for m in made] == [1.0, 1.0, 1.0]
     assert [list(m.batch.micros) for m in made] == [five[:2], five[2:4], five[4:]]
-    assert dealt(five, 1) is five
+    assert group_into_rounds(five, 1) is five
 
 
 def test_the_library_cuts_no_batch() -> None:
     """Each device is given one microbatch as it is, in a holder; a short round leaves devices idle."""
     two = micros(2)
     fn = Tiny().loss
-    given_to, words = Replicas(Call(nn.Linear(4, 1), CPU)).scatter((fn, Held(Round(two))), {}, [CPU, CPU, CPU])
+    given_to, words = RoundDataParallel(ForwardCall(nn.Linear(4, 1), CPU)).scatter(
+        (fn, OpaqueBatch(MicrobatchRound(two))), {}, [CPU, CPU, CPU]
+    )
     assert [(f, held.batch) for f, held in given_to] == [(fn, two[0].batch), (fn, two[1].batch)]
     assert words == [{}, {}]
 
@@ -195,7 +203,7 @@ def test_the_library_cuts_no_batch() -> None:
 def test_losses_are_added_in_fp32() -> None:
     """A tenth of 1 and a fifth of 2; in half precision they are 0.4998."""
     losses = [torch.tensor(1.0, dtype=torch.float16), torch.tensor(2.0, dtype=torch.float16)]
-    whole = added(losses, [Micro(None, 0.1), Micro(None, 0.2)])
+    whole = sum_losses(losses, [Micro(None, 0.1), Micro(None, 0.2)])
     assert whole.dtype == torch.float32
     assert whole.item() == pytest.approx(0.5, abs=1e-6)
 
@@ -203,14 +211,14 @@ def test_losses_are_added_in_fp32() -> None:
 class Side(nn.Module):
     """A round on the CPU: microbatches one after another, each through the model itself."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ForwardCall) -> None:
         super().__init__()
         self.call = call
 
     @override
-    def forward(self, fn: Any, held: Held) -> Tensor:
-        assert isinstance(held.batch, Round)
-        return added([self.call(fn, Held(m.batch)) for m in held.batch.micros], held.batch.micros)
+    def forward(self, fn: Any, held: OpaqueBatch) -> Tensor:
+        assert isinstance(held.batch, MicrobatchRound)
+        return sum_losses([self.call(fn, OpaqueBatch(m.batch)) for m in held.batch.micros], held.batch.micros)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -221,11 +229,11 @@ def test_rounds_give_the_step_of_one_process(tmp_path: Path, monkeypatch: pytest
         with running(Plain(dropout=0.2), tmp_path, batch={"total": 6, "micro": 2}) as run:
             engine: Any = run.engine
             if rounds:
-                monkeypatch.setattr(One, "rounds", staticmethod(lambda micros: dealt(micros, 2)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+                monkeypatch.setattr(SingleEngine, "rounds", staticmethod(lambda micros: group_into_rounds(micros, 2)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
                 engine.wrapped = Side(engine.call)
             run.record(3)
             run.task.train(run)
-            ends.append((run.recorded(), engine.model.head.weight.detach().clone()))
+            ends.append((run.recorded_steps(), engine.model.head.weight.detach().clone()))
     (one, weight), (dealt_out, other) = ends
     assert dealt_out["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert dealt_out["norm"] == pytest.approx(one["norm"], rel=1e-6)

@@ -15,9 +15,9 @@ from typing_extensions import override
 
 import unipar
 from tests.conformance import tasks
-from tests.conformance.inside import Memory
+from tests.conformance.inside import CombinedState
 from tests.support.running import running
-from tests.support.settings import Rows, agrees, play
+from tests.support.settings import Rows, assert_agrees, run_rows
 from unipar.backend import checks, registry
 from unipar.config import Config
 from unipar.distributed import gpus
@@ -61,25 +61,25 @@ Played = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
-    return play(ROWS, tmp_path_factory.mktemp("settings"))
+    return run_rows(ROWS, tmp_path_factory.mktemp("settings"))
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Played:
-    return play(COMPILED, tmp_path_factory.mktemp("compiled"))
+    return run_rows(COMPILED, tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_agrees(row: dict[str, Any], played: Played) -> None:
     """Losses, norms and parameters are those of one process."""
-    agrees(row, played[row["name"]])
+    assert_agrees(row, played[row["name"]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", COMPILED, ids=lambda row: row["name"])
 def test_its_cpu_adam_agrees(row: dict[str, Any], compiled: Played) -> None:
     """The optimizer that DeepSpeed compiles gives the numbers of PyTorch's."""
-    agrees(row, compiled[row["name"]])
+    assert_agrees(row, compiled[row["name"]])
 
 
 class Wide(unipar.Task):
@@ -114,11 +114,11 @@ def test_the_disk(parameters: str, tmp_path: Path) -> None:
                      train={"steps": 3, "optimizer": {"name": "adamw"}}) as run:  # fmt: skip
             run.record(3)
             run.task.train(run)
-            losses.append(run.recorded()["loss"])
+            losses.append(run.recorded_steps()["loss"])
             if backend == "deepspeed":
                 assert any(f.stat().st_size >= 2**20 for f in disk.rglob("*") if f.is_file())
                 with pytest.raises(TaskError) as e:
-                    run.engine.restore(Memory({}))
+                    run.engine.restore(CombinedState({}))
                 assert str(e.value) == (
                     "options.deepspeed.offload_optimizer: disk takes no state in; put it in with cpu, or begin anew"
                 )
@@ -172,27 +172,27 @@ def test_states_before_the_first_step(tmp_path: Path) -> None:
 
 def test_a_lock_that_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One left by a process that was killed would be waited for without end; a fresh one is somebody's."""
-    from unipar_deepspeed.offload import STALE, keep_compiled
+    from unipar_deepspeed.offload import COMPILE_LOCK_SECONDS, keep_compiled_ops
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    for name, age in (("old", STALE + 5), ("new", STALE - 60)):
+    for name, age in (("old", COMPILE_LOCK_SECONDS + 5), ("new", COMPILE_LOCK_SECONDS - 60)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").touch()
         then = time.time() - age
         os.utime(tmp_path / name / "lock", (then, then))
-    keep_compiled()
+    keep_compiled_ops()
     assert not (tmp_path / "old/lock").exists()
     assert (tmp_path / "new/lock").exists()
 
 
 def test_where_compiled_ops_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One folder under the user's cache for each torch."""
-    from unipar_deepspeed.offload import keep_compiled
+    from unipar_deepspeed.offload import keep_compiled_ops
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "gone after the test")
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keep_compiled()
+    keep_compiled_ops()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "unipar/torch_extensions" / torch.__version__)
 
 
@@ -235,7 +235,7 @@ def test_refusals(
 def _refused(options: dict[str, Any], sections: dict[str, Any]) -> str:
     made: dict[str, Any] = {"backend": "deepspeed", "device": "cpu", "batch": {"total": 8}, "train": {"steps": 1}}
     with pytest.raises(Unsupported) as e:
-        checks.check(Config.model_validate(made | {"options": {"deepspeed": options}} | sections))
+        checks.check_can_run(Config.model_validate(made | {"options": {"deepspeed": options}} | sections))
     (reason,) = e.value.reasons
     return reason
 
@@ -265,11 +265,11 @@ def test_refusals_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own names; a size that is left to the library is not said."""
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 1)
     options = {**ADAM, "offload_parameters": "cpu", "prefetch": 7, "live": "library", "overlap": True}
     made: dict[str, Any] = {"backend": "deepspeed", "batch": {"total": 8}, "train": {"steps": 1}, **ZERO3}
     config = Config.model_validate(made | {"options": {"deepspeed": options}})
-    assert registry.find("deepspeed").native_config(config, 16 * 70_000)["zero_optimization"] == {
+    assert registry.find_backend("deepspeed").native_config(config, 16 * 70_000)["zero_optimization"] == {
         "stage": 3,
         "memory_efficient_linear": False,
         "reduce_bucket_size": 70_000,
@@ -298,7 +298,7 @@ def test_the_neutral_key_is_obeyed(offload: str, shard: str, told: set[str]) -> 
     made = NEUTRAL | {"parallel": {"shard": shard}, "model": {"offload": offload}}
     for options in ({}, {"deepspeed": {"offload_optimizer": "cpu"}}):
         config = Config.model_validate(made | {"options": options})
-        zero = checks.check(config).native_config(config)["zero_optimization"]
+        zero = checks.check_can_run(config).native_config(config)["zero_optimization"]
         found = {key: value for key, value in zero.items() if key.startswith("offload")}
         assert found == {key: {"device": "cpu", "pin_memory": True} for key in told}
 
@@ -327,7 +327,7 @@ def test_the_neutral_key_is_refused(offload: str, shard: str, options: dict[str,
 
 def test_the_neutral_key_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, whether the device was given or found."""
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 0)
     neutral = NEUTRAL | ZERO3 | {"model": {"offload": "parameters"}}
     assert _refused({}, neutral | {"device": "cpu"}) == (
         "model.offload: parameters needs CUDA: on the CPU all is in the host's memory; leave it out"
@@ -347,6 +347,6 @@ def test_what_ranks_leave_on_the_disk(backend: str, tmp_path: Path) -> None:
     config = Config.model_validate(
         NEUTRAL | ZERO3 | {"options": options | {"accelerate": {"through": "deepspeed"}}, "backend": backend}
     )
-    with pytest.raises(KeyboardInterrupt), registry.find(backend).host(config, 2):
+    with pytest.raises(KeyboardInterrupt), registry.find_backend(backend).host(config, 2):
         raise KeyboardInterrupt
     assert [f.parent.name for f in tmp_path.rglob("*.swp")] == ["rank2"]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
-from unipar_native.data_parallel import Replicas, Round
+from unipar_native.data_parallel import MicrobatchRound, RoundDataParallel
 
 import unipar
 from tests.conformance.tasks import Grouped, Normed
 from unipar.backend import Micro, cells, registry
 from unipar.config import Cell, Config
-from unipar.engines.forward import Call, Held
+from unipar.engines.forward import ForwardCall, OpaqueBatch
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,10 @@ CELLS = (
 )
 
 HOROVOD = pytest.param(
-    "horovod", marks=pytest.mark.skipif(registry.missing(registry.find("horovod")) is not None, reason="not built here")
+    "horovod",
+    marks=pytest.mark.skipif(
+        registry.why_not_installed(registry.find_backend("horovod")) is not None, reason="not built here"
+    ),
 )
 
 
@@ -42,7 +45,7 @@ def _losses(cell: str, folder: Path, device: str, ranks: int, precision: str = "
         "out": str(folder),
         "model": model,
     }
-    config = cells.at(Config.model_validate(made), Cell.parse(cell))
+    config = cells.config_in_cell(Config.model_validate(made), Cell.parse(cell))
     report = unipar.launch(config, task=Grouped)
     return [loss for _, loss in report.losses]
 
@@ -99,7 +102,7 @@ def test_dataparallels_copies_share_a_device() -> None:
     torch.manual_seed(0)
     model = Scaled().to(device)
     model.table = model.table.to(device)
-    call = Call(model, device)
+    call = ForwardCall(model, device)
     batches = [torch.randn(5, 4, device=device) for _ in range(3)]
     micros = [Micro(batch, scale) for batch, scale in zip(batches, (0.5, 0.3, 0.2), strict=True)]
 
@@ -107,12 +110,12 @@ def test_dataparallels_copies_share_a_device() -> None:
         return (model(batch) - 1).square().mean() + sum(p.square().sum() for p in model.parameters())
 
     for micro in micros:
-        (call(loss, Held(micro.batch)) * micro.scale).backward()
+        (call(loss, OpaqueBatch(micro.batch)) * micro.scale).backward()
     wanted = [p.grad for p in model.parameters()]
     model.zero_grad()
-    replicas = Replicas(call, [0, 0])
+    replicas = RoundDataParallel(call, [0, 0])
     for some in (micros[:2], micros[2:]):
-        replicas(loss, Held(Round(some))).backward()
+        replicas(loss, OpaqueBatch(MicrobatchRound(some))).backward()
     for p, grad in zip(model.parameters(), wanted, strict=True):
         assert grad is not None
         assert torch.allclose(p.grad, grad, atol=1e-5)  # pyright: ignore[reportArgumentType]

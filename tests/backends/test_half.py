@@ -13,8 +13,8 @@ import torch
 
 from tests.support.half_inside import BAD, ENTRY, Row
 from tests.support.imports import ASKED, LEAST, STEPS, YAML, ds, said, yaml
-from tests.support.world import FOUND
-from unipar.launcher.processes.group import Crew
+from tests.support.world import PYTHONPATH_VARIABLE
+from unipar.launcher.processes.group import WorkerGroup
 
 pytestmark = pytest.mark.forked
 
@@ -42,7 +42,7 @@ WORLDS = {
 def _play(rows: tuple[Row, ...], run: Path, size: int) -> list[list[dict[str, Any]]]:
     run.mkdir()
     (run / "rows.json").write_text(json.dumps([asdict(row) for row in rows]), "utf-8")
-    with Crew(run, size, ENTRY, environment=FOUND, heartbeat=100.0) as crew:
+    with WorkerGroup(run, size, ENTRY, environment=PYTHONPATH_VARIABLE, heartbeat=100.0) as crew:
         crew.wait()
     return [[torch.load(run / f"{i}-{r}.pt", weights_only=True) for r in range(size)] for i in range(len(rows))]
 

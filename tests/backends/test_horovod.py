@@ -11,7 +11,7 @@ import pytest
 from tests.conformance import tasks
 from tests.conformance.cases import Tolerance
 from tests.support.running import running
-from tests.support.settings import Rows, agrees, play
+from tests.support.settings import Rows, assert_agrees, run_rows
 from unipar.backend import checks, registry
 from unipar.config import Config
 from unipar.errors import Unsupported
@@ -28,19 +28,19 @@ HALF = Tolerance(loss=2e-3, norm=2e-2, params=None)
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return play(ROWS, tmp_path_factory.mktemp("horovod"), 4)
+    return run_rows(ROWS, tmp_path_factory.mktemp("horovod"), 4)
 
 
 def test_process_sets_are_there_for_the_loss(played: dict[str, list[dict[str, Any]]]) -> None:
     """Each half of four ranks adds its own numbers; gradients are those of all four."""
-    agrees(ROWS[0], played["sets"])
+    assert_agrees(ROWS[0], played["sets"])
 
 
 def test_half_gradients(played: dict[str, list[dict[str, Any]]]) -> None:
     """fp16 on the way: near, and no longer as near as whole ones."""
-    agrees(ROWS[1], played["half"], HALF)
+    assert_agrees(ROWS[1], played["half"], HALF)
     with pytest.raises(AssertionError):
-        agrees(ROWS[1], played["half"])
+        assert_agrees(ROWS[1], played["half"])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_fusion_buffer(options: dict[str, Any], precision: str, parameters: 
         {"backend": "horovod", "parallel": {"data": 2}, "device": "cpu", "batch": {"total": 4},
          "train": {"steps": 1, "precision": precision}, "options": {"horovod": options}}
     )  # fmt: skip
-    assert registry.find("horovod").native_config(config, parameters)["HOROVOD_FUSION_THRESHOLD"] == told
+    assert registry.find_backend("horovod").native_config(config, parameters)["HOROVOD_FUSION_THRESHOLD"] == told
 
 
 def test_what_horovod_is_told(tmp_path: Path) -> None:
@@ -89,13 +89,13 @@ def test_refusals(options: dict[str, Any], reason: str) -> None:
     """What Horovod would answer in the middle of a run, or not at all."""
     made = {"backend": "horovod", "parallel": {"data": 4}, "batch": {"total": 8}, "train": {"steps": 1}}
     with pytest.raises(Unsupported) as e:
-        checks.check(Config.model_validate(made | {"options": {"horovod": options}}))
+        checks.check_can_run(Config.model_validate(made | {"options": {"horovod": options}}))
     assert str(e.value) == f"horovod/nothing: options.horovod.{reason}"
 
 
 def test_a_second_run_after_another_cycle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod would end the process with a segfault."""
-    monkeypatch.setattr("unipar_horovod.engine._cycles", [0.5])
+    monkeypatch.setattr("unipar_horovod.engine._cycle_times_set", [0.5])
     with pytest.raises(Unsupported) as e, running(tasks.Plain(), tmp_path, backend="horovod"):
         pass
     assert str(e.value) == (

@@ -15,7 +15,7 @@ from typing_extensions import override
 from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.errors import TaskError
-from unipar.launcher.processes.group import Crew
+from unipar.launcher.processes.group import WorkerGroup
 
 SPLIT: dict[str, Any] = {"backend": "native", "parallel": {"shard": "optimizer"}}
 pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # torch's own, while it is imported
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # torch
 def test_each_rank_keeps_its_share(tmp_path: Path) -> None:
     """Any optimizer steps with its groups' own settings, less what others have; a third rank is left with nothing."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with Crew(tmp_path, 3, "tests.support.zero_inside:run", environment={"PYTHONPATH": path}) as crew:
+    with WorkerGroup(tmp_path, 3, "tests.support.zero_inside:run", environment={"PYTHONPATH": path}) as crew:
         crew.wait()
     said = [json.loads((tmp_path / f"said-{rank}.json").read_text("utf-8")) for rank in range(3)]
     assert [rank["groups"] for rank in said] == [

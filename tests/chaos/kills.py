@@ -14,8 +14,8 @@ import time
 import uuid
 from pathlib import Path
 
-from tests.support.world import FOUND, ROOT, runs
-from unipar.cli.machine_checks import held
+from tests.support.world import PYTHONPATH_VARIABLE, ROOT, is_running
+from unipar.cli.machine_checks import find_open_files
 
 WITHIN = 5.0
 """Seconds in which all must be over."""
@@ -46,7 +46,13 @@ class Victim:
             ),
             encoding="utf-8",
         )
-        environment = {**os.environ, **FOUND, "TMPDIR": str(self._temporary), "OMP_NUM_THREADS": "1", _SIGN: self._sign}
+        environment = {
+            **os.environ,
+            **PYTHONPATH_VARIABLE,
+            "TMPDIR": str(self._temporary),
+            "OMP_NUM_THREADS": "1",
+            _SIGN: self._sign,
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "unipar", "run", str(config), "--out", str(self.out)],
             env=environment,
@@ -76,7 +82,7 @@ class Victim:
                 marked = f"{_SIGN}={self._sign}".encode() in (folder / "environ").read_bytes()
             except OSError:
                 continue
-            if marked and runs(int(folder.name)):
+            if marked and is_running(int(folder.name)):
                 found.append(int(folder.name))
         return found
 
@@ -149,7 +155,7 @@ def _until(true: object, what: str, seconds: float = 60.0) -> None:
 
 def _idle() -> set[str]:
     """Files in shared memory that no process holds."""
-    return {str(file) for file in _SHM.iterdir()} - held(_SHM)
+    return {str(file) for file in _SHM.iterdir()} - find_open_files(_SHM)
 
 
 def _command(pid: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.comparisons import made
+from tests.support.comparisons import write_example_comparison
 from unipar.cli import app
 from unipar.errors import ConfigError, Hung, NonFinite, Stopped, WorkerFailed
 
@@ -285,11 +285,11 @@ def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.Mon
 
 def test_report(unipar: Any, folder: Path) -> None:
     """It says where the page lies; exit 2 where there is nothing to show."""
-    made(folder / "runs/x")
+    write_example_comparison(folder / "runs/x")
     assert unipar("report", "runs/x").out == "page: runs/x/compare/report.html\n"
     assert unipar("report", "runs/x", "runs/x", "--out", "y.html").out == "page: y.html\n"
     assert Path("y.html").read_text("utf-8").startswith("<!doctype html>")
-    made(folder / "runs/z", parameters=1000)
+    write_example_comparison(folder / "runs/z", parameters=1000)
     assert unipar("report", "runs/x", "runs/z").out == (
         "page: runs/z/compare/report.html\nThe two are not alike: parameters 8,926,848 before, 1,000 now.\n"
     )

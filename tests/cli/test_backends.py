@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from unipar.backend import installed, registry
-from unipar.backend.installed import Seen
+from unipar.backend.installed import ImportProbe
 from unipar.cli.commands import backends
 from unipar.cli.commands import backends as commands_backends
-from unipar.cli.commands.backends import Row
+from unipar.cli.commands.backends import BackendRow
 
 PLUGIN = """
 from unipar.backend import Backend, Capabilities
@@ -42,9 +42,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (info / "entry_points.txt").write_text("[unipar.backends]\ntoy = toy:backend\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    registry.find.cache_clear()
+    registry.find_backend.cache_clear()
     yield tmp_path
-    registry.find.cache_clear()
+    registry.find_backend.cache_clear()
     sys.modules.pop("toy", None)
 
 
@@ -69,7 +69,7 @@ def test_all_of_ours_are_installed() -> None:
 
 def test_a_library_that_is_missing(plugin: Path) -> None:
     """Said without importing anything, with the way out."""
-    assert installed.seen(["toy"])["toy"] == Seen(
+    assert installed.probe_imports(["toy"])["toy"] == ImportProbe(
         absent="backend 'toy' needs toy_library, not installed here: pip install toy"
     )
 
@@ -77,19 +77,21 @@ def test_a_library_that_is_missing(plugin: Path) -> None:
 def test_a_library_that_is_broken(plugin: Path) -> None:
     """Its own error is the sentence."""
     (plugin / "toy_library.py").write_text("raise ImportError('libcudart.so.11: no such file')", encoding="utf-8")
-    assert installed.seen(["toy"])["toy"] == Seen(broken="ImportError: libcudart.so.11: no such file")
+    assert installed.probe_imports(["toy"])["toy"] == ImportProbe(broken="ImportError: libcudart.so.11: no such file")
 
 
 def test_a_library_that_crashes(plugin: Path) -> None:
     """It takes its own process down, not this one."""
     (plugin / "toy_library.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", encoding="utf-8")
-    assert installed.seen(["toy"])["toy"] == Seen(broken="importing the library of toy ended in SIGSEGV")
+    assert installed.probe_imports(["toy"])["toy"] == ImportProbe(
+        broken="importing the library of toy ended in SIGSEGV"
+    )
 
 
 def test_a_library_that_hangs(plugin: Path) -> None:
     """It is given up after a while."""
     (plugin / "toy_library.py").write_text("import time; time.sleep(60)", encoding="utf-8")
-    assert installed.seen(["toy"], patience=0.5)["toy"] == Seen(
+    assert installed.probe_imports(["toy"], patience=0.5)["toy"] == ImportProbe(
         broken="importing the library of toy took longer than 0.5 s"
     )
 
@@ -97,12 +99,14 @@ def test_a_library_that_hangs(plugin: Path) -> None:
 def test_a_library_that_talks(plugin: Path) -> None:
     """What it prints while it is imported is not its version."""
     (plugin / "toy_library.py").write_text("print('hello', end=''); __version__ = '2.5'", encoding="utf-8")
-    assert installed.seen(["toy"])["toy"] == Seen(version="toy_library 2.5")
+    assert installed.probe_imports(["toy"])["toy"] == ImportProbe(version="toy_library 2.5")
 
 
 ROWS = [
-    Row("toy", True, "toy 2.5", None, "pip install toy", ["toy/nothing"], ["cpu"], {"fp64": "it has none"}),
-    Row("lost", False, None, "ImportError: no (install it again: x)", "x", ["lost/nothing"], ["cpu", "cuda"], {}),
+    BackendRow("toy", True, "toy 2.5", None, "pip install toy", ["toy/nothing"], ["cpu"], {"fp64": "it has none"}),
+    BackendRow(
+        "lost", False, None, "ImportError: no (install it again: x)", "x", ["lost/nothing"], ["cpu", "cuda"], {}
+    ),
 ]
 
 

@@ -14,7 +14,7 @@ from unipar.backend import installed
 from unipar.cli import machine_checks
 from unipar.cli.commands import doctor
 from unipar.cli.commands import doctor as commands_doctor
-from unipar.cli.machine_checks import Check
+from unipar.cli.machine_checks import MachineCheck
 
 
 def test_a_machine_that_works(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,8 +30,11 @@ def test_a_machine_that_works(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_failure_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In a pipe it is plain text, with the remedy below what it is for."""
-    found = [Check("python", "ok", "3.11.2"), Check("loopback", "fail", "it cannot be reached", "ip link set lo up")]
-    monkeypatch.setattr(commands_doctor, "examined", lambda: iter(found))
+    found = [
+        MachineCheck("python", "ok", "3.11.2"),
+        MachineCheck("loopback", "fail", "it cannot be reached", "ip link set lo up"),
+    ]
+    monkeypatch.setattr(commands_doctor, "run_all_checks", lambda: iter(found))
     assert doctor.examine_machine() is False
     assert capsys.readouterr().out == (
         "      what      found\n"
@@ -43,23 +46,29 @@ def test_one_failure_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_a_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own error is the sentence."""
-    monkeypatch.setattr(commands_doctor, "_ASK", "raise ImportError('libtorch_cpu.so: cannot open shared object file')")
-    assert list(doctor._torch()) == [  # pyright: ignore[reportPrivateUsage]
-        Check("torch", "fail", "ImportError: libtorch_cpu.so: cannot open shared object file", "pip install torch")
+    monkeypatch.setattr(
+        commands_doctor, "_TORCH_PROBE", "raise ImportError('libtorch_cpu.so: cannot open shared object file')"
+    )
+    assert list(doctor._check_torch()) == [  # pyright: ignore[reportPrivateUsage]
+        MachineCheck(
+            "torch", "fail", "ImportError: libtorch_cpu.so: cannot open shared object file", "pip install torch"
+        )
     ]
 
 
 def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not installed is a warning; what is installed and broken is a failure."""
     seen = {
-        "horovod": installed.Seen(absent="backend 'horovod' needs horovod, not installed here: unipar install horovod"),
-        "deepspeed": installed.Seen(broken="ImportError: no such symbol"),
+        "horovod": installed.ImportProbe(
+            absent="backend 'horovod' needs horovod, not installed here: unipar install horovod"
+        ),
+        "deepspeed": installed.ImportProbe(broken="ImportError: no such symbol"),
     }
-    monkeypatch.setattr(commands_doctor, "seen", lambda _: seen)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(commands_doctor, "probe_imports", lambda _: seen)  # pyright: ignore[reportUnknownLambdaType]
     said = "backend 'horovod' needs horovod, not installed here"
-    assert list(doctor._backends()) == [  # pyright: ignore[reportPrivateUsage]
-        Check("backend horovod", "warn", said, "unipar install horovod"),
-        Check(
+    assert list(doctor._check_backends()) == [  # pyright: ignore[reportPrivateUsage]
+        MachineCheck("backend horovod", "warn", said, "unipar install horovod"),
+        MachineCheck(
             "backend deepspeed",
             "fail",
             "ImportError: no such symbol",
@@ -71,28 +80,30 @@ def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("cuda", "devices", "driver", "visible", "check"),
     [
-        ("13.0", ["H200", "H200"], True, None, Check("GPUs", "ok", "2: H200")),
-        (None, [], False, None, Check("GPUs", "ok", "none: training is on the CPU")),
+        ("13.0", ["H200", "H200"], True, None, MachineCheck("GPUs", "ok", "2: H200")),
+        (None, [], False, None, MachineCheck("GPUs", "ok", "none: training is on the CPU")),
         (
             None,
             [],
             True,
             None,
-            Check("GPUs", "warn", "there is an NVIDIA driver, and a torch for the CPU", "install a torch with CUDA"),
+            MachineCheck(
+                "GPUs", "warn", "there is an NVIDIA driver, and a torch for the CPU", "install a torch with CUDA"
+            ),
         ),
         (
             "13.0",
             [],
             True,
             "",
-            Check("GPUs", "warn", "torch sees none with CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES"),
+            MachineCheck("GPUs", "warn", "torch sees none with CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES"),
         ),
         (
             "13.0",
             [],
             True,
             None,
-            Check(
+            MachineCheck(
                 "GPUs", "warn", "there is an NVIDIA driver, and torch for CUDA 13.0 sees no GPU", "update the driver"
             ),
         ),
@@ -103,19 +114,19 @@ def test_gpus(
     devices: list[str],
     driver: bool,
     visible: str | None,
-    check: Check,
+    check: MachineCheck,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What torch sees is held against the driver."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert doctor.gpus(cuda, devices, driver=driver) == check
+    assert doctor.check_gpus(cuda, devices, driver=driver) == check
 
 
 def test_a_host_name_that_does_not_resolve() -> None:
     """The remedy is the line that it needs."""
-    check = machine_checks.hostname("no-such-host.invalid")
+    check = machine_checks.check_hostname("no-such-host.invalid")
     assert check.status == "warn"
     assert check.found.startswith("no-such-host.invalid does not resolve (")
     assert check.remedy == "add the line '127.0.1.1 no-such-host.invalid' to /etc/hosts"
@@ -128,7 +139,7 @@ def test_loopback_down(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(99, "Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    assert machine_checks.loopback() == Check(
+    assert machine_checks.check_loopback() == MachineCheck(
         "loopback",
         "fail",
         "127.0.0.1 cannot be reached: [Errno 99] Cannot assign requested address",
@@ -138,9 +149,9 @@ def test_loopback_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker's 64 MiB are too little, and none at all is a failure."""
-    assert machine_checks.shared_memory(tmp_path / "none").status == "fail"
+    assert machine_checks.check_shared_memory(tmp_path / "none").status == "fail"
     monkeypatch.setattr("shutil.disk_usage", lambda _: _Usage(64 * 2**20, 0, 63 * 2**20))  # pyright: ignore[reportUnknownLambdaType]
-    assert machine_checks.shared_memory(tmp_path) == Check(
+    assert machine_checks.check_shared_memory(tmp_path) == MachineCheck(
         str(tmp_path),
         "warn",
         "63 of 64 MiB free; data workers may die of it",
@@ -157,8 +168,8 @@ def test_leftovers_in_shared_memory(tmp_path: Path) -> None:
     """A file that a process holds open is no leftover; one that nobody holds is named with its size."""
     (tmp_path / "left").write_bytes(bytes(3 * 2**20))
     with (tmp_path / "held").open("wb"):
-        check = machine_checks.leftovers(tmp_path)
-    assert check == Check(
+        check = machine_checks.check_leftover_files(tmp_path)
+    assert check == MachineCheck(
         f"left in {tmp_path}", "warn", "1 file that no process holds, 3.0 MiB", f"rm {tmp_path / 'left'}"
     )
 
@@ -166,8 +177,10 @@ def test_leftovers_in_shared_memory(tmp_path: Path) -> None:
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number is told, and what to type."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))  # pyright: ignore[reportUnknownLambdaType]
-    first, second, third = machine_checks.limits()
-    assert first == Check("open files", "warn", "at most 256; ranks with data workers need 1024", "ulimit -n 4096")
+    first, second, third = machine_checks.check_limits()
+    assert first == MachineCheck(
+        "open files", "warn", "at most 256; ranks with data workers need 1024", "ulimit -n 4096"
+    )
     assert second.remedy == "ulimit -u 4096"
     assert third.status == "ok"
 
@@ -176,10 +189,10 @@ def test_a_long_temporary_folder(tmp_path: Path) -> None:
     """Paths of sockets end at 108 bytes."""
     folder = tmp_path / ("x" * 60)
     folder.mkdir()
-    check = machine_checks.temporary(folder)
+    check = machine_checks.check_temporary_folder(folder)
     assert (check.status, check.remedy) == ("fail", "TMPDIR=/tmp")
     assert check.found == f"{folder} is {len(str(folder))} bytes long; sockets below it need 60 or fewer"
-    assert machine_checks.temporary(tmp_path / "none").found == f"{tmp_path / 'none'} cannot be written to"
+    assert machine_checks.check_temporary_folder(tmp_path / "none").found == f"{tmp_path / 'none'} cannot be written to"
 
 
 def test_a_lock_of_a_killed_compilation(tmp_path: Path) -> None:
@@ -189,7 +202,7 @@ def test_a_lock_of_a_killed_compilation(tmp_path: Path) -> None:
         (tmp_path / "torch_extensions" / name / "lock").touch()
     old = tmp_path / "torch_extensions/old/lock"
     os.utime(old, (time.time() - 3600, time.time() - 3600))
-    check = machine_checks.locks(tmp_path)
+    check = machine_checks.check_stale_locks(tmp_path)
     assert (check.status, check.remedy) == ("warn", f"rm {old}")
 
 
@@ -197,7 +210,7 @@ def test_launchers_say_what_they_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each that is installed, once, though a program may start worlds in several ways."""
     here = ("torchrun", "accelerate", "mpirun", "srun", "deepspeed")
     monkeypatch.setattr("shutil.which", lambda name, path: name if name in here else None)  # pyright: ignore[reportUnknownLambdaType]
-    found = {check.name: check.found for check in doctor._launchers()}  # pyright: ignore[reportPrivateUsage]
+    found = {check.name: check.found for check in doctor._check_launchers()}  # pyright: ignore[reportPrivateUsage]
     private = "; use it on a private network only"
     assert found == {
         "launcher accelerate": f"found: its agent listens on every interface at the master port{private}",

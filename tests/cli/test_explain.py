@@ -10,7 +10,7 @@ import pytest
 
 from unipar.cli.commands.check import check_config
 from unipar.cli.commands.explain import Explanation, explain_config
-from unipar.config.source import Source, read
+from unipar.config.source import ConfigSource, load_config_file
 from unipar.distributed import gpus
 from unipar.errors import ConfigError, OutExists, TaskError
 
@@ -49,23 +49,23 @@ class Net(unipar.Task):
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConfigSource:
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text(CONFIG, encoding="utf-8")
     Path("net.py").write_text(NET, encoding="utf-8")
-    return read(Path("x.yaml"))
+    return load_config_file(Path("x.yaml"))
 
 
-def changed(source: Source, *sets: str, **overrides: Any) -> Source:
+def changed(source: ConfigSource, *sets: str, **overrides: Any) -> ConfigSource:
     assert source.label == "x.yaml"
-    return read(Path("x.yaml"), sets, overrides)
+    return load_config_file(Path("x.yaml"), sets, overrides)
 
 
 def rows(found: Explanation) -> dict[str, tuple[Any, str]]:
     return {v.key: (v.value, v.origin) for v in (*found.values, *found.follows)}
 
 
-def test_every_value_has_an_origin(source: Source) -> None:
+def test_every_value_has_an_origin(source: ConfigSource) -> None:
     """The line, --set, overrides, default, or how it was derived."""
     found = rows(explain_config(changed(source, "train.seed=7", **{"log.every": 5})))
     assert found["batch.total"] == (8, "line 3")
@@ -83,7 +83,7 @@ def test_every_value_has_an_origin(source: Source) -> None:
     )
 
 
-def test_no_key_is_left_out(source: Source) -> None:
+def test_no_key_is_left_out(source: ConfigSource) -> None:
     """Every leaf of a Config, and the options of the backend that is used."""
     keys = {v.key for v in explain_config(source).values}
     leaves = {
@@ -113,21 +113,21 @@ def test_no_key_is_left_out(source: Source) -> None:
         ),
     ],
 )
-def test_the_third_number(source: Source, batch: str, key: str, value: tuple[int, str]) -> None:
+def test_the_third_number(source: ConfigSource, batch: str, key: str, value: tuple[int, str]) -> None:
     """Whichever of the three is left out shows its arithmetic."""
     Path("x.yaml").write_text(CONFIG.replace("{total: 8, micro: 2}", batch), encoding="utf-8")
     assert rows(explain_config(changed(source)))[key] == value
 
 
-def test_auto_says_what_it_came_to(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_says_what_it_came_to(source: ConfigSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number and the device, with the reason beside the line."""
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 2)
     found = rows(explain_config(changed(source, "parallel.data=auto")))
     assert found["parallel.data"] == (2, "--set; auto: no launcher, 2 GPUs visible here")
     assert found["device"] == ("cuda", "default; auto: 2 GPUs visible here")
 
 
-def test_a_rate_by_the_root(source: Source) -> None:
+def test_a_rate_by_the_root(source: ConfigSource) -> None:
     """sqrt shows its root; no rule, no scaling."""
     found = rows(explain_config(changed(source, "train.lr_scale.rule=sqrt", "train.lr_scale.at_batch=2")))
     assert found["full learning rate"] == (
@@ -141,7 +141,7 @@ def test_a_rate_by_the_root(source: Source) -> None:
     )
 
 
-def test_cells_that_are_asked_for(source: Source) -> None:
+def test_cells_that_are_asked_for(source: ConfigSource) -> None:
     """The config's own, or those named, or those it compares; each with what its library is told and all dtypes."""
     assert [t.cell for t in explain_config(source).cells] == ["native/nothing"]
     assert [t.cell for t in explain_config(source, ["deepspeed/optimizer", "single"]).cells] == [
@@ -173,7 +173,7 @@ def test_cells_that_are_asked_for(source: Source) -> None:
     }
 
 
-def test_a_cell_that_cannot_run(source: Source) -> None:
+def test_a_cell_that_cannot_run(source: ConfigSource) -> None:
     """Its sentence, in place of what its library would be told."""
     (told,) = explain_config(changed(source, "train.precision=fp64"), ["deepspeed/optimizer"]).cells
     assert told.note.startswith(
@@ -182,7 +182,7 @@ def test_a_cell_that_cannot_run(source: Source) -> None:
     assert told.told == told.dtypes == {}
 
 
-def test_a_rule_until_the_parameters_are_known(source: Source) -> None:
+def test_a_rule_until_the_parameters_are_known(source: ConfigSource) -> None:
     """Scaled buckets depend on the model, which only --deep makes."""
     (told,) = explain_config(source, ["deepspeed/gradients"]).cells
     assert told.told["zero_optimization"]["reduce_bucket_size"] == "parameters // 16, from 65,536 to 5e8"
@@ -190,7 +190,7 @@ def test_a_rule_until_the_parameters_are_known(source: Source) -> None:
     assert told.told["zero_optimization"]["reduce_bucket_size"] == 65_536
 
 
-def test_deep(source: Source, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deep(source: ConfigSource, capsys: pytest.CaptureFixture[str]) -> None:
     """The task's own code tells the rest: parameters, blocks, samples, what its DataLoader says."""
     found = rows(explain_config(source, deep=True))
     assert found["parameters"] == (24, "the task's model(); 24 of them are trained")
@@ -203,7 +203,7 @@ def test_deep(source: Source, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""  # what the task prints does not mix with what explain says
 
 
-def test_what_the_task_raises(source: Source) -> None:
+def test_what_the_task_raises(source: ConfigSource) -> None:
     """The user's own error, with its file and line."""
     Path("net.py").write_text(NET.replace('print("made")', "1 / 0"), encoding="utf-8")
     with pytest.raises(TaskError) as e:
@@ -212,7 +212,7 @@ def test_what_the_task_raises(source: Source) -> None:
     assert str(e.value) == f"the task's file raised ZeroDivisionError: division by zero ({file}, line 7)"
 
 
-def test_plain_text(source: Source) -> None:
+def test_plain_text(source: ConfigSource) -> None:
     """For a pipe: aligned, and nothing cut off."""
     lines = explain_config(source).plain().splitlines()
     assert lines[0] == "x.yaml"
@@ -223,7 +223,7 @@ def test_plain_text(source: Source) -> None:
     assert "what each thing is kept or done in" in lines
 
 
-def test_json(source: Source) -> None:
+def test_json(source: ConfigSource) -> None:
     """The same as data."""
     told = json.loads(explain_config(source, deep=True).to_json())
     assert told["label"] == "x.yaml"
@@ -231,7 +231,7 @@ def test_json(source: Source) -> None:
     assert told["cells"][0]["told"]["DistributedDataParallel"]["bucket_cap_mb"] == 25
 
 
-def test_a_terminal(source: Source, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal(source: ConfigSource, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows in a drawn table."""
     monkeypatch.setenv("COLUMNS", "100")
     explain_config(source, ["single"]).draw()
@@ -240,7 +240,7 @@ def test_a_terminal(source: Source, capsys: pytest.CaptureFixture[str], monkeypa
     assert "PyTorch as it is" in drawn
 
 
-def test_check_says_what_would_run(source: Source) -> None:
+def test_check_says_what_would_run(source: ConfigSource) -> None:
     """Cell, ranks, batch, task, cells to compare and folder, in a few lines."""
     Path("x.yaml").write_text(CONFIG + "device: cpu\n", encoding="utf-8")
     use = f"{Path('net.py').resolve()}:Net"
@@ -253,7 +253,7 @@ def test_check_says_what_would_run(source: Source) -> None:
     assert f"task {use}, imported and made" in " ".join(check_config(changed(source), deep=True).split())
 
 
-def test_check_without_a_task(source: Source) -> None:
+def test_check_without_a_task(source: ConfigSource) -> None:
     """A script may give it."""
     Path("x.yaml").write_text(CONFIG.partition("\n")[2], encoding="utf-8")
     assert "task     none named here; a script gives it to unipar.launch" in check_config(changed(source))
@@ -283,14 +283,14 @@ def test_check_without_a_task(source: Source) -> None:
         ("task.args.widht=4", TaskError, "task.args.widht: Net has no such argument; did you mean 'width'?"),
     ],
 )
-def test_check_refuses(source: Source, change: str, error: type[Exception], sentence: str) -> None:
+def test_check_refuses(source: ConfigSource, change: str, error: type[Exception], sentence: str) -> None:
     """What run would refuse, check refuses with the same sentence."""
     with pytest.raises(error) as e:
         check_config(changed(source, change))
     assert str(e.value) == sentence.format(folder=Path.cwd())
 
 
-def test_check_sees_an_existing_run(source: Source) -> None:
+def test_check_sees_an_existing_run(source: ConfigSource) -> None:
     """As run does, unless it may overwrite."""
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/config.json").write_text('{"batch": {}, "train": {}}', "utf-8")

@@ -15,13 +15,13 @@ import pytest
 from unipar_horovod import install, run_command, toolchain
 from unipar_horovod import install as unipar_horovod_install
 from unipar_horovod import toolchain as unipar_horovod_toolchain
-from unipar_horovod.toolchain import Features, Torch
+from unipar_horovod.toolchain import BuildFeatures, TorchBuild
 
 from unipar import errors
 from unipar.cli.commands.install import install_backend as unipar_install
 
-TORCH = Torch(version="2.13.0+cpu", standard=20, abi=True)
-CUDA = Torch(version="2.13.0+cu130", standard=20, abi=True, cuda="13.0")
+TORCH = TorchBuild(version="2.13.0+cpu", standard=20, abi=True)
+CUDA = TorchBuild(version="2.13.0+cu130", standard=20, abi=True, cuda="13.0")
 ROOT = Path(__file__).parents[2]
 
 # Another test may have imported a library, and with it distutils, in this process: the command is one of its own.
@@ -44,7 +44,7 @@ def tool(folder: Path, name: str, says: str = "") -> None:
 
 def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     """One list, a remedy for each."""
-    said = toolchain.needs("torch, which cannot be imported: no (pip install torch)", {}, str(tmp_path))
+    said = toolchain.list_missing("torch, which cannot be imported: no (pip install torch)", {}, str(tmp_path))
     assert said == [
         "torch, which cannot be imported: no (pip install torch)",
         "a C++ compiler, g++ (apt install g++)",
@@ -58,7 +58,7 @@ def test_an_old_cmake_is_missing(tmp_path: Path) -> None:
     for name in ("g++", "make"):
         tool(tmp_path / "bin", name)
     tool(tmp_path / "bin", "cmake", "cmake version 3.9.6")
-    (said,) = toolchain.needs(TORCH, {}, str(tmp_path / "bin"))
+    (said,) = toolchain.list_missing(TORCH, {}, str(tmp_path / "bin"))
     assert (
         said == f"cmake 3.13 or newer, found {tmp_path}/bin/cmake that says ['cmake version 3.9.6'] (pip install cmake)"
     )
@@ -68,17 +68,16 @@ def test_cuda_needs_nvcc(tmp_path: Path) -> None:
     """Horovod cannot be built for such a torch with a C++ compiler alone."""
     for name, says in (("g++", ""), ("make", ""), ("cmake", "cmake version 4.0.1")):
         tool(tmp_path / "bin", name, says)
-    (said,) = toolchain.needs(CUDA, {}, str(tmp_path / "bin"))
+    (said,) = toolchain.list_missing(CUDA, {}, str(tmp_path / "bin"))
     assert said == "nvcc, as this torch has CUDA 13.0 (apt install nvidia-cuda-toolkit, or a torch for the CPU)"
 
 
 def test_python_packages_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A setuptools that is too new, and modules that are not there, by the names they are installed under."""
     monkeypatch.setattr(unipar_horovod_toolchain, "version", lambda _: "84.2.1")  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr(
-        unipar_horovod_toolchain, "find_spec", lambda name: None if name in ("pip", "yaml", "wheel") else name
-    )  # pyright: ignore[reportUnknownLambdaType]
-    assert toolchain.needs(TORCH)[-3:] == [
+    gone = ("pip", "yaml", "wheel")
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: None if name in gone else name)  # pyright: ignore[reportUnknownLambdaType]
+    assert toolchain.list_missing(TORCH)[-3:] == [
         f"pip ({sys.executable} -m ensurepip)",
         "setuptools below 81, found 84.2.1 (pip install 'setuptools<81')",
         "wheel, pyyaml (pip install wheel pyyaml)",
@@ -87,8 +86,9 @@ def test_python_packages_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_refusal_is_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing stops it before anything is fetched."""
-    monkeypatch.setattr(unipar_horovod_install, "torch_here", lambda: TORCH)
-    monkeypatch.setattr(unipar_horovod_install, "needs", lambda _: ["make (apt install make)", "g++ (apt install g++)"])  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(unipar_horovod_install, "query_torch", lambda: TORCH)
+    needed = ["make (apt install make)", "g++ (apt install g++)"]
+    monkeypatch.setattr(unipar_horovod_install, "list_missing", lambda _: needed)  # pyright: ignore[reportUnknownLambdaType]
     with pytest.raises(errors.BackendNotInstalled) as told:
         unipar_install("horovod")
     assert str(told.value) == (
@@ -101,21 +101,21 @@ def test_the_refusal_is_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_standard_is_torchs(shown: str, standard: int) -> None:
     """As torch.__config__.show() prints it."""
-    assert toolchain.standard_of(shown) == standard
+    assert toolchain.cxx_standard_of(shown) == standard
 
 
 def test_torch_is_asked() -> None:
     """The torch of this environment says who it is."""
     import torch
 
-    here = toolchain.torch_here()
-    assert isinstance(here, Torch)
+    here = toolchain.query_torch()
+    assert isinstance(here, TorchBuild)
     assert here.version == torch.__version__
     assert (here.site / "torch").is_dir()
 
 
 def sources(tmp_path: Path, text: str = "set(CMAKE_CXX_STANDARD 14)\n") -> Path:
-    for name in install.PATCHED:
+    for name in install.PATCHED_FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"project(x)\n    {text}", encoding="utf-8")
     return tmp_path
@@ -123,7 +123,7 @@ def sources(tmp_path: Path, text: str = "set(CMAKE_CXX_STANDARD 14)\n") -> Path:
 
 def test_both_files_are_patched(tmp_path: Path) -> None:
     """The top one, and torch's, which sets it again."""
-    install.patch(sources(tmp_path), 20)
+    install.patch_cxx_standard(sources(tmp_path), 20)
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
         assert (tmp_path / name).read_text("utf-8") == "project(x)\n    set(CMAKE_CXX_STANDARD 20)\n"
 
@@ -131,7 +131,7 @@ def test_both_files_are_patched(tmp_path: Path) -> None:
 def test_another_source_is_not_patched(tmp_path: Path) -> None:
     """A build that would die later in a compiler error is refused here."""
     with pytest.raises(errors.BackendNotInstalled, match=r"CMakeLists.txt of horovod 0\.28\.1 does not hold"):
-        install.patch(sources(tmp_path, "set(CMAKE_CXX_STANDARD 17)\n"), 20)
+        install.patch_cxx_standard(sources(tmp_path, "set(CMAKE_CXX_STANDARD 17)\n"), 20)
 
 
 def test_a_changed_archive_is_not_unpacked(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,43 +140,43 @@ def test_a_changed_archive_is_not_unpacked(cache: Path, tmp_path: Path, monkeypa
     archive = cache / "sources" / "horovod-0.28.1.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(sources(tmp_path / "horovod-0.28.1"), "horovod-0.28.1")
-    monkeypatch.setattr(unipar_horovod_install, "_installed", lambda: False)
+    monkeypatch.setattr(unipar_horovod_install, "_is_installed", lambda: False)
     with pytest.raises(errors.BackendNotInstalled) as told:
-        install.install()
+        install.install_horovod()
     assert str(told.value).startswith(f"{archive} is not horovod 0.28.1 as released: its sha256 is ")
-    assert f"not {install.SHA256}; remove it, try again" in str(told.value)
+    assert f"not {install.HOROVOD_SHA256}; remove it, try again" in str(told.value)
     assert list(tmp_path.glob("unipar-horovod-*")) == []
 
 
 def test_the_key_holds_what_a_wheel_depends_on() -> None:
     """Another torch, ABI, standard or option is another wheel."""
-    first = toolchain.key("0.28.1", TORCH, ("gloo",))
+    first = toolchain.wheel_key("0.28.1", TORCH, ("gloo",))
     assert first.startswith("horovod-0.28.1_torch-2.13.0+cpu_cxx20_abi1_cpython-3")
     assert first.endswith("_gloo")
     others = [
-        toolchain.key("0.28.1", CUDA, ("gloo",)),
-        toolchain.key("0.28.1", Torch(version="2.13.0+cpu", standard=17, abi=True), ("gloo",)),
-        toolchain.key("0.28.1", Torch(version="2.13.0+cpu", standard=20, abi=False), ("gloo",)),
-        toolchain.key("0.28.1", TORCH, ("gloo", "mpi")),
-        toolchain.key("0.29.0", TORCH, ("gloo",)),
+        toolchain.wheel_key("0.28.1", CUDA, ("gloo",)),
+        toolchain.wheel_key("0.28.1", TorchBuild(version="2.13.0+cpu", standard=17, abi=True), ("gloo",)),
+        toolchain.wheel_key("0.28.1", TorchBuild(version="2.13.0+cpu", standard=20, abi=False), ("gloo",)),
+        toolchain.wheel_key("0.28.1", TORCH, ("gloo", "mpi")),
+        toolchain.wheel_key("0.29.0", TORCH, ("gloo",)),
     ]
     assert len({first, *others}) == 6
 
 
 def test_gloo_always_and_mpi_where_it_is(tmp_path: Path) -> None:
     """mpicxx on the path means MPI; without it the build is told not to look."""
-    assert toolchain.features(TORCH, tmp_path, {}, "") == Features(("gloo",), {"HOROVOD_WITHOUT_MPI": "1"})
+    assert toolchain.find_features(TORCH, tmp_path, {}, "") == BuildFeatures(("gloo",), {"HOROVOD_WITHOUT_MPI": "1"})
     tool(tmp_path / "bin", "mpicxx")
-    found = toolchain.features(TORCH, tmp_path, {}, str(tmp_path / "bin"))
-    assert found == Features(("gloo", "mpi"), {"HOROVOD_WITH_MPI": "1"}, found=True)
+    found = toolchain.find_features(TORCH, tmp_path, {}, str(tmp_path / "bin"))
+    assert found == BuildFeatures(("gloo", "mpi"), {"HOROVOD_WITH_MPI": "1"}, found=True)
 
 
 def test_asked_options_are_obeyed(tmp_path: Path) -> None:
     """Horovod's own variables win over what is found, and stay where the rest is dropped."""
     tool(tmp_path / "bin", "mpicxx")
     path = str(tmp_path / "bin")
-    assert toolchain.features(TORCH, tmp_path, {"HOROVOD_WITHOUT_MPI": "1"}, path) == Features(("gloo",), {})
-    assert toolchain.only_asked(CUDA, tmp_path, {"HOROVOD_GPU_OPERATIONS": "NCCL"}).names == ("gloo", "nccl")
+    assert toolchain.find_features(TORCH, tmp_path, {"HOROVOD_WITHOUT_MPI": "1"}, path) == BuildFeatures(("gloo",), {})
+    assert toolchain.features_asked_for(CUDA, tmp_path, {"HOROVOD_GPU_OPERATIONS": "NCCL"}).names == ("gloo", "nccl")
 
 
 def test_nccl_comes_with_torch(tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ def test_nccl_comes_with_torch(tmp_path: Path) -> None:
     for name in ("include/nccl.h", "lib/libnccl.so.2"):
         (nccl / name).parent.mkdir(parents=True)
         (nccl / name).touch()
-    torch = Torch(version="2.13.0+cu130", standard=20, abi=True, cuda="13.0", site=tmp_path / "site")
-    made = toolchain.features(torch, tmp_path / "links", {"HOROVOD_WITHOUT_MPI": "1"}, "")
+    torch = TorchBuild(version="2.13.0+cu130", standard=20, abi=True, cuda="13.0", site=tmp_path / "site")
+    made = toolchain.find_features(torch, tmp_path / "links", {"HOROVOD_WITHOUT_MPI": "1"}, "")
     assert made.names == ("gloo", "nccl")
     assert made.variables["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert made.variables["HOROVOD_NCCL_LIB"] == str(tmp_path / "links")
     assert (tmp_path / "links/libnccl.so").resolve() == nccl / "lib/libnccl.so.2"
-    assert toolchain.only_asked(torch, tmp_path, {"HOROVOD_WITHOUT_MPI": "1"}).names == ("gloo",)
+    assert toolchain.features_asked_for(torch, tmp_path, {"HOROVOD_WITHOUT_MPI": "1"}).names == ("gloo",)
 
 
 def test_the_first_error_is_the_one_that_is_told(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_the_first_error_is_the_one_that_is_told(tmp_path: Path) -> None:
     words = "[ 10%] a\na.cc:7: error: no such thing\nb.cc:9: error: because of that\nmake: *** [all] Error 2\n"
     log, told = tmp_path / "log", list[int]()
     with pytest.raises(run_command.CommandFailed) as failed:
-        run_command.run(["sh", "-c", f"echo '{words}'; exit 2"], log=log, say=told.append)
+        run_command.run_logged(["sh", "-c", f"echo '{words}'; exit 2"], log=log, say=told.append)
     assert str(failed.value) == "a.cc:7: error: no such thing"
     assert log.read_text("utf-8").endswith(f"{words}\n")
     assert told == [10]
@@ -208,7 +208,7 @@ def test_the_first_error_is_the_one_that_is_told(tmp_path: Path) -> None:
 def test_a_failed_build_is_one_sentence(tmp_path: Path) -> None:
     """What failed, the first error, and where all of it can be read."""
     with pytest.raises(errors.BackendNotInstalled) as told:
-        install._attempt(  # pyright: ignore[reportPrivateUsage]
+        install._run_or_explain(  # pyright: ignore[reportPrivateUsage]
             ["sh", "-c", "echo a.cc:7: error: no such thing; exit 2"], tmp_path / "log", "it could not be built"
         )
     assert str(told.value) == (
@@ -223,12 +223,12 @@ def test_a_cmake_error_is_told_with_its_next_line(tmp_path: Path) -> None:
     with pytest.raises(
         run_command.CommandFailed, match=r"\(cmake_minimum_required\): Compatibility with CMake < 3.5 is"
     ):
-        run_command.run(["sh", "-c", f"echo '{words}'; exit 1"], log=tmp_path / "log")
+        run_command.run_logged(["sh", "-c", f"echo '{words}'; exit 1"], log=tmp_path / "log")
 
 
 def test_what_does_not_run_is_uninstalled(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel that fails the proof stays neither in the environment nor in the cache, and its log is kept."""
-    kept = cache / "wheels" / toolchain.key("0.28.1", TORCH, ("gloo",))
+    kept = cache / "wheels" / toolchain.wheel_key("0.28.1", TORCH, ("gloo",))
     kept.mkdir(parents=True)
     (kept / "horovod-0.28.1-py3-none-any.whl").touch()
     ran: list[list[str]] = []
@@ -242,9 +242,9 @@ def test_what_does_not_run_is_uninstalled(cache: Path, tmp_path: Path, monkeypat
 
     for name, value in (("torch_here", lambda: TORCH), ("_installed", lambda: False), ("run", run)):
         monkeypatch.setattr(install, name, value)
-    monkeypatch.setattr(unipar_horovod_install, "features", lambda *_: Features(("gloo",), {}))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(unipar_horovod_install, "find_features", lambda *_: BuildFeatures(("gloo",), {}))  # pyright: ignore[reportUnknownLambdaType]
     with pytest.raises(errors.BackendNotInstalled) as told:
-        install.install()
+        install.install_horovod()
     assert str(told.value).startswith(
         "horovod 0.28.1 was installed, did not run, and was uninstalled again: "
         "rank 1: ImportError: undefined symbol: _ZN3c10 (the whole log: "
@@ -300,7 +300,7 @@ def test_the_installed_one_is_proved() -> None:
     """Two processes of the installed Horovod sum a tensor; launchers' variables do not reach them."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "unipar_horovod.self_test"],
-        env=install.without_horovod(os.environ | {"HOROVOD_RANK": "7"}),
+        env=install.without_horovod_variables(os.environ | {"HOROVOD_RANK": "7"}),
         capture_output=True,
         text=True,
         check=True,
@@ -318,4 +318,4 @@ def test_nothing_to_build_for_the_others() -> None:
 
 def test_one_version_in_two_places() -> None:
     """constraints.txt says the version that is built."""
-    assert f"horovod=={install.VERSION}\n" in (ROOT / "constraints.txt").read_text("utf-8")
+    assert f"horovod=={install.HOROVOD_VERSION}\n" in (ROOT / "constraints.txt").read_text("utf-8")

@@ -20,11 +20,11 @@ from tests.support.world import eventually
 from unipar import errors
 from unipar.backend import cells
 from unipar.comparison.compare import compare
-from unipar.comparison.request import Turns
-from unipar.comparison.rounds import rotated
+from unipar.comparison.request import TurnSchedule
+from unipar.comparison.rounds import rotate_order
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import read
+from unipar.config.source import load_config_file
 from unipar.launcher.cells import select_cells
 from unipar.results.row import REUSED
 
@@ -44,7 +44,7 @@ def config(**changed: Any) -> Config:
 )
 def test_steps_are_cut_into_warm_up_and_rounds(steps: int, repeat: int, warmup: int, rounds: tuple[int, ...]) -> None:
     """Nothing is left over, and there is always a step to warm up."""
-    made = Turns.of(config(train={"steps": steps}, compare={"repeat": repeat}))
+    made = TurnSchedule.of(config(train={"steps": steps}, compare={"repeat": repeat}))
     assert (made.warmup, made.rounds) == (warmup, rounds)
 
 
@@ -62,14 +62,14 @@ def test_memory_is_watched_before_the_timed_steps(
     steps: int, watched: tuple[str, ...], rounds: tuple[int, ...]
 ) -> None:
     """Five steps, or of few what matters most."""
-    made = Turns.of(config(train={"steps": steps}), memory=True)
-    assert (made.warmup, made.watched, made.rounds) == (2, watched, rounds)
+    made = TurnSchedule.of(config(train={"steps": steps}), memory=True)
+    assert (made.warmup, made.memory_passes, made.rounds) == (2, watched, rounds)
 
 
 def test_too_few_steps_are_an_error_with_the_arithmetic() -> None:
     """One step more than there are rounds is the least."""
     with pytest.raises(errors.ConfigError) as e:
-        Turns.of(config(train={"steps": 3}))
+        TurnSchedule.of(config(train={"steps": 3}))
     assert str(e.value) == (
         "train.steps: 3 is too few to compare: 1 to warm up and 3 timed rounds (compare.repeat) of at least 1 make 4"
     )
@@ -78,7 +78,7 @@ def test_too_few_steps_are_an_error_with_the_arithmetic() -> None:
 def test_epochs_cannot_be_cut_into_turns() -> None:
     """How many steps an epoch has is not known before the data is."""
     with pytest.raises(errors.ConfigError) as e:
-        Turns.of(config(train={"epochs": 2}))
+        TurnSchedule.of(config(train={"epochs": 2}))
     assert str(e.value) == (
         "train.epochs: 2 cannot be cut into turns, which are counted in steps; "
         "give train.steps instead (--set train.steps=50)"
@@ -87,8 +87,8 @@ def test_epochs_cannot_be_cut_into_turns() -> None:
 
 def test_each_round_begins_with_another_cell() -> None:
     """The order rotates; nobody left is nobody's turn."""
-    assert [rotated("abc", i) for i in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
-    assert rotated([], 1) == []
+    assert [rotate_order("abc", i) for i in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+    assert rotate_order([], 1) == []
 
 
 # Which cells
@@ -180,7 +180,7 @@ def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd
     one, ddp, fsdp, none = found.rows
     assert [row.outcome for row in found.rows] == ["ran", "ran", "failed", "refused"]
     assert found.code == 1
-    assert found.disagree == []
+    assert found.disagreeing_rows == []
     assert len(one.losses) == len(ddp.losses) == 8
     assert one.losses[-1] < one.losses[0]
     assert [[len(turn) for turn in row.seconds] for row in (one, ddp)] == [[3, 3], [3, 3]]
@@ -197,9 +197,9 @@ def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd
     assert re.search(r"native/nothing is fastest: [0-9.]+ m?s a step\.$", found.answer)
     assert found.remarks()[-2:] == [found.answer, found.note]
     assert "native/nothing agrees with one process" in (tmp_path / "out/compare/report.html").read_text("utf-8")
-    again = read(tmp_path / "out/compare/asked/run.json")
+    again = load_config_file(tmp_path / "out/compare/asked/run.json")
     assert (again.config.train.steps, again.config.compare.repeat) == (8, 2)
-    assert cells.at(again.config, Cell.parse("native/nothing")).parallel.data == 2
+    assert cells.config_in_cell(again.config, Cell.parse("native/nothing")).parallel.data == 2
     said = [line[11:] for line in capfd.readouterr().err.splitlines()]
     order = [line.partition(" ")[0] for line in said if "round" in line]
     assert order == ["single", "native/nothing", "native/nothing", "single"]
@@ -293,7 +293,7 @@ def test_figures_that_cannot_be_written_are_shown_all_the_same(given: dict[str, 
     (tmp_path / "task.py").write_text("import pathlib\n" + TASK.partition("    def train")[0].rstrip() + TAKEN, "utf-8")
     found = compare(given, cells=("single",))
     (row,) = found.rows
-    assert (row.outcome, len(row.losses), len(row.timed)) == ("ran", 8, 6)
+    assert (row.outcome, len(row.losses), len(row.timed_seconds)) == ("ran", 8, 6)
     said = f"what was found could not be kept: {tmp_path}/out/compare/compare.json (Is a directory)"
     assert (found.unkept, found.code) == (said, 1)
     assert said in found.table(width=200)

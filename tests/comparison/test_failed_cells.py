@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.comparisons import made
+from tests.support.comparisons import write_example_comparison
 from unipar.comparison.compare import compare
-from unipar.report.data.comparison import Told
-from unipar.report.pages.comparison import page
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.pages.comparison import render_comparison
 
 pytestmark = pytest.mark.forked
 
@@ -108,22 +108,22 @@ def test_table_and_page_show_it_as_till_then(found: dict[str, Any]) -> None:
     assert [line.split("  ")[0] for line in lines if "till it failed" in line] == [
         *("native/gradients, till it failed", "native/parameters, till it failed") * 2
     ]
-    told = Told.read(Path(found["out"]))
-    assert [cell.cell for cell in told.broken] == ["native/gradients", "native/parameters"]
-    assert "<caption>native/parameters, by phase, till it failed</caption>" in page(told)
+    told = ComparisonPageData.read(Path(found["out"]))
+    assert [cell.cell for cell in told.failed_cells] == ["native/gradients", "native/parameters"]
+    assert "<caption>native/parameters, by phase, till it failed</caption>" in render_comparison(told)
 
 
 def test_a_cell_that_failed_is_shown_till_then(tmp_path: Path) -> None:
     """What was measured of it has a place of its own, and no cell is ranked with it."""
-    run = made(tmp_path / "run")
+    run = write_example_comparison(tmp_path / "run")
     file = run / "compare/compare.json"
     data = json.loads(file.read_text("utf-8"))
     row = next(row for row in data["cells"] if row["cell"] == "native/parameters")
     row |= {"outcome": "failed", "note": "rank 1 was killed\nits log", "at": "in the backward of step 7"}
     file.write_text(json.dumps(data), encoding="utf-8")
-    told = Told.read(run)
-    text = page(told)
-    assert [cell.cell for cell in told.broken] == ["native/parameters"]
-    assert "native/parameters" not in [cell.cell for cell in told.measured]
+    told = ComparisonPageData.read(run)
+    text = render_comparison(told)
+    assert [cell.cell for cell in told.failed_cells] == ["native/parameters"]
+    assert "native/parameters" not in [cell.cell for cell in told.measured_cells]
     assert "native/parameters failed in the backward of step 7: rank 1 was killed</p>" in text
     assert "<caption>native/parameters, by phase, till it failed</caption>" in text

@@ -13,13 +13,13 @@ from tests.support.cuda_accounts import account as on_cuda
 from tests.support.scalings import made, one_cell, timed, two_cells
 from tests.support.task_text import TASK
 from unipar import errors
-from unipar.comparison.request import sizes_of
-from unipar.comparison.scale import entered, scale
+from unipar.comparison.request import parse_world_sizes
+from unipar.comparison.scale import scale, select_worlds
 from unipar.config import Cell, Config
 from unipar.distributed import gpus
-from unipar.report.pages.scaling import answer
-from unipar.results.row import Row
-from unipar.results.scaling import Scaling, World
+from unipar.report.pages.scaling import scaling_headline
+from unipar.results.row import CellResult
+from unipar.results.scaling import ScaledCell, Scaling
 
 pytestmark = pytest.mark.forked
 
@@ -28,9 +28,9 @@ def config(**changed: Any) -> Config:
     return Config.model_validate({"batch": {"total": 8}, "device": "cpu", "train": {"steps": 14}} | changed)
 
 
-def planned(batch: dict[str, Any], sizes: list[int], *cells: str) -> list[World]:
+def planned(batch: dict[str, Any], sizes: list[int], *cells: str) -> list[ScaledCell]:
     asked = [Cell.parse(cell) for cell in cells or ("native/nothing",)]
-    return [world for world, _, _ in entered(config(batch=batch), sizes, asked, "cpu")]
+    return [world for world, _, _ in select_worlds(config(batch=batch), sizes, asked, "cpu")]
 
 
 # Which worlds
@@ -38,7 +38,7 @@ def planned(batch: dict[str, Any], sizes: list[int], *cells: str) -> list[World]
 
 def test_sizes_are_sorted_and_each_is_there_once() -> None:
     """As words or as numbers."""
-    assert sizes_of("4, 1,2,2") == sizes_of([2, 4, 1]) == [1, 2, 4]
+    assert parse_world_sizes("4, 1,2,2") == parse_world_sizes([2, 4, 1]) == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_sizes_are_sorted_and_each_is_there_once() -> None:
 def test_what_is_no_list_of_worlds(text: str, said: str) -> None:
     """One alone, none at all, no numbers."""
     with pytest.raises(errors.ConfigError) as e:
-        sizes_of(text)
+        parse_world_sizes(text)
     assert str(e.value) == said
 
 
@@ -87,7 +87,7 @@ def test_strong_keeps_the_total_and_weak_the_share_of_a_rank(
 
 def test_the_config_of_a_world_is_what_its_plan_says() -> None:
     """Each settles to its own numbers."""
-    for world, row, at in entered(config(), [1, 2, 4], [Cell("native", "parameters")], "cpu"):
+    for world, row, at in select_worlds(config(), [1, 2, 4], [Cell("native", "parameters")], "cpu"):
         assert at is not None
         sizes = at.sizes
         assert (sizes.total, sizes.micro, sizes.accumulate) == (world.samples, world.micro, world.accumulate)
@@ -108,7 +108,7 @@ def test_a_world_that_copies_do_not_fill() -> None:
     """Pairs of ranks cannot be made of one."""
     split = config(parallel={"data": 2, "shard": "parameters", "shard_over": 2})
     with pytest.raises(errors.ConfigError) as e:
-        list(entered(split, [1, 2], [Cell("native", "parameters")], "cpu"))
+        list(select_worlds(split, [1, 2], [Cell("native", "parameters")], "cpu"))
     assert str(e.value) == (
         "parallel.shard_over (2) does not divide the number of ranks (1): give a divisor of it, or leave "
         "shard_over out, and all ranks split one copy"
@@ -117,7 +117,7 @@ def test_a_world_that_copies_do_not_fill() -> None:
 
 def test_a_cell_that_is_one_process_is_one_row() -> None:
     """It has no larger worlds; the others run all the same."""
-    found = list(entered(config(), [1, 2], [Cell("single"), Cell("native")], "cpu"))
+    found = list(select_worlds(config(), [1, 2], [Cell("single"), Cell("native")], "cpu"))
     assert [(world.cell, row.outcome) for world, row, _ in found] == [
         ("single", "refused"),
         *[("native/nothing", "waits")] * 3,
@@ -132,8 +132,8 @@ def found() -> Scaling:
 
 def test_speed_up_and_efficiency(found: Scaling) -> None:
     """8 samples in 80 ms; in 50 ms on two ranks 1.6 times that; 16 in 100 ms also."""
-    assert [found.rate(world) for world in found.worlds] == pytest.approx([100, 160, 160])
-    assert [found.faster(world) for world in found.worlds] == pytest.approx([1, 1.6, 1.6])
+    assert [found.samples_per_second(world) for world in found.worlds] == pytest.approx([100, 160, 160])
+    assert [found.speed_up(world) for world in found.worlds] == pytest.approx([1, 1.6, 1.6])
     assert [found.efficiency(world) for world in found.worlds] == pytest.approx([1, 0.8, 0.8])
 
 
@@ -209,7 +209,7 @@ def test_memory_has_three_columns_in_a_table_of_its_own() -> None:
         "native/nothing         2  strong     178 MiB   190 MiB  878 MiB",
     ]
     wide = made(timed("deepspeed/gradients+library", 2, 0.08, "strong", memory=True))
-    assert max(map(len, wide.beside(80))) == 73
+    assert max(map(len, wide.extra_tables(80))) == 73
     assert "memory  " not in made(timed("native/nothing", 2, 0.08, "strong")).table()
 
 
@@ -217,7 +217,7 @@ def test_on_cuda_the_second_column_is_what_was_reserved() -> None:
     """And the third is measured."""
     world, row = timed("native/nothing", 1, 0.08, "strong", "weak")
     told = made((world, replace(row, memory=[on_cuda()])))
-    assert told.beside(80)[1:] == [
+    assert told.extra_tables(80)[1:] == [
         "memory          ranks  scaling  allocated  reserved  on CUDA",
         "native/nothing      1  both       1.0 GiB   1.4 GiB  1.9 GiB",
     ]
@@ -239,14 +239,14 @@ def test_losses_that_part_are_named() -> None:
 
 def test_a_world_that_failed_is_a_row(found: Scaling) -> None:
     """The others keep their figures; where the smallest failed, there is nothing to hold them to."""
-    late = [*found.rows[:2], Row(cell=found.rows[2].cell, outcome="failed", note="rank 1 died")]
+    late = [*found.rows[:2], CellResult(cell=found.rows[2].cell, outcome="failed", note="rank 1 died")]
     one = made(*zip(found.worlds, late, strict=True))
     assert one.table(100).splitlines()[3] == "native/nothing      2  weak     failed: rank 1 died"
     assert one.code == 1
-    early = [Row(cell=found.rows[0].cell, outcome="failed", note="no"), *found.rows[1:]]
+    early = [CellResult(cell=found.rows[0].cell, outcome="failed", note="no"), *found.rows[1:]]
     none = made(*zip(found.worlds, early, strict=True))
     assert [none.efficiency(world) for world in none.worlds] == [None, None, None]
-    assert answer(none) == "No cell ran in two worlds, so there is nothing to hold."
+    assert scaling_headline(none) == "No cell ran in two worlds, so there is nothing to hold."
 
 
 # For real
@@ -326,7 +326,7 @@ def test_a_config_that_no_world_can_run(given: dict[str, Any], tmp_path: Path) -
 def test_too_few_gpus(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names what asked for them."""
     given["device"] = "cuda"
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 1)
     with pytest.raises(errors.Unsupported) as e:
         scale(given, worlds=[1, 2])
     assert str(e.value) == (

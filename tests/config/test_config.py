@@ -8,33 +8,33 @@ import pytest
 from pydantic import ValidationError
 
 from unipar.backend import checks
-from unipar.backend.cells import at, cell_of, existing, expand
-from unipar.config import Cell, Config, Sizes
+from unipar.backend.cells import cell_of, config_in_cell, expand_cell_patterns, require_cell
+from unipar.config import BatchSizes, Cell, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.optimizer import SGD, Adam, AdamW, Clip, Constant, Cosine, Linear, LrScale
 from unipar.config.sections.train import Train
-from unipar.config.source import given
+from unipar.config.source import load_given_config
 from unipar.errors import BackendNotFound, ConfigError, Unsupported
 
 GOOD: dict[str, Any] = {"batch": {"total": 32}, "train": {"steps": 1}}
 
 
 def config(**changes: Any) -> Config:
-    return given(GOOD, changes).config
+    return load_given_config(GOOD, changes).config
 
 
 @pytest.mark.parametrize(
     ("batch", "ranks", "sizes"),
     [
-        (Batch(total=32), 1, Sizes(32, 32, 1, 1)),
-        (Batch(total=32), 4, Sizes(32, 8, 1, 4)),
-        (Batch(total=32, micro=4), 2, Sizes(32, 4, 4, 2)),
-        (Batch(total=32, accumulate=4), 2, Sizes(32, 4, 4, 2)),
-        (Batch(micro=4, accumulate=4), 2, Sizes(32, 4, 4, 2)),
-        (Batch(total=32, micro=4, accumulate=4), 2, Sizes(32, 4, 4, 2)),
+        (Batch(total=32), 1, BatchSizes(32, 32, 1, 1)),
+        (Batch(total=32), 4, BatchSizes(32, 8, 1, 4)),
+        (Batch(total=32, micro=4), 2, BatchSizes(32, 4, 4, 2)),
+        (Batch(total=32, accumulate=4), 2, BatchSizes(32, 4, 4, 2)),
+        (Batch(micro=4, accumulate=4), 2, BatchSizes(32, 4, 4, 2)),
+        (Batch(total=32, micro=4, accumulate=4), 2, BatchSizes(32, 4, 4, 2)),
     ],
 )
-def test_any_two_give_the_third(batch: Batch, ranks: int, sizes: Sizes) -> None:
+def test_any_two_give_the_third(batch: Batch, ranks: int, sizes: BatchSizes) -> None:
     """total = micro x accumulate x ranks, whichever is left out."""
     assert batch.settle(ranks) == sizes
 
@@ -123,7 +123,7 @@ def test_what_is_no_cell(text: str) -> None:
 def test_cells_that_do_not_exist(text: str, error: type[Exception], sentence: str) -> None:
     """Refused with those that do."""
     with pytest.raises(error) as e:
-        existing(Cell.parse(text))
+        require_cell(Cell.parse(text))
     assert str(e.value).startswith(sentence)
 
 
@@ -195,9 +195,9 @@ def test_a_config_read_back_is_equal() -> None:
 def test_a_plain_cell_is_plain_and_a_variant_is_one() -> None:
     """`registry.at` gives the cell that was asked for, whatever the config's options and backend say."""
     library = config(options={"deepspeed": {"buckets": "library"}})
-    plain = at(library, Cell.parse("deepspeed/gradients"))
+    plain = config_in_cell(library, Cell.parse("deepspeed/gradients"))
     assert cell_of(plain) == Cell("deepspeed", "gradients")
-    varied = at(config(), Cell.parse("deepspeed/gradients+library"))
+    varied = config_in_cell(config(), Cell.parse("deepspeed/gradients+library"))
     assert varied.options == {"deepspeed": {"buckets": "library"}}
     assert cell_of(varied) == Cell("deepspeed", "gradients", "library")
 
@@ -206,7 +206,7 @@ def test_an_option_that_contradicts_the_cell() -> None:
     """It is not overruled in silence."""
     scaled = config(options={"deepspeed": {"buckets": "scaled"}})
     with pytest.raises(ConfigError) as e:
-        at(scaled, Cell.parse("deepspeed/gradients+library"))
+        config_in_cell(scaled, Cell.parse("deepspeed/gradients+library"))
     assert str(e.value) == (
         "options.deepspeed.buckets: 'scaled' contradicts the cell deepspeed/gradients+library, "
         "which sets it to 'library'"
@@ -216,21 +216,21 @@ def test_an_option_that_contradicts_the_cell() -> None:
 @pytest.mark.parametrize(
     ("batch", "sizes"),
     [
-        ({"total": 32}, Sizes(32, 16, 2, 1)),
-        ({"total": 32, "micro": 4}, Sizes(32, 4, 8, 1)),
-        ({"total": None, "micro": 4, "accumulate": 2}, Sizes(16, 4, 4, 1)),
+        ({"total": 32}, BatchSizes(32, 16, 2, 1)),
+        ({"total": 32, "micro": 4}, BatchSizes(32, 4, 8, 1)),
+        ({"total": None, "micro": 4, "accumulate": 2}, BatchSizes(16, 4, 4, 1)),
     ],
 )
-def test_one_process_trains_on_the_same_batches(batch: dict[str, Any], sizes: Sizes) -> None:
+def test_one_process_trains_on_the_same_batches(batch: dict[str, Any], sizes: BatchSizes) -> None:
     """Two ranks' microbatches, one after another."""
-    one = at(config(batch=batch, parallel={"data": 2}), Cell("single"))
+    one = config_in_cell(config(batch=batch, parallel={"data": 2}), Cell("single"))
     assert one.batch.settle(1) == sizes
     assert one.parallel.data == 1
 
 
 def test_expand() -> None:
     """Stars stand for cells; each cell comes once, in the order asked for."""
-    cells = expand(("native", "native/*", "deepspeed/gradients+library", "native/nothing"))
+    cells = expand_cell_patterns(("native", "native/*", "deepspeed/gradients+library", "native/nothing"))
     assert list(map(str, cells)) == [
         "native/nothing",
         "native/optimizer",
@@ -238,7 +238,7 @@ def test_expand() -> None:
         "native/parameters",
         "deepspeed/gradients+library",
     ]
-    assert {"single", "horovod/nothing", "deepspeed/gradients+library"} <= set(map(str, expand(("*",))))
+    assert {"single", "horovod/nothing", "deepspeed/gradients+library"} <= set(map(str, expand_cell_patterns(("*",))))
 
 
 @pytest.mark.parametrize(
@@ -269,5 +269,5 @@ def test_expand() -> None:
 def test_refusals(changes: dict[str, Any], sentence: str) -> None:
     """A cell that cannot run a config says every reason, with key, value and way out."""
     with pytest.raises(Unsupported) as e:
-        checks.check(config(**changes))
+        checks.check_can_run(config(**changes))
     assert str(e.value) == sentence

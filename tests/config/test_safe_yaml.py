@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unipar.config import safe_yaml
-from unipar.config.source import given, read
+from unipar.config.source import load_config_file, load_given_config
 from unipar.errors import ConfigError
 
 GOOD = "batch: {total: 8}\ntrain: {steps: 1}\n"
@@ -45,7 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_plain_values(text: str, value: object) -> None:
     """YAML 1.2 without its guesses: what is not clearly a number, true, false or null is text."""
-    tree, _ = safe_yaml.read(f"a: [{text}]")
+    tree, _ = safe_yaml.parse_yaml(f"a: [{text}]")
     assert tree == {"a": [value]}
     assert type(tree["a"][0]) is type(value)
 
@@ -102,7 +102,7 @@ def test_what_yaml_may_not_hold(here: Path, text: str | bytes, sentence: str) ->
     """Each is one sentence with file and line, and none takes long or builds anything."""
     here.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as e:
-        read(here)
+        load_config_file(here)
     assert str(e.value) == f"x.yaml, {sentence}"
 
 
@@ -110,13 +110,13 @@ def test_a_file_of_one_mebibyte_is_read(here: Path) -> None:
     """The limit itself is allowed."""
     padded = GOOD + "#" * ((1 << 20) - len(GOOD))
     here.write_text(padded, encoding="utf-8")
-    assert read(here).config.batch.total == 8
+    assert load_config_file(here).config.batch.total == 8
 
 
 def test_an_alias_within_reason_is_read(here: Path) -> None:
     """Anchors are not refused, only their growth is."""
     here.write_text("train: {steps: &n 3, schedule: {name: cosine, warmup: *n}}\nbatch: {total: 8}\n", encoding="utf-8")
-    assert read(here).config.train.schedule.warmup == 3
+    assert load_config_file(here).config.train.schedule.warmup == 3
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_files_that_are_no_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Path("folder").mkdir()
     Path("train.py").touch()
     with pytest.raises(ConfigError) as e:
-        given(path)
+        load_given_config(path)
     assert str(e.value) == sentence
 
 
@@ -151,5 +151,5 @@ def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("x.yaml").write_text(GOOD, encoding="utf-8")
     monkeypatch.setattr(Path, "open", closed)
     with pytest.raises(ConfigError) as e:
-        given("x.yaml")
+        load_given_config("x.yaml")
     assert str(e.value) == "x.yaml cannot be read: Permission denied"

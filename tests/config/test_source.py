@@ -14,7 +14,7 @@ from unipar.config.config import Data
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.optimizer import SGD
 from unipar.config.sections.train import Train
-from unipar.config.source import Source
+from unipar.config.source import ConfigSource
 from unipar.errors import BackendNotFound, ConfigError
 
 GOOD = """\
@@ -30,7 +30,7 @@ data: {shuffle: false}
 options: {deepspeed: {buckets: library}}
 """
 
-Reader = Callable[..., Source]
+Reader = Callable[..., ConfigSource]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
     (tmp_path / "configs").mkdir()
     monkeypatch.chdir(tmp_path / "configs")
 
-    def reader(text: str | bytes = GOOD, *sets: str, **overrides: Any) -> Source:
+    def reader(text: str | bytes = GOOD, *sets: str, **overrides: Any) -> ConfigSource:
         file = Path("x.yaml")
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
         return read_source(file, sets, overrides)
@@ -282,7 +282,7 @@ def test_a_mapping_that_holds_itself() -> None:
 def test_written_for_the_ranks() -> None:
     """A rank reads the same config back, and still knows which keys of data nobody said."""
     made = Config(batch=Batch(total=8), train=Train(epochs=2, optimizer=SGD(lr=0.1)), data=Data(workers=2))
-    back = Config.model_validate_json(made.written())
+    back = Config.model_validate_json(made.json_for_ranks())
     assert back == made
     assert back.data.model_fields_set == {"workers"}
 

@@ -16,9 +16,9 @@ from tests.conformance.gan import Gan
 from tests.conformance.marks import MARKS
 from unipar.backend import cells as backend_cells
 from unipar.backend import registry
-from unipar.backend.cells import alone, at
+from unipar.backend.cells import config_in_cell, is_single_process
 from unipar.config import Cell, Config, Precision
-from unipar.data.order import Order
+from unipar.data.order import SampleOrder
 
 TOTAL, STEPS = 16, 6
 FILE = Path(__file__).parent / "weights.safetensors"
@@ -92,12 +92,12 @@ class Case:
         made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
         made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})
-        return at(Config.model_validate(made), cell)
+        return config_in_cell(Config.model_validate(made), cell)
 
 
 def _poison() -> int:
     """A sample of the fourth step's global batch: its last, so that the last rank has it."""
-    order = Order(64, TOTAL, 0, shuffle=True, ragged="weigh")
+    order = SampleOrder(64, TOTAL, 0, shuffle=True, ragged="weigh")
     batches = order.batches(3)
     return next(batches)[1][-1]
 
@@ -116,12 +116,12 @@ def _compiled(what: str) -> dict[str, Any]:
     return {"model": {"compile": {"what": what, "backend": "aot_eager"}}, "eval": {"every": 2}}
 
 
-_COPIES = {"parallel": {"shard_over": 2}}
-_COPIED = ("native/optimizer", "native/gradients", "native/parameters")
-_ALL_FIND = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
+_TWO_COPIES = {"parallel": {"shard_over": 2}}
+_CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
+_FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
 
-def _several() -> list[Case]:
+def _cases_of_several_parts() -> list[Case]:
     """A GAN: the critic steps with every share, the generator with every second."""
     optimizers: dict[str, Any] = {
         "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6},
@@ -170,9 +170,9 @@ CASES = {
         Case("three forwards", tasks.Thrice),
         Case("shared lists", tasks.Sharing),
         Case("unused", tasks.Unused),
-        Case("unused at times", tasks.AtTimes, accumulate=1, options=_ALL_FIND),
+        Case("unused at times", tasks.AtTimes, accumulate=1, options=_FIND_UNUSED),
         Case("unused at times, unsaid", tasks.AtTimes, accumulate=1),
-        Case("unused on one rank", tasks.OneRank, accumulate=1, options=_ALL_FIND, micro=True, sizes=(2,), apart=True,
+        Case("unused on one rank", tasks.OneRank, accumulate=1, options=_FIND_UNUSED, micro=True, sizes=(2,), apart=True,
              more={"launch": {"heartbeat": 6.0, "timeout": 8.0}}),  # where it cannot be, ranks wait for it in vain
         Case("scalar parameter", tasks.Scalar),
         Case("one parameter", tasks.OneWeight, hop=3, sizes=(4,), cells=("native/*",)),
@@ -199,10 +199,10 @@ CASES = {
         Case("local steps", tasks.Plain, train={"sync_every": 4}, sizes=(2,), cells=("native/nothing",), local=True),
         Case("local steps, one at a time", tasks.Plain, train={"sync_every": 1, "clip": None, "optimizer": _SGD},
              sizes=(2,), cells=("native/nothing",), tolerance=OWN_NORMS),
-        Case("two copies", tasks.Grouped, more=_COPIES, train=_COSINE, hop=3, sizes=(4,), cells=_COPIED),
-        Case("two copies, fp64 norm", tasks.Grouped, more=_COPIES | {"eval": {"every": 2}}, train=_EXACT, sizes=(4,),
-             cells=_COPIED),
-        *_several(),
+        Case("two copies", tasks.Grouped, more=_TWO_COPIES, train=_COSINE, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
+        Case("two copies, fp64 norm", tasks.Grouped, more=_TWO_COPIES | {"eval": {"every": 2}}, train=_EXACT, sizes=(4,),
+             cells=_CELLS_WITH_COPIES),
+        *_cases_of_several_parts(),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),
         Case("bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16),
@@ -213,18 +213,18 @@ CASES = {
     )
 }  # fmt: skip
 
-SOME = (
+MAIN_CASES = (
     "four microbatches", "two groups", "ragged last batch", "token weights, ragged", "method in the loss", "unused",
     "several parts",
     "batch norm", "evaluation in the middle", "state out and in", "bf16-mixed", "bf16-master", "not a number",
     "bits, one microbatch", "bits, four microbatches", "weights from a file", "blocks recomputed",
 )  # fmt: skip
-FEW = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
+SHORT_CASES = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
 
 EVERYWHERE = ("four microbatches", "token weights, ragged", "state out and in")
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
-SIZED = "library"
+SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""
 
 THIN = ("native/parameters", "deepspeed/parameters", "horovod/nothing", "accelerate/gradients")
@@ -233,7 +233,7 @@ THIN = ("native/parameters", "deepspeed/parameters", "horovod/nothing", "acceler
 OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
 
 
-def played(cell: Cell, size: int, *, whole: bool) -> list[str]:
+def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
     """Return the cases of a cell in a world of this size: for `make conformance` all.
 
     `make test` plays, in worlds of two, each case under each library, each mark once, and what every cell must do; a
@@ -243,17 +243,21 @@ def played(cell: Cell, size: int, *, whole: bool) -> list[str]:
     if not whole and size == 2:
         names = CASES if cell.backend not in OURS else _covering(cell)
     elif not whole and size == 1:
-        names = SOME if cell.backend not in OURS[1:] else FEW if str(cell) in THIN else ()
+        names = MAIN_CASES if cell.backend not in OURS[1:] else SHORT_CASES if str(cell) in THIN else ()
     elif not whole:
-        few = FEW if cell.backend not in OURS or str(cell) in THIN else ()
+        few = SHORT_CASES if cell.backend not in OURS or str(cell) in THIN else ()
         names = {*few, *(name for name, case in CASES.items() if case.sizes == (4,))}
     return [name for name, case in CASES.items() if name in names and case.on(cell)]
 
 
 def _covering(cell: Cell) -> set[str]:
     """Return this cell's part of the cases in worlds of two: they go round among cells without a mark for them."""
-    cells = [other for other in backend_cells.cells(registry.find(cell.backend)) if not alone(other)]
-    names = {*EVERYWHERE, *(() if cell.variant == SIZED else BITS)}
+    cells = [
+        other
+        for other in backend_cells.cells_of_backend(registry.find_backend(cell.backend))
+        if not is_single_process(other)
+    ]
+    names = {*EVERYWHERE, *(() if cell.variant == SIZES_ONLY_VARIANT else BITS)}
     turn = 0
     for name, case in CASES.items():
         if 2 in case.sizes:

@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from tests.conformance.cases import CASES
-from tests.conformance.inside import put_together
-from tests.conformance.plain import Result, plain
+from tests.conformance.inside import combine_pieces
+from tests.conformance.plain import Result, train_by_hand
 from tests.support.forks import Forks
 from unipar import errors
 from unipar.config import Cell
 from unipar.errors import UniparError
-from unipar.launcher.processes.group import Crew
+from unipar.launcher.processes.group import WorkerGroup
 
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass
-class Played:
+class CaseResult:
     """What a case gave in a cell, the ranks put together."""
 
     losses: list[float]
@@ -36,7 +36,7 @@ class Played:
     parts: dict[str, list[float]]
 
 
-class Hall:
+class CellRunner:
     """Plays all cases of a cell at a size once, when the first of them is asked for."""
 
     def __init__(self, folder: Path, forks: Forks) -> None:
@@ -44,10 +44,10 @@ class Hall:
         self._done: dict[tuple[Cell, int, str], list[dict[str, Any]] | UniparError] = {}
         self._plain: dict[tuple[str, int], Result] = {}
         self.listens: dict[tuple[Cell, int], list[str]] = {}
-        self.left: dict[tuple[Cell, int], set[str]] = {}
+        self.left_in_shared_memory: dict[tuple[Cell, int], set[str]] = {}
         self.wanted: dict[tuple[Cell, int], list[str]] = {}
 
-    def played(self, cell: Cell, size: int, name: str) -> Played:
+    def result(self, cell: Cell, size: int, name: str) -> CaseResult:
         """The result, or the error that the cell answered with."""
         if (cell, size, name) not in self._done:
             case = CASES[name]
@@ -62,8 +62,8 @@ class Hall:
                 if kind is errors.Unsupported:
                     raise errors.Unsupported(str(cell), [rank["message"]])
                 raise kind(rank["message"]) if kind else AssertionError(f"{rank['error']}: {rank['message']}")
-        whole = put_together([p for rank in ranks for p in rank["pieces"]])
-        return Played(
+        whole = combine_pieces([p for rank in ranks for p in rank["pieces"]])
+        return CaseResult(
             _summed([rank["loss"] for rank in ranks]),
             [rank["norm"] for rank in ranks],
             {n: t for (n, kind), t in whole.items() if kind == "weight"},
@@ -81,11 +81,11 @@ class Hall:
         fault: UniparError | None = None
         before = set(os.listdir("/dev/shm"))
         try:
-            with Crew(run, size, entry, environment=environment, zygote=self._forks, heartbeat=100.0) as crew:
+            with WorkerGroup(run, size, entry, environment=environment, zygote=self._forks, heartbeat=100.0) as crew:
                 crew.wait()
         except UniparError as e:
             fault = e
-        self.left[cell, size] = _left(before)
+        self.left_in_shared_memory[cell, size] = _new_in_shared_memory(before)
         if fault is None:
             said = [json.loads((run / f"listens-{rank}.json").read_text("utf-8")) for rank in range(size)]
             self.listens[cell, size] = [address for rank in said for address in rank]
@@ -106,7 +106,7 @@ class Hall:
         """One process, computed once for all cells."""
         key = (name, size if CASES[name].micro else 1)
         if key not in self._plain:
-            self._plain[key] = plain(CASES[name], size)
+            self._plain[key] = train_by_hand(CASES[name], size)
         return self._plain[key]
 
 
@@ -114,7 +114,7 @@ def _summed(ranks: list[list[float]]) -> list[float]:
     return [sum(shares) for shares in zip(*ranks, strict=True)]
 
 
-def _left(before: set[str]) -> set[str]:
+def _new_in_shared_memory(before: set[str]) -> set[str]:
     """What is in shared memory that was not, and stays: other programs come and go there."""
     until = time.monotonic() + 2.0
     while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < until:
@@ -123,8 +123,8 @@ def _left(before: set[str]) -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def hall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Hall:
-    made = Hall(tmp_path_factory.mktemp("conformance"), forks)
+def hall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> CellRunner:
+    made = CellRunner(tmp_path_factory.mktemp("conformance"), forks)
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
         if callspec is not None and {"cell", "size", "case"} <= callspec.params.keys():

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 import unipar
-from unipar.data.feed import Sown
-from unipar.data.order import Order, cut
-from unipar.utils.seeding import mix, sow
+from unipar.data.feed import SeededDataset
+from unipar.data.order import SampleOrder, split_batch
+from unipar.utils.seeding import mix_seed, seed_all
 
 if TYPE_CHECKING:
     from tests.conformance.cases import Case
@@ -104,24 +104,30 @@ class Gan(unipar.Task):
         return (F.softplus(-once) + F.softplus(twice)).mean()
 
 
-def plain(case: Case, result: Result, size: int) -> Result:
+def train_gan_by_hand(case: Case, result: Result, size: int) -> Result:
     """Both parts in one process: two optimizers, and no gradient but of the part whose turn it is."""
     from tests.conformance.cases import dtype_of
     from tests.conformance.plain import ONE, factor_of, optimizer_of
 
     config, task, dtype = case.config(ONE, size), Gan(**case.kwargs), dtype_of(case)
     seed = config.train.seed
-    sow(seed)
+    seed_all(seed)
     parts = {name: module.to(dtype) for name, module in task.model().items()}
     task.frozen = lambda name: lambda fn, given: fn(parts[name], given)
     own = {name: config.of_part(name) for name in parts}
     optimizers = {name: optimizer_of(own[name], None, list(part.parameters())) for name, part in parts.items()}
     rates = {name: [g["lr"] for g in o.param_groups] for name, o in optimizers.items()}
     steps, total = config.train.steps or 0, config.batch.total or 0
-    seen, sizes = Sown(Points(), seed), config.batch.settle(size)
+    seen, sizes = SeededDataset(Points(), seed), config.batch.settle(size)
     last: dict[str, tuple[float, float]] = {}
-    for step, (epoch, indices) in zip(range(steps), Order(64, total, seed, True, "weigh").batches(0), strict=False):
-        cuts = [mine for micro in cut(indices, sizes.accumulate, size) for mine in micro] if case.micro else [indices]
+    for step, (epoch, indices) in zip(
+        range(steps), SampleOrder(64, total, seed, True, "weigh").batches(0), strict=False
+    ):
+        cuts = (
+            [mine for micro in split_batch(indices, sizes.accumulate, size) for mine in micro]
+            if case.micro
+            else [indices]
+        )
         batches = [[t.to(dtype) for t in task.collate([seen[epoch, i] for i in mine])] for mine in cuts]
         for name in ("critic", "generator")[: 1 + ((step + 1) % EVERY == 0)]:
             for other, part in parts.items():
@@ -129,7 +135,7 @@ def plain(case: Case, result: Result, size: int) -> Result:
             loss_of: Any = task.critic_loss if name == "critic" else task.loss
             whole = 0.0
             for i, batch in enumerate(batches):
-                sow(mix(seed, 3, step, i, list(parts).index(name)))
+                seed_all(mix_seed(seed, 3, step, i, list(parts).index(name)))
                 loss = loss_of(parts[name], batch) / len(batches)
                 loss.backward()
                 whole += loss.item()

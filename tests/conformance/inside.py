@@ -22,12 +22,12 @@ from unipar.config import Cell
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.errors import UniparError
-from unipar.run_folder.heartbeat import Heart
-from unipar.run_folder.layout import beat_of, ledger_of
+from unipar.run_folder.heartbeat import HeartbeatWriter
+from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.tracking.writer import Trackers
+from unipar.tracking.writer import TrackerWriter
 from unipar.training.run import TrainingRun
-from unipar.training.setup import assembled
+from unipar.training.setup import build_run
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:
@@ -37,20 +37,20 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     told = json.loads((folder / "cases.json").read_text("utf-8"))
     cell, names = Cell.parse(told["cell"]), told["cases"]
     first = CASES[names[0] if CASES[names[0]].apart else "one microbatch"].config(cell, told["size"])
-    world = registry.load(cell.backend).join(first, place)
-    heart = Heart(beat_of(folder, place.rank))
+    world = registry.load_backend(cell.backend).join(first, place)
+    heart = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for name in names:
         began = time.perf_counter()
-        result = attempt(CASES[name], cell, world, folder, heart)
+        result = run_case_or_error(CASES[name], cell, world, folder, heart)
         result["seconds"] = time.perf_counter() - began
         torch.save(result, folder / f"{names.index(name)}-{place.rank}.pt")
         world.barrier()
-    (folder / f"listens-{place.rank}.json").write_text(json.dumps(_listens()), "utf-8")
+    (folder / f"listens-{place.rank}.json").write_text(json.dumps(_listening_addresses()), "utf-8")
     world.barrier()
     world.close()
 
 
-def _listens() -> list[str]:
+def _listening_addresses() -> list[str]:
     """The addresses at which this process listens, as the kernel writes them."""
     mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
     found: list[str] = []
@@ -66,9 +66,9 @@ def _is_open(fd: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{fd}")
 
 
-def attempt(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+def run_case_or_error(case: Case, cell: Cell, world: World, folder: Path, heart: HeartbeatWriter) -> dict[str, Any]:
     try:
-        return _play(case, cell, world, folder, heart)
+        return _run_case(case, cell, world, folder, heart)
     except UniparError as e:
         return {"error": type(e).__name__, "message": str(e)}
     except Exception as e:
@@ -77,34 +77,34 @@ def attempt(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) ->
         return {"error": type(e).__name__, "message": "".join(traceback.format_exception(e))}
 
 
-def _play(case: Case, cell: Cell, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+def _run_case(case: Case, cell: Cell, world: World, folder: Path, heart: HeartbeatWriter) -> dict[str, Any]:
     config = case.config(cell, world.size)
-    settled, backend = settle(config, world.size), registry.find(cell.backend)
-    with Ledger(ledger_of(folder, world.rank)) as ledger:
-        trackers = Trackers((), folder, world.rank)
-        made = assembled(settled, backend, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
+    settled, backend = settle(config, world.size), registry.find_backend(cell.backend)
+    with Ledger(ledger_path(folder, world.rank)) as ledger:
+        trackers = TrackerWriter((), folder, world.rank)
+        made = build_run(settled, backend, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
         made.record(made.steps)
         kept: dict[str, Any] = {"loss": []}
 
         def hop(done: int) -> None:
             if done == case.hop:
-                state = Memory(_collected(made.pieces()))
-                kept.update(made.recorded())
+                state = CombinedState(_gather_pieces(made.pieces()))
+                kept.update(made.recorded_steps())
                 _close(made)
-                new = assembled(settled, backend, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
+                new = build_run(settled, backend, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
                 new.restore(state)
                 for part, other in zip(made.parts.values(), new.parts.values(), strict=True):
                     part.module, part.engine = other.module, other.engine
 
-        made.gate(hop)
+        made.at_boundary(hop)
         made.task.train(made)
         made.finish()
-        now = made.recorded()
+        now = made.recorded_steps()
         pieces = [(p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().clone()) for p in made.pieces()]
         _close(made)
     evals = [{k: v for k, v in row.items() if k not in ("event", "time", "step")} for row in _evals(folder, world.rank)]
     assert kept["loss"] == now["loss"][: len(kept["loss"])]
-    ledger_of(folder, world.rank).unlink()
+    ledger_path(folder, world.rank).unlink()
     parts = {name: row["loss"] for name, row in now.get("parts", {}).items()}
     return {"loss": now["loss"], "norm": now["norm"], "parts": parts, "pieces": pieces, "evals": evals}
 
@@ -115,25 +115,25 @@ def _close(made: TrainingRun) -> None:
 
 
 def _evals(folder: Path, rank: int) -> list[dict[str, Any]]:
-    return [row for row in Ledger.read(ledger_of(folder, rank)) if row["event"] == "eval"]
+    return [row for row in Ledger.read(ledger_path(folder, rank)) if row["event"] == "eval"]
 
 
 Whole = dict[tuple[str, str], Tensor]
 
 
-def _collected(pieces: Any) -> Whole:
+def _gather_pieces(pieces: Any) -> Whole:
     """All pieces of all ranks on every rank."""
     mine = [(p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().clone()) for p in _listed(pieces)]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
-    return put_together([p for rank in ranks for p in rank])
+    return combine_pieces([p for rank in ranks for p in rank])
 
 
 def _listed(pieces: Any) -> list[Piece]:
     return list(pieces)
 
 
-def put_together(pieces: list[Any]) -> Whole:
+def combine_pieces(pieces: list[Any]) -> Whole:
     """Every element of every tensor exactly once: no gap, no overlap."""
     whole: Whole = {}
     count: dict[tuple[str, str], int] = {}
@@ -149,7 +149,7 @@ def put_together(pieces: list[Any]) -> Whole:
     return whole
 
 
-class Memory:
+class CombinedState:
     """A `Read` over pieces put together."""
 
     def __init__(self, whole: Whole) -> None:

@@ -9,21 +9,21 @@ import torch
 
 from tests.conformance.cases import Case
 from unipar.config import Cell
-from unipar.data.order import Order, cut
-from unipar.utils.seeding import sow
+from unipar.data.order import SampleOrder, split_batch
+from unipar.utils.seeding import seed_all
 
 
-def local(case: Case, size: int) -> dict[str, Any]:
+def train_locally_by_hand(case: Case, size: int) -> dict[str, Any]:
     """Each step's loss, and the parameters at the end; AdamW without fused, and no schedule."""
     config = case.config(Cell("native"), size)
     every, clip, wanted = config.train.sync_every, config.train.clipping, config.train.optimizer
     task: Any = case.task()
-    sow(config.train.seed)
+    seed_all(config.train.seed)
     first = task.model()
     ranks = [first, *(copy.deepcopy(first) for _ in range(size - 1))]
     made = [torch.optim.AdamW(m.parameters(), wanted.lr, weight_decay=wanted.weight_decay, eps=1e-6) for m in ranks]
     data = task.data()
-    order = Order(len(data), config.batch.total or 0, config.train.seed, shuffle=True, ragged="weigh")
+    order = SampleOrder(len(data), config.batch.total or 0, config.train.seed, shuffle=True, ragged="weigh")
     sizes = config.batch.settle(size)
     steps = config.train.steps
     assert every
@@ -33,7 +33,7 @@ def local(case: Case, size: int) -> dict[str, Any]:
     for step, (_, indices) in zip(range(steps), order.batches(0), strict=False):
         total = 0.0
         for rank, (model, optimizer) in enumerate(zip(ranks, made, strict=True)):
-            for micro in cut(indices, sizes.accumulate, size):
+            for micro in split_batch(indices, sizes.accumulate, size):
                 mine = micro[rank]
                 loss = task.loss(model, task.collate([data[i] for i in mine])) * (len(mine) / len(indices))
                 (loss * size).backward()

@@ -58,6 +58,6 @@ MARKS = (
 )  # fmt: skip
 
 
-def more(file: Path) -> list[Mark]:
+def read_marks(file: Path) -> list[Mark]:
     """A stranger's marks: [[mark]] tables with the same keys."""
     return [Mark(**row) for row in tomllib.loads(file.read_text("utf-8"))["mark"]]

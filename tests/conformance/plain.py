@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
 from unipar.config import Cell, Config
-from unipar.data.feed import Sown
-from unipar.data.order import Order, cut
-from unipar.utils.seeding import mix, sow
+from unipar.data.feed import SeededDataset
+from unipar.data.order import SampleOrder, split_batch
+from unipar.utils.seeding import mix_seed, seed_all
 
 ONE = Cell("native")
 
@@ -31,14 +31,14 @@ class Result:
     """Of each of several parts, the losses of its steps."""
 
 
-def plain(case: Case, size: int) -> Result:
+def train_by_hand(case: Case, size: int) -> Result:
     """The whole global batch in one forward; or, where a case asks, microbatch by microbatch."""
     torch.set_num_threads(1)
     if case.several:
-        return gan.plain(case, Result(), size)
+        return gan.train_gan_by_hand(case, Result(), size)
     config = case.config(ONE, size)
     task: Any = case.task()
-    sow(config.train.seed)
+    seed_all(config.train.seed)
     model = task.model()
     if config.model.loading is not None:
         held = load_file(FILE)
@@ -55,8 +55,8 @@ def plain(case: Case, size: int) -> Result:
     if streamed := isinstance(dataset, IterableDataset):
         dataset = list(dataset)
     collate = task.collate
-    seen = Sown(dataset, config.train.seed)
-    order = Order(
+    seen = SeededDataset(dataset, config.train.seed)
+    order = SampleOrder(
         len(dataset), config.batch.total or 0, config.train.seed, shuffle=not streamed, ragged=config.data.ragged
     )
     steps = config.train.steps or (config.train.epochs or 0) * order.per_epoch
@@ -65,14 +65,14 @@ def plain(case: Case, size: int) -> Result:
     for step, (epoch, indices) in zip(range(steps), order.batches(0), strict=False):
         parts = [indices]
         if case.micro:
-            parts = [mine or indices[:1] for micro in cut(indices, sizes.accumulate, size) for mine in micro]
+            parts = [mine or indices[:1] for micro in split_batch(indices, sizes.accumulate, size) for mine in micro]
         batches = [collate([seen[epoch, i] for i in part]) for part in parts]
         weights = [
             float(len(part) if (w := task.weight(b)) is None else w) for part, b in zip(parts, batches, strict=True)
         ]
         total = 0.0
         for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-            sow(mix(config.train.seed, 3, step, i))
+            seed_all(mix_seed(config.train.seed, 3, step, i))
             loss = task.loss(model, _cast(batch, dtype_of(case))) * (weight / sum(weights))
             loss.backward()
             total += loss.item()

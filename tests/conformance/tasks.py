@@ -113,13 +113,13 @@ class Tiny(nn.Module):
         return self.head(x)
 
 
-def sharp(logits: Tensor) -> Tensor:
+def to_float32(logits: Tensor) -> Tensor:
     """A mean of bf16 numbers would lose what is measured here."""
     return logits.float() if logits.dtype == torch.bfloat16 else logits
 
 
 def token_mean(logits: Tensor, batch: Batch) -> Tensor:
-    losses = F.cross_entropy(sharp(logits).transpose(1, 2), batch.tokens[:, 1:], reduction="none")
+    losses = F.cross_entropy(to_float32(logits).transpose(1, 2), batch.tokens[:, 1:], reduction="none")
     seen = torch.arange(losses.shape[1], device=losses.device) < batch.lengths[:, None]
     return (losses * seen).sum() / seen.sum()
 
@@ -144,7 +144,7 @@ class Plain(unipar.Task):
 
     @override
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        return F.cross_entropy(sharp(model(batch.tokens[:, :-1])).transpose(1, 2), batch.tokens[:, 1:])
+        return F.cross_entropy(to_float32(model(batch.tokens[:, :-1])).transpose(1, 2), batch.tokens[:, 1:])
 
     @override
     def validation(self) -> Any:
@@ -231,7 +231,7 @@ class Sharing(Plain):
         model.seen.clear()
         loss = super().loss(model, batch)
         assert len(model.seen) == 2
-        return loss + 0.1 * sharp(model.seen[1]).square().mean()
+        return loss + 0.1 * to_float32(model.seen[1]).square().mean()
 
 
 class Thrice(Plain):
@@ -383,7 +383,7 @@ class Regression(unipar.Task):
     @override
     def loss(self, model: Any, batch: Any) -> Tensor:
         x, y = batch
-        return (sharp(model(x)) - y).square().mean()
+        return (to_float32(model(x)) - y).square().mean()
 
 
 class OneWeight(Regression):

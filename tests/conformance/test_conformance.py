@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.conformance.cases import CASES, SIZES
-from tests.conformance.conftest import Hall
-from tests.conformance.local import local
+from tests.conformance.conftest import CellRunner
+from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2
 from unipar.config import Cell
 from unipar.errors import NonFinite
@@ -28,23 +28,23 @@ BITS = {
 """Cells that add the same numbers in the same order: their results are equal to the last bit."""
 
 
-def test_agrees(hall: Hall, cell: Cell, size: int, case: str) -> None:
+def test_agrees(hall: CellRunner, cell: Cell, size: int, case: str) -> None:
     """Losses, norms, parameters and evaluations are those of one process, within the stated tolerance."""
     wanted = CASES[case]
     if wanted.error:
         with pytest.raises(NonFinite) as caught:
-            hall.played(cell, size, case)
+            hall.result(cell, size, case)
         assert str(caught.value).startswith(f"{wanted.error}{size - 1}: ")
         return
     near = wanted.tolerance
     if wanted.local:
-        got, by_hand = hall.played(cell, size, case), local(wanted, size)
+        got, by_hand = hall.result(cell, size, case), train_locally_by_hand(wanted, size)
         assert got.losses == pytest.approx(by_hand["losses"], abs=near.loss, rel=0)
         assert got.norms[0] != got.norms[1], "the ranks took one step together"
         assert near.params is not None
         assert all(torch.allclose(t, by_hand["params"][n], atol=near.params, rtol=0) for n, t in got.params.items())
         return
-    got, one = hall.played(cell, size, case), hall.plain(case, size)
+    got, one = hall.result(cell, size, case), hall.plain(case, size)
     assert got.losses == pytest.approx(one.losses, abs=near.loss, rel=0)
     assert list(got.parts) == list(reversed(one.parts))  # as model() names them; by hand, as they step
     for part, losses in one.parts.items():
@@ -64,21 +64,21 @@ def test_agrees(hall: Hall, cell: Cell, size: int, case: str) -> None:
                 assert mine == pytest.approx(theirs, abs=5e-6)
 
 
-def test_closed_by_default(hall: Hall) -> None:
+def test_closed_by_default(hall: CellRunner) -> None:
     """Whatever a library opens in our worlds listens on loopback alone, and nothing is left in /dev/shm."""
     for (cell, size), names in hall.wanted.items():
         if (cell, size) not in hall.listens:
-            hall.played(cell, size, names[0])
+            hall.result(cell, size, names[0])
         elsewhere = [a for a in hall.listens[cell, size] if a != "0100007F"]  # 127.0.0.1
         assert (str(cell), size, elsewhere) == (str(cell), size, [])
         assert hall.listens[cell, size] or size == 1
-        assert (str(cell), size, hall.left[cell, size]) == (str(cell), size, set())
+        assert (str(cell), size, hall.left_in_shared_memory[cell, size]) == (str(cell), size, set())
 
 
 @pytest.mark.parametrize(("name", "cells"), [(n, cells) for n, classes in BITS.items() for cells in classes])
-def test_bits(hall: Hall, name: str, cells: list[str]) -> None:
+def test_bits(hall: CellRunner, name: str, cells: list[str]) -> None:
     """At world 2 in fp32, with the norm in fp64 and neither fused nor foreach, a class of cells has one result."""
-    there = [hall.played(Cell.parse(c), 2, name) for c in cells if (Cell.parse(c), 2) in hall.wanted]
+    there = [hall.result(Cell.parse(c), 2, name) for c in cells if (Cell.parse(c), 2) in hall.wanted]
     if len(there) < 2:
         pytest.skip("fewer than two cells of this class are played")
     first, *others = there

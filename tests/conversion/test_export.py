@@ -18,7 +18,7 @@ from tests.support.exports import FILE, WORDS
 from tests.support.traveller import Loaded, Words20
 from unipar import Task, join
 from unipar.config import source
-from unipar.conversion.export import export
+from unipar.conversion.export import export_script
 from unipar.errors import OutExists, TaskError, UniparError
 
 BIN = Path(sys.executable).parent
@@ -93,8 +93,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 )
 def test_the_same_losses(to: str, shard: str, tmp_path: Path, hidden: dict[str, str], expected: list[float]) -> None:
     """Started by the command that came with it, in a world where unipar cannot be imported."""
-    told = source.given({**WORDS, "parallel": {"data": 2, "shard": shard}})
-    made = export(told, to, tmp_path / "made")
+    told = source.load_given_config({**WORDS, "parallel": {"data": 2, "shard": shard}})
+    made = export_script(told, to, tmp_path / "made")
     rows = started(made.folder, to, hidden, tmp_path)
     assert len(expected) == 6
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=2e-6)
@@ -103,7 +103,7 @@ def test_the_same_losses(to: str, shard: str, tmp_path: Path, hidden: dict[str, 
 
 
 def written(tmp_path: Path, to: str, config: Mapping[str, Any], **more: Any) -> Path:
-    return export(source.given(config), to, tmp_path / "made", **more).folder
+    return export_script(source.load_given_config(config), to, tmp_path / "made", **more).folder
 
 
 @pytest.mark.parametrize("to", ["torchrun", "deepspeed", "accelerate", "horovod"])
@@ -202,7 +202,7 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
 def test_refused(to: str, change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     """Key by key, with the way out, and nothing is written."""
     with pytest.raises(UniparError) as e:
-        export(source.given(WORDS, change), to, tmp_path / "made")
+        export_script(source.load_given_config(WORDS, change), to, tmp_path / "made")
     assert str(e.value) == sentence
     assert list(tmp_path.iterdir()) == []
 
@@ -272,7 +272,7 @@ def test_a_task_that_no_script_takes(name: str, sentence: str, tmp_path: Path) -
     (tmp_path / "tasks.py").write_text(TASKS, encoding="utf-8")
     told = WORDS | {"task": {"use": f"{tmp_path}/tasks.py:{name}"}}
     with pytest.raises(TaskError) as e:
-        export(source.given(told), "torchrun", tmp_path / "made")
+        export_script(source.load_given_config(told), "torchrun", tmp_path / "made")
     assert str(e.value).removeprefix(f"{tmp_path}/") == sentence
     assert not (tmp_path / "made").exists()
 

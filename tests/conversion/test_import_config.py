@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.imports import ASKED, LEAST, STEPS, YAML, ds, said, yaml
 from unipar.config import source
-from unipar.conversion.export import export
-from unipar.conversion.import_config import imported, write
+from unipar.conversion.export import export_script
+from unipar.conversion.import_config import import_library_config, write_imported_config
 from unipar.errors import ConfigError, OutExists
 
 
@@ -62,7 +62,7 @@ def test_the_whole_of_a_ds_config(tmp_path: Path) -> None:
     assert "#   steps_per_print: unipar logs every log.every steps" in lines
     again = tmp_path / "again.yaml"
     again.write_text(made.text, encoding="utf-8")
-    assert source.read(again).config == made.config
+    assert source.load_config_file(again).config == made.config
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_there_and_back(tmp_path: Path) -> None:
             "precision": "bf16-master",
         },
     }
-    before = source.given(told)
-    folder = export(before, "deepspeed", tmp_path / "made").folder
-    after = imported(folder / "ds_config.json", ["train.steps=5", "device=cpu"]).config
+    before = source.load_given_config(told)
+    folder = export_script(before, "deepspeed", tmp_path / "made").folder
+    after = import_library_config(folder / "ds_config.json", ["train.steps=5", "device=cpu"]).config
     same = before.config.train.model_copy(update={"optimizer": after.train.optimizer})
     assert (after.backend, after.parallel, after.batch, after.train) == (
         "deepspeed",
@@ -241,7 +241,7 @@ def test_deepspeed_climbs_two_steps_later() -> None:
     from deepspeed.runtime.lr_schedules import WarmupLR
 
     from unipar.config.sections.optimizer import Constant
-    from unipar.engines.learning_rate import factor
+    from unipar.engines.learning_rate import schedule_factor
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
@@ -249,7 +249,7 @@ def test_deepspeed_climbs_two_steps_later() -> None:
     for _ in range(8):
         rates.append(optimizer.param_groups[0]["lr"])
         theirs.step()
-    ours = [factor(Constant(warmup=4), step, 8) for step in range(6)]
+    ours = [schedule_factor(Constant(warmup=4), step, 8) for step in range(6)]
     assert rates == pytest.approx([0.0, 0.0, *ours])
 
 
@@ -352,18 +352,18 @@ def test_where_it_is_written(tmp_path: Path) -> None:
     """A file that is there stays, without --overwrite; nothing goes through a link."""
     made = ds(tmp_path, LEAST, STEPS)
     out = tmp_path / "out.yaml"
-    write(made, out)
+    write_imported_config(made, out)
     with pytest.raises(OutExists) as e:
-        write(made, out)
+        write_imported_config(made, out)
     assert str(e.value) == f"-o {out}: it is there already; name another file, or write over it (--overwrite)"
-    write(made, out, overwrite=True)
+    write_imported_config(made, out, overwrite=True)
     assert out.read_text("utf-8") == made.text
     (tmp_path / "link.yaml").symlink_to(out)
     with pytest.raises(OutExists) as e:
-        write(made, tmp_path / "link.yaml", overwrite=True)
+        write_imported_config(made, tmp_path / "link.yaml", overwrite=True)
     assert str(e.value) == f"-o {tmp_path}/link.yaml: it is a link; name the file itself"
     with pytest.raises(ConfigError) as f:
-        write(made, tmp_path / "nowhere/x.yaml")
+        write_imported_config(made, tmp_path / "nowhere/x.yaml")
     assert (
         str(f.value)
         == f"-o {tmp_path}/nowhere/x.yaml: it cannot be written (No such file or directory); name another file"

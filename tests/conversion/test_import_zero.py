@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from unipar.conversion.import_config import Imported, imported
+from unipar.conversion.import_config import ImportedConfig, import_library_config
 
 
-def _read(zero: dict[str, Any], device: str, folder: Path) -> Imported:
+def _read(zero: dict[str, Any], device: str, folder: Path) -> ImportedConfig:
     told = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "zero_optimization": zero}
     file = folder / "ds_config.json"
     file.write_text(json.dumps(told), encoding="utf-8")
-    return imported(file, ["train.steps=100", f"device={device}"])
+    return import_library_config(file, ["train.steps=100", f"device={device}"])
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_left_out(zero: dict[str, Any], device: str, said: str, tmp_path: Path) 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file from a machine with GPUs is read on one without: `device: auto` is the CPU there."""
     for gpus, options in ((0, {}), (1, {"deepspeed": {"overlap": True}})):
-        monkeypatch.setattr("unipar.distributed.gpus.visible_gpus", lambda found=gpus: found)
+        monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda found=gpus: found)
         assert _read({"stage": 2, "overlap_comm": True}, "auto", tmp_path).config.options == options

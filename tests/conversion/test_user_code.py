@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unipar.conversion.user_code import carried
+from unipar.conversion.user_code import extract_user_code
 from unipar.errors import TaskError
 
 WHOLE = '''"""A task."""
@@ -62,14 +62,14 @@ def put(folder: Path, text: str, name: str = "mine.py") -> Path:
 def test_the_text_stays_the_users(tmp_path: Path) -> None:
     """Less unipar, the program's part, and imports that only those needed; the module beside goes along."""
     put(tmp_path, "import os\n\nwidth = 3\n", "helper.py")
-    made = carried(put(tmp_path, WHOLE), "Mine")
+    made = extract_user_code(put(tmp_path, WHOLE), "Mine")
     assert made == {"task.py": PLAIN, "helper.py": "import os\n\nwidth = 3\n"}
 
 
 def test_a_launch_without_a_guard_ends_the_file(tmp_path: Path) -> None:
     """As in a worker, which reads the file up to there."""
     text = "import unipar\nclass A(unipar.Task): ...\nreport = unipar.launch({}, task=A)\nprint(report)\n"
-    assert carried(put(tmp_path, text), "A") == {"task.py": "class A: ...\n"}
+    assert extract_user_code(put(tmp_path, text), "A") == {"task.py": "class A: ...\n"}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_refused(text: str, sentence: str, tmp_path: Path) -> None:
     put(tmp_path / "package", "", "__init__.py")
     file = put(tmp_path, text)
     with pytest.raises(TaskError) as e:
-        carried(file, "A")
+        extract_user_code(file, "A")
     assert str(e.value) == f"{file}, {sentence}"
 
 
@@ -120,5 +120,5 @@ def test_a_module_beside_that_uses_unipar(tmp_path: Path) -> None:
     """Is refused as the task's own file is."""
     beside = put(tmp_path, "import unipar\nx = unipar.Task\n", "helper.py")
     with pytest.raises(TaskError) as e:
-        carried(put(tmp_path, "import helper\n"), "A")
+        extract_user_code(put(tmp_path, "import helper\n"), "A")
     assert str(e.value) == f"{beside}, line 2: it uses unipar.Task, and a script has no unipar: write out what it does"

@@ -16,33 +16,33 @@ from torch.utils.data import (
     default_collate,
 )
 
-from unipar.config import Config, Sizes
-from unipar.data.dataset import Source, source_of
-from unipar.data.feed import Feed
-from unipar.data.order import Order, Plan, cut
+from unipar.config import BatchSizes, Config
+from unipar.data.dataset import DataSource, data_source_of
+from unipar.data.feed import MicrobatchFeed
+from unipar.data.order import MicrobatchPlan, SampleOrder, split_batch
 from unipar.errors import ConfigError, TaskError
 
 DATA = TensorDataset(torch.arange(10))
 
 
-def _order(samples: int = 10, total: int = 4, ragged: str = "weigh", *, shuffle: bool = True) -> Order:
-    return Order(samples, total, seed=0, shuffle=shuffle, ragged=ragged)
+def _order(samples: int = 10, total: int = 4, ragged: str = "weigh", *, shuffle: bool = True) -> SampleOrder:
+    return SampleOrder(samples, total, seed=0, shuffle=shuffle, ragged=ragged)
 
 
 def _config(**sections: Any) -> Config:
     return Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}, **sections})
 
 
-def _source(given: Any, **sections: Any) -> Source:
-    return source_of(given, None, default_collate, _config(**sections), Sizes(4, 2, 1, 2))
+def _source(given: Any, **sections: Any) -> DataSource:
+    return data_source_of(given, None, default_collate, _config(**sections), BatchSizes(4, 2, 1, 2))
 
 
-def _plans(ranks: int, micro: int, steps: int) -> list[list[list[Plan]]]:
+def _plans(ranks: int, micro: int, steps: int) -> list[list[list[MicrobatchPlan]]]:
     """[rank][step][microbatch] of a world."""
     sizes = _config().model_copy().batch.model_copy(update={"micro": micro}).settle(ranks)
-    made: list[list[list[Plan]]] = []
+    made: list[list[list[MicrobatchPlan]]] = []
     for rank in range(ranks):
-        plans = Feed(_source(DATA), sizes, rank, 0).plans(0)
+        plans = MicrobatchFeed(_source(DATA), sizes, rank, 0).plans(0)
         made.append([next(plans) for _ in range(steps)])
     return made
 
@@ -91,7 +91,7 @@ def test_an_empty_microbatch_is_a_real_sample_of_weight_zero() -> None:
 
 def test_cut() -> None:
     """Seven samples for two microbatches on two ranks: sizes differ by one at most."""
-    assert cut(list(range(7)), 2, 2) == [[[0, 1], [2, 3]], [[4, 5], [6]]]
+    assert split_batch(list(range(7)), 2, 2) == [[[0, 1], [2, 3]], [[4, 5], [6]]]
 
 
 @pytest.mark.parametrize(("ragged", "batches"), [("weigh", 3), ("drop", 2)])
@@ -128,7 +128,7 @@ def test_a_loader_is_taken() -> None:
     assert source.dataset is DATA
     assert source.collate is _collate
     assert (source.settings.shuffle, source.settings.workers, source.settings.ragged) == (True, 2, "drop")
-    assert source.taken["timeout"] == 5
+    assert source.loader_arguments["timeout"] == 5
 
 
 def test_a_key_in_the_file_wins_over_the_loader() -> None:
@@ -172,7 +172,7 @@ def test_what_cannot_be_taken_is_refused(given: Any, message: str) -> None:
 
 def test_a_spare_is_a_sample_that_weighs() -> None:
     """A rank whose microbatches are all masked computes the first sample that is not."""
-    feed = Feed(_source(DATA), Sizes(4, 2, 1, 2), 0, 0)
-    assert feed.spare(lambda batch: float(batch[0] > 3))[0].item() == 4
+    feed = MicrobatchFeed(_source(DATA), BatchSizes(4, 2, 1, 2), 0, 0)
+    assert feed.batch_with_weight(lambda batch: float(batch[0] > 3))[0].item() == 4
     with pytest.raises(TaskError, match=r"^weight\(batch\) is 0 for every single sample of the data"):
-        feed.spare(lambda batch: 0.0)
+        feed.batch_with_weight(lambda batch: 0.0)

@@ -15,28 +15,28 @@ from typing_extensions import override
 
 from tests.support.running import running
 from tests.support.streams import Counted, Noisy, Numbers, Sharded, Streamed
-from tests.support.world import FOUND
+from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.cli.commands.explain import explain_config
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import given, read
-from unipar.conversion.export import export
-from unipar.data.dataset import training_source
-from unipar.data.order import Plan
-from unipar.data.stream import STATED, digest, shard
-from unipar.data.stream_feed import Stream
+from unipar.config.source import load_config_file, load_given_config
+from unipar.conversion.export import export_script
+from unipar.data.dataset import training_data_source
+from unipar.data.order import MicrobatchPlan
+from unipar.data.stream import STREAM_PROMISES, digest_sample, take_shard
+from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.place import Place
-from unipar.distributed.world import World, abandon
+from unipar.distributed.world import World, leave_current_world
 from unipar.errors import ConfigError, TaskError, UniparError
-from unipar.launcher.processes.group import Crew
-from unipar.run_folder.layout import ledger_of
+from unipar.launcher.processes.group import WorkerGroup
+from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.task.run import Position
-from unipar.verification.worker.fixed_stream import held
+from unipar.verification.worker.fixed_stream import fix_stream_samples
 
 pytestmark = pytest.mark.forked
 
-Step = list[tuple[Any, Plan]]
+Step = list[tuple[Any, MicrobatchPlan]]
 
 
 def _alone(rank: int, size: int) -> World:
@@ -48,17 +48,17 @@ def _alone(rank: int, size: int) -> World:
 @pytest.fixture(autouse=True)
 def _left() -> Iterator[None]:
     yield
-    abandon()
+    leave_current_world()
 
 
-def _stream(data: Any, rank: int, size: int, total: int = 4, accumulate: int = 1, **keys: Any) -> Stream:
+def _stream(data: Any, rank: int, size: int, total: int = 4, accumulate: int = 1, **keys: Any) -> StreamFeed:
     made = {"batch": {"total": total, "accumulate": accumulate}, "train": {"steps": 1}, "data": keys}
     config = Config.model_validate(made)
     sizes = config.batch.settle(size)
-    return Stream(training_source(data, None, default_collate, config, sizes), sizes, _alone(rank, size), 7)
+    return StreamFeed(training_data_source(data, None, default_collate, config, sizes), sizes, _alone(rank, size), 7)
 
 
-def _steps(stream: Stream, steps: int, start: int = 0) -> list[Step]:
+def _steps(stream: StreamFeed, steps: int, start: int = 0) -> list[Step]:
     return list(islice(stream.batches(start), steps))
 
 
@@ -203,7 +203,7 @@ def test_a_loader_over_a_stream() -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks of a real world read of each stream of `tests.support.streams`."""
     run = tmp_path_factory.mktemp("streams")
-    with Crew(run, 2, "tests.support.streams:play", environment=FOUND, heartbeat=60.0) as crew:
+    with WorkerGroup(run, 2, "tests.support.streams:play", environment=PYTHONPATH_VARIABLE, heartbeat=60.0) as crew:
         crew.wait()
     return [json.loads((run / f"read-{rank}.json").read_text("utf-8")) for rank in range(2)]
 
@@ -278,7 +278,11 @@ def test_both_spellings_of_shard() -> None:
         def shard(self, num_shards: int, index: int, contiguous: bool = True) -> Counted:
             return Counted(self.range.stop, index, num_shards)
 
-    assert list(shard(Sharded(5), 1, 2)) == list(shard(Theirs(5), 1, 2)) == [torch.tensor(1.0), torch.tensor(3.0)]
+    assert (
+        list(take_shard(Sharded(5), 1, 2))
+        == list(take_shard(Theirs(5), 1, 2))
+        == [torch.tensor(1.0), torch.tensor(3.0)]
+    )
 
 
 def test_a_digest_tells_samples_apart() -> None:
@@ -287,8 +291,8 @@ def test_a_digest_tells_samples_apart() -> None:
         {"x": torch.ones(2), "y": 1}, {"x": torch.ones(2), "y": 2}, {"x": torch.zeros(2), "y": 1},
         [torch.ones(1, dtype=torch.bfloat16)], [torch.tensor(1j)], [torch.tensor(2j)], "a", ["a"], None,
     ]  # fmt: skip
-    assert len({digest(sample) for sample in seen}) == len(seen)
-    assert digest({"x": torch.ones(2), "y": 1}) == digest(seen[0])
+    assert len({digest_sample(sample) for sample in seen}) == len(seen)
+    assert digest_sample({"x": torch.ones(2), "y": 1}) == digest_sample(seen[0])
 
 
 def test_a_run_over_a_stream(tmp_path: Path) -> None:
@@ -299,7 +303,7 @@ def test_a_run_over_a_stream(tmp_path: Path) -> None:
         weight, bias = (piece.tensor.item() for piece in run.engine.pieces() if piece.kind == "weight")
         assert run.position == Position(step=12, epoch=2, batch=0)
     assert samples == [4, 4, 4, 4, 4, 2] * 2
-    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     (said,) = (row["said"] for row in rows if row["event"] == "data")
     assert said.startswith("a stream: every rank and worker reads all of it and keeps its own samples")
     errors = [((weight - 3) * x / 10 + bias) ** 2 for x in range(13)]
@@ -327,10 +331,10 @@ def test_explained(tmp_path: Path) -> None:
         "parallel: {data: 2}\nbatch: {total: 4}\ntrain: {epochs: 2}\n",
         "utf-8",
     )
-    made = explain_config(read(file), deep=True)
+    made = explain_config(load_config_file(file), deep=True)
     told = {v.key: (v.value, v.origin) for v in (*made.values, *made.follows)}
     assert told["data.shuffle"] == (False, "the task's stream")
-    assert told["stream"] == ("whole", STATED["whole"])
+    assert told["stream"] == ("whole", STREAM_PROMISES["whole"])
     assert told["samples"] == (22, "the task's data(); 6 batches of 4 an epoch")
     assert told["train.steps"] == (12, "derived: epochs x batches an epoch = 2 x 6")
 
@@ -350,7 +354,7 @@ def test_streams_that_verify_refuses(sections: dict[str, Any], sentence: str) ->
     config = Config.model_validate({"batch": {"total": 4}} | sections)
     settled = SettledConfig.of(config, Cell("single"), 1, "cpu")
     with pytest.raises(ConfigError) as e:
-        held(Streamed(), settled, 3)
+        fix_stream_samples(Streamed(), settled, 3)
     assert str(e.value) == sentence
 
 
@@ -366,5 +370,5 @@ def test_export_refuses_a_stream(tmp_path: Path) -> None:
     )
     told = {"task": {"use": f"{file}:Flow"}, "batch": {"total": 4}, "train": {"steps": 1}, "device": "cpu"}
     with pytest.raises(TaskError) as e:
-        export(given(told), "torchrun", tmp_path / "made")
+        export_script(load_given_config(told), "torchrun", tmp_path / "made")
     assert str(e.value) == f"{file}:Flow: data() returns a stream, which a script divides by rules of its own"

@@ -9,7 +9,7 @@ import pytest
 from tests.support.tiny import CONFIG
 from unipar.backend import registry
 from unipar.config import Config
-from unipar.distributed.launchers import probe, tasks_per_node, without_launcher_arguments
+from unipar.distributed.launchers import place_from_environment, tasks_per_node, without_launcher_arguments
 from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
 
@@ -52,14 +52,14 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 def test_launchers_with_an_address(environ: dict[str, str], launcher: str, hosted: bool) -> None:
     """Rank, size and the address where the processes meet, as facts of the environment."""
     address = environ["MASTER_ADDR"], 29500
-    assert probe(registry.launchers(), None, environ) == Place(
+    assert place_from_environment(registry.list_launchers(), None, environ) == Place(
         rank=1, size=2, local_rank=1, local_size=2, launcher=launcher, address=address, hosted=hosted
     )
 
 
 def test_a_launcher_with_a_process_in_between() -> None:
     """Ranks of `deepspeed` watch the one above their parent."""
-    assert probe(registry.launchers(), None, DEEPSPEED) == Place(
+    assert place_from_environment(registry.list_launchers(), None, DEEPSPEED) == Place(
         rank=1, size=2, local_rank=1, local_size=2, launcher="deepspeed", address=("127.0.0.1", 29500), between=1
     )
 
@@ -77,7 +77,7 @@ def test_a_launcher_with_a_process_in_between() -> None:
 )
 def test_a_launcher_without_an_address(environ: dict[str, str], launcher: str, job: str, tmp_path: Path) -> None:
     """Processes meet by a file of the run, named after the job."""
-    place = probe(registry.launchers(), tmp_path, environ)
+    place = place_from_environment(registry.list_launchers(), tmp_path, environ)
     assert place == Place(rank=1, size=2, local_rank=1, local_size=2, launcher=launcher, folder=tmp_path, job=job)
     assert place is not None
     assert place.meeting == tmp_path / f".meet-{launcher}-{job}"
@@ -95,7 +95,7 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 def test_local_variables_of_ones_own() -> None:
     """Set by hand on several machines, they count; and one loopback address may be several containers'."""
     more = {"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    place = probe(registry.launchers(), None, BY_HAND | more)
+    place = place_from_environment(registry.list_launchers(), None, BY_HAND | more)
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 4, 0, 1)
 
@@ -112,7 +112,7 @@ def test_local_variables_of_ones_own() -> None:
 )
 def test_nobody(environ: dict[str, str]) -> None:
     """The variables of a batch script, of `salloc` or of a step with one task, or an address alone, make no world."""
-    assert probe(registry.launchers(), None, environ) is None
+    assert place_from_environment(registry.list_launchers(), None, environ) is None
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_nobody(environ: dict[str, str]) -> None:
 def test_worlds_that_cannot_be_joined(environ: dict[str, str], message: str) -> None:
     """Left alone, N processes would each train a world of one."""
     with pytest.raises(WorldMismatch) as e:
-        probe(registry.launchers(), None, environ)
+        place_from_environment(registry.list_launchers(), None, environ)
     assert str(e.value) == message
 
 
@@ -150,7 +150,7 @@ def test_horovod_on_two_machines() -> None:
     """Its rendezvous would wait on each of them alone."""
     place = Place(rank=1, size=4, local_rank=1, local_size=2, launcher="torchrun", address=("192.0.2.7", 1))
     with pytest.raises(WorldMismatch) as e:
-        registry.find("horovod").join(Config.model_validate(CONFIG), place)
+        registry.find_backend("horovod").join(Config.model_validate(CONFIG), place)
     assert str(e.value) == (
         "torchrun started 4 processes, 2 of them on this machine; Horovod's meet on loopback alone: use one machine, "
         "or native, deepspeed or accelerate"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.holdings_inside import REPLAY
-from tests.support.world import FOUND
+from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import registry
-from unipar.launcher.processes.group import Crew
+from unipar.launcher.processes.group import WorkerGroup
 
 pytestmark = pytest.mark.forked
 
@@ -79,13 +79,19 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int
     """What each rank of each world said, by cell, precision, microbatches and the world's size."""
     found: dict[tuple[str, str, int, int], Ranks] = {}
     for size, rows in ((1, ROWS + ALONE), (2, ROWS), (1, HOROVOD), (2, HOROVOD)):
-        if any(registry.missing(registry.find(name)) for name in {"deepspeed", "accelerate"} if rows is not HOROVOD):
+        if any(
+            registry.why_not_installed(registry.find_backend(name))
+            for name in {"deepspeed", "accelerate"}
+            if rows is not HOROVOD
+        ):
             rows = [row for row in rows if row[0].startswith(("native", "single", REPLAY))]
-        if rows is HOROVOD and registry.missing(registry.find("horovod")):
+        if rows is HOROVOD and registry.why_not_installed(registry.find_backend("horovod")):
             continue
         run = tmp_path_factory.mktemp("holdings")
         (run / "rows.json").write_text(json.dumps(rows), "utf-8")
-        with Crew(run, size, "tests.support.holdings_inside:run", environment=FOUND, heartbeat=100.0) as crew:
+        with WorkerGroup(
+            run, size, "tests.support.holdings_inside:run", environment=PYTHONPATH_VARIABLE, heartbeat=100.0
+        ) as crew:
             crew.wait()
         ranks = [json.loads((run / f"{rank}.json").read_text("utf-8")) for rank in range(size)]
         found |= {(*row, size): [rank[i] for rank in ranks] for i, row in enumerate(rows)}
@@ -172,8 +178,8 @@ def test_names(played: Any) -> None:
 @pytest.mark.parametrize("name", ["native", "deepspeed", "horovod", "accelerate"])
 def test_sites_are_there(name: str) -> None:
     """Each place that is named exists in the library as it is installed: the file, and the function in it."""
-    backend = registry.find(name)
-    if why := registry.missing(backend):
+    backend = registry.find_backend(name)
+    if why := registry.why_not_installed(backend):
         pytest.skip(why)
     assert backend.capabilities.sites
     for site in backend.capabilities.sites:

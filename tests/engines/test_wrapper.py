@@ -14,7 +14,7 @@ import unipar
 from tests.conformance import tasks
 from tests.support.running import running
 from unipar.backend import Engine
-from unipar.backend.engine import Around
+from unipar.backend.engine import DelegatingEngine
 from unipar.distributed import world
 from unipar.errors import TaskError
 
@@ -91,12 +91,12 @@ def test_blocks_that_share_a_parameter(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shard", ["nothing", "optimizer"])
 def test_the_first_step_settles_the_search(shard: str, tmp_path: Path) -> None:
     """DDP searches for unused parameters if the first step had some, and not otherwise."""
-    from unipar_native.ddp import DDP
+    from unipar_native.ddp import DDPEngine
 
     for task, wanted in ((tasks.Plain(), False), (tasks.Unused(), True)):
         with running(task, tmp_path, backend="native", parallel={"shard": shard}) as run:
             engine = run.engine
-            assert isinstance(engine, DDP)
+            assert isinstance(engine, DDPEngine)
             assert engine.find_unused is None
             run.task.train(run)
             assert engine.find_unused is wanted
@@ -132,7 +132,7 @@ def test_scaled_buckets(parameters: int | None, bucket: int | None) -> None:
 
 def test_the_model_is_built_for_real_where_meta_will_not_do(tmp_path: Path) -> None:
     """A constructor that looks at values runs for real on every rank, and is emptied where it is not rank 0."""
-    from unipar.model.create import _on_meta  # pyright: ignore[reportPrivateUsage]
+    from unipar.model.create import _create_on_meta  # pyright: ignore[reportPrivateUsage]
 
     class Looking(tasks.Plain):
         @override
@@ -140,7 +140,7 @@ def test_the_model_is_built_for_real_where_meta_will_not_do(tmp_path: Path) -> N
             depth = int(torch.linspace(1, 2, 2)[-1].item())
             return nn.Sequential(*[nn.Linear(2, 2) for _ in range(depth)])
 
-    made = _on_meta(Looking().model)
+    made = _create_on_meta(Looking().model)
     assert [(n, p.device.type) for n, p in made.named_parameters()][:1] == [("0.weight", "meta")]
     assert len(made) == 2
 
@@ -151,11 +151,11 @@ def test_a_group_that_was_left_is_not_the_reducers_to_free(tmp_path: Path) -> No
         run.task.train(run)
         group = torch.distributed.group.WORLD
     assert not torch.distributed.is_initialized()
-    assert world._past[-1] is group  # pyright: ignore[reportPrivateUsage]
+    assert world._left_groups[-1] is group  # pyright: ignore[reportPrivateUsage]
 
 
 def test_an_engine_around_another_leaves_nothing_out() -> None:
     """Each of an engine's verbs reaches the one within; a neutral hook that stays behind would be silent."""
     verbs = {name for name in vars(Engine) if not name.startswith("_")}
     assert "take_mean" in verbs
-    assert verbs <= set(vars(Around))
+    assert verbs <= set(vars(DelegatingEngine))

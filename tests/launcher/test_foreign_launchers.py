@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.foreign_launch import CONFIG
-from tests.support.launchers import WAYS, environment, lacking, private, words
-from tests.support.world import eventually, parent_of, runs
+from tests.support.launchers import LAUNCH_COMMANDS, environment, in_private_network, launch_command, reason_missing
+from tests.support.world import eventually, is_running, parent_of
 from unipar.results.run import Report
 from unipar.run_folder.ledger import Ledger
 
@@ -29,9 +29,9 @@ CELLS = [
 
 
 def command(launcher: str, *more: str) -> list[str]:
-    if why := lacking(launcher):
+    if why := reason_missing(launcher):
         pytest.skip(why)
-    return words(launcher, "unipar", "run", *more)
+    return launch_command(launcher, "unipar", "run", *more)
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -44,7 +44,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The same run in a world of ours."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "x.yaml").write_text(CONFIG, encoding="utf-8")
-    done = run(words("python", "unipar", "run", "x.yaml"), folder)
+    done = run(launch_command("python", "unipar", "run", "x.yaml"), folder)
     assert done.returncode == 0, done.stderr
     return Report.read(folder / "runs/x")
 
@@ -88,7 +88,7 @@ for name in ("a", "b"):
 
 def _twice(backend: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(TWICE.replace("BACKEND", repr(backend)), encoding="utf-8")
-    return run(private([*WAYS["torchrun"][:-1], "script.py"]), folder)
+    return run(in_private_network([*LAUNCH_COMMANDS["torchrun"][:-1], "script.py"]), folder)
 
 
 @pytest.mark.parametrize(
@@ -122,19 +122,19 @@ def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path)
     process.send_signal(signal.SIGKILL)
     process.wait()
     try:
-        eventually(lambda: not any(runs(pid) for pid in left[:2]), "orphans")
-        eventually(lambda: not any(runs(pid) for pid in left), f"{left[2:]} lives on without ranks")
+        eventually(lambda: not any(is_running(pid) for pid in left[:2]), "orphans")
+        eventually(lambda: not any(is_running(pid) for pid in left), f"{left[2:]} lives on without ranks")
     finally:
-        for pid in filter(runs, left):
+        for pid in filter(is_running, left):
             os.kill(pid, signal.SIGKILL)
 
 
 def test_ranks_behind_a_shell_of_their_own(tmp_path: Path, alone: Report) -> None:
     """They have no parent in common, and find one another all the same."""
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
-    if why := lacking("mpirun"):
+    if why := reason_missing("mpirun"):
         pytest.skip(why)
     script = f'{sys.executable} -m unipar run x.yaml "$@"; exit $?'
-    done = run(private([*WAYS["mpirun"][:-2], "sh", "-c", script]), tmp_path)
+    done = run(in_private_network([*LAUNCH_COMMANDS["mpirun"][:-2], "sh", "-c", script]), tmp_path)
     assert done.returncode == 0, done.stderr
     assert Report.read(tmp_path / "runs/x").losses == alone.losses

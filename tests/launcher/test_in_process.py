@@ -25,11 +25,11 @@ def began() -> str:
 
 
 def leave(run: Path, where: list[str], pid: int, when: str) -> None:
-    in_process._mark(run, PLACE).write_text(json.dumps([where, pid, when]), "utf-8")  # pyright: ignore[reportPrivateUsage]
+    in_process._started_mark_path(run, PLACE).write_text(json.dumps([where, pid, when]), "utf-8")  # pyright: ignore[reportPrivateUsage]
 
 
 def wait(run: Path) -> None:
-    in_process._wait(run, PLACE, 0.05)  # pyright: ignore[reportPrivateUsage]
+    in_process._wait_for_run_folder(run, PLACE, 0.05)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_rank_that_lives(tmp_path: Path) -> None:

@@ -16,19 +16,19 @@ import pytest
 
 import unipar
 from tests.support.tiny import CONFIG, Tiny
-from tests.support.world import FOUND, ROOT, SOON, eventually
+from tests.support.world import PYTHONPATH_VARIABLE, ROOT, SOON, eventually
 from unipar.backend.checks import given_source
 from unipar.distributed.launchers import Launcher
 from unipar.errors import OutExists, Stopped, TaskError, Unsupported, WorkerFailed
 from unipar.launcher import rerun
-from unipar.launcher.prepare import check_serves
+from unipar.launcher.prepare import check_launcher_serves
 from unipar.run_folder.ledger import Ledger
 
 
 def python(script: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run it as the user would: a file, from its own folder."""
     (folder / "script.py").write_text(script, encoding="utf-8")
-    environment = {**os.environ, **FOUND, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "script.py", *words]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
@@ -127,7 +127,7 @@ if __name__ == "__main__":
     unipar.launch(CONFIG, overrides={{"out": "out", "train.steps": 100000, "task": task}})
 """
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    environment = {**os.environ, **FOUND, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "script.py"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
     )
@@ -252,7 +252,7 @@ def test_what_was_typed(
     """Python's own flags are told from the script and its arguments."""
     (tmp_path / "a.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert rerun.typed(words) == found
+    assert rerun.find_script_command(words) == found
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_what_was_typed(
 def test_no_script_to_run_again(words: Sequence[str], where: str) -> None:
     """The error names launch."""
     with pytest.raises(TaskError, match=rf"and this is {where}.*: put the loop into a file, or use launch\(\)"):
-        rerun.typed(words)
+        rerun.find_script_command(words)
 
 
 # Refused, before any process
@@ -330,7 +330,7 @@ def test_a_launcher_made_for_other_backends() -> None:
     """With the command to use instead."""
     ring = Launcher(name="ringrun", order=1, marks=(), rank="", size="", local_rank="", local_size="", serves=("ring",))
     with pytest.raises(Unsupported) as raised:
-        check_serves(ring, given_source(CONFIG))
+        check_launcher_serves(ring, given_source(CONFIG))
     assert str(raised.value) == (
         "native/nothing: ringrun starts ring only; start the same script with `torchrun --nproc-per-node N`, "
         "or with `python`, and unipar starts its ranks itself"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.world import FOUND, eventually, runs
+from tests.support.world import PYTHONPATH_VARIABLE, eventually, is_running
 from unipar.run_folder.ledger import Ledger
 
 CELL = """
@@ -95,7 +95,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Generator[Kernel]:
     folder = tmp_path_factory.mktemp("notebook")
     manager = KernelManager(kernel_name="python3")
     private = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTER_RUNTIME_DIR": str(folder)}
-    manager.start_kernel(cwd=str(folder), env={**os.environ, **FOUND, **private, "OMP_NUM_THREADS": "1"})
+    manager.start_kernel(cwd=str(folder), env={**os.environ, **PYTHONPATH_VARIABLE, **private, "OMP_NUM_THREADS": "1"})
     client = manager.blocking_client()
     try:
         client.start_channels()
@@ -151,7 +151,7 @@ def test_a_cell_that_is_interrupted(kernel: Kernel) -> None:
     kernel.manager.interrupt_kernel()
     said = kernel.end(asked)
     assert said.error.startswith("Stopped: stopped by SIGINT after step ")
-    assert not any(runs(pid) for pid in ranks)
+    assert not any(is_running(pid) for pid in ranks)
     assert kernel.run("pause = 0.0\n1 + 1").result == "2"
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from unipar.launcher.progress import Progress, Tail
-from unipar.run_folder.heartbeat import Heart
-from unipar.run_folder.layout import beat_of, ledger_of, prints_of
+from unipar.launcher.progress import FileTail, Progress
+from unipar.run_folder.heartbeat import HeartbeatWriter
+from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
 from unipar.run_folder.ledger import Ledger
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -34,12 +34,12 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(run: Path, steps: int, every: int = 1) -> None:
     """What rank 0 leaves behind of a run."""
-    heart = Heart(beat_of(run, 0))
-    with Ledger(ledger_of(run, 0)) as ledger:
+    heart = HeartbeatWriter(heartbeat_path(run, 0))
+    with Ledger(ledger_path(run, 0)) as ledger:
         ledger.note("start", rank=0, size=2, cell="native/nothing", pid=1, parameters=8912345)
         for step in range(1, steps + 1):
             heart.step = step
-            heart.mark("between")
+            heart.set_phase("between")
             if step % every == 0 or step == 1:
                 ledger.note("step", step=step, of=steps, loss=4.0 / step, norm=1.0, lr=0.1, samples=8, seconds=0.25)
 
@@ -80,7 +80,7 @@ def test_plain_lines_are_few(tmp_path: Path) -> None:
 
 def test_evaluations_are_shown(tmp_path: Path) -> None:
     """With their names."""
-    with Ledger(ledger_of(tmp_path, 0)) as ledger:
+    with Ledger(ledger_path(tmp_path, 0)) as ledger:
         ledger.note("eval", step=25, loss=2.5, accuracy=0.75)
     err = io.StringIO()
     with Progress(tmp_path, 50, err=err):
@@ -91,7 +91,7 @@ def test_evaluations_are_shown(tmp_path: Path) -> None:
 def test_prints_of_rank_0_go_to_stdout(tmp_path: Path) -> None:
     """As soon as a line is whole; what has no end yet, at the end."""
     out, err = io.StringIO(), io.StringIO()
-    with prints_of(tmp_path).open("w", encoding="utf-8") as file, Progress(tmp_path, 5, out=out, err=err) as progress:
+    with stdout_path(tmp_path).open("w", encoding="utf-8") as file, Progress(tmp_path, 5, out=out, err=err) as progress:
         file.write("one\ntw")
         file.flush()
         progress.tick()
@@ -108,7 +108,7 @@ def test_quiet_leaves_prints_only(tmp_path: Path) -> None:
     """Nothing of ours is seen."""
     out, err = Terminal(), Terminal()
     trained(tmp_path, 3)
-    prints_of(tmp_path).write_text("mine\n", "utf-8")
+    stdout_path(tmp_path).write_text("mine\n", "utf-8")
     with Progress(tmp_path, 3, quiet=True, out=out, err=err):
         pass
     assert (out.getvalue(), err.getvalue()) == ("mine\n", "")
@@ -119,10 +119,10 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     """Step, loss, rate and time left on one line of at most 80 columns; prints above it."""
     err = Terminal()
     trained(tmp_path, 40, every=10)
-    heart = Heart(beat_of(tmp_path, 0))
+    heart = HeartbeatWriter(heartbeat_path(tmp_path, 0))
     heart.step = 31
-    heart.mark("forward")
-    prints_of(tmp_path).write_text("mine [not markup]\n", "utf-8")
+    heart.set_phase("forward")
+    stdout_path(tmp_path).write_text("mine [not markup]\n", "utf-8")
     with Progress(tmp_path, 400, out=err, err=err) as progress:
         progress.tick()
     drawn = [line.rstrip() for line in re.split(r"[\r\n]", ESCAPE.sub("", err.getvalue()))]
@@ -169,7 +169,7 @@ def test_a_failed_run_has_no_summary(tmp_path: Path) -> None:
 def test_ticking_by_itself(tmp_path: Path) -> None:
     """Where the process that draws is the one that trains."""
     err = io.StringIO()
-    with Progress(tmp_path, 1, prints=False, err=err) as progress, progress.ticking():
+    with Progress(tmp_path, 1, prints=False, err=err) as progress, progress.tick_in_background():
         trained(tmp_path, 1)
     assert "step 1/1  loss 4.0000" in err.getvalue()
 
@@ -177,7 +177,7 @@ def test_ticking_by_itself(tmp_path: Path) -> None:
 def test_tail(tmp_path: Path) -> None:
     """Lines come once, whole, and in pieces of any size; a file that is not there yet has none."""
     path = tmp_path / "x"
-    tail = Tail(path)
+    tail = FileTail(path)
     assert list(tail.lines()) == []
     with path.open("wb") as file:
         file.write("a\nü".encode()[:3])

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.foreign_launch import CONFIG
-from tests.support.launchers import WAYS, environment
-from tests.support.slurm import Slurm, cluster, lacking
+from tests.support.launchers import LAUNCH_COMMANDS, environment
+from tests.support.slurm import Slurm, cluster, reason_no_cluster
 from unipar.results.run import Report
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(lacking()), reason=lacking())]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason_no_cluster()), reason=reason_no_cluster())]
 
 UNIPAR = [sys.executable, "-m", "unipar", "run", "x.yaml"]
 TWO = [*UNIPAR, "--set", "parallel.data=2"]
-TORCHRUN = [*WAYS["torchrun"], "unipar", "run", "x.yaml"]
+TORCHRUN = [*LAUNCH_COMMANDS["torchrun"], "unipar", "run", "x.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def ours(run: Path) -> bool:
         (TWO, True, 2, True),
         (TORCHRUN, True, 2, False),
         (["srun", "-n1", *TORCHRUN], False, 2, False),
-        ([*WAYS["mpirun"], "unipar", "run", "x.yaml"], True, 2, False),
+        ([*LAUNCH_COMMANDS["mpirun"], "unipar", "run", "x.yaml"], True, 2, False),
     ],
     ids=[
         *("srun", "srun in a batch", "a shell a rank", "a step of one task", "salloc", "a batch alone"),

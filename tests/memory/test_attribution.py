@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from unipar.backend import Category
-from unipar.memory.account import Phase, PhaseName
-from unipar.memory.recording.attribution import Replay, pace
-from unipar.memory.sources.events import Mark, Named, Seen, Site, askers
-from unipar.memory.sources.malloc import NOTE
+from unipar.memory.account import PhaseName, PhasePeak
+from unipar.memory.recording.attribution import Attribution, plain_step_seconds
+from unipar.memory.sources.events import CallSite, NamedStorage, PhaseMark, SeenEvents, classify_callers
+from unipar.memory.sources.malloc import NOTE_DTYPE
 
 BASE, SMALL, MAIN, OTHER = 1000, 100, 7, 8
 LIBRARY, C10, PYTHON = 1, 2, 3
@@ -37,14 +37,14 @@ class Tape:
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, ...]] = []
-        self.marks: list[Mark] = []
+        self.marks: list[PhaseMark] = []
         self.live, self.small, self.peak = BASE, SMALL, BASE
-        self.named: list[Named] = []
-        self.sites: list[Site] = []
+        self.named: list[NamedStorage] = []
+        self.sites: list[CallSite] = []
 
     def mark(self, phase: str) -> None:
         when = float(len(self.marks))
-        self.marks.append(Mark(len(self.rows), phase, self.peak, self.live, self.small, when=when))
+        self.marks.append(PhaseMark(len(self.rows), phase, self.peak, self.live, self.small, when=when))
         self.peak = self.live
 
     def come(self, address: int, size: int, *, caller: int = C10, thread: int = MAIN) -> None:
@@ -65,14 +65,14 @@ class Tape:
         self.rows.append((address, caller, size, self.live, self.small, thread, max(size, 0)))
 
     def name(self, address: int, size: int, category: Category, name: str) -> None:
-        self.named.append(Named(len(self.rows), address, size, category, name))
+        self.named.append(NamedStorage(len(self.rows), address, size, category, name))
 
-    def replay(self, *, shared: bool = True) -> Replay:
+    def replay(self, *, shared: bool = True) -> Attribution:
         self.mark("end")
-        events = np.array(self.rows, dtype=NOTE)
-        kinds, owners = askers(events["caller"].tolist(), FILES)
-        seen = Seen(events, kinds, owners, BASE, SMALL, MAIN, shared, self.marks, self.named, self.sites)
-        return Replay(seen)
+        events = np.array(self.rows, dtype=NOTE_DTYPE)
+        kinds, owners = classify_callers(events["caller"].tolist(), FILES)
+        seen = SeenEvents(events, kinds, owners, BASE, SMALL, MAIN, shared, self.marks, self.named, self.sites)
+        return Attribution(seen)
 
 
 Said = Callable[[Tape], None]
@@ -104,7 +104,7 @@ def named(address: int, size: int, category: Category, name: str) -> Said:
     return lambda tape: tape.name(address, size, category, name)
 
 
-def phase(tape: Tape, name: PhaseName, *, shared: bool = True) -> Phase:
+def phase(tape: Tape, name: PhaseName, *, shared: bool = True) -> PhasePeak:
     replay = tape.replay(shared=shared)
     return replay.phase(name, replay.windows)
 
@@ -209,7 +209,7 @@ def test_what_is_no_tensor_is_told_by_whose_code_asked() -> None:
 def test_a_site_says_what_lives_too_short_to_be_held() -> None:
     """A gathered parameter, by the line that asked for it."""
     tape = played({2: [came(16, 4000), went(16, 4000)]})
-    tape.sites.append(Site(0, 1, "empty in gather", "communication"))
+    tape.sites.append(CallSite(0, 1, "empty in gather", "communication"))
     found = phase(tape, "forward")
     assert found.held == {"communication": 4000}
     assert found.largest[0].name == "empty in gather"
@@ -307,5 +307,5 @@ def test_phases_are_as_long_as_in_a_plain_step() -> None:
     """The least of several; of a step with other phases nothing is taken, and without any its own time stays."""
     windows = played({}).replay().windows
     shown, short, other = windows[2:5], [replace(w, seconds=0.5) for w in windows[2:5]], windows[1:5]
-    assert pace(shown, [windows[2:5], short, other]) == [0.5, 0.5, 0.5]
-    assert pace(shown, [other]) == [1.0, 1.0, 1.0]
+    assert plain_step_seconds(shown, [windows[2:5], short, other]) == [0.5, 0.5, 0.5]
+    assert plain_step_seconds(shown, [other]) == [1.0, 1.0, 1.0]

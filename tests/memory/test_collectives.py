@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unipar_horovod.timeline import OURS, read
+from unipar_horovod.timeline import MARKER_TENSOR, bytes_by_collective
 
-from tests.support.comparisons import made
+from tests.support.comparisons import write_example_comparison
 from tests.support.forks import Forks
 from tests.support.watched_cells import compared
-from unipar.backend.cells import at
+from unipar.backend.cells import config_in_cell
 from unipar.backend.checks import settle
-from unipar.comparison.cell_world import Contestant
+from unipar.comparison.cell_world import CellWorld
 from unipar.comparison.library_traffic import with_library_traffic
 from unipar.config import Cell
-from unipar.config.source import given
-from unipar.memory.account import Account, read_account
-from unipar.memory.recording.collectives import kind_of
-from unipar.report.data.comparison import Told
-from unipar.report.pages.comparison import page
+from unipar.config.source import load_given_config
+from unipar.memory.account import MemoryAccount, read_account
+from unipar.memory.recording.collectives import collective_of
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.pages.comparison import render_comparison
 from unipar.task.reference import TaskRef
 
 TASK = '''
@@ -107,10 +107,12 @@ def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path, task: dict[str,
     task = task | {"use": f"{tmp_path}/{task['use']}"}
     told = {"task": task, "parallel": {"data": 2}, "device": "cpu", "model": {"blocks": "none"}}
     cell = Cell.parse("horovod/nothing")
-    config = at(given(told | {"batch": {"total": 2}, "train": {"steps": 4}}, None).config, cell)
+    config = config_in_cell(load_given_config(told | {"batch": {"total": 2}, "train": {"steps": 4}}, None).config, cell)
     (tmp_path / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
-    run = Contestant(settle(config, 2), TaskRef.of(None, config.task, {}), tmp_path / "run")
-    before = [Account(rank=r, method="m", device="cpu", base=1, phases=(), peaks=(), sent={"x": 3}) for r in (0, 1)]
+    run = CellWorld(settle(config, 2), TaskRef.of(None, config.task, {}), tmp_path / "run")
+    before = [
+        MemoryAccount(rank=r, method="m", device="cpu", base=1, phases=(), peaks=(), sent={"x": 3}) for r in (0, 1)
+    ]
     after = with_library_traffic(run, before, "1")
     assert [account.sent for account in after] == [{"x": 3}, {"x": 3}]
     for account in after:
@@ -142,7 +144,7 @@ def test_one_process_sends_nothing(found: dict[str, Any]) -> None:
 )
 def test_operators_and_what_they_are_called(operator: str, kind: str | None) -> None:
     """A barrier carries nothing, what is received was sent by another, and aten's scatter stays here."""
-    assert kind_of(operator) == kind
+    assert collective_of(operator) == kind
 
 
 def test_a_timeline_is_read() -> None:
@@ -151,7 +153,7 @@ def test_a_timeline_is_read() -> None:
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 1}},
         {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.model.0.weight"}},
         {"name": "process_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": 1}},
-        {"name": "process_name", "ph": "M", "pid": 2, "args": {"name": f"allreduce.{OURS}"}},
+        {"name": "process_name", "ph": "M", "pid": 2, "args": {"name": f"allreduce.{MARKER_TENSOR}"}},
         {"ph": "E", "ts": 1, "pid": 1},
         {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 1, "pid": 1},
         {"ph": "E", "ts": 2, "pid": 1},
@@ -164,12 +166,12 @@ def test_a_timeline_is_read() -> None:
         {"ph": "B", "name": "ALLGATHER", "ts": 7, "pid": 1},
         {"ph": "E", "ts": 8, "pid": 1, "args": {"dtype": "float64", "shape": "[]"}},
     ]
-    assert read(events) == {"all_reduce": 30, "all_gather": 8}
+    assert bytes_by_collective(events) == {"all_reduce": 30, "all_gather": 8}
 
 
 def test_the_page_shows_it_with_the_method(tmp_path: Path) -> None:
     """A column a collective, cells that one method saw together."""
-    text = page(Told.read(made(tmp_path / "run")))
+    text = render_comparison(ComparisonPageData.read(write_example_comparison(tmp_path / "run")))
     sent = text[text.index("What a step sends") :].partition("</section>")[0]
     assert '<th scope="col">all_reduce</th>' in sent
     assert "horovod/nothing, deepspeed/gradients+library: by records of a profiler." in sent

@@ -9,15 +9,22 @@ import pytest
 import torch
 
 from unipar.backend import Category
-from unipar.memory.account import Account, Block, Device, Phase, PhaseName, Resident
-from unipar.memory.recording.attribution import Replay
-from unipar.memory.recording.watcher import sources
-from unipar.memory.sources.cuda import History, Look, came_and_went, drift, sizes_in, told
-from unipar.memory.sources.events import Mark, Named, Pool, Seen
-from unipar.memory.sources.malloc_build import forgetful
-from unipar.memory.sources.nvml import of_process, used
-from unipar.memory.sources.pinned import pinned
-from unipar.memory.sources.profiler import Profiled
+from unipar.memory.account import DeviceMemory, MemoryAccount, NamedBlock, PhaseName, PhasePeak, ResidentMemory
+from unipar.memory.recording.attribution import Attribution
+from unipar.memory.recording.watcher import choose_event_sources
+from unipar.memory.sources.cuda import (
+    CudaHistory,
+    SizeSnapshot,
+    allocated_block_sizes,
+    allocation_entries,
+    events_from_trace,
+    largest_drift,
+)
+from unipar.memory.sources.events import NamedStorage, PhaseMark, PoolPeaks, SeenEvents
+from unipar.memory.sources.malloc_build import why_no_history
+from unipar.memory.sources.nvml import bytes_of_process, query_bytes_used
+from unipar.memory.sources.pinned import pinned_phase
+from unipar.memory.sources.profiler import ProfilerSource
 
 MIB = 2**20
 WEIGHT, GRAD, SAVED, SCRATCH, HIDDEN, OLD = (0x7F0000000000 + i * 64 * MIB for i in range(6))
@@ -73,8 +80,8 @@ SIZES = {WEIGHT: 4_000_256, HIDDEN: 5_000_192, SAVED: 2_000_384, GRAD: 4_000_256
 BASE = 10_000
 
 
-def mark(at: int, phase: str, live: int, peak: int = 0) -> Mark:
-    return Mark(at, phase, BASE + peak, BASE + live, 0, Pool(reserved=20 * MIB, active=live, requested=live))
+def mark(at: int, phase: str, live: int, peak: int = 0) -> PhaseMark:
+    return PhaseMark(at, phase, BASE + peak, BASE + live, 0, PoolPeaks(reserved=20 * MIB, active=live, requested=live))
 
 
 MARKS = (
@@ -85,17 +92,20 @@ MARKS = (
     mark(8, "between", 13_000_192, 13_000_192),
     mark(8, "end", 13_000_192, 13_000_192),
 )
-LOOKS = tuple(Look(m.at, SIZES) for m in MARKS)
+LOOKS = tuple(SizeSnapshot(m.at, SIZES) for m in MARKS)
 
 
-def seen(trace: tuple[dict[str, Any], ...] = STEP, sites: dict[str, Category] | None = None) -> Seen:
-    found = told(list(came_and_went(trace)), LOOKS, MARKS, sites or {}, base=BASE, stream=0)
-    found.named = [Named(2, WEIGHT, 4_000_000, "parameters", "w"), Named(8, GRAD, 4_000_000, "gradients", "w")]
+def seen(trace: tuple[dict[str, Any], ...] = STEP, sites: dict[str, Category] | None = None) -> SeenEvents:
+    found = events_from_trace(list(allocation_entries(trace)), LOOKS, MARKS, sites or {}, base=BASE, stream=0)
+    found.named = [
+        NamedStorage(2, WEIGHT, 4_000_000, "parameters", "w"),
+        NamedStorage(8, GRAD, 4_000_000, "gradients", "w"),
+    ]
     return found
 
 
-def phase(name: PhaseName, found: Seen) -> Phase:
-    replay = Replay(found)
+def phase(name: PhaseName, found: SeenEvents) -> PhasePeak:
+    replay = Attribution(found)
     return replay.phase(name, replay.windows)
 
 
@@ -121,21 +131,21 @@ def test_a_phase_has_what_the_allocator_counts_beside() -> None:
     """Reserved, active and requested: its own peaks; what it had and nobody had of it is fragmentation."""
     found = phase("forward", seen())
     assert (found.reserved, found.active, found.requested) == (20 * MIB, 11_000_832, 11_000_832)
-    account = Account(rank=0, method="m", device="cuda", base=BASE, phases=(found,), peaks=())
+    account = MemoryAccount(rank=0, method="m", device="cuda", base=BASE, phases=(found,), peaks=())
     assert account.gaps(found) == 20 * MIB - BASE - 11_001_856
     assert account.reserved == 20 * MIB
 
 
 def test_history_and_count_are_held_together() -> None:
     """At each mark the replay has what the allocator says; an entry that is not what happened shows."""
-    assert drift(seen()) == 0
-    assert drift(seen((*STEP[:2], alloc(1, 4_000_000), *STEP[3:]))) == 999_936
+    assert largest_drift(seen()) == 0
+    assert largest_drift(seen((*STEP[:2], alloc(1, 4_000_000), *STEP[3:]))) == 999_936
 
 
 def test_a_size_that_no_look_tells_is_rounded_up() -> None:
     """To 512 bytes; only a large block may be larger still, by a mebibyte: torch splits off no smaller rest."""
     trace = (alloc(SCRATCH, 1), alloc(OLD, 3 * MIB + 1), *free(OLD, 3 * MIB + 1), *free(SCRATCH, 1))
-    found = told(list(came_and_went(trace)), (), (), {}, base=0, stream=0)
+    found = events_from_trace(list(allocation_entries(trace)), (), (), {}, base=0, stream=0)
     assert found.events["size"].tolist() == [512, 3 * MIB + 512, -3 * MIB - 512, -512]
     assert found.events["live"].tolist() == [512, 3 * MIB + 1024, 512, 0]
     assert found.slack == [0, MIB, 0, 0]
@@ -144,8 +154,8 @@ def test_a_size_that_no_look_tells_is_rounded_up() -> None:
 def test_a_look_tells_the_true_size() -> None:
     """Of a block that was given whole, and of one that is older than the history: its free has it, too."""
     trace = (alloc(OLD, 3 * MIB), *free(OLD, 3 * MIB), *free(SCRATCH, 5))
-    looks = [Look(0, {SCRATCH: 4096}), Look(1, {SCRATCH: 4096, OLD: 4 * MIB})]
-    found = told(list(came_and_went(trace)), looks, (), {}, base=9000, stream=0)
+    looks = [SizeSnapshot(0, {SCRATCH: 4096}), SizeSnapshot(1, {SCRATCH: 4096, OLD: 4 * MIB})]
+    found = events_from_trace(list(allocation_entries(trace)), looks, (), {}, base=9000, stream=0)
     assert found.events["size"].tolist() == [4 * MIB, -4 * MIB, -4096]
     assert found.slack == [0, 0, 0]
 
@@ -154,8 +164,12 @@ def test_a_look_tells_the_true_size() -> None:
 def test_what_a_large_block_is_larger_by_is_the_runtimes(more: int, unattributed: int) -> None:
     """Up to what it may be; what goes beyond that is nobody's."""
     trace = (alloc(SCRATCH, 3 * MIB), *free(SCRATCH, 3 * MIB))
-    marks = [Mark(0, "start", 0, 0, 0), Mark(0, "forward", 0, 0, 0), Mark(2, "end", 3 * MIB + more, 0, 0)]
-    found = phase("forward", told(list(came_and_went(trace)), (), marks, {}, base=0, stream=0))
+    marks = [
+        PhaseMark(0, "start", 0, 0, 0),
+        PhaseMark(0, "forward", 0, 0, 0),
+        PhaseMark(2, "end", 3 * MIB + more, 0, 0),
+    ]
+    found = phase("forward", events_from_trace(list(allocation_entries(trace)), (), marks, {}, base=0, stream=0))
     wanted: dict[Category, int] = {"temporaries": 3 * MIB, "runtime": MIB}
     assert found.held == wanted | ({"unattributed": unattributed} if unattributed else {})
 
@@ -173,7 +187,7 @@ def test_the_line_that_asked_is_in_the_trace() -> None:
     """The nearest that is not torch's; a library's site gives the category too; a thread without Python has none."""
     sites: dict[str, Category] = {"_fsdp_collectives.py:foreach_all_gather": "communication"}
     trace = (alloc(1, 9, TORCH, TASK), alloc(2, 9, TORCH, GATHER, TASK), *free(1, 9), alloc(3, 9))
-    found = told(list(came_and_went(trace)), (), (), sites, base=0, stream=0)
+    found = events_from_trace(list(allocation_entries(trace)), (), (), sites, base=0, stream=0)
     places = [(site.low, site.high, site.place, site.category) for site in found.sites]
     assert places == [(0, 1, "task.py:7", None), (1, 2, "foreach_all_gather", "communication"), (3, 4, "", None)]
 
@@ -182,22 +196,22 @@ def test_a_snapshots_blocks_lie_one_after_another() -> None:
     """Those that are allocated, of one device: not what waits for a stream, nor what is free."""
     blocks = [(512, "active_allocated"), (1024, "inactive"), (512, "active_awaiting_free"), (2048, "active_allocated")]
     segment = {"device": 0, "address": 4096, "blocks": [{"size": size, "state": state} for size, state in blocks]}
-    assert sizes_in([segment, segment | {"device": 1, "address": 0}], 0) == {4096: 512, 4096 + 2048: 2048}
+    assert allocated_block_sizes([segment, segment | {"device": 1, "address": 0}], 0) == {4096: 512, 4096 + 2048: 2048}
 
 
 def test_which_memories_are_watched() -> None:
     """The device that trains comes first; this process preloads no meter."""
-    (profiled,) = sources(torch.device("cpu"))
-    assert isinstance(profiled, Profiled)
-    (history,) = sources(torch.device("cuda:0"))
-    assert isinstance(history, History)
+    (profiled,) = choose_event_sources(torch.device("cpu"))
+    assert isinstance(profiled, ProfilerSource)
+    (history,) = choose_event_sources(torch.device("cuda:0"))
+    assert isinstance(history, CudaHistory)
     assert history.device == "cuda"
 
 
 def test_an_allocator_without_a_history_is_named() -> None:
     """By the variable that asks for it."""
-    assert forgetful({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == ""
-    assert forgetful({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, backend: cudaMallocAsync"}) == (
+    assert why_no_history({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == ""
+    assert why_no_history({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, backend: cudaMallocAsync"}) == (
         "PYTORCH_CUDA_ALLOC_CONF says backend:cudaMallocAsync, which keeps no history; leave it out"
     )
 
@@ -205,9 +219,9 @@ def test_an_allocator_without_a_history_is_named() -> None:
 def test_nvml_counts_by_process() -> None:
     """A process may have several entries; what is not known is said."""
     processes = [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in ((7, 500), (8, 100), (7, 30), (9, None))]
-    assert of_process(processes, 7) == (530, "")
-    assert of_process(processes, 9) == (None, "NVML does not say how much each process uses on this machine")
-    assert of_process(processes, 10) == (
+    assert bytes_of_process(processes, 7) == (530, "")
+    assert bytes_of_process(processes, 9) == (None, "NVML does not say how much each process uses on this machine")
+    assert bytes_of_process(processes, 10) == (
         None,
         "NVML does not know process 10: in a container it counts processes by other numbers",
     )
@@ -215,21 +229,21 @@ def test_nvml_counts_by_process() -> None:
 
 def test_nvml_that_is_not_there_is_a_sentence() -> None:
     """Its driver, or the GPU of that name."""
-    found, why = used("GPU-0")
+    found, why = query_bytes_used("GPU-0")
     assert found is None
     assert why.startswith("NVML says: ")
 
 
 def test_what_is_beside_the_allocator() -> None:
     """The driver's count less what the allocator has: CUDA's context, NCCL, Horovod."""
-    assert Device(name="GPU", reserved=300, used=1000).beside == 700
-    assert Device(name="GPU", reserved=300).beside is None
+    assert DeviceMemory(name="GPU", reserved=300, used=1000).beside == 700
+    assert DeviceMemory(name="GPU", reserved=300).beside is None
 
 
 def test_pinned_pages_add_up() -> None:
     """A block of 3000 bytes takes 4096; what the allocator keeps is the runtime's, what nobody names nobody's."""
-    block = Block(category="optimizer", name="exp_avg", size=3000)
-    found = pinned("update", 4096 + 2048, 8192, {16: block})
+    block = NamedBlock(category="optimizer", name="exp_avg", size=3000)
+    found = pinned_phase("update", 4096 + 2048, 8192, {16: block})
     assert found.peak == 8192
     assert found.held == {"optimizer": 3000, "runtime": 1096 + 2048, "unattributed": 2048}
     assert found.largest == (block,)
@@ -237,8 +251,8 @@ def test_pinned_pages_add_up() -> None:
 
 def test_what_is_resident_is_the_hosts() -> None:
     """With CUDA it belongs to the account of the host; without one it is nobody's."""
-    resident = Resident(base=1, peak=2, own=3)
-    host = Account(rank=0, method="m", device="cpu", base=0, phases=(), peaks=())
+    resident = ResidentMemory(base=1, peak=2, own=3)
+    host = MemoryAccount(rank=0, method="m", device="cpu", base=0, phases=(), peaks=())
     cuda = host.model_copy(update={"device": "cuda"})
     assert host.residing(resident).resident == resident
     both = cuda.model_copy(update={"host": host}).residing(resident)

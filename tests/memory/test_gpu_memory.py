@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 import unipar
-from unipar.memory.account import PHASES, Account
+from unipar.memory.account import MEMORY_PHASES, MemoryAccount
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +54,7 @@ class Keeping(Tied):
         return super().loss(model, batch)
 
 
-def accounts(folder: Path, *cells: str, task: type[unipar.Task] = Tied, **more: Any) -> dict[str, Account]:
+def accounts(folder: Path, *cells: str, task: type[unipar.Task] = Tied, **more: Any) -> dict[str, MemoryAccount]:
     """Of rank 0, by cell."""
     made: dict[str, Any] = {
         "device": "cuda",
@@ -71,16 +71,16 @@ def accounts(folder: Path, *cells: str, task: type[unipar.Task] = Tied, **more: 
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Account]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MemoryAccount]:
     return accounts(tmp_path_factory.mktemp("memory"), *CELLS)
 
 
 @pytest.mark.parametrize("cell", ["single", *CELLS])
-def test_parts_add_up_to_the_allocators_peak_in_every_phase(cell: str, found: dict[str, Account]) -> None:
+def test_parts_add_up_to_the_allocators_peak_in_every_phase(cell: str, found: dict[str, MemoryAccount]) -> None:
     """And but for a fiftieth every byte has a name; history and counters agree, else a note would say so."""
     account = found[cell]
     assert account.device == "cuda"
-    assert [phase.name for phase in account.phases] == list(PHASES)
+    assert [phase.name for phase in account.phases] == list(MEMORY_PHASES)
     assert not [note for note in account.notes if "differ" in note or "torch kept" in note]
     for phase in account.phases:
         assert sum(phase.held.values()) == phase.peak > 0
@@ -93,7 +93,7 @@ def test_parts_add_up_to_the_allocators_peak_in_every_phase(cell: str, found: di
 
 
 @pytest.mark.parametrize("cell", ["single", "native/nothing"])
-def test_known_tensors_are_exact(cell: str, found: dict[str, Account]) -> None:
+def test_known_tensors_are_exact(cell: str, found: dict[str, MemoryAccount]) -> None:
     """A tied weight counts once; two moments for each parameter."""
     told = next(phase.held for phase in found[cell].phases if phase.name == "update")
     assert told["parameters"] == WEIGHTS + NORM
@@ -119,7 +119,7 @@ def test_a_hidden_buffer_is_unattributed(tmp_path: Path) -> None:
         assert PLANTED <= phase.held["unattributed"] < 1.1 * PLANTED, phase.name
 
 
-def test_the_driver_counts_the_whole_process(found: dict[str, Account]) -> None:
+def test_the_driver_counts_the_whole_process(found: dict[str, MemoryAccount]) -> None:
     """More than the allocator has, by a context at least; or a note says why it is not known."""
     device = found["native/nothing"].on
     assert device is not None

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from unipar.memory.sources.gaps import Change, whole
-from unipar.memory.sources.profiler import Profiled
+from unipar.memory.sources.gaps import BlockChange, fill_gaps
+from unipar.memory.sources.profiler import ProfilerSource
 
 
 def elsewhere(do: Callable[[], object]) -> None:
@@ -26,7 +26,7 @@ def block(size: int) -> Tensor:
 
 def test_a_profiler_tells_every_block_and_the_peak_of_each_phase() -> None:
     """To the byte; what other threads allocate and free is filled in from the allocator's own counter."""
-    source = Profiled()
+    source = ProfilerSource()
     source.begin()
     source.mark("start")
     first = block(1_000_000)
@@ -42,7 +42,7 @@ def test_a_profiler_tells_every_block_and_the_peak_of_each_phase() -> None:
     del first
     source.mark("end")
     source.end()
-    seen = source.seen()
+    seen = source.collect_events()
     assert seen.events["size"].tolist() == [1_000_000, 300_000, 500_000, -500_000, 7_000, -1_000_000]
     assert seen.events["live"].tolist() == [1_000_000, 1_300_000, 1_800_000, 1_300_000, 1_307_000, 307_000]
     assert [thread == seen.thread for thread in seen.events["thread"].tolist()] == [
@@ -70,14 +70,14 @@ def test_one_after_another() -> None:
     kept: list[Tensor] = []
     bases: list[int] = []
     for size in (9_000, 4_000):
-        source = Profiled()
+        source = ProfilerSource()
         source.begin()
         source.mark("start")
         kept.append(block(size))
         source.mark("forward")
         source.end()
         elsewhere(lambda: kept.append(block(70_000)))
-        seen = source.seen()
+        seen = source.collect_events()
         assert seen.events["size"].tolist() == [size]
         assert (seen.marks[1].peak - seen.base, seen.marks[1].live - seen.base) == (size, size)
         bases.append(seen.base)
@@ -102,8 +102,8 @@ A, B, C = 1, 2, 3
 )
 def test_gaps_of_the_counter_are_filled(seen: list[tuple[int, int, int]], filled: list[tuple[int, int, int]]) -> None:
     """By blocks of exactly that size that were not seen to go; each as address, size and what there is afterwards."""
-    changes = [Change(*told, thread=1) for told in seen]
-    made, places = whole(changes)
+    changes = [BlockChange(*told, thread=1) for told in seen]
+    made, places = fill_gaps(changes)
     assert [(c.address, c.size, c.live) for c in made if c.thread == -1] == filled
     assert [made[place] for place in places[:-1]] == changes
     assert places[-1] == len(made)

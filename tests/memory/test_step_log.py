@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 import unipar
-from tests.support.launchers import environment, words
+from tests.support.launchers import environment, launch_command
 from tests.support.world import ROOT, short_folder
 from unipar.memory.account import read_account
-from unipar.memory.sources.events import Events
-from unipar.memory.sources.malloc import NOTE, folded
+from unipar.memory.sources.events import EventArray
+from unipar.memory.sources.malloc import NOTE_DTYPE, find_live_blocks
 from unipar.results.run import Report
-from unipar.run_folder.layout import ledger_of
+from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.training.parts import flat
-from unipar.utils.procfs import anonymous_memory, forget_peak, peak_rss
+from unipar.training.parts import flatten_logged_step
+from unipar.utils.procfs import anonymous_memory, peak_resident_bytes, reset_resident_peak
 
 MATRIX = 512 * 512 * 4
 TASK = '''
@@ -82,7 +82,7 @@ def told(folder: Path, **more: Any) -> dict[str, Any]:
 
 def logged(run: Path, rank: int) -> dict[int, dict[str, dict[str, Any]]]:
     """By step, then by phase."""
-    rows = [row for row in Ledger.read(ledger_of(run, rank)) if row["event"] == "step"]
+    rows = [row for row in Ledger.read(ledger_path(run, rank)) if row["event"] == "step"]
     return {row["step"]: {phase["name"]: phase for phase in row.get("memory", [])} for row in rows}
 
 
@@ -125,7 +125,7 @@ def test_off_nothing_is_loaded_and_the_losses_are_the_same(tmp_path: Path) -> No
 def test_under_a_foreign_launcher_the_system_counts(tmp_path: Path) -> None:
     """The meter cannot be there from the start, and one sentence says so; what engines name is named."""
     (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path, parallel={})), encoding="utf-8")
-    command = words("torchrun", "unipar", "run", "x.yaml")
+    command = launch_command("torchrun", "unipar", "run", "x.yaml")
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (
@@ -143,14 +143,14 @@ def test_under_a_foreign_launcher_the_system_counts(tmp_path: Path) -> None:
 def test_trackers_get_a_number_a_phase() -> None:
     """By names, as for all else."""
     row = {"loss": 0.5, "memory": [{"name": "update", "peak": 7, "held": {"parameters": 7}}]}
-    assert flat(row) == {"loss": 0.5, "memory/update": 7}
+    assert flatten_logged_step(row) == {"loss": 0.5, "memory/update": 7}
 
 
 # Folding
 
 
-def notes(*rows: tuple[int, int]) -> Events:
-    made = np.zeros(len(rows), dtype=NOTE)
+def notes(*rows: tuple[int, int]) -> EventArray:
+    made = np.zeros(len(rows), dtype=NOTE_DTYPE)
     made["address"], made["size"] = zip(*rows, strict=True)
     return made
 
@@ -167,7 +167,7 @@ def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said = [row["said"] for row in Ledger.read(ledger_of(tmp_path / "out", 1)) if row["event"] == "memory"]
+    said = [row["said"] for row in Ledger.read(ledger_path(tmp_path / "out", 1)) if row["event"] == "memory"]
     assert said == [
         "each block is counted by a preloaded meter",
         "watched no more: ArithmeticError: it cannot be said",
@@ -178,21 +178,23 @@ def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path) -> None:
 def test_what_is_forgotten_was_the_peak_all_the_same() -> None:
     """A rank's peak is that of its whole life, though phases are looked at one by one."""
     block = np.ones(2**26, dtype=np.uint8)
-    most = peak_rss()
+    most = peak_resident_bytes()
     del block
-    forget_peak()
+    reset_resident_peak()
     assert anonymous_memory("VmHWM") < most - 2**25
-    assert peak_rss() >= most - 2**20  # the system counts a little late
+    assert peak_resident_bytes() >= most - 2**20  # the system counts a little late
 
 
 def test_what_went_is_folded_away() -> None:
     """Of blocks that came again at an address the last counts; what went and never came was older."""
-    alive, gone = folded(notes((1, 100), (2, 200), (1, -100), (9, -50), (1, 300), (2, -200), (3, 400), (9, 10)))
+    alive, gone = find_live_blocks(
+        notes((1, 100), (2, 200), (1, -100), (9, -50), (1, 300), (2, -200), (3, 400), (9, 10))
+    )
     assert alive.tolist() == [4, 6, 7]
     assert gone == 50
 
 
 def test_nothing_is_folded_to_nothing() -> None:
     """A process that has no notes yet."""
-    alive, gone = folded(np.zeros(0, dtype=NOTE))
+    alive, gone = find_live_blocks(np.zeros(0, dtype=NOTE_DTYPE))
     assert (alive.tolist(), gone) == ([], 0)

@@ -15,12 +15,12 @@ import pytest
 from tests.support.forks import Forks
 from tests.support.tiny import Tiny
 from tests.support.watched_cells import ROOT, compared
-from unipar.comparison.cell_world import Unwatched
-from unipar.comparison.request import Asked
+from unipar.comparison.cell_world import MemoryNotRecorded
+from unipar.comparison.request import CompareRequest
 from unipar.comparison.rounds import require_same_method
-from unipar.memory.account import CATEGORIES, PHASES, Account, account_of, read_account
+from unipar.memory.account import CATEGORIES, MEMORY_PHASES, MemoryAccount, account_path, read_account
 from unipar.memory.sources import malloc_build
-from unipar.results.row import Row
+from unipar.results.row import CellResult
 
 PLANTED, LISTED = 5_000_000, 3_000_000
 
@@ -47,7 +47,7 @@ def test_parts_add_up_to_the_peak_in_every_phase(found: dict[str, Any]) -> None:
     """On every rank, and but for a fiftieth every byte has a name."""
     for cell in ("single", "native/nothing", "native/parameters"):
         for account in found[cell]["memory"]:
-            assert [phase["name"] for phase in account["phases"]] == list(PHASES)
+            assert [phase["name"] for phase in account["phases"]] == list(MEMORY_PHASES)
             for phase in account["phases"]:
                 assert sum(phase["held"].values()) == phase["peak"] > 0
                 assert set(phase["held"]) <= set(CATEGORIES)
@@ -95,7 +95,11 @@ curve = list(replay.curve(replay.windows, [1.0, 1.0, 1.0]))
 highest = [max(held for at, held in curve[:-1] if low <= at < high) for low, high in zip(borders, borders[1:])]
 print(peaks, highest)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **malloc_build.preloading(malloc_build.built())}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        **malloc_build.preload_environment(malloc_build.build_meter()),
+    }
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     peaks, highest = (json.loads(part + "]") for part in done.stdout.strip().removesuffix("]").split("] "))
     assert highest == peaks
@@ -219,7 +223,7 @@ def test_without_a_compiler_a_profiler_tells(tmp_path: Path, monkeypatch: pytest
     )
     for account in found["native/nothing"]["memory"]:
         assert account["method"] == "torch's own allocator, by a profiler's events"
-        assert [phase["name"] for phase in account["phases"]] == list(PHASES)
+        assert [phase["name"] for phase in account["phases"]] == list(MEMORY_PHASES)
         for phase in account["phases"]:
             assert sum(phase["held"].values()) == phase["peak"] > 0
             assert abs(phase["held"].get("unattributed", 0)) <= 0.02 * phase["peak"], phase
@@ -236,16 +240,16 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    with pytest.raises(malloc_build.NoMeter) as e:
-        malloc_build.built()
+    with pytest.raises(malloc_build.MeterUnavailable) as e:
+        malloc_build.build_meter()
     assert str(e.value) == f"{tmp_path}/cc does not compile it: no space left"
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is another way to watch, so it ends nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    with pytest.raises(malloc_build.NoMeter) as e:
-        malloc_build.built()
+    with pytest.raises(malloc_build.MeterUnavailable) as e:
+        malloc_build.build_meter()
     assert str(e.value) == (
         "it cannot be kept in the user's cache ([Errno 2] No such file or directory: '/proc/nowhere'); "
         "XDG_CACHE_HOME takes another place"
@@ -255,8 +259,8 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(monkeypatch: pytest.Monkey
 def test_a_cache_that_nothing_is_preloaded_from_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """LD_PRELOAD is cut at spaces: it would be left out, and nobody told."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
-    with pytest.raises(malloc_build.NoMeter) as e:
-        malloc_build.built()
+    with pytest.raises(malloc_build.MeterUnavailable) as e:
+        malloc_build.build_meter()
     (made,) = (tmp_path / "my cache" / "unipar").iterdir()
     assert str(e.value) == (
         f"it cannot be preloaded from {made} (cannot open shared object file); XDG_CACHE_HOME takes another place"
@@ -265,13 +269,19 @@ def test_a_cache_that_nothing_is_preloaded_from_is_a_sentence(monkeypatch: pytes
 
 def test_memory_that_was_seen_in_two_ways_is_not_set_side_by_side() -> None:
     """One rank without what the others have would count less, and look smaller."""
-    by = {way: Account(rank=1, method=way, device="cpu", base=1, phases=(), peaks=()) for way in ("meter", "profiler")}
-    rows = [Row(cell="single", outcome="waits", memory=[by["meter"]]), Row(cell="native/nothing", outcome="waits")]
+    by = {
+        way: MemoryAccount(rank=1, method=way, device="cpu", base=1, phases=(), peaks=())
+        for way in ("meter", "profiler")
+    }
+    rows = [
+        CellResult(cell="single", outcome="waits", memory=[by["meter"]]),
+        CellResult(cell="native/nothing", outcome="waits"),
+    ]
     assert require_same_method([by["meter"]], rows) == [by["meter"]]
-    with pytest.raises(Unwatched) as e:
+    with pytest.raises(MemoryNotRecorded) as e:
         require_same_method([by["meter"], by["profiler"]], rows)
     assert str(e.value) == "on rank 1 it was seen in another way (profiler) than in single (meter)"
-    with pytest.raises(Unwatched) as e:
+    with pytest.raises(MemoryNotRecorded) as e:
         require_same_method([by["profiler"].model_copy(update={"rank": 0}), by["meter"]], [])
     assert str(e.value) == "on rank 1 it was seen in another way (meter) than on rank 0 (profiler)"
 
@@ -292,7 +302,7 @@ def test_memory_that_was_seen_in_two_ways_is_not_set_side_by_side() -> None:
 def test_too_few_steps_to_watch_are_told(steps: int, said: str) -> None:
     """Two to warm up and three turns are taken first."""
     config = {"device": "cpu", "parallel": {"data": 2}, "batch": {"total": 8}, "train": {"steps": steps}}
-    assert Asked.of(config, None, Tiny, "").unwatched == said
+    assert CompareRequest.of(config, None, Tiny, "").unwatched == said
 
 
 def test_an_account_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
@@ -301,11 +311,11 @@ def test_an_account_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
 
     with pytest.raises(ReportError) as e:
         read_account(tmp_path, 0)
-    assert str(e.value) == f"rank 0 wrote down nothing of its memory: there is no {account_of(tmp_path, 0)}"
-    whole = Account(rank=0, method="m", device="cpu", base=1, phases=(), peaks=()).model_dump_json()
-    account_of(tmp_path, 0).write_text(whole[:-9], encoding="utf-8")
+    assert str(e.value) == f"rank 0 wrote down nothing of its memory: there is no {account_path(tmp_path, 0)}"
+    whole = MemoryAccount(rank=0, method="m", device="cpu", base=1, phases=(), peaks=()).model_dump_json()
+    account_path(tmp_path, 0).write_text(whole[:-9], encoding="utf-8")
     with pytest.raises(ReportError, match=r"memory.json is not the account of a rank's memory \(the whole file: "):
         read_account(tmp_path, 0)
-    account_of(tmp_path, 0).write_text(whole.replace('"rank"', '"rang"'), encoding="utf-8")
+    account_path(tmp_path, 0).write_text(whole.replace('"rank"', '"rang"'), encoding="utf-8")
     with pytest.raises(ReportError, match=r"\(rank: Field required\)"):
         read_account(tmp_path, 0)

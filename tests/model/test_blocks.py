@@ -9,7 +9,7 @@ from torch import nn
 
 from unipar.config import Config
 from unipar.errors import ConfigError, TaskError
-from unipar.model.blocks import find_blocks, found
+from unipar.model.blocks import find_blocks, find_repeated_modules
 
 
 class _Stack(nn.Module):
@@ -27,13 +27,13 @@ def _blocks(blocks: Any = "auto", names: list[str] | None = None) -> tuple[str, 
 
 def test_found() -> None:
     """Three layers stand beside one another; what repeats inside them is not split again; the head is no block."""
-    assert found(_Stack()) == ("layers.0", "layers.1", "layers.2")
+    assert find_repeated_modules(_Stack()) == ("layers.0", "layers.1", "layers.2")
 
 
 def test_a_frozen_part_is_found_too() -> None:
     """A teacher has blocks of its own."""
     model = nn.ModuleDict({"student": _Stack(), "teacher": nn.Sequential(_Stack())})
-    assert found(model) == (
+    assert find_repeated_modules(model) == (
         "student.layers.0",
         "student.layers.1",
         "student.layers.2",

@@ -13,9 +13,9 @@ from typing_extensions import override
 import unipar
 from unipar.config import Config
 from unipar.config.sections.optimizer import Constant, Cosine, Linear, optimizer_arguments
-from unipar.engines.learning_rate import Rates, factor
+from unipar.engines.learning_rate import BaseRates, schedule_factor
 from unipar.errors import TaskError
-from unipar.model.optimizer import Group, optimizer_factory, parameter_groups
+from unipar.model.optimizer import ParameterGroup, optimizer_factory, parameter_groups
 
 CPU = torch.device("cpu")
 Groups = Callable[[Any], Any]
@@ -46,16 +46,16 @@ def _config(**train: Any) -> Config:
     return Config.model_validate({"batch": {"total": 8}, "train": {"steps": 10} | train})
 
 
-def _of(task: unipar.Task, module: nn.Module, config: Config) -> tuple[Group, ...]:
-    return parameter_groups(module, config, task.groups(module), own_optimizer=task.gives("optimizer"))
+def _of(task: unipar.Task, module: nn.Module, config: Config) -> tuple[ParameterGroup, ...]:
+    return parameter_groups(module, config, task.groups(module), own_optimizer=task.defines("optimizer"))
 
 
 def _made(task: unipar.Task, module: nn.Module, config: Config) -> torch.optim.Optimizer:
-    own = task.optimizer if task.gives("optimizer") else None
+    own = task.optimizer if task.defines("optimizer") else None
     return optimizer_factory(_of(task, module, config), config, CPU, own)(module)
 
 
-def _groups(made: Groups, **train: Any) -> tuple[Group, ...]:
+def _groups(made: Groups, **train: Any) -> tuple[ParameterGroup, ...]:
     task = _Task(made)
     return _of(task, task.model(), _config(**train))
 
@@ -79,7 +79,7 @@ def test_groups_keep_their_ratio() -> None:
     config = _config(optimizer={"name": "sgd", "lr": 0.1}, lr_scale={"rule": "linear", "at_batch": 4})
     module = task.model()
     optimizer = _made(task, module, config)
-    rates = Rates(optimizer)
+    rates = BaseRates(optimizer)
     assert [g["lr"] for g in optimizer.param_groups] == [0.0, 0.0]
     rates.set(optimizer, 0.5)
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.5]
@@ -216,12 +216,16 @@ def test_keys_of_an_optimizer_that_is_not_made(key: str, value: Any, shown: str)
 def test_schedules() -> None:
     """Warm-up climbs to the full rate; linear and cosine reach `end` at the last of ten steps."""
     cosine, linear = Cosine(warmup=2, end=0.1), Linear(warmup=2)
-    assert [factor(cosine, s, 10) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
-    assert factor(cosine, 9, 10) == pytest.approx(0.1, abs=1e-15)
-    assert [round(factor(linear, s, 10), 6) for s in (2, 3, 9)] == [1.0, 0.857143, 0.0]
-    assert [factor(Constant(warmup=4), s, 10) for s in (0, 3, 9)] == [0.25, 1.0, 1.0]
+    assert [schedule_factor(cosine, s, 10) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert schedule_factor(cosine, 9, 10) == pytest.approx(0.1, abs=1e-15)
+    assert [round(schedule_factor(linear, s, 10), 6) for s in (2, 3, 9)] == [1.0, 0.857143, 0.0]
+    assert [schedule_factor(Constant(warmup=4), s, 10) for s in (0, 3, 9)] == [0.25, 1.0, 1.0]
 
 
 def test_a_schedule_whose_warm_up_is_the_whole_run() -> None:
     """Nothing divides by zero."""
-    assert [factor(Cosine(warmup=3), s, 3) for s in range(3)] == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
+    assert [schedule_factor(Cosine(warmup=3), s, 3) for s in range(3)] == [
+        pytest.approx(1 / 3),
+        pytest.approx(2 / 3),
+        1.0,
+    ]

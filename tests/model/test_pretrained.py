@@ -20,11 +20,11 @@ from tests.conformance.cases import FILE
 from tests.conformance.tasks import D, V
 from tests.support.running import Line, running
 from unipar.config.sections.model import Weights
-from unipar.config.source import given, read
+from unipar.config.source import load_config_file, load_given_config
 from unipar.errors import BackendNotInstalled, ConfigError
-from unipar.model.pretrained import load
-from unipar.model.weight_file import look, told
-from unipar.run_folder.layout import ledger_of
+from unipar.model.pretrained import load_weights
+from unipar.model.weight_file import describe_loaded_weights, validate_weight_file
+from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 
 
@@ -67,8 +67,8 @@ def test_every_kind_of_file(tmp_path: Path, name: str) -> None:
     """Parameters, buffers and tied names; what is not saved stays."""
     net, other = _net(1), _net(2)
     wanted = Weights(file=_saved(tmp_path, name, other.state_dict()))
-    look(wanted, [tmp_path])
-    loaded = load(net, wanted)
+    validate_weight_file(wanted, [tmp_path])
+    loaded = load_weights(net, wanted)
     assert _equal(net, other)
     assert net.head.weight is net.embed.weight
     assert (loaded.loaded, loaded.names, loaded.missing, loaded.unexpected, loaded.kept) == (10, 10, 0, 0, 0)
@@ -79,7 +79,7 @@ def test_prefixes_of_wrappers(tmp_path: Path, prefix: str) -> None:
     """DDP's and torch.compile's, alone and together; one inside a name as well."""
     net, other = _net(1), _net(2)
     state = {f"{prefix}{n.replace('body.', 'body._orig_mod.')}": t for n, t in other.state_dict().items()}
-    load(net, Weights(file=_saved(tmp_path, "w.pt", state)))
+    load_weights(net, Weights(file=_saved(tmp_path, "w.pt", state)))
     assert _equal(net, other)
 
 
@@ -87,7 +87,7 @@ def test_prefixes_of_wrappers(tmp_path: Path, prefix: str) -> None:
 def test_weights_among_other_things(tmp_path: Path, key: str) -> None:
     """A script's checkpoint holds them under one of three keys."""
     net, other = _net(1), _net(2)
-    load(net, Weights(file=_saved(tmp_path, "w.pt", {"epoch": 3, key: other.state_dict()})))
+    load_weights(net, Weights(file=_saved(tmp_path, "w.pt", {"epoch": 3, key: other.state_dict()})))
     assert _equal(net, other)
 
 
@@ -95,14 +95,14 @@ def test_one_of_two_tied_names_is_enough(tmp_path: Path) -> None:
     """safetensors files hold a shared tensor once."""
     net, other = _net(1), _net(2)
     state = {n: t for n, t in other.state_dict().items() if n != "head.weight"}
-    assert load(net, Weights(file=_saved(tmp_path, "w.safetensors", state))).loaded == 10
+    assert load_weights(net, Weights(file=_saved(tmp_path, "w.safetensors", state))).loaded == 10
     assert _equal(net, other)
 
 
 def test_another_dtype_is_cast(tmp_path: Path) -> None:
     """bf16 in the file, fp32 in the model."""
     net, other = _net(1), _net(2)
-    load(net, Weights(file=_saved(tmp_path, "w.pt", other.to(torch.bfloat16).state_dict())))
+    load_weights(net, Weights(file=_saved(tmp_path, "w.pt", other.to(torch.bfloat16).state_dict())))
     assert net.embed.weight.dtype == torch.float32
     assert torch.equal(net.embed.weight, other.embed.weight.float())
 
@@ -111,11 +111,11 @@ def test_a_subset_by_pattern(tmp_path: Path) -> None:
     """The body alone; what was not asked for is as it was born, and is told."""
     net, born, other = _net(1), _net(1), _net(2)
     file = _saved(tmp_path, "w.pt", other.state_dict())
-    loaded = load(net, Weights(file=file, only=("body.0.*",)))
+    loaded = load_weights(net, Weights(file=file, only=("body.0.*",)))
     assert torch.equal(net.get_parameter("body.0.weight"), other.get_parameter("body.0.weight"))
     assert torch.equal(net.embed.weight, born.embed.weight)
     assert (loaded.loaded, loaded.kept) == (2, 8)
-    assert told(vars(loaded)) == (
+    assert describe_loaded_weights(vars(loaded)) == (
         f"2 of 10 names loaded from {file}; not asked for: embed.weight, body.1.weight, body.1.bias and 5 more"
     )
 
@@ -125,13 +125,13 @@ def test_what_fits_is_taken_where_it_may(tmp_path: Path) -> None:
     net, other = _net(1), _net(2)
     state = {n: t for n, t in other.state_dict().items() if not n.startswith(("head", "embed"))}
     file = _saved(tmp_path, "w.safetensors", state | {"classifier.weight": torch.ones(3, 4)})
-    loaded = load(net, Weights(file=file, strict=False))
-    assert told(vars(loaded)) == (
+    loaded = load_weights(net, Weights(file=file, strict=False))
+    assert describe_loaded_weights(vars(loaded)) == (
         f"8 of 10 names loaded from {file}; not in the file: embed.weight, head.weight; "
         "not in the model: classifier.weight"
     )
     with pytest.raises(ConfigError) as e:
-        load(net, Weights(file=file))
+        load_weights(net, Weights(file=file))
     assert str(e.value) == (
         f"model.weights: {file} lacks 2 of the model's names (embed.weight, head.weight) and has 1 that the model "
         "lacks (classifier.weight); give strict: false to take what fits, or only: [patterns] to say which names are "
@@ -163,7 +163,7 @@ def test_what_does_not_fit_the_model(tmp_path: Path, change: dict[str, Tensor], 
     """Both sides are named; `strict: false` does not let it pass either."""
     file = _saved(tmp_path, "w.pt", _net(2).state_dict() | change)
     with pytest.raises(ConfigError) as e:
-        load(_net(1), Weights(file=file, strict=False))
+        load_weights(_net(1), Weights(file=file, strict=False))
     assert str(e.value).replace(file, "FILE") == message
 
 
@@ -171,7 +171,7 @@ def test_nothing_in_common(tmp_path: Path) -> None:
     """Another model's file, though anything that fits may be taken."""
     file = _saved(tmp_path, "w.pt", {"a": torch.ones(1), "b": torch.ones(1)})
     with pytest.raises(ConfigError) as e:
-        load(_net(1), Weights(file=file, strict=False))
+        load_weights(_net(1), Weights(file=file, strict=False))
     assert str(e.value) == (
         f"model.weights: {file} has none of the model's names: it has a, b; the model has embed.weight, body.0.weight, "
         "body.0.bias and 7 more"
@@ -182,7 +182,7 @@ def test_no_state_dict(tmp_path: Path) -> None:
     """What was found instead is named."""
     file = _saved(tmp_path, "w.pt", {"epoch": 3, "optimizer": {"lr": 0.1}})
     with pytest.raises(ConfigError) as e:
-        load(_net(1), Weights(file=file))
+        load_weights(_net(1), Weights(file=file))
     assert str(e.value) == (
         f"model.weights: {file} holds no state dict: it has the keys epoch, optimizer; tensors by their names are "
         "wanted, at the top or under state_dict, model_state_dict, model"
@@ -198,7 +198,7 @@ class _Evil:
 def _refused(file: Path | str, folder: Path, **more: Any) -> str:
     """What is said of it without torch."""
     with pytest.raises(ConfigError) as e:
-        look(Weights(file=str(file), **more), [folder])
+        validate_weight_file(Weights(file=str(file), **more), [folder])
     return str(e.value).replace(str(folder), "DIR")
 
 
@@ -212,7 +212,7 @@ def test_code_in_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert _refused(file, tmp_path) == said
     with pytest.raises(ConfigError) as e:
-        load(_net(1), Weights(file=file))
+        load_weights(_net(1), Weights(file=file))
     assert str(e.value).replace(str(tmp_path), "DIR") == said
     assert not (tmp_path / "evil").exists()
 
@@ -239,14 +239,14 @@ def test_a_header_whose_tensors_overlap(tmp_path: Path) -> None:
     header = json.dumps({"a": entry, "b": entry}).encode()
     (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0\0")
     with pytest.raises(ConfigError, match=r"^model.weights: .*/w.safetensors is damaged: .*[Ii]nvalid"):
-        load(_net(1), Weights(file=str(tmp_path / "w.safetensors")))
+        load_weights(_net(1), Weights(file=str(tmp_path / "w.safetensors")))
 
 
 def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     """Absent, a folder, another suffix, a pattern that matches nothing."""
     (tmp_path / "d.pt").mkdir()
     file = _saved(tmp_path, "w.safetensors", {"module.body.0.weight": torch.ones(1)})
-    look(Weights(file=file, only=("body.*",)), [tmp_path])
+    validate_weight_file(Weights(file=file, only=("body.*",)), [tmp_path])
     assert _refused(tmp_path / "x.pt", tmp_path) == "model.weights: DIR/x.pt is not there"
     assert _refused(tmp_path / "d.pt", tmp_path) == "model.weights: DIR/d.pt is a folder; one file is wanted"
     assert _refused(tmp_path / "w.npz", tmp_path) == (
@@ -267,11 +267,11 @@ def test_a_link_out_of_the_tree(tmp_path: Path) -> None:
     (tree / "in.pt").symlink_to(tree / "w.pt")
     (tree / "out.pt").symlink_to(elsewhere / "w.pt")
     (elsewhere / "link.pt").symlink_to(elsewhere / "w.pt")
-    look(Weights(file=str(tree / "in.pt")), [tree])
-    look(Weights(file=str(elsewhere / "link.pt")), [tree])  # named from outside: what it is, is seen
-    look(Weights(file=str(tree / "out.pt")), [tree, elsewhere])
+    validate_weight_file(Weights(file=str(tree / "in.pt")), [tree])
+    validate_weight_file(Weights(file=str(elsewhere / "link.pt")), [tree])  # named from outside: what it is, is seen
+    validate_weight_file(Weights(file=str(tree / "out.pt")), [tree, elsewhere])
     with pytest.raises(ConfigError) as e:
-        look(Weights(file=str(tree / "out.pt")), [tree])
+        validate_weight_file(Weights(file=str(tree / "out.pt")), [tree])
     assert str(e.value).replace(str(tmp_path), "DIR") == (
         "model.weights: DIR/tree/out.pt is a link that leads out of DIR/tree, to DIR/elsewhere/w.pt; "
         "name that file itself"
@@ -283,7 +283,7 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = _saved(tmp_path, "w.safetensors", {"a": torch.ones(1)})
     monkeypatch.setattr("unipar.model.weight_file.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(BackendNotInstalled) as e:
-        look(Weights(file=file), [tmp_path])
+        validate_weight_file(Weights(file=file), [tmp_path])
     assert str(e.value) == (
         f"model.weights: {file} needs safetensors, not installed here: pip install 'unipar[weights]'"
     )
@@ -294,11 +294,11 @@ def test_relative_to_what_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "sub").mkdir()
     file = tmp_path / "sub" / "x.yaml"
     file.write_text("model: {weights: ../w.pt}\nbatch: {total: 4}\ntrain: {steps: 1}\n", "utf-8")
-    assert read(file).config.model.weights == str(tmp_path / "w.pt")
+    assert load_config_file(file).config.model.weights == str(tmp_path / "w.pt")
     monkeypatch.chdir(tmp_path)
-    wanted = read(file, ["model.weights={file: v.pt, strict: false}"]).config.model.loading
+    wanted = load_config_file(file, ["model.weights={file: v.pt, strict: false}"]).config.model.loading
     assert wanted == Weights(file=str(tmp_path / "v.pt"), strict=False)
-    plain = given({"batch": {"total": 4}, "train": {"steps": 1}, "model": {"weights": "u.pt"}})
+    plain = load_given_config({"batch": {"total": 4}, "train": {"steps": 1}, "model": {"weights": "u.pt"}})
     assert plain.config.model.loading == Weights(file=str(tmp_path / "u.pt"))
 
 
@@ -318,9 +318,9 @@ def test_told_in_the_ledger(tmp_path: Path) -> None:
     with running(Line(), tmp_path, model={"weights": file}) as run:
         losses = [run.step(share).loss for share in run.batches()]
     assert losses[0] == 0.0
-    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     assert [row["event"] for row in rows[:2]] == ["start", "weights"]
-    assert told(rows[1]) == f"1 of 1 names loaded from {file}"
+    assert describe_loaded_weights(rows[1]) == f"1 of 1 names loaded from {file}"
 
 
 def test_the_file_of_the_conformance_suite() -> None:

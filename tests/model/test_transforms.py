@@ -15,10 +15,10 @@ from tests.conformance import tasks
 from tests.support.running import Line, running
 from unipar.backend import checks
 from unipar.config import source
-from unipar.engines.loss_scale import Scaler
+from unipar.engines.loss_scale import LossScaler
 from unipar.errors import ConfigError, NonFinite, TaskError, Unsupported
-from unipar.model.transforms import reworked
-from unipar.run_folder.layout import ledger_of
+from unipar.model.transforms import apply_transforms
+from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its own calls
@@ -173,7 +173,7 @@ def test_refused_on_the_cpu(sections: dict[str, Any], message: str) -> None:
 
     made = {"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}, **sections}
     with pytest.raises(Unsupported) as e:
-        checks.check(Config.model_validate(made))
+        checks.check_can_run(Config.model_validate(made))
     assert str(e.value) == message
 
 
@@ -184,7 +184,7 @@ def test_the_optimizer_alone_cannot_be_offloaded() -> None:
     made: dict[str, Any] = {"device": "cuda", "batch": {"total": 4}, "train": {"steps": 1}}
     made |= {"parallel": {"shard": "parameters"}, "model": {"offload": "optimizer"}}
     with pytest.raises(Unsupported) as e:
-        checks.check(Config.model_validate(made))
+        checks.check_can_run(Config.model_validate(made))
     assert str(e.value) == (
         "native/parameters: model.offload: optimizer cannot be had: FSDP2 moves parameters, gradients and the "
         "optimizer's states together; say model.offload: parameters"
@@ -203,7 +203,7 @@ def test_the_optimizer_alone_cannot_be_offloaded() -> None:
 def test_what_local_steps_exclude(sections: dict[str, Any], message: str) -> None:
     """Both numbers, before any process starts."""
     with pytest.raises(ConfigError) as e:
-        source.given({"batch": {"total": 4}, **sections})
+        source.load_given_config({"batch": {"total": 4}, **sections})
     assert str(e.value) == f"the config: {message}"
 
 
@@ -221,7 +221,7 @@ def test_nothing_to_put_syncbatchnorm_in_place_of(model: nn.Module, message: str
     """Where it would not be what the task holds, or nowhere."""
     told = {"device": "cuda", "batch": {"total": 4}, "train": {"steps": 1}, "model": {"sync_batchnorm": True}}
     with pytest.raises(ConfigError) as e:
-        reworked(model, (), source.given(told).config)
+        apply_transforms(model, (), source.load_given_config(told).config)
     assert str(e.value) == message
 
 
@@ -267,7 +267,7 @@ class Overflowing(Line):
 
 def test_a_step_is_left_out_and_the_schedule_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The scale is halved, weights stay, and the warm-up goes on with the next step's factor."""
-    monkeypatch.setattr(checks, "_cuda_only", _nothing)
+    monkeypatch.setattr(checks, "_refuse_on_cpu", _nothing)
     train = {"steps": 5, "optimizer": {"name": "sgd", "lr": 1e-3}, "precision": "fp16", "schedule": {"warmup": 4}}
     with running(Overflowing(1e35), tmp_path, train=train, batch={"total": 4}, log={"every": 1}) as run:
         module: Any = run.parts["model"].module
@@ -279,7 +279,7 @@ def test_a_step_is_left_out_and_the_schedule_waits(monkeypatch: pytest.MonkeyPat
         assert engine.scaler.scale == 2.0**15
     assert weights[1] == weights[2]
     assert len(set(weights)) == 4
-    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     assert [r["step"] for r in rows if r["event"] == "skipped"] == [3]
     rates = [r["lr"] for r in rows if r["event"] == "step"]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 0.75e-3, 1e-3])
@@ -288,7 +288,7 @@ def test_a_step_is_left_out_and_the_schedule_waits(monkeypatch: pytest.MonkeyPat
 def test_the_scale_moves_as_torchs_does() -> None:
     """GradScaler's own numbers, over steps of which some overflow."""
     torchs: Any = torch.amp.GradScaler("cpu", growth_interval=3)
-    ours = Scaler(patience=3)
+    ours = LossScaler(patience=3)
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], 0.0)
     for good in (1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1):
@@ -303,7 +303,7 @@ def test_the_scale_moves_as_torchs_does() -> None:
 
 def test_gradients_that_no_scale_saves() -> None:
     """An error instead of steps that are left out for ever."""
-    scaler = Scaler()
+    scaler = LossScaler()
     bad = torch.tensor(float("inf"))
     assert all(scaler.overflowed(bad) for _ in range(26))
     with pytest.raises(NonFinite) as e:

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.comparisons import made, rewritten
-from unipar.report.charts.bars import bridge, cut_short, stacked
-from unipar.report.data.comparison import Told
-from unipar.report.pages.comparison import page
+from tests.support.comparisons import edit_example_comparison, write_example_comparison
+from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory_bars
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.pages.comparison import render_comparison
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return made(tmp_path / "run")
+    return write_example_comparison(tmp_path / "run")
 
 
 def test_a_bar_that_dwarfs_the_others_is_cut(run: Path) -> None:
     """With a gap, its true number and words: 704 MiB would leave 178 MiB a quarter of the room."""
-    told = Told.read(run)
-    drawn = stacked(told, None, 920)
+    told = ComparisonPageData.read(run)
+    drawn = draw_memory_bars(told, None, 920)
     said = "; the bar of deepspeed/gradients+library is cut short, it is 704 MiB"
     assert f'aria-label="Memory at the peak, by category{said}"' in drawn
     assert drawn.count('class="break"') == 2
@@ -29,7 +29,10 @@ def test_a_bar_that_dwarfs_the_others_is_cut(run: Path) -> None:
     reach = 920 - 84 + 7
     assert ends[-1] == reach
     assert ends[-2] == pytest.approx(reach - (reach - 7 - ends_of_names(drawn)) * (1 - 1 / 1.3), abs=1)
-    assert "cut short, for all others could not be read beside it: deepspeed/gradients+library holds 704" in page(told)
+    assert (
+        "cut short, for all others could not be read beside it: deepspeed/gradients+library holds 704"
+        in render_comparison(told)
+    )
     shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', drawn)
     assert max(float(x) + float(width) for x, width in shapes) <= reach - 7
 
@@ -41,18 +44,18 @@ def ends_of_names(drawn: str) -> float:
 
 def test_bars_of_like_lengths_are_whole(run: Path) -> None:
     """Without the outlier; and where an earlier comparison is laid below, its bars count."""
-    told = Told.read(rewritten(run, lambda data: data["cells"][4].update(memory=[])))
-    assert cut_short(told, None) == (told.measured[-1].peak, [])
-    assert 'class="break"' not in stacked(told, None, 920)
+    told = ComparisonPageData.read(edit_example_comparison(run, lambda data: data["cells"][4].update(memory=[])))
+    assert choose_bar_scale(told, None) == (told.measured_cells[-1].peak, [])
+    assert 'class="break"' not in draw_memory_bars(told, None, 920)
 
 
 def test_a_bridge_ends_where_the_other_cell_is(run: Path) -> None:
     """Its steps add up: from the first bar's end to the second's."""
-    told = Told.read(run)
+    told = ComparisonPageData.read(run)
     one, two = told.cell("native/nothing"), told.cell("native/parameters")
     assert one is not None
     assert two is not None
-    text = bridge(one, two, 920)
+    text = draw_bridge(one, two, 920)
     assert re.findall(r'class="value[^>]*>([^<]*)<', text) == [
         *("178 MiB", "−12 MiB", "−32 MiB", "−34 MiB", "−23 MiB", "+17 MiB", "+1.4 MiB", "+2.4 MiB", "+218 KiB"),
         "97 MiB",
@@ -61,11 +64,11 @@ def test_a_bridge_ends_where_the_other_cell_is(run: Path) -> None:
 
 def test_the_steps_of_a_bridge_join(run: Path) -> None:
     """Each begins where the last one ended, down to the other cell's own bar."""
-    told = Told.read(run)
+    told = ComparisonPageData.read(run)
     one, two = told.cell("native/nothing"), told.cell("native/parameters")
     assert one is not None
     assert two is not None
-    shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)".*? class="(\S+)"', bridge(one, two, 920))
+    shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)".*? class="(\S+)"', draw_bridge(one, two, 920))
     at = [(float(x), float(x) + float(width), kind) for x, width, kind in shapes]
     assert [kind for *_, kind in at] == [
         *("whole", "c-parameters", "c-gradients", "c-optimizer", "c-communication", "c-activations", "c-temporaries"),

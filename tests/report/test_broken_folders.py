@@ -8,26 +8,28 @@ from typing import Any
 
 import pytest
 
-from tests.support.comparisons import P, account, made, rewritten
+from tests.support.comparisons import PARAMETER_COUNT, account, edit_example_comparison, write_example_comparison
 from unipar.errors import ReportError
-from unipar.report.build import beside, report
-from unipar.report.data.comparison import Told
-from unipar.report.pages.comparison import page
-from unipar.results.spreadsheet import sheet
+from unipar.report.build import try_write_page, write_page
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.pages.comparison import render_comparison
+from unipar.results.spreadsheet import format_comparison_csv
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return made(tmp_path / "run")
+    return write_example_comparison(tmp_path / "run")
 
 
 def test_a_cell_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
     """Whatever a rank of it left in its folder: in no figure, no sentence and no column."""
     for rank in (0, 1):
         account("native/parameters", rank, 0.1).write(run / "compare/native-parameters")
-    told = Told.read(rewritten(run, lambda data: data["cells"][2].update(memory=[], note="memory was not watched: no")))
-    assert "native/parameters" not in [cell.cell for cell in told.measured]
-    text = page(told)
+    told = ComparisonPageData.read(
+        edit_example_comparison(run, lambda data: data["cells"][2].update(memory=[], note="memory was not watched: no"))
+    )
+    assert "native/parameters" not in [cell.cell for cell in told.measured_cells]
+    text = render_comparison(told)
     assert "<h1>deepspeed/gradients is smallest" in text
     assert "<p>Not measured: native/parameters.</p>" in text
     assert (
@@ -39,15 +41,15 @@ def test_a_cell_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
 def test_the_figures_alone_have_all_that_was_measured(run: Path, tmp_path: Path) -> None:
     """Without a cell's folder, or with accounts there that are cut short: compare.json has them whole."""
     (run / "compare/native-nothing/rank-1.memory.json").write_text('{"rank": 1', encoding="utf-8")
-    whole = Told.read(run)
+    whole = ComparisonPageData.read(run)
     assert whole.problems == ()
     bare = tmp_path / "bare"
     bare.mkdir()
     (run / "compare/compare.json").rename(bare / "compare.json")
-    told = Told.read(bare)
+    told = ComparisonPageData.read(bare)
     assert [cell.memory for cell in told.cells] == [cell.memory for cell in whole.cells]
     assert [len(cell.memory) for cell in told.cells] == [1, 2, 2, 2, 2, 2, 0]
-    sections = re.findall('<section id="([a-z]+)">', page(told))
+    sections = re.findall('<section id="([a-z]+)">', render_comparison(told))
     assert sections == [
         *("memory", "cells", "bridge", "through", "balance", "losses", "pareto", "times", "sent", "how")
     ]
@@ -55,15 +57,18 @@ def test_the_figures_alone_have_all_that_was_measured(run: Path, tmp_path: Path)
 
 def test_a_rank_without_an_account_is_a_rank_all_the_same(run: Path) -> None:
     """On CUDA NCCL is there for it: 200 MiB; one process has none."""
-    data = rewritten(run, lambda data: data["cells"][1]["memory"].pop())
-    told = Told.read(data)
-    text = page(told)
-    assert [told.found.world(row) for row in told.found.rows[:3]] == [1, 2, 2]
+    data = edit_example_comparison(run, lambda data: data["cells"][1]["memory"].pop())
+    told = ComparisonPageData.read(data)
+    text = render_comparison(told)
+    assert [told.comparison.rank_count(row) for row in told.comparison.rows[:3]] == [1, 2, 2]
     assert "<td>178 MiB</td><td>190 MiB</td><td>878 MiB</td>" in text
     assert "<td>143 MiB</td><td>154 MiB</td><td>644 MiB</td>" in text
-    lines = {line.split()[0]: line.split("MiB") for line in told.found.beside(100)[2:] if line.endswith("MiB")}
+    lines = {line.split()[0]: line.split("MiB") for line in told.comparison.extra_tables(100)[2:] if line.endswith("MiB")}
     assert (lines["native/nothing"][2], lines["single"][2]) == ("  878 ", "  644 ")
-    assert [line.split(",")[8] for line in sheet(told.found).splitlines()[1:3]] == ["675282944", "920649728"]
+    assert [line.split(",")[8] for line in format_comparison_csv(told.comparison).splitlines()[1:3]] == [
+        "675282944",
+        "920649728",
+    ]
 
 
 def test_the_ranks_are_known_before_any_has_started(run: Path) -> None:
@@ -73,20 +78,20 @@ def test_the_ranks_are_known_before_any_has_started(run: Path) -> None:
         data["interrupted"] = True
         data["cells"] = [{"cell": c["cell"], "outcome": "waits"} for c in data["cells"]]
 
-    told = Told.read(rewritten(run, stopped))
-    assert [told.found.world(row) for row in told.found.rows[:2]] == [1, 2]
-    text = page(told)
+    told = ComparisonPageData.read(edit_example_comparison(run, stopped))
+    assert [told.comparison.rank_count(row) for row in told.comparison.rows[:2]] == [1, 2]
+    text = render_comparison(told)
     assert "unipar compare · quickstart · 2 ranks · fp32 · 8 samples a step" in text
-    text = page(Told.read(rewritten(run, lambda data: data.pop("ranks"))))
+    text = render_comparison(ComparisonPageData.read(edit_example_comparison(run, lambda data: data.pop("ranks"))))
     assert "unipar compare · quickstart · fp32 · 8 samples a step" in text
 
 
 @pytest.mark.parametrize("phases", [[], None])
 def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | None) -> None:
     """Nothing that unipar writes is so: what is built is always one."""
-    rewritten(run, lambda data: data["cells"][1]["memory"][1].update(phases=phases))
+    edit_example_comparison(run, lambda data: data["cells"][1]["memory"][1].update(phases=phases))
     with pytest.raises(ReportError) as e:
-        report(run)
+        write_page(run)
     why = "1 validation error for Account" if phases is None else "native/nothing has an account without phases"
     assert str(e.value) == f"{run}/compare/compare.json is no comparison that unipar wrote: {why}"
 
@@ -95,8 +100,8 @@ def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
     """Parameters come from the other cells; the config's sentence is on the page."""
     (run / "compare/single/rank-0.jsonl").write_text('{"event": "sta', encoding="utf-8")
     (run / "compare/single/config.json").write_text("[1", encoding="utf-8")
-    told = Told.read(run)
-    assert told.parameters == P
+    told = ComparisonPageData.read(run)
+    assert told.parameters == PARAMETER_COUNT
     ledger, config = told.problems
     assert ledger.startswith(f"{run}/compare/single/rank-0.jsonl cannot be read as a rank's ledger (JSONDecodeError: ")
     assert config.startswith(f"{run}/compare/single/config.json cannot be read: it is cut short or is no JSON (")
@@ -113,7 +118,7 @@ def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
     }
     for cell, (text, _) in why.items():
         (run / f"compare/{cell}/rank-0.jsonl").write_text(text, encoding="utf-8")
-    told = Told.read(run)
+    told = ComparisonPageData.read(run)
     said = [
         f"{run}/compare/{cell}/rank-0.jsonl cannot be read as a rank's ledger ({reason}): it is left out"
         for cell, (_, reason) in why.items()
@@ -121,15 +126,15 @@ def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
     ]
     config = f"{run}/compare/single/config.json is no config that unipar wrote: no key of it is one of a config"
     assert told.problems == (said[0], f"{config}; it is left out", *said[1:])
-    assert [cell.parameters for cell in told.cells] == [0, 0, 0, 9, P, P, 0]
-    assert f'<p class="worry">{config}; it is left out</p>' in page(told)
+    assert [cell.parameters for cell in told.cells] == [0, 0, 0, 9, PARAMETER_COUNT, PARAMETER_COUNT, 0]
+    assert f'<p class="worry">{config}; it is left out</p>' in render_comparison(told)
 
 
 def test_a_cell_that_failed_before_it_began_has_an_empty_ledger(run: Path) -> None:
     """Nothing is left out there."""
     (run / "compare/native-nothing/rank-0.jsonl").write_text("", encoding="utf-8")
-    rewritten(run, lambda data: data["cells"][1].update(outcome="failed", note="no"))
-    assert Told.read(run).problems == ()
+    edit_example_comparison(run, lambda data: data["cells"][1].update(outcome="failed", note="no"))
+    assert ComparisonPageData.read(run).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -147,28 +152,28 @@ def test_a_foreign_comparison_is_a_sentence(run: Path, text: str, sentence: str)
     file = run / "compare/compare.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ReportError) as e:
-        report(run)
+        write_page(run)
     assert str(e.value).startswith(f"{file} {sentence}")
     assert file.read_text("utf-8") == text
-    assert beside(lambda: report(run / "compare")).startswith(f"no page: {file} {sentence}")
+    assert try_write_page(lambda: write_page(run / "compare")).startswith(f"no page: {file} {sentence}")
 
 
 def test_foreign_figures_are_a_sentence(run: Path) -> None:
     """Losses that are words; losses of another number of steps; no cells at all."""
     file = run / "compare/compare.json"
-    rewritten(run, lambda data: data["cells"][2].update(losses=["a", "b"]))
+    edit_example_comparison(run, lambda data: data["cells"][2].update(losses=["a", "b"]))
     with pytest.raises(ReportError, match="is no comparison that unipar wrote: 2 validation errors for "):
-        Told.read(run)
-    rewritten(run, lambda data: data["cells"][2].update(losses=[1.0]))
+        ComparisonPageData.read(run)
+    edit_example_comparison(run, lambda data: data["cells"][2].update(losses=[1.0]))
     said = "is no comparison that unipar wrote: native/parameters has 1 losses, single has 12"
     with pytest.raises(ReportError, match=re.escape(f"{file} {said}")):
-        Told.read(run)
-    rewritten(run, lambda data: (data.update(samples="many"), data["cells"][2].update(losses=[1.0] * 12)))
+        ComparisonPageData.read(run)
+    edit_example_comparison(run, lambda data: (data.update(samples="many"), data["cells"][2].update(losses=[1.0] * 12)))
     with pytest.raises(ReportError, match="1 validation error for Comparison"):
-        Told.read(run)
-    rewritten(run, lambda data: data.update(samples=8, cells=[]))
+        ComparisonPageData.read(run)
+    edit_example_comparison(run, lambda data: data.update(samples=8, cells=[]))
     with pytest.raises(ReportError, match="is no comparison that unipar wrote: it has no cells"):
-        Told.read(run)
+        ComparisonPageData.read(run)
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(run: Path) -> None:
@@ -176,11 +181,11 @@ def test_a_page_that_cannot_be_written_is_a_sentence(run: Path) -> None:
     (run / "compare/report.html").mkdir()
     (run / "compare/report.html/x").touch()
     with pytest.raises(ReportError) as e:
-        report(run)
+        write_page(run)
     assert str(e.value) == (
         f"{run}/compare/report.html cannot be written: Is a directory; --out FILE takes another place"
     )
-    assert beside(lambda: report(run / "compare")) == f"no page: {e.value}"
+    assert try_write_page(lambda: write_page(run / "compare")) == f"no page: {e.value}"
     with pytest.raises(ReportError, match=r"no/where\.html cannot be written: No such file or directory; --out FILE"):
-        report(run, out=run / "no/where.html")
+        write_page(run, out=run / "no/where.html")
     assert list(run.glob("**/.report*")) == []

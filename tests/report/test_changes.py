@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.comparisons import account, made, rewritten
+from tests.support.comparisons import account, edit_example_comparison, write_example_comparison
 from tests.support.run_folders import plain
 from unipar import errors
-from unipar.memory.sources.malloc import Meter
-from unipar.report.build import report
-from unipar.report.charts.bars import stacked
+from unipar.memory.sources.malloc import MallocMeter
+from unipar.report.build import write_page
+from unipar.report.charts.bars import draw_memory_bars
 from unipar.report.data import changes
-from unipar.report.data.comparison import Told
-from unipar.report.pages.comparison import page
-from unipar.results.same_training import Marks
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.pages.comparison import render_comparison
+from unipar.results.same_training import TrainingMarks
 
-MARKS = Marks(
+MARKS = TrainingMarks(
     values={"wte.weight": "0a", "head.weight": "0b"},
     kept=("float32",),
     computed=("float32",),
@@ -33,10 +33,10 @@ MARKS = Marks(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return made(tmp_path / "run")
+    return write_example_comparison(tmp_path / "run")
 
 
-def marked(marks: Marks) -> Callable[[dict[str, Any]], object]:
+def marked(marks: TrainingMarks) -> Callable[[dict[str, Any]], object]:
     """What the one process was seen to train."""
     return lambda data: data["cells"][0].update(marks=marks.model_dump(mode="json"))
 
@@ -47,10 +47,10 @@ def altered(**told: Any) -> Callable[[dict[str, Any]], object]:
 
 def test_what_was_trained_in_the_same_way_is_alike(run: Path, tmp_path: Path) -> None:
     """Another folder, other settings, other figures: nothing is said."""
-    later = made(tmp_path / "later", scale=0.9, fused=True, use="/y/char_gpt.py:CharGPT")
+    later = write_example_comparison(tmp_path / "later", scale=0.9, fused=True, use="/y/char_gpt.py:CharGPT")
     for folder in (run, later):
-        rewritten(folder, marked(MARKS))
-    assert changes.unlike(Told.read(run), Told.read(later)) == []
+        edit_example_comparison(folder, marked(MARKS))
+    assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later)) == []
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,11 @@ def test_what_was_trained_in_the_same_way_is_alike(run: Path, tmp_path: Path) ->
 )
 def test_another_model_is_said(run: Path, tmp_path: Path, differs: dict[str, Any], said: str) -> None:
     """The same task with other arguments, or the same parameters in another task: a change that was meant, maybe."""
-    later = made(tmp_path / "later", **differs)
-    assert changes.unlike(Told.read(run), Told.read(later)) == [f"The two are not alike: {said}."]
-    text = report(run, later).read_text("utf-8")
+    later = write_example_comparison(tmp_path / "later", **differs)
+    assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later)) == [
+        f"The two are not alike: {said}."
+    ]
+    text = write_page(run, later).read_text("utf-8")
     head = text[: text.index("</header>")]
     assert head.index(f"The two are not alike: {said}.") < head.index("Since ")
 
@@ -92,9 +94,11 @@ def test_what_was_changed_on_purpose_is_said_with_both_values(
     run: Path, tmp_path: Path, changed: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     """One who did not mean it reads it first. Other samples are no news where the batch or their cutting is another."""
-    rewritten(run, marked(MARKS))
-    later = rewritten(rewritten(made(tmp_path / "later"), marked(MARKS)), changed)
-    found = changes.unlike(Told.read(run), Told.read(later))
+    edit_example_comparison(run, marked(MARKS))
+    later = edit_example_comparison(
+        edit_example_comparison(write_example_comparison(tmp_path / "later"), marked(MARKS)), changed
+    )
+    found = changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later))
     assert found == ([f"The two are not alike: {said}."] if said else [])
 
 
@@ -106,27 +110,27 @@ def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
         for told in (told for cell in data["cells"][:-1] for told in cell["memory"]):
             told["device"] = "cuda"
 
-    later = rewritten(made(tmp_path / "later"), elsewhere)
-    assert changes.unlike(Told.read(run), Told.read(later)) == [
+    later = edit_example_comparison(write_example_comparison(tmp_path / "later"), elsewhere)
+    assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later)) == [
         "The two are not alike: ranks 2 before, 1 now; device cpu before, cuda now."
     ]
-    without = made(tmp_path / "without", memory=False)
-    assert changes.unlike(Told.read(run), Told.read(without)) == []
+    without = write_example_comparison(tmp_path / "without", memory=False)
+    assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(without)) == []
 
 
 def test_memory_that_was_watched_in_two_ways_is_not_compared(run: Path, tmp_path: Path) -> None:
     """In no sentence, table or figure; times are."""
-    later = made(tmp_path / "later", scale=0.5, quicker=0.95, method=Meter.method)
-    before, now = Told.read(run), Told.read(later)
-    assert changes.unlike(before, now) == [
+    later = write_example_comparison(tmp_path / "later", scale=0.5, quicker=0.95, method=MallocMeter.method)
+    before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
+    assert changes.describe_mismatches(before, now) == [
         "Memory is not compared, it was watched in two ways: torch's own allocator, by a profiler's events before, "
         "malloc, counted by a preloaded meter now."
     ]
-    before = changes.laid(before, now)
-    assert changes.sentence(before, now) == f"Since {run}/compare: single takes 5.0 % less time a step."
-    assert changes.rows(before, now)[1] == ["native/nothing", "-", "89 MiB", "-", "526 ms", "500 ms", "-5.0 %"]
-    assert "was native/nothing" not in stacked(now, before, 900)
-    text = page(now, Told.read(run))
+    before = changes.without_incomparable_memory(before, now)
+    assert changes.describe_largest_change(before, now) == f"Since {run}/compare: single takes 5.0 % less time a step."
+    assert changes.change_rows(before, now)[1] == ["native/nothing", "-", "89 MiB", "-", "526 ms", "500 ms", "-5.0 %"]
+    assert "was native/nothing" not in draw_memory_bars(now, before, 900)
+    text = render_comparison(now, ComparisonPageData.read(run))
     assert "less memory" not in text
     assert 'class="curve before"' not in text
     assert 'class="point before"' not in text
@@ -135,20 +139,22 @@ def test_memory_that_was_watched_in_two_ways_is_not_compared(run: Path, tmp_path
 
 def test_memory_of_one_cell_that_was_watched_in_another_way(run: Path, tmp_path: Path) -> None:
     """The others' is compared."""
-    metered = [account("native/nothing", rank, 0.5, Meter.method).model_dump(mode="json") for rank in (0, 1)]
-    later = rewritten(made(tmp_path / "later", scale=0.5), lambda data: data["cells"][1].update(memory=metered))
-    before, now = Told.read(run), Told.read(later)
-    (said,) = changes.unlike(before, now)
+    metered = [account("native/nothing", rank, 0.5, MallocMeter.method).model_dump(mode="json") for rank in (0, 1)]
+    later = edit_example_comparison(
+        write_example_comparison(tmp_path / "later", scale=0.5), lambda data: data["cells"][1].update(memory=metered)
+    )
+    before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
+    (said,) = changes.describe_mismatches(before, now)
     assert said.startswith("Memory of native/nothing is not compared, it was watched in two ways: torch's own")
-    rows = {row[0]: row[3] for row in changes.rows(changes.laid(before, now), now)}
+    rows = {row[0]: row[3] for row in changes.change_rows(changes.without_incomparable_memory(before, now), now)}
     assert (rows["native/nothing"], rows["native/parameters"]) == ("-", "-50.0 %")
 
 
 def test_another_task_with_another_model_is_refused(run: Path, tmp_path: Path) -> None:
     """Differences would say nothing; the page that is there stays."""
-    later = made(tmp_path / "later", use="/x/gan.py:Gan", parameters=263_000)
+    later = write_example_comparison(tmp_path / "later", use="/x/gan.py:Gan", parameters=263_000)
     with pytest.raises(errors.ReportError) as e:
-        report(run, later)
+        write_page(run, later)
     assert str(e.value) == (
         f"{run}/compare and {later}/compare trained different things (char_gpt.py:CharGPT with 8,926,848 parameters "
         "and gan.py:Gan with 263,000 parameters), whose differences say nothing: give one of them, or two of one task, "
@@ -159,10 +165,10 @@ def test_another_task_with_another_model_is_refused(run: Path, tmp_path: Path) -
 
 def test_a_task_or_a_model_that_is_not_known_is_not_refused(run: Path, tmp_path: Path) -> None:
     """Where a config was not kept, or no ledger: what is known is said."""
-    later = made(tmp_path / "later", use="/x/gan.py:Gan", parameters=0)
-    assert changes.another(Told.read(run), Told.read(later)) == ""
+    later = write_example_comparison(tmp_path / "later", use="/x/gan.py:Gan", parameters=0)
+    assert changes.describe_different_tasks(ComparisonPageData.read(run), ComparisonPageData.read(later)) == ""
     (later / "compare/asked/quickstart.json").unlink()
-    assert changes.unlike(Told.read(run), Told.read(later)) == []
+    assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later)) == []
 
 
 def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
@@ -178,7 +184,7 @@ def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
     ledger.write_text(
         ledger.read_text("utf-8").replace("8926848", "1000").replace("native/nothing", "native/gradients")
     )
-    text = report(one, two).read_text("utf-8")
+    text = write_page(one, two).read_text("utf-8")
     head = text[: text.index("</header>")]
     assert "The two are not alike: parameters 8,926,848 before, 1,000 now; " in head
     assert "cell native/nothing before, native/gradients now" in head
@@ -186,4 +192,4 @@ def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
     with pytest.raises(
         errors.ReportError, match=r"and gan.py:Gan with 1,000 parameters\), whose differences say nothing"
     ):
-        report(one, two)
+        write_page(one, two)

@@ -8,33 +8,40 @@ from typing import Any
 
 import pytest
 
-from tests.support.comparisons import account, made, rewritten
-from unipar.memory.account import Block, Phase
-from unipar.memory.cuda_total import Predicted, predicted
-from unipar.memory.sources.cuda import History
-from unipar.memory.sources.malloc import Meter
-from unipar.memory.sources.profiler import Profiled
-from unipar.report.build import report
-from unipar.report.charts.bars import stacked
-from unipar.report.charts.lines import front, pareto, parted, shade, spots, thinned
-from unipar.report.charts.svg import Scale, doubled, marks
+from tests.support.comparisons import account, edit_example_comparison, write_example_comparison
+from unipar.memory.account import NamedBlock, PhasePeak
+from unipar.memory.cuda_total import PredictedCudaMemory, predict_on_cuda
+from unipar.memory.sources.cuda import CudaHistory
+from unipar.memory.sources.malloc import MallocMeter
+from unipar.memory.sources.profiler import ProfilerSource
+from unipar.report.build import write_page
+from unipar.report.charts.bars import draw_memory_bars
+from unipar.report.charts.lines import (
+    draw_pareto,
+    label_positions,
+    loss_differences,
+    pareto_front,
+    shade_of,
+    thin_curve,
+)
+from unipar.report.charts.svg import AxisScale, power_of_two_ticks, round_ticks
 from unipar.report.data import changes
-from unipar.report.data.comparison import Told
-from unipar.report.data.headline import answer
-from unipar.report.pages.comparison import page
-from unipar.results.memory_tables import included, remarks
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.data.headline import comparison_headline
+from unipar.report.pages.comparison import render_comparison
+from unipar.results.memory_tables import describe_counting, describe_memory_columns
 
 MIB = 2**20
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return made(tmp_path / "run")
+    return write_example_comparison(tmp_path / "run")
 
 
 def test_the_first_sentence(run: Path) -> None:
     """Smallest of the cells that are not the one process, fastest, and why."""
-    assert answer(Told.read(run)) == (
+    assert comparison_headline(ComparisonPageData.read(run)) == (
         "native/parameters is smallest: 97 MiB on its largest rank, 45 % less than native/nothing, above all "
         "optimizer states (68 MiB to 34 MiB); native/nothing is fastest: 526 ms a step, though horovod/nothing is too "
         "near to tell."
@@ -43,13 +50,18 @@ def test_the_first_sentence(run: Path) -> None:
 
 def test_a_number_stays_with_its_unit(run: Path) -> None:
     """In one line, in the sentence above all."""
-    assert "97\N{NO-BREAK SPACE}MiB on its largest rank, 45\N{NO-BREAK SPACE}% less" in page(Told.read(run))
+    assert "97\N{NO-BREAK SPACE}MiB on its largest rank, 45\N{NO-BREAK SPACE}% less" in render_comparison(
+        ComparisonPageData.read(run)
+    )
 
 
 def test_the_first_sentence_without_memory(tmp_path: Path) -> None:
     """Time alone."""
-    told = Told.read(made(tmp_path / "run", memory=False))
-    assert answer(told) == "native/nothing is fastest: 526 ms a step, though horovod/nothing is too near to tell."
+    told = ComparisonPageData.read(write_example_comparison(tmp_path / "run", memory=False))
+    assert (
+        comparison_headline(told)
+        == "native/nothing is fastest: 526 ms a step, though horovod/nothing is too near to tell."
+    )
 
 
 def test_the_baseline_itself_may_be_smallest(run: Path) -> None:
@@ -59,39 +71,41 @@ def test_the_baseline_itself_may_be_smallest(run: Path) -> None:
         data["cells"] = [c for c in data["cells"] if c["cell"] in ("single", "native/nothing", "horovod/nothing")]
         data["cells"][2]["seconds"] = [[0.9]]
 
-    assert answer(Told.read(rewritten(run, only))) == (
+    assert comparison_headline(ComparisonPageData.read(edit_example_comparison(run, only))) == (
         "native/nothing is smallest: 178 MiB on its largest rank, 3 % less than horovod/nothing, above all "
         "communication buffers (39 MiB to 34 MiB); native/nothing is fastest: 526 ms a step."
     )
-    nothing = rewritten(run, lambda data: [c.update(outcome="failed", memory=[]) for c in data["cells"]])
-    assert answer(Told.read(nothing)) == "No cell came to its end, so there is nothing to rank."
+    nothing = edit_example_comparison(run, lambda data: [c.update(outcome="failed", memory=[]) for c in data["cells"]])
+    assert (
+        comparison_headline(ComparisonPageData.read(nothing)) == "No cell came to its end, so there is nothing to rank."
+    )
 
 
 def test_the_prediction_for_cuda_adds_what_is_assumed() -> None:
     """The peak, 500 MiB of context, 200 MiB of NCCL in a world of several, blocks of 512 bytes, segments of 2 MiB."""
     one = account("single", 0)
-    assert predicted(one, 1).nccl == 0
+    assert predict_on_cuda(one, 1).nccl == 0
     # 16.853 bytes for each of 8,926,848 parameters; a block of 1,000,001 bytes is rounded up by 447
-    assert predicted(one, 2) == Predicted(150_444_169, 500 * MIB, 200 * MIB, 550_775)
-    assert predicted(one, 2).total == 734_003_200 + 72 * 2 * MIB
+    assert predict_on_cuda(one, 2) == PredictedCudaMemory(150_444_169, 500 * MIB, 200 * MIB, 550_775)
+    assert predict_on_cuda(one, 2).total == 734_003_200 + 72 * 2 * MIB
 
 
 def test_a_block_may_need_a_segment_more() -> None:
     """A peak of just one segment, with a block of a byte in it, takes a second one."""
-    block = Block(category="buffers", name="step", size=1)
-    phase = Phase(name="built", peak=2 * MIB, held={"buffers": 2 * MIB}, largest=(block,))
-    assert predicted(account("single", 0).model_copy(update={"phases": (phase,)}), 1).rounding == 2 * MIB
+    block = NamedBlock(category="buffers", name="step", size=1)
+    phase = PhasePeak(name="built", peak=2 * MIB, held={"buffers": 2 * MIB}, largest=(block,))
+    assert predict_on_cuda(account("single", 0).model_copy(update={"phases": (phase,)}), 1).rounding == 2 * MIB
 
 
 def test_nothing_is_fetched_and_nothing_runs(run: Path) -> None:
     """One file: no script, no address, no import."""
-    text = page(Told.read(run))
+    text = render_comparison(ComparisonPageData.read(run))
     assert re.findall(r"<script|<link|<img|https?:|@import|url\(|\son\w+=", text) == []
 
 
 def test_a_table_behind_each_figure(run: Path) -> None:
     """And each figure has words for those who do not see it."""
-    text = page(Told.read(run))
+    text = render_comparison(ComparisonPageData.read(run))
     figures = re.split("<figure>", text)[1:]
     assert len(figures) == 11
     for figure in figures:
@@ -101,7 +115,7 @@ def test_a_table_behind_each_figure(run: Path) -> None:
 
 def test_memory_is_told_in_three_columns(run: Path) -> None:
     """What was allocated and resident here, and what is predicted for CUDA, with what is assumed for it."""
-    text = page(Told.read(run))
+    text = render_comparison(ComparisonPageData.read(run))
     assert "allocated here</th>" in text
     assert "resident here</th>" in text
     assert "on CUDA (predicted)</th>" in text
@@ -116,7 +130,7 @@ def test_memory_is_told_in_three_columns(run: Path) -> None:
 
 def test_a_library_s_own_sizes_are_marked(run: Path) -> None:
     """In the first figure, and in its variant's own words below."""
-    text = page(Told.read(run))
+    text = render_comparison(ComparisonPageData.read(run))
     assert "deepspeed/gradients+library †</text>" in text
     assert (
         '<p class="own">† deepspeed/gradients+library runs with DeepSpeed&#x27;s own bucket sizes, its default: '
@@ -136,17 +150,19 @@ def test_a_library_s_own_sizes_are_marked(run: Path) -> None:
 )
 def test_a_library_s_own_sizes_are_put_beside_what_was_measured(run: Path, gone: tuple[int, ...], said: str) -> None:
     """Whatever was."""
-    told = Told.read(rewritten(run, lambda data: [data["cells"][i].update(memory=[]) for i in gone]))
-    text = page(told).replace("\N{NO-BREAK SPACE}", " ")
+    told = ComparisonPageData.read(
+        edit_example_comparison(run, lambda data: [data["cells"][i].update(memory=[]) for i in gone])
+    )
+    text = render_comparison(told).replace("\N{NO-BREAK SPACE}", " ")
     assert f"† deepspeed/gradients+library runs with DeepSpeed&#x27;s own bucket sizes, its default{said}" in text
 
 
 def test_own_sizes_that_cost_nothing_are_told_without_a_reason(run: Path) -> None:
     """Where buckets are no larger than elsewhere, they are not why."""
     less = [account("native/parameters", rank).model_dump(mode="json") for rank in (0, 1)]
-    told = Told.read(rewritten(run, lambda data: data["cells"][4].update(memory=less)))
+    told = ComparisonPageData.read(edit_example_comparison(run, lambda data: data["cells"][4].update(memory=less)))
     said = "its default: 97 MiB, 0.7 times deepspeed/gradients without them (144 MiB) and 0.5 times native/nothing "
-    assert f"{said}(178 MiB).</p>" in page(told).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"{said}(178 MiB).</p>" in render_comparison(told).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_gradients_that_nobody_named_are_not_set_beside_buffers(run: Path) -> None:
@@ -156,33 +172,37 @@ def test_gradients_that_nobody_named_are_not_set_beside_buffers(run: Path) -> No
         for held in (phase["held"] for told in data["cells"][1]["memory"] for phase in told["phases"]):
             held["unattributed"] = held.pop("gradients")
 
-    assert "612\N{NO-BREAK SPACE}MiB of it are communication buffers.</p>" in page(Told.read(rewritten(run, unnamed)))
+    assert "612\N{NO-BREAK SPACE}MiB of it are communication buffers.</p>" in render_comparison(
+        ComparisonPageData.read(edit_example_comparison(run, unnamed))
+    )
 
 
 def test_what_only_the_environment_can_set_is_stated(run: Path, tmp_path: Path) -> None:
     """With its values, on the page and below the table; not where memory was not watched."""
-    told = Told.read(run)
+    told = ComparisonPageData.read(run)
     said = "set: MKL_DISABLE_FAST_MM=1 always, MALLOC_MMAP_THRESHOLD_=65536 while watched"
-    assert (said in told.found.table().splitlines(), told.found.remarks().count(said)) == (True, 1)
-    assert f"<li>{said}</li><li>before the timed steps malloc is told to keep what is freed</li>" in page(told)
-    without = Told.read(made(tmp_path / "without", memory=False))
-    assert "MKL_DISABLE_FAST_MM" not in page(without) + without.found.table()
+    assert (said in told.comparison.table().splitlines(), told.comparison.remarks().count(said)) == (True, 1)
+    assert f"<li>{said}</li><li>before the timed steps malloc is told to keep what is freed</li>" in render_comparison(
+        told
+    )
+    without = ComparisonPageData.read(write_example_comparison(tmp_path / "without", memory=False))
+    assert "MKL_DISABLE_FAST_MM" not in render_comparison(without) + without.comparison.table()
 
 
 def test_agreement_is_a_badge(run: Path) -> None:
     """And disagreement is one of another colour, with a cross in the figure of differences."""
-    text = page(Told.read(run))
+    text = render_comparison(ComparisonPageData.read(run))
     assert '<p class="badge good"><b aria-hidden="true">✓</b> all 5 cells agree with one process' in text
     assert 'class="cross"' not in text
-    far = rewritten(run, lambda data: data["cells"][1]["losses"].__setitem__(4, 9.0))
-    text = page(Told.read(far))
+    far = edit_example_comparison(run, lambda data: data["cells"][1]["losses"].__setitem__(4, 9.0))
+    text = render_comparison(ComparisonPageData.read(far))
     assert '<p class="badge bad"><b aria-hidden="true">✗</b> DISAGREES: native/nothing by' in text
     assert text.count('class="cross"') == 2 * 2
 
 
 def test_what_others_wrote_is_only_text(run: Path) -> None:
     """A note with angle brackets stays one."""
-    text = page(Told.read(run))
+    text = render_comparison(ComparisonPageData.read(run))
     assert "refused: train.precision: fp64 &lt;cannot&gt; be had" in text
     assert "<cannot>" not in text
 
@@ -190,10 +210,12 @@ def test_what_others_wrote_is_only_text(run: Path) -> None:
 def test_a_cell_that_is_not_alike_is_in_no_figure(run: Path) -> None:
     """Whatever was measured of it: it has a row with its sentence."""
     why = "step 1 trains on other samples than in single"
-    told = Told.read(rewritten(run, lambda data: data["cells"][2].update(outcome="unlike", note=why)))
-    assert "native/parameters" not in [cell.cell for cell in (*told.measured, *told.timed)]
-    assert f'<td class="text" colspan="7">not alike: {why}</td>' in page(told)
-    assert answer(told).startswith("deepspeed/gradients is smallest")
+    told = ComparisonPageData.read(
+        edit_example_comparison(run, lambda data: data["cells"][2].update(outcome="unlike", note=why))
+    )
+    assert "native/parameters" not in [cell.cell for cell in (*told.measured_cells, *told.timed_cells)]
+    assert f'<td class="text" colspan="7">not alike: {why}</td>' in render_comparison(told)
+    assert comparison_headline(told).startswith("deepspeed/gradients is smallest")
 
 
 def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
@@ -202,9 +224,9 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
     def old(data: dict[str, Any]) -> None:
         del data["of"]
 
-    run = rewritten(made(tmp_path / "run", memory=False), old)
+    run = edit_example_comparison(write_example_comparison(tmp_path / "run", memory=False), old)
     (run / "compare/asked/quickstart.json").unlink()
-    text = page(Told.read(run))
+    text = render_comparison(ComparisonPageData.read(run))
     assert "Memory was not measured in this comparison" in text
     assert "Measured on a machine that was not written down." in text
     assert re.findall('<section id="([a-z]+)">', text) == ["memory", "cells", "losses", "times", "configs", "how"]
@@ -214,11 +236,11 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("methods", "said"),
     [
-        ((Meter.method, Meter.method), "every block counted"),
-        ((Profiled.method, Profiled.method), "only torch's own tensors counted"),
-        ((History.method,), "what torch's CUDA allocator gave counted"),
+        ((MallocMeter.method, MallocMeter.method), "every block counted"),
+        ((ProfilerSource.method, ProfilerSource.method), "only torch's own tensors counted"),
+        ((CudaHistory.method,), "what torch's CUDA allocator gave counted"),
         (
-            (Profiled.method, Meter.method),
+            (ProfilerSource.method, MallocMeter.method),
             "not counted alike by every rank (every block counted; only torch's own tensors counted)",
         ),
         (("a stranger's, by hand",), "counted by: a stranger's, by hand"),
@@ -227,15 +249,15 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
 def test_what_is_counted_depends_on_who_counts(methods: tuple[str, ...], said: str) -> None:
     """The preloaded meter sees every block, torch's profiler tensors alone."""
     accounts = [account("single", rank, method=method) for rank, method in enumerate(methods)]
-    assert included(accounts) == said
-    assert remarks(accounts)[0].text == (
+    assert describe_counting(accounts) == said
+    assert describe_memory_columns(accounts)[0].text == (
         f"allocated here: the peak beyond the base of the largest rank, {said}; its parts add up to it"
     )
 
 
 def test_the_config_and_the_command_to_repeat_it(run: Path) -> None:
     """Every key as it was asked, what differs in a cell, and a line to type."""
-    text = page(Told.read(run))
+    text = render_comparison(ComparisonPageData.read(run))
     assert "train.steps: 12\ntrain.optimizer.fused: false</pre>" in text
     assert '<th scope="row" class="text">horovod/nothing</th><td class="text">backend</td>' in text
     assert f"unipar compare {run}/compare/asked/quickstart.json --out {run} --cell native/nothing --cell" in text
@@ -243,49 +265,57 @@ def test_the_config_and_the_command_to_repeat_it(run: Path) -> None:
 
 def test_the_page_lies_where_it_is_wanted(run: Path, tmp_path: Path) -> None:
     """Beside compare.json, whichever way the run is named; or at --out."""
-    assert report(run) == report(run / "compare") == report(run / "compare/compare.json") == run / "compare/report.html"
-    assert report(run, out=tmp_path / "x.html") == tmp_path / "x.html"
+    assert (
+        write_page(run)
+        == write_page(run / "compare")
+        == write_page(run / "compare/compare.json")
+        == run / "compare/report.html"
+    )
+    assert write_page(run, out=tmp_path / "x.html") == tmp_path / "x.html"
     assert (tmp_path / "x.html").read_text("utf-8") == (run / "compare/report.html").read_text("utf-8")
 
 
 def test_two_comparisons_over_one_another(run: Path, tmp_path: Path) -> None:
     """What changed, in a sentence, a table, the configs' keys and the figures; the page is the later one's."""
-    later = made(tmp_path / "later", scale=0.9, quicker=0.95, fused=True)
-    assert report(run, later) == later / "compare/report.html"
-    before, now = Told.read(run), Told.read(later)
-    assert changes.sentence(before, now) == (
+    later = write_example_comparison(tmp_path / "later", scale=0.9, quicker=0.95, fused=True)
+    assert write_page(run, later) == later / "compare/report.html"
+    before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
+    assert changes.describe_largest_change(before, now) == (
         f"Since {run}/compare: deepspeed/gradients+library holds 10.0 % less memory (704 MiB to 634 MiB), "
         "single takes 5.0 % less time a step."
     )
-    assert changes.rows(before, now)[1] == [
+    assert changes.change_rows(before, now)[1] == [
         *("native/nothing", "178 MiB", "160 MiB", "-10.0 %", "526 ms", "500 ms", "-5.0 %")
     ]
-    assert changes.keys(before.config, now.config) == [["train.optimizer.fused", "false", "true"]]
-    assert "was native/nothing, parameters: 34 MiB" in stacked(now, before, 900)
-    text = page(now, before)
+    assert changes.differing_key_rows(before.config, now.config) == [["train.optimizer.fused", "false", "true"]]
+    assert "was native/nothing, parameters: 34 MiB" in draw_memory_bars(now, before, 900)
+    text = render_comparison(now, before)
     assert 'class="curve before"' in text
     assert 'class="point before"' in text
 
 
 def test_what_a_cell_held_till_it_failed_is_no_change(run: Path, tmp_path: Path) -> None:
     """On either side: its memory is not all known, and it has no time."""
-    later = made(tmp_path / "later", scale=0.9)
-    before, now = Told.read(run), Told.read(later)
-    assert "deepspeed/gradients+library holds 10.0 % less memory (704 MiB to 634 MiB)" in changes.sentence(before, now)
+    later = write_example_comparison(tmp_path / "later", scale=0.9)
+    before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
+    assert (
+        "deepspeed/gradients+library holds 10.0 % less memory (704 MiB to 634 MiB)"
+        in changes.describe_largest_change(before, now)
+    )
     for told, peaks in ((later, ("704 MiB", "-")), (run, ("-", "-"))):
-        rewritten(told, lambda data: data["cells"][4].update(outcome="failed", note="no"))
-        before, now = Told.read(run), Told.read(later)
-        assert "deepspeed/gradients+library" not in changes.sentence(before, now)
-        assert changes.rows(before, now)[4][:4] == ["deepspeed/gradients+library", *peaks, "-"]
+        edit_example_comparison(told, lambda data: data["cells"][4].update(outcome="failed", note="no"))
+        before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
+        assert "deepspeed/gradients+library" not in changes.describe_largest_change(before, now)
+        assert changes.change_rows(before, now)[4][:4] == ["deepspeed/gradients+library", *peaks, "-"]
 
 
 def test_two_machines_are_a_warning(run: Path, tmp_path: Path) -> None:
     """Other versions, too."""
-    later = rewritten(
-        made(tmp_path / "later"),
+    later = edit_example_comparison(
+        write_example_comparison(tmp_path / "later"),
         lambda data: data["of"].update(machine={"cpu": "Another"}, versions={"python": "3.11.7", "torch": "2.14.0"}),
     )
-    assert changes.warnings(Told.read(run), Told.read(later)) == [
+    assert changes.timing_warnings(ComparisonPageData.read(run), ComparisonPageData.read(later)) == [
         "They were measured on different machines: differences in time say nothing.",
         "Other versions: torch 2.13.0 to 2.14.0.",
     ]
@@ -293,8 +323,8 @@ def test_two_machines_are_a_warning(run: Path, tmp_path: Path) -> None:
 
 def test_differences_have_shades(run: Path) -> None:
     """The same bits first, then powers of ten."""
-    assert [shade(off) for off in (0.0, 6e-8, 1e-7, 2e-6, 1e-5, 1e-4, 0.5)] == [0, 1, 2, 3, 4, 5, 6]
-    assert [name for name, _ in parted(Told.read(run))] == [
+    assert [shade_of(off) for off in (0.0, 6e-8, 1e-7, 2e-6, 1e-5, 1e-4, 0.5)] == [0, 1, 2, 3, 4, 5, 6]
+    assert [name for name, _ in loss_differences(ComparisonPageData.read(run))] == [
         *("native/nothing", "native/parameters", "deepspeed/gradients", "deepspeed/gradients+library"),
         "horovod/nothing",
     ]
@@ -307,39 +337,43 @@ def test_each_part_has_a_row_of_differences(run: Path) -> None:
         data["cells"][0]["parts"] = {"maker": [1.0, 2.0], "critic": [3.0]}
         data["cells"][1]["parts"] = {"maker": [1.0, 2.5], "critic": [3.0]}
 
-    told = Told.read(rewritten(run, split))
-    assert parted(told)[:2] == [("native/nothing, maker", [0.0, 0.25]), ("native/nothing, critic", [0.0])]
+    told = ComparisonPageData.read(edit_example_comparison(run, split))
+    assert loss_differences(told)[:2] == [("native/nothing, maker", [0.0, 0.25]), ("native/nothing, critic", [0.0])]
 
 
 def test_a_long_curve_keeps_its_peak() -> None:
     """Of many points few are drawn, the fullest of each stretch."""
     curve = [(i / 9999, 7 if i == 1234 else 1) for i in range(10_000)]
-    drawn = thinned(curve)
+    drawn = thin_curve(curve)
     assert len(drawn) == 240
     assert max(drawn, key=lambda point: point[1]) == (1234 / 9999, 7)
-    assert thinned(curve[:5]) == curve[:5]
+    assert thin_curve(curve[:5]) == curve[:5]
 
 
 def test_the_front_holds_what_no_other_beats() -> None:
     """Memory first, samples a second after it: more of the one must buy more of the other."""
-    assert front({"a": (10, 5), "b": (20, 4), "c": (20, 9), "d": (30, 9), "e": (5, 1)}) == ["e", "a", "c"]
+    assert pareto_front({"a": (10, 5), "b": (20, 4), "c": (20, 9), "d": (30, 9), "e": (5, 1)}) == ["e", "a", "c"]
 
 
 def test_one_process_is_a_point_and_not_on_the_front(run: Path) -> None:
     """It has all samples to itself, and is the fastest here by far; the line leads past it."""
-    one = rewritten(run, lambda data: data["cells"][0].update(seconds=[[0.001] * 3] * 3))
-    drawn = re.findall(r'class="(point[^"]*)"[^>]*><title>([^:]+):', pareto(Told.read(one), None, 900))
+    one = edit_example_comparison(run, lambda data: data["cells"][0].update(seconds=[[0.001] * 3] * 3))
+    drawn = re.findall(
+        r'class="(point[^"]*)"[^>]*><title>([^:]+):', draw_pareto(ComparisonPageData.read(one), None, 900)
+    )
     assert ("point", "single") in drawn
     assert [name for kind, name in drawn if kind == "point best"] == [
         *("native/parameters", "deepspeed/gradients", "native/nothing")
     ]
-    assert "Filled: no other cell beats it in both. single, one process, is not ranked." in page(Told.read(one))
+    assert "Filled: no other cell beats it in both. single, one process, is not ranked." in render_comparison(
+        ComparisonPageData.read(one)
+    )
 
 
 def test_words_do_not_lie_upon_one_another() -> None:
     """Ten points in one place: each finds room nearby."""
     places = {f"a cell {i}": (300.0, 150.0) for i in range(10)}
-    found = spots(places, {n: n for n in places}, Scale(0, 1, 50, 900), Scale(0, 1, 320, 10))
+    found = label_positions(places, {n: n for n in places}, AxisScale(0, 1, 50, 900), AxisScale(0, 1, 320, 10))
     boxes = [(x - 65 * ends, y) for (x, y), ends in found.values()]
     assert len(found) == 10
     assert all(abs(a[0] - b[0]) > 57 or abs(a[1] - b[1]) >= 13 for i, a in enumerate(boxes) for b in boxes[:i])
@@ -356,9 +390,9 @@ def test_words_do_not_lie_upon_one_another() -> None:
 )
 def test_marks_are_round(low: float, high: float, unit: float, expected: list[float]) -> None:
     """Steps of 1, 2 or 5."""
-    assert marks(low, high, 5, unit) == pytest.approx(expected)
+    assert round_ticks(low, high, 5, unit) == pytest.approx(expected)
 
 
 def test_marks_of_a_logarithm_double() -> None:
     """In powers of two."""
-    assert doubled(100 * MIB, 700 * MIB, MIB) == [128 * MIB, 256 * MIB, 512 * MIB]
+    assert power_of_two_ticks(100 * MIB, 700 * MIB, MIB) == [128 * MIB, 256 * MIB, 512 * MIB]

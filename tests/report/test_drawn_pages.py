@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.comparisons import made
+from tests.support.comparisons import write_example_comparison
 from tests.support.run_folders import plain
 from tests.support.scalings import two_cells
-from unipar.report.data.comparison import Told
-from unipar.report.data.run import Ran
-from unipar.report.pages.comparison import page
-from unipar.report.pages.run import page as of_run
-from unipar.report.pages.scaling import page as scaled
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.data.run import RunPageData
+from unipar.report.pages.comparison import render_comparison
+from unipar.report.pages.run import render_run as of_run
+from unipar.report.pages.scaling import render_scaling as scaled
 
 ROOT = Path(__file__).parents[2]
 CSS = (ROOT / "unipar/report/page.css").read_text("utf-8")
@@ -77,8 +77,8 @@ parent.document.title = JSON.stringify({width: innerWidth, paper, seen, wrong});
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Told:
-    return Told.read(made(tmp_path / "run"))
+def told(tmp_path: Path) -> ComparisonPageData:
+    return ComparisonPageData.read(write_example_comparison(tmp_path / "run"))
 
 
 def browse(tmp_path: Path, *words: str) -> str:
@@ -110,11 +110,13 @@ def looked_at(whole: str, tmp_path: Path, width: int, *flags: str) -> dict[str, 
 )
 @pytest.mark.parametrize("over", [False, True], ids=["one", "two"])
 def test_everything_can_be_read(
-    told: Told, tmp_path: Path, width: int, flags: tuple[str, ...], paper: str, over: bool
+    told: ComparisonPageData, tmp_path: Path, width: int, flags: tuple[str, ...], paper: str, over: bool
 ) -> None:
     """No words are cut off, small, pale or on one another, and nothing is wider than the window."""
-    before = Told.read(made(tmp_path / "before", scale=1.1, quicker=1.2)) if over else None
-    found = looked_at(page(told, before), tmp_path, width, *flags)
+    before = (
+        ComparisonPageData.read(write_example_comparison(tmp_path / "before", scale=1.1, quicker=1.2)) if over else None
+    )
+    found = looked_at(render_comparison(told, before), tmp_path, width, *flags)
     assert found["wrong"] == []
     assert (found["width"], found["paper"]) == (width, paper)
     assert found["seen"] > 150
@@ -138,7 +140,7 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
     alone = [(replace(w, kinds=("strong",)), row) for w, row in strong]
     sizes = replace(two_cells(), verb="compare", worlds=tuple(w for w, _ in alone))
     sizes = replace(sizes, rows=[replace(row, cell=w.name) for w, row in alone])
-    before, now = (Ran.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
+    before, now = (RunPageData.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
     whole = {"scaling": scaled(two_cells(), tmp_path), "sizes": scaled(sizes, tmp_path), "run": of_run(now, before)}[
         kind
     ]
@@ -151,9 +153,9 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
 @pytest.mark.skipif(
     shutil.which("pdftotext") is None, reason="there is no pdftotext (Debian: apt install poppler-utils)"
 )
-def test_on_paper_nothing_is_folded_away(told: Told, tmp_path: Path) -> None:
+def test_on_paper_nothing_is_folded_away(told: ComparisonPageData, tmp_path: Path) -> None:
     """Printed, the tables behind the figures are there as well, in their whole width."""
-    (tmp_path / "report.html").write_text(page(told), encoding="utf-8")
+    (tmp_path / "report.html").write_text(render_comparison(told), encoding="utf-8")
     browse(tmp_path, f"--print-to-pdf={tmp_path}/x.pdf", "--no-pdf-header-footer", f"file://{tmp_path}/report.html")
     command = ["pdftotext", "-layout", f"{tmp_path}/x.pdf", "-"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.comparisons import account, made
+from tests.support.comparisons import account, write_example_comparison
 from tests.support.run_folders import EVENTS, MACHINE, plain, wrote
 from tests.support.scalings import two_cells
 from tests.support.tiny import CONFIG, Tiny
 from unipar import launch
 from unipar.errors import ReportError
-from unipar.report.build import report
-from unipar.report.data.run import Ran
-from unipar.report.pages.run import page
+from unipar.report.build import write_page
+from unipar.report.data.run import RunPageData
+from unipar.report.pages.run import render_run
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_run_has_a_page(run: Path) -> None:
     """What became of it, its losses and times with a table behind each, memory, config, versions, command."""
-    assert report(run) == run / "report.html"
+    assert write_page(run) == run / "report.html"
     text = (run / "report.html").read_text("utf-8")
     took = "12 steps; 6.0\N{NO-BREAK SPACE}s from the first event to the last"
     assert f"<h1>The loss is 4.5000 at step 1 and 3.2500 at step 10: {took}.</h1>" in text
@@ -46,8 +46,8 @@ def test_a_run_has_a_page(run: Path) -> None:
 def test_a_metric_that_is_not_finite(run: Path) -> None:
     """A ledger has null for it; page and table say so."""
     wrote(run, 0, [*EVENTS[:4], {"event": "eval", "time": 104.0, "step": 10, "perplexity": None}, EVENTS[5]])
-    told = Ran.read(run / "rank-0.jsonl")
-    assert "perplexity" in page(told)
+    told = RunPageData.read(run / "rank-0.jsonl")
+    assert "perplexity" in render_run(told)
     assert "perplexity not finite at step 10" in told.report.table()
 
 
@@ -55,7 +55,7 @@ def test_memory_that_was_watched_is_on_the_page(run: Path) -> None:
     """By phase and category, of the fullest rank."""
     for rank in (0, 1):
         account("native/nothing", rank).write(run)
-    text = page(Ran.read(run / "rank-0.jsonl"))
+    text = render_run(RunPageData.read(run / "rank-0.jsonl"))
     assert "Allocated on rank 0, the fullest, by phase and category" in text
     assert '<th scope="row" class="text">update</th><td>178 MiB</td><td>34 MiB</td>' in text
     assert (
@@ -72,14 +72,14 @@ def test_a_run_s_page_says_how_its_memory_was_seen(run: Path) -> None:
         step = {**EVENTS[3], "memory": phases}
         wrote(run, rank, [EVENTS[0], {"event": "memory", "time": 100.5, "said": system}, step, EVENTS[5]])
     beyond = "<p>Beyond what was there before the model was built.</p>"
-    assert f"{beyond}\n<ul><li>{system}</li></ul>" in page(Ran.read(run / "rank-0.jsonl"))
+    assert f"{beyond}\n<ul><li>{system}</li></ul>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     lost = {"event": "memory", "time": 100.6, "said": "watched no more: <it> cannot be said"}
     wrote(run, 1, [EVENTS[0], lost, EVENTS[5]])
     account("native/parameters", 0).write(run)
     assert (
         f"<ul><li>rank 0: {system}</li><li>rank 1: watched no more: &lt;it&gt; cannot be said</li>"
         "<li>rank 0: a note of the one who measured</li></ul>"
-    ) in page(Ran.read(run / "rank-0.jsonl"))
+    ) in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
 def test_memory_that_was_logged_is_on_the_page(run: Path) -> None:
@@ -87,7 +87,7 @@ def test_memory_that_was_logged_is_on_the_page(run: Path) -> None:
     for rank in (0, 1):
         phases = [phase.model_dump(exclude={"largest"}) for phase in account("native/nothing", rank).phases]
         wrote(run, rank, [*EVENTS[:3], {**EVENTS[3], "memory": phases}, *EVENTS[4:5]])
-    text = page(Ran.read(run / "rank-0.jsonl"))
+    text = render_run(RunPageData.read(run / "rank-0.jsonl"))
     assert "<caption>Step 10 on the fullest rank, by phase and category</caption>" in text
     assert '<th scope="row" class="text">update</th><td>178 MiB</td><td>34 MiB</td>' in text
     assert "No rank wrote down what it held" not in text
@@ -105,26 +105,26 @@ def test_the_command_of_a_script(run: Path, script: list[str], said: str) -> Non
     """A loop of the user's own is started by its file; a task that a script gave, by that script."""
     plain(run, script=script)
     (run / "config.json").write_text('{"task": null}', encoding="utf-8")
-    assert said in page(Ran.read(run / "rank-0.jsonl"))
+    assert said in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
 def test_what_became_of_a_run_is_its_badge(run: Path) -> None:
     """Stopped, failed with its first rank's words, or cut short."""
     wrote(run, 0, EVENTS[:4])
-    assert "it did not come to its end, or goes on" in page(Ran.read(run / "rank-0.jsonl"))
+    assert "it did not come to its end, or goes on" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     for rank, time in ((0, 7.0), (1, 6.0)):
         said = {"time": time, "kind": "ValueError", "message": f"rank {rank} <fails>"}
         (run / f"rank-{rank}.error.json").write_text(json.dumps(said), encoding="utf-8")
     (run / "rank-2.error.json").write_text('{"ti', encoding="utf-8")
-    assert "✗</b> failed: ValueError: rank 1 &lt;fails&gt;</p>" in page(Ran.read(run / "rank-0.jsonl"))
+    assert "✗</b> failed: ValueError: rank 1 &lt;fails&gt;</p>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     wrote(run, 0, [*EVENTS[:4], {"event": "stopped", "time": 105.0, "step": 11}])
-    assert "?</b> stopped by a signal after step 11</p>" in page(Ran.read(run / "rank-0.jsonl"))
+    assert "?</b> stopped by a signal after step 11</p>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
 def test_two_runs_over_one_another(run: Path, tmp_path: Path) -> None:
     """The earlier one's curves dashed, what both configs say, and a warning of another machine."""
     later = plain(tmp_path / "later", loss=2.5, machine={"cpu": "Another"})
-    assert report(run, later) == later / "report.html"
+    assert write_page(run, later) == later / "report.html"
     text = (later / "report.html").read_text("utf-8")
     assert 'class="curve before"' in text
     assert f"Before, {run}: The loss is 4.5000 at step 1 and 3.2500 at step 10" in text
@@ -138,7 +138,7 @@ def test_another_task_is_another_config(run: Path, tmp_path: Path, use: str, *, 
     later = plain(tmp_path / "later")
     told = json.loads((later / "config.json").read_text("utf-8")) | {"task": {"use": use}}
     (later / "config.json").write_text(json.dumps(told), encoding="utf-8")
-    text = report(run, later).read_text("utf-8")
+    text = write_page(run, later).read_text("utf-8")
     row = f'<td class="text">&quot;/x/task.py:Sums&quot;</td><td class="text">&quot;{use}&quot;</td>'
     assert ("Both configs say the same." in text, row in text) == (same, not same)
 
@@ -146,11 +146,11 @@ def test_another_task_is_another_config(run: Path, tmp_path: Path, use: str, *, 
 def test_a_real_run(tmp_path: Path) -> None:
     """Its folder names the versions and the machine; its page is made from there."""
     launch(CONFIG | {"out": str(tmp_path / "out"), "parallel": {"data": 1}}, task=Tiny, quiet=True)
-    ran = Ran.read(tmp_path / "out/rank-0.jsonl")
+    ran = RunPageData.read(tmp_path / "out/rank-0.jsonl")
     assert {"python", "unipar", "torch"} <= ran.versions.keys()
     assert ran.machine.keys() == MACHINE.keys()
     assert (ran.problems, ran.ended, ran.command) == ((), True, "")
-    assert "12 steps; " in report(tmp_path / "out").read_text("utf-8")
+    assert "12 steps; " in write_page(tmp_path / "out").read_text("utf-8")
 
 
 def test_a_scaling_has_its_page_again(tmp_path: Path) -> None:
@@ -159,11 +159,11 @@ def test_a_scaling_has_its_page_again(tmp_path: Path) -> None:
     (tmp_path / "scale").mkdir()
     file = tmp_path / "scale/scale.json"
     file.write_text(json.dumps(found.to_json()), encoding="utf-8")
-    assert report(tmp_path) == tmp_path / "scale/report.html"
+    assert write_page(tmp_path) == tmp_path / "scale/report.html"
     text = (tmp_path / "scale/report.html").read_text("utf-8")
     assert "strong scaling: 89\N{NO-BREAK SPACE}% for native/parameters on 2 ranks" in text
     file.replace(tmp_path / "scale/worlds.json")
-    assert report(tmp_path / "scale") == tmp_path / "scale/report.html"
+    assert write_page(tmp_path / "scale") == tmp_path / "scale/report.html"
 
 
 # What cannot be read
@@ -175,10 +175,10 @@ def test_a_ledger_that_breaks_off_is_told(run: Path) -> None:
         file = run / f"rank-{rank}.jsonl"
         whole = file.read_text("utf-8")
         file.write_text(whole[:-20], encoding="utf-8")
-        ran = Ran.read(run / "rank-0.jsonl")
+        ran = RunPageData.read(run / "rank-0.jsonl")
         said = f"{file} breaks off in the midst of a line: what is before it is shown"
         assert ran.problems == (said,)
-        text = page(ran)
+        text = render_run(ran)
         assert f'<p class="worry">{said}</p>' in text
         assert "The loss is 4.5000 at step 1 and 3.2500 at step 10" in text
         rows = [["0", "–"], ["1", "5.0 MiB"]] if rank == 0 else [["0", "3.0 MiB"], ["1", "–"]]
@@ -187,14 +187,14 @@ def test_a_ledger_that_breaks_off_is_told(run: Path) -> None:
         ]
         assert "–: it wrote down no end." in text
         file.write_text(whole, encoding="utf-8")
-    assert "–: it wrote down no end." not in page(Ran.read(run / "rank-0.jsonl"))
+    assert "–: it wrote down no end." not in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
 def test_a_ledger_that_cannot_be_read_moves_no_other_rank(run: Path) -> None:
     """Ranks are told by their files."""
     wrote(run, 2, [EVENTS[0], {"event": "end", "time": 106.0, "steps": 12, "peak_rss": 7 * 2**20}])
     (run / "rank-1.jsonl").write_text("[1]\n", encoding="utf-8")
-    text = page(Ran.read(run / "rank-0.jsonl"))
+    text = render_run(RunPageData.read(run / "rank-0.jsonl"))
     assert re.findall('<tr><th scope="row" class="text">([0-9])</th><td>([^<]*)</td></tr>', text) == [
         *(("0", "3.0 MiB"), ("1", "–"), ("2", "7.0 MiB"))
     ]
@@ -215,7 +215,7 @@ def test_a_foreign_scaling_is_a_sentence(tmp_path: Path, text: str, sentence: st
     file = tmp_path / "scale.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ReportError) as e:
-        report(tmp_path)
+        write_page(tmp_path)
     assert str(e.value).startswith(f"{file} {sentence}")
     assert file.read_text("utf-8") == text
 
@@ -227,10 +227,10 @@ def test_figures_of_another_kind_are_a_sentence(tmp_path: Path) -> None:
     file = tmp_path / "scale.json"
     file.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(ReportError, match="is no scaling that unipar wrote: 1 validation error for Scaling"):
-        report(tmp_path)
+        write_page(tmp_path)
     file.write_text(json.dumps(data | {"worlds": []}), encoding="utf-8")
     with pytest.raises(ReportError, match="is no scaling that unipar wrote: it has no worlds"):
-        report(tmp_path)
+        write_page(tmp_path)
 
 
 def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
@@ -238,23 +238,23 @@ def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
     (run / "rank-1.jsonl").write_text("[1]\n", encoding="utf-8")
     (run / "config.json").write_text('{"tr', encoding="utf-8")
     (run / "launch.json").write_text("3", encoding="utf-8")
-    ran = Ran.read(run / "rank-0.jsonl")
+    ran = RunPageData.read(run / "rank-0.jsonl")
     ledger, launched, config = ran.problems
     assert ledger == f"{run}/rank-1.jsonl cannot be read as a rank's ledger (a line of it is no event): it is left out"
     assert launched == f"{run}/launch.json is no launch of a run: it holds no mapping"
     assert config.startswith(f"{run}/config.json cannot be read: it is cut short or is no JSON (")
-    assert page(ran).count(f'<p class="worry">{run}') == 3
+    assert render_run(ran).count(f'<p class="worry">{run}') == 3
     (run / "rank-0.jsonl").write_text(
         '{"event": "start", "time": 1.0}\n{"event": "memory", "time": 1.0}\n{"event": "st', encoding="utf-8"
     )
-    assert "no loss was written down" in page(Ran.read(run / "rank-0.jsonl"))
+    assert "no loss was written down" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     (run / "rank-0.jsonl").write_text('{"event": "step", "time": 1.0}\n', encoding="utf-8")
     with pytest.raises(ReportError) as e:
-        report(run)
+        write_page(run)
     assert str(e.value) == f"{run}/rank-0.jsonl is no ledger that unipar wrote (KeyError: 'step')"
     (run / "rank-0.jsonl").write_text("what\n", encoding="utf-8")
     with pytest.raises(ReportError) as e:
-        report(run)
+        write_page(run)
     assert str(e.value) == (
         f"{run}/rank-0.jsonl cannot be read as a rank's ledger (Expecting value: line 1 column 1 (char 0))"
     )
@@ -262,15 +262,15 @@ def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
 
 def test_unlike_kinds_are_not_laid_over_one_another(run: Path, tmp_path: Path) -> None:
     """A comparison and a run; two scalings neither."""
-    comparison = made(tmp_path / "comparison")
+    comparison = write_example_comparison(tmp_path / "comparison")
     with pytest.raises(ReportError) as e:
-        report(comparison, run)
+        write_page(comparison, run)
     assert str(e.value) == (
         f"{comparison} holds a comparison and {run} a run: two of one kind can be laid over one another"
     )
     (tmp_path / "scale.json").write_text(json.dumps(two_cells().to_json()), encoding="utf-8")
     with pytest.raises(ReportError) as e:
-        report(tmp_path, tmp_path)
+        write_page(tmp_path, tmp_path)
     assert str(e.value) == (
         f"{tmp_path} and {tmp_path} hold a scaling each, which are not laid over one another: give one"
     )
@@ -279,17 +279,17 @@ def test_unlike_kinds_are_not_laid_over_one_another(run: Path, tmp_path: Path) -
 def test_what_holds_nothing_is_a_sentence(tmp_path: Path) -> None:
     """With the way out."""
     with pytest.raises(ReportError) as e:
-        report(tmp_path / "none")
+        write_page(tmp_path / "none")
     assert str(e.value) == f"{tmp_path}/none is not there; give a run folder"
     with pytest.raises(ReportError) as e:
-        report(tmp_path)
+        write_page(tmp_path)
     assert str(e.value) == (
         f"{tmp_path} holds nothing to report: no comparison (compare.json), no scaling (worlds.json, scale.json) and "
         "no run (rank-0.jsonl), in it or in its folders compare, worlds and scale"
     )
     (tmp_path / "x.txt").touch()
     with pytest.raises(ReportError) as e:
-        report(tmp_path / "x.txt")
+        write_page(tmp_path / "x.txt")
     assert str(e.value) == f"{tmp_path}/x.txt is no file that unipar makes a page of; give the run folder"
 
 
@@ -297,6 +297,6 @@ def test_a_page_of_a_run_that_cannot_be_written(run: Path) -> None:
     """Nothing half written stays."""
     (run / "report.html").mkdir()
     with pytest.raises(ReportError) as e:
-        report(run)
+        write_page(run)
     assert str(e.value) == f"{run}/report.html cannot be written: Is a directory; --out FILE takes another place"
     assert list(run.glob(".report*")) == []

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.scalings import one_cell, two_cells
-from unipar.report.build import beside, written
-from unipar.report.pages.scaling import answer, page
+from unipar.report.build import try_write_page, write_html
+from unipar.report.pages.scaling import render_scaling, scaling_headline
 from unipar.results.scaling import Scaling
 
 
@@ -21,11 +21,11 @@ def found() -> Scaling:
 def test_the_page_says_first_how_near_the_ideal_is(tmp_path: Path) -> None:
     """The best cell first; figures with an ideal line, memory where it was watched."""
     watched = two_cells()
-    assert answer(watched) == (
+    assert scaling_headline(watched) == (
         "Of the ideal, strong scaling: 89 % for native/parameters on 2 ranks, 80 % for native/nothing on 2 ranks; "
         "weak scaling: 80 % for native/nothing on 2 ranks, 50 % for native/parameters on 2 ranks."
     )
-    told = page(watched, tmp_path)
+    told = render_scaling(watched, tmp_path)
     for name in ("speed-up", "efficiency", "memory", "worlds", "how"):
         assert f'<section id="{name}">' in told
     assert told.count('class="ideal"') == 2 * 2 * 2  # of two figures, drawn for two widths, in two panels
@@ -36,7 +36,7 @@ def test_the_page_says_first_how_near_the_ideal_is(tmp_path: Path) -> None:
 
 def test_the_page_without_memory(found: Scaling, tmp_path: Path) -> None:
     """Its other parts stand; resident memory is the peak RSS, and says so."""
-    told = page(found, tmp_path)
+    told = render_scaling(found, tmp_path)
     assert '<section id="memory">' not in told
     assert "<td>–</td><td>~100 MiB</td><td>–</td></tr>" in told
     assert "assumed" not in told
@@ -44,7 +44,7 @@ def test_the_page_without_memory(found: Scaling, tmp_path: Path) -> None:
 
 def test_the_page_has_memory_in_three_columns(tmp_path: Path) -> None:
     """Of every world, with what each column is, and what is assumed."""
-    told = page(two_cells(), tmp_path)
+    told = render_scaling(two_cells(), tmp_path)
     heads = ("allocated here", "resident here", "on CUDA (predicted)")
     assert "".join(f'<th scope="col">{head}</th>' for head in heads) in told
     assert "<td>97 MiB</td><td>104 MiB</td><td>798 MiB</td></tr>" in told
@@ -55,26 +55,26 @@ def test_the_page_has_memory_in_three_columns(tmp_path: Path) -> None:
 
 def test_the_page_has_the_config_and_a_command(tmp_path: Path) -> None:
     """As it was asked; of comparisons by size the smallest one's, whose world the command replaces."""
-    told = page(two_cells(), tmp_path)
+    told = render_scaling(two_cells(), tmp_path)
     assert "To repeat it" not in told
     for verb, folder, where in (("scale", "scale", "asked"), ("compare", "worlds", "world-1/asked")):
         asked = tmp_path / folder / where
         asked.mkdir(parents=True)
         (asked / "x.json").write_text('{"batch": {"total": 8}, "train": {"steps": 14}}', encoding="utf-8")
-        told = page(replace(two_cells(), verb=verb), tmp_path / folder)
+        told = render_scaling(replace(two_cells(), verb=verb), tmp_path / folder)
         assert "<pre class='keys'>batch.total: 8\ntrain.steps: 14</pre>" in told
         assert (
             f"<pre>unipar {verb} {asked}/x.json --out {tmp_path} --world 1,2 --cell native/nothing "
             "--cell native/parameters --overwrite</pre>"
         ) in told
     (asked / "x.json").write_text('{"batch', encoding="utf-8")
-    told = page(replace(two_cells(), verb="compare"), tmp_path / "worlds")
+    told = render_scaling(replace(two_cells(), verb="compare"), tmp_path / "worlds")
     assert f'<p class="worry">{asked}/x.json cannot be read: it is cut short' in told
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(found: Scaling, tmp_path: Path) -> None:
     """What was measured is shown all the same."""
-    assert beside(lambda: written(page(found, tmp_path), tmp_path / "gone/report.html")) == (
+    assert try_write_page(lambda: write_html(render_scaling(found, tmp_path), tmp_path / "gone/report.html")) == (
         f"no page: {tmp_path}/gone/report.html cannot be written: No such file or directory; "
         "--out FILE takes another place"
     )

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory import asked, row
+from benchmarks.memory import result_row, select_rows
 from benchmarks.overhead import CELLS
-from benchmarks.timing import interleaved, interval, ratio
-from tests.support.world import FOUND
+from benchmarks.timing import interleaved, interval, time_ratio
+from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import cells
-from unipar.launcher.processes.group import Crew
-from unipar.memory.account import Phase
+from unipar.launcher.processes.group import WorkerGroup
+from unipar.memory.account import PhasePeak
 
 pytestmark = pytest.mark.forked
 
@@ -42,23 +42,23 @@ def test_a_ratio_stops_when_its_interval_is_narrow_or_time_is_up() -> None:
     def work() -> int:
         return sum(range(20_000))
 
-    found = ratio(work, work, half=0.5, least=12, seconds=5)
+    found = time_ratio(work, work, half=0.5, least=12, seconds=5)
     assert found.rounds == 12
     assert 0.5 < found.middle < 2
-    assert ratio(work, work, half=0.0, least=2, seconds=0).rounds == 2
+    assert time_ratio(work, work, half=0.0, least=2, seconds=0).rounds == 2
 
 
 def test_rows_of_the_memory_table_are_what_was_asked_for() -> None:
     """By model, precision, ranks and cell; a cell that refuses a precision has none."""
     rows = [
-        name for name, _, _ in asked(["50M", "bf16-mixed", "bf16-master", "2", "native/nothing", "native/optimizer"])
+        name for name, _ in select_rows(["50M", "bf16-mixed", "bf16-master", "2", "native/nothing", "native/optimizer"])
     ]
     assert rows == [
         ("50M", "bf16-mixed", "2", "native/nothing"),
         ("50M", "bf16-mixed", "2", "native/optimizer"),
         ("50M", "bf16-master", "2", "native/optimizer"),
     ]
-    assert len({name[:3] for name, _, _ in asked(["single"])}) == 8  # it has no bf16-master
+    assert len({name[:3] for name, _ in select_rows(["single"])}) == 8  # it has no bf16-master
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_a_row_of_the_memory_table_tells_what_is_named_twice(
     parameters: int, rest: int, shown: tuple[str, ...]
 ) -> None:
     """Parts add up by arithmetic, whatever was counted: what is named alone must not exceed the peak, be it by 1 %."""
-    phase = Phase(name="update", peak=1000, held={"parameters": parameters, "unattributed": rest})
-    assert row(("x",), [phase]) == (shown, shown[-1] == "")
+    phase = PhasePeak(name="update", peak=1000, held={"parameters": parameters, "unattributed": rest})
+    assert result_row(("x",), [phase]) == (shown, shown[-1] == "")
 
 
 def test_every_cell_has_a_loop_by_hand() -> None:
     """Left out: what is another cell with other settings, and one process without a library."""
-    left = {str(cell) for cell in cells.expand(("*",))} - set(CELLS)
+    left = {str(cell) for cell in cells.expand_cell_patterns(("*",))} - set(CELLS)
     assert {cell for cell in left if not cell.endswith("+library")} == {"native/nothing+dp", "single"}
 
 
@@ -103,7 +103,7 @@ def test_every_cell_has_a_loop_by_hand() -> None:
 def test_like_is_held_against_like(models: dict[str, str], tmp_path: Path) -> None:
     """Both loops wrap the model in the same way, and their losses are the same bits."""
     (tmp_path / "cells").write_text(" ".join(models), "utf-8")
-    with Crew(tmp_path, 1, "tests.support.loops_inside:run", environment=FOUND) as crew:
+    with WorkerGroup(tmp_path, 1, "tests.support.loops_inside:run", environment=PYTHONPATH_VARIABLE) as crew:
         crew.wait()
     for cell, said in json.loads((tmp_path / "said.json").read_text("utf-8")).items():
         ours, theirs = said["losses"]

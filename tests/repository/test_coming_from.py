@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.world import ROOT
 from unipar.config import source
-from unipar.conversion.import_config import imported
+from unipar.conversion.import_config import import_library_config
 from unipar.results.run import Report
 
 PAGES = ("ddp", "accelerate", "fabric", "deepspeed")
@@ -84,7 +84,9 @@ def test_the_pages_config_is_what_import_writes(tmp_path: Path) -> None:
     """`unipar import` of the page's ds_config.json, with what the file does not say."""
     (tmp_path / "ds_config.json").write_text(block("deepspeed", "json"), encoding="utf-8")
     (tmp_path / "train.yaml").write_text(block("deepspeed", "yaml"), encoding="utf-8")
-    made = imported(tmp_path / "ds_config.json", ["train.steps=20", "train.schedule={name: cosine}"]).config
-    page = source.read(tmp_path / "train.yaml").config
+    made = import_library_config(
+        tmp_path / "ds_config.json", ["train.steps=20", "train.schedule={name: cosine}"]
+    ).config
+    page = source.load_config_file(tmp_path / "train.yaml").config
     assert (made.backend, made.parallel, made.train) == (page.backend, page.parallel, page.train)
     assert made.batch.settle(2) == page.batch.settle(2)

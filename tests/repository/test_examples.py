@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import unipar
-from unipar.config.source import read
+from unipar.config.source import load_config_file
 
 pytestmark = pytest.mark.forked
 
@@ -28,7 +28,7 @@ def test_an_example_is_under_a_hundred_lines(file: Path) -> None:
 def test_every_config_reads_and_points_editors_to_the_schema(file: Path) -> None:
     """Its task is there, and the modeline is the first line."""
     assert file.read_text("utf-8").startswith("# yaml-language-server: $schema=../docs/config.schema.json\n")
-    task = read(file).config.task
+    task = load_config_file(file).config.task
     assert task is not None
     assert Path(task.use.partition(":")[0]).is_file()
 

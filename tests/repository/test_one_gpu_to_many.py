@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.batch import IMAGES, WAYS, trained
+from benchmarks.batch import IMAGES, WAYS, train_once
 from unipar.cli.app import app
-from unipar.config.source import read
+from unipar.config.source import load_config_file
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/one-gpu-to-many.md").read_text("utf-8")
@@ -22,7 +22,7 @@ def test_its_configs(tmp_path: Path, name: str, sizes: tuple[int, ...]) -> None:
     """Each is read as a config, with the batch that the page says."""
     (text,) = re.findall(rf"```yaml\n# {name}.yaml\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "x.yaml").write_text(text, "utf-8")
-    config = read(tmp_path / "x.yaml").config
+    config = load_config_file(tmp_path / "x.yaml").config
     made = config.batch.settle(8)
     assert (made.total, made.micro, made.accumulate, made.ranks) == sizes
     assert config.train.lr_scale.factor(made.total) == pytest.approx(2.83 if name == "grow" else 1.0, abs=2e-3)
@@ -47,6 +47,6 @@ def test_its_table_is_the_scripts() -> None:
 
 def test_the_script_trains(tmp_path: Path) -> None:
     """Two epochs of large batches at the old rate: better than a guess among ten."""
-    found = trained(WAYS[1], 2, 0, str(tmp_path / "run"))
+    found = train_once(WAYS[1], 2, 0, str(tmp_path / "run"))
     assert found.steps == 12
     assert 0.2 < found.loss < 2.2

@@ -13,17 +13,17 @@ import pytest
 from tests.support.compared_rows import FAR, ONE, SAME, compared, ran
 from unipar import errors
 from unipar.comparison import store
-from unipar.comparison.compare import wrong
-from unipar.report.data.comparison import Told
-from unipar.results.agreement import agreement
+from unipar.comparison.compare import describe_comparison_errors
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.results.agreement import measure_agreement
 from unipar.results.comparison import Comparison
-from unipar.results.row import REUSED, Row, row_json, row_of, spread
-from unipar.results.scaling import Scaling, World
+from unipar.results.row import REUSED, CellResult, cell_result_from_json, cell_result_to_json, format_spread
+from unipar.results.scaling import ScaledCell, Scaling
 
 
-def scaled(row: Row, **changed: Any) -> Scaling:
+def scaled(row: CellResult, **changed: Any) -> Scaling:
     told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "warmup": 2, "cores": 2, "threads": "1"}
-    world = World(cell="native/nothing", ranks=1, kinds=("strong",), samples=8, micro=8, accumulate=1)
+    world = ScaledCell(cell="native/nothing", ranks=1, kinds=("strong",), samples=8, micro=8, accumulate=1)
     return Scaling(rows=[replace(row, cell=world.name)], worlds=(world,), device="cpu", **(told | changed))
 
 
@@ -43,21 +43,21 @@ NEAR = ran("native/parameters", [4.0, 3.5000007, 3.0], 15.0)
 )
 def test_digits_come_from_the_largest_relative_difference(losses: list[float], text: str, within: bool) -> None:
     """Relative 2e-7 is six digits, 1e-5 is five."""
-    found = agreement(losses, [4.0, 3.0], 2e-6)
+    found = measure_agreement(losses, [4.0, 3.0], 2e-6)
     assert (str(found), found.within) == (text, within)
 
 
 def test_the_tolerance_is_held_over_the_first_twenty_steps() -> None:
     """Later on training itself makes small differences large; the digits still tell."""
     reference = [1.0] * 40
-    found = agreement([1.0] * 20 + [1.1] * 20, reference, 2e-6)
+    found = measure_agreement([1.0] * 20 + [1.1] * 20, reference, 2e-6)
     assert (found.digits, found.within, found.step) == (0, True, 1)
-    assert agreement([1.0] * 19 + [1.1] * 21, reference, 2e-6).within is False
+    assert measure_agreement([1.0] * 19 + [1.1] * 21, reference, 2e-6).within is False
 
 
 def test_a_loss_beside_one_of_zero_has_no_digits() -> None:
     """The tolerance decides: rounding is no disagreement."""
-    found = [agreement([1.0, off], [1.0, 0.0], 2e-6) for off in (1e-17, 1e-3)]
+    found = [measure_agreement([1.0, off], [1.0, 0.0], 2e-6) for off in (1e-17, 1e-3)]
     assert [(str(one), one.within, one.step) for one in found] == [("0 digits", True, 2), ("0 digits", False, 2)]
 
 
@@ -73,12 +73,12 @@ def test_a_loss_beside_one_of_zero_has_no_digits() -> None:
 def test_a_loss_in_bf16_has_the_room_of_its_last_digits(precision: str, off: float, within: bool) -> None:
     """Where parameters are bf16 the loss is too, and one process in fp32 rounds nothing."""
     other = replace(ONE, cell="native/parameters", losses=[x * (1 + off) for x in ONE.losses])
-    assert (compared(ONE, other, precision=precision).disagree == []) is within
+    assert (compared(ONE, other, precision=precision).disagreeing_rows == []) is within
 
 
 def test_a_small_loss_is_held_to_the_tolerance_itself() -> None:
     """Below 1 the tolerance is absolute: the last digits of a loss near zero mean nothing."""
-    assert agreement([1.5e-6], [1e-6], 2e-6).within
+    assert measure_agreement([1.5e-6], [1e-6], 2e-6).within
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_small_loss_is_held_to_the_tolerance_itself() -> None:
 )
 def test_a_step_time_is_shown_with_its_middle_half(seconds: list[float], text: str) -> None:
     """In milliseconds, with two figures or more."""
-    assert spread(seconds) == text
+    assert format_spread(seconds) == text
 
 
 # The table
@@ -100,8 +100,8 @@ def test_a_step_time_is_shown_with_its_middle_half(seconds: list[float], text: s
 
 def test_the_table_fits_eighty_columns() -> None:
     """Figures in their columns, a refusal as a sentence in its row, then what it all means."""
-    refused = Row(cell="accelerate/parameters", outcome="refused", note="its FSDP2 is not there yet; " * 3)
-    gone = Row(
+    refused = CellResult(cell="accelerate/parameters", outcome="refused", note="its FSDP2 is not there yet; " * 3)
+    gone = CellResult(
         cell="horovod/nothing",
         outcome="absent",
         note="backend 'horovod' needs horovod, not installed here: unipar install horovod",
@@ -169,13 +169,13 @@ def test_parts_are_held_one_by_one() -> None:
     ("rows", "code"),
     [
         ([ONE, SAME], 0),
-        ([ONE, SAME, Row(cell="b", outcome="refused"), Row(cell="c", outcome="absent")], 0),
-        ([ONE, SAME, Row(cell="b", outcome="failed")], 1),
-        ([ONE, Row(cell="b", outcome="refused")], 1),
-        ([Row(cell="single", outcome="failed"), SAME], 1),
+        ([ONE, SAME, CellResult(cell="b", outcome="refused"), CellResult(cell="c", outcome="absent")], 0),
+        ([ONE, SAME, CellResult(cell="b", outcome="failed")], 1),
+        ([ONE, CellResult(cell="b", outcome="refused")], 1),
+        ([CellResult(cell="single", outcome="failed"), SAME], 1),
     ],
 )
-def test_refusals_are_an_answer_and_failures_are_not(rows: list[Row], code: int) -> None:
+def test_refusals_are_an_answer_and_failures_are_not(rows: list[CellResult], code: int) -> None:
     """At least one cell has to have been held to the one process."""
     assert compared(*rows).code == code
 
@@ -204,17 +204,17 @@ OF = {
 def test_a_finished_comparison_is_read_again(tmp_path: Path) -> None:
     """Every figure survives."""
     found = compared(ONE, SAME)
-    store.write(tmp_path, OF, found)
+    store.write_comparison(tmp_path, OF, found)
     assert store.reuse_or_clear(tmp_path, OF, overwrite=False) == found
 
 
 @pytest.mark.parametrize("note", [REUSED, f"in fp32; {REUSED}", "in fp32", ""])
 def test_an_older_file_says_in_its_note_that_a_row_was_reused(note: str) -> None:
     """It has no field for that; a newer one has, and its note decides nothing."""
-    told = row_json(replace(ONE, note=note, reused=False))
-    assert row_of(told).reused is False
+    told = cell_result_to_json(replace(ONE, note=note, reused=False))
+    assert cell_result_from_json(told).reused is False
     del told["reused"]
-    assert row_of(told).reused is (REUSED in note)
+    assert cell_result_from_json(told).reused is (REUSED in note)
 
 
 @pytest.mark.parametrize("text", ['{"of": {"ce', '{"of": {}}', "[]"])
@@ -234,7 +234,9 @@ def test_a_truncated_comparison_is_replaced_only_when_asked(tmp_path: Path, text
 
 def test_a_comparison_of_which_nothing_is_whole_runs_anew(tmp_path: Path) -> None:
     """A failed cell may run today, also with other versions of its library."""
-    store.write(tmp_path, OF, compared(replace(ONE, outcome="waits"), Row(cell="native/nothing", outcome="failed")))
+    store.write_comparison(
+        tmp_path, OF, compared(replace(ONE, outcome="waits"), CellResult(cell="native/nothing", outcome="failed"))
+    )
     (tmp_path / "native-nothing").mkdir()
     assert store.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False) is None
     assert list(tmp_path.iterdir()) == []
@@ -242,8 +244,8 @@ def test_a_comparison_of_which_nothing_is_whole_runs_anew(tmp_path: Path) -> Non
 
 def test_what_is_whole_is_kept(tmp_path: Path) -> None:
     """The other cells' folders go; a library that was installed since is no other comparison."""
-    found = compared(ONE, Row(cell="native/nothing", outcome="failed", note="rank 1 died"))
-    store.write(tmp_path, OF, found)
+    found = compared(ONE, CellResult(cell="native/nothing", outcome="failed", note="rank 1 died"))
+    store.write_comparison(tmp_path, OF, found)
     for name in ("single", "native-nothing"):
         (tmp_path / name).mkdir()
     assert store.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "2", "more": "1"}}, overwrite=False) == found
@@ -261,7 +263,7 @@ def test_what_is_whole_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["config", "cells", "task", "weights", "threads", "versions", "machine", "memory"])
 def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str) -> None:
     """The message says in what it differs; --overwrite clears it away."""
-    store.write(tmp_path, OF, compared(ONE, SAME))
+    store.write_comparison(tmp_path, OF, compared(ONE, SAME))
     other = OF | {key: {"torch": "3"} if key == "versions" else "other"}
     with pytest.raises(errors.OutExists) as e:
         store.reuse_or_clear(tmp_path, other, overwrite=False)
@@ -276,7 +278,7 @@ def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str)
 def test_memory_that_was_watched_otherwise_is_not_set_beside_this(tmp_path: Path, finished: bool) -> None:
     """A compiler came between two goes: what the cells of the first hold is counted in another way."""
     left = SAME if finished else replace(SAME, outcome="failed")
-    store.write(tmp_path, OF | {"memory": "of torch's own tensors"}, compared(ONE, left))
+    store.write_comparison(tmp_path, OF | {"memory": "of torch's own tensors"}, compared(ONE, left))
     with pytest.raises(errors.OutExists) as e:
         store.reuse_or_clear(tmp_path, OF | {"memory": ""}, overwrite=False)
     assert str(e.value) == (
@@ -320,8 +322,8 @@ def test_a_file_of_somebody_else_is_no_earlier_comparison(
     tmp_path: Path, spoil: Callable[[dict[str, Any]], None]
 ) -> None:
     """It is said so, by the page too; with --overwrite it goes."""
-    store.write(tmp_path, OF, compared(ONE, SAME))
-    file = tmp_path / store.NAME
+    store.write_comparison(tmp_path, OF, compared(ONE, SAME))
+    file = tmp_path / store.COMPARE_JSON
     data = json.loads(file.read_text("utf-8"))
     spoil(data)
     file.write_text(json.dumps(data), encoding="utf-8")
@@ -331,15 +333,15 @@ def test_a_file_of_somebody_else_is_no_earlier_comparison(
         f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
     )
     with pytest.raises(errors.ReportError, match="is no comparison that unipar wrote: "):
-        Told.read(file)
+        ComparisonPageData.read(file)
     assert store.reuse_or_clear(tmp_path, OF, overwrite=True) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_older_file_that_says_less_is_another_comparison(tmp_path: Path) -> None:
     """What it does not say may have been anything."""
-    store.write(tmp_path, OF, compared(ONE, SAME))
-    file = tmp_path / store.NAME
+    store.write_comparison(tmp_path, OF, compared(ONE, SAME))
+    file = tmp_path / store.COMPARE_JSON
     data = json.loads(file.read_text("utf-8"))
     _no_versions(data)
     file.write_text(json.dumps(data), encoding="utf-8")
@@ -349,17 +351,22 @@ def test_an_older_file_that_says_less_is_another_comparison(tmp_path: Path) -> N
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     """No half of a file either; the sentence has the file's name and the system's word."""
-    (tmp_path / store.NAME).mkdir()
-    said = store.write_or_explain(tmp_path, lambda: store.write(tmp_path, OF, compared(ONE, SAME)))
+    (tmp_path / store.COMPARE_JSON).mkdir()
+    said = store.write_or_explain(tmp_path, lambda: store.write_comparison(tmp_path, OF, compared(ONE, SAME)))
     assert said == f"what was found could not be kept: {tmp_path}/compare.json (Is a directory)"
-    assert list(tmp_path.iterdir()) == [tmp_path / store.NAME]
+    assert list(tmp_path.iterdir()) == [tmp_path / store.COMPARE_JSON]
 
 
 def test_the_failure_of_what_others_are_held_to_is_said() -> None:
     """In a table of several sizes it has no row of its own."""
-    rows = [Row(cell="single", outcome="failed", note="rank 0 was killed\nits log"), Row(cell="x", outcome="ran")]
-    assert wrong(compared(*rows)) == ["single, which the others are held to, has failed: rank 0 was killed"]
-    assert wrong(compared(ONE, SAME)) == []
+    rows = [
+        CellResult(cell="single", outcome="failed", note="rank 0 was killed\nits log"),
+        CellResult(cell="x", outcome="ran"),
+    ]
+    assert describe_comparison_errors(compared(*rows)) == [
+        "single, which the others are held to, has failed: rank 0 was killed"
+    ]
+    assert describe_comparison_errors(compared(ONE, SAME)) == []
 
 
 @pytest.mark.parametrize("found", [compared(ONE, SAME, unkept="no room"), scaled(ONE, unkept="no room")])

@@ -7,46 +7,46 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.comparisons import made, rewritten
+from tests.support.comparisons import edit_example_comparison, write_example_comparison
 from tests.support.cuda_accounts import GPU, MIB, account
-from unipar.memory.account import Account, Phase, Resident
-from unipar.memory.cuda_total import Measured, Predicted, there
-from unipar.report.data.comparison import Told
-from unipar.report.pages.comparison import page
-from unipar.results.memory_tables import memory_tables, remarks
+from unipar.memory.account import MemoryAccount, PhasePeak, ResidentMemory
+from unipar.memory.cuda_total import MeasuredCudaMemory, PredictedCudaMemory, total_on_cuda
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.pages.comparison import render_comparison
+from unipar.results.memory_tables import describe_memory_columns, format_memory_tables
 
-HOST = Account(
+HOST = MemoryAccount(
     rank=0,
     method="malloc",
     device="cpu",
     base=0,
-    phases=(Phase(name="update", peak=300 * MIB, held={"parameters": 300 * MIB}),),
+    phases=(PhasePeak(name="update", peak=300 * MIB, held={"parameters": 300 * MIB}),),
     peaks=(300 * MIB,),
-    resident=Resident(base=0, peak=400 * MIB, own=0),
+    resident=ResidentMemory(base=0, peak=400 * MIB, own=0),
 )
 
 
 def test_on_cuda_it_is_measured() -> None:
     """What the allocator has, and what the driver counts beside it."""
-    assert there(account(), 2) == Measured(reserved=1400 * MIB, beside=500 * MIB)
-    assert there(account(), 2).total == 1900 * MIB
+    assert total_on_cuda(account(), 2) == MeasuredCudaMemory(reserved=1400 * MIB, beside=500 * MIB)
+    assert total_on_cuda(account(), 2).total == 1900 * MIB
 
 
 def test_without_the_driver_the_rest_is_assumed() -> None:
     """But gaps and rounding are in what the allocator has."""
-    assert there(account(None), 2) == Predicted(1400 * MIB, 500 * MIB, 200 * MIB, 0)
-    assert there(account(None), 1).total == 1900 * MIB
+    assert total_on_cuda(account(None), 2) == PredictedCudaMemory(1400 * MIB, 500 * MIB, 200 * MIB, 0)
+    assert total_on_cuda(account(None), 1).total == 1900 * MIB
 
 
 def test_the_table_of_a_run_on_cuda() -> None:
     """Allocated, reserved, gaps, all that the process takes, and the host."""
-    lines = memory_tables([("native/nothing", 2, [account(host=HOST)]), ("single", 1, [account(None)])], 80)
+    lines = format_memory_tables([("native/nothing", 2, [account(host=HOST)]), ("single", 1, [account(None)])], 80)
     assert lines[:3] == [
         "memory          fullest in  allocated  reserved     gaps  on CUDA     host",
         "native/nothing  backward      1.0 GiB   1.4 GiB  300 MiB  1.9 GiB  364 MiB",
         "single          backward      1.0 GiB   1.4 GiB  300 MiB  1.9 GiB        -",
     ]
-    assert memory_tables([("native/nothing", 2, [account(None)])], 80)[1].split()[-3:] == ["2.1", "GiB", "-"]
+    assert format_memory_tables([("native/nothing", 2, [account(None)])], 80)[1].split()[-3:] == ["2.1", "GiB", "-"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_table_of_a_run_on_cuda() -> None:
 )
 def test_the_table_says_what_was_measured_and_where(used: int | None, says: str) -> None:
     """By the GPU's name."""
-    assert [remark.text for remark in remarks([account(used)])] == [
+    assert [remark.text for remark in describe_memory_columns([account(used)])] == [
         f"allocated: the peak beyond the base of the largest rank, as torch's allocator on {GPU} counts it",
         "reserved: the most that the allocator had of the device; gaps: what of that nobody had in the fullest phase",
         f"on CUDA: {says}; host: the same rank's own memory beyond its base, and pinned pages",
@@ -65,8 +65,10 @@ def test_the_table_says_what_was_measured_and_where(used: int | None, says: str)
 def paged(folder: Path, **more: int | None) -> str:
     """The page of a comparison whose every rank is that one."""
     memory = [account(host=HOST, **more).model_dump(mode="json")]
-    run = rewritten(made(folder / "run"), lambda data: [c.update(memory=memory) for c in data["cells"][:-1]])
-    return re.sub(r"<[^>]*>", " ", page(Told.read(run))).replace("\N{NO-BREAK SPACE}", " ")
+    run = edit_example_comparison(
+        write_example_comparison(folder / "run"), lambda data: [c.update(memory=memory) for c in data["cells"][:-1]]
+    )
+    return re.sub(r"<[^>]*>", " ", render_comparison(ComparisonPageData.read(run))).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def row(*words: str) -> str:
@@ -96,4 +98,4 @@ def test_the_page_without_the_driver(tmp_path: Path) -> None:
 
 def test_a_page_of_the_cpu_has_no_such_section(tmp_path: Path) -> None:
     """Nothing of a device."""
-    assert "On the device" not in page(Told.read(made(tmp_path / "run")))
+    assert "On the device" not in render_comparison(ComparisonPageData.read(write_example_comparison(tmp_path / "run")))

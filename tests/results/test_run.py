@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.run_folders import EVENTS, wrote
 from unipar.results.run import Report
-from unipar.utils.table import table
+from unipar.utils.table import format_table
 from unipar.utils.text import count_of, format_duration, format_size
 
 
@@ -79,7 +79,7 @@ def test_a_folder_without_a_run_is_an_error_that_names_it(tmp_path: Path) -> Non
 
 def test_a_short_row_is_a_sentence_that_wraps(tmp_path: Path) -> None:
     """The last cell of a row that ends early takes the rest of the line, and no line is wider than asked."""
-    text = table(
+    text = format_table(
         ("cell", "ms", "rate"),
         [("single", "212", "38"), ("horovod/nothing", "not installed: one two three four five six seven eight")],
         right=(1, 2),

@@ -14,8 +14,8 @@ import torch
 from tests.support.forks import Forks
 from tests.support.scalings import made, timed
 from unipar.errors import ReportError
-from unipar.results.same_training import Marks, seen_of, unlike
-from unipar.training.fingerprint import exact, fingerprint, marked
+from unipar.results.same_training import TrainingMarks, describe_training_difference, rank_marks_path
+from unipar.training.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_range
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +51,7 @@ class Sums(unipar.Task):
 '''
 
 
-def marks(**changed: Any) -> Marks:
+def marks(**changed: Any) -> TrainingMarks:
     told: dict[str, Any] = {
         "values": {"a": "01", "b": "02", "c": "03"},
         "kept": ("float32",),
@@ -61,7 +61,7 @@ def marks(**changed: Any) -> Marks:
         "total": 8,
         "precision": "fp32",
     }
-    return Marks(**told | changed)
+    return TrainingMarks(**told | changed)
 
 
 # Arithmetic
@@ -71,29 +71,29 @@ def test_the_same_bits_have_the_same_number_however_they_are_cut() -> None:
     """In one range or in three; in another order or with another bit it is another one."""
     whole = torch.randn(600_000, generator=torch.Generator().manual_seed(0))
     parts = [(0, 5), (5, 400_000), (400_000, 600_000)]
-    assert sum(exact(whole[a:b], a) for a, b in parts) % 2**64 == exact(whole, 0)
-    assert exact(whole.flip(0), 0) != exact(whole, 0)
+    assert sum(hash_tensor_range(whole[a:b], a) for a, b in parts) % 2**64 == hash_tensor_range(whole, 0)
+    assert hash_tensor_range(whole.flip(0), 0) != hash_tensor_range(whole, 0)
     other = whole.clone()
     other[77] = torch.nextafter(other[77], torch.tensor(9.0))
-    assert exact(other, 0) != exact(whole, 0)
+    assert hash_tensor_range(other, 0) != hash_tensor_range(whole, 0)
     for dtype in (torch.bfloat16, torch.float64, torch.complex64):
         cast = whole[:999].to(dtype)
-        assert (exact(cast[:7], 0) + exact(cast[7:], 7)) % 2**64 == exact(cast, 0)
+        assert (hash_tensor_range(cast[:7], 0) + hash_tensor_range(cast[7:], 7)) % 2**64 == hash_tensor_range(cast, 0)
 
 
 def test_a_batch_that_has_no_plain_bytes() -> None:
     """A sparse or nested tensor is left out of its number."""
     dense = torch.eye(3)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    assert fingerprint({"a": dense.to_sparse(), "n": nested}) == ""
-    assert fingerprint({"a": dense.to_sparse(), "b": dense}) == fingerprint({"b": dense}) != ""
+    assert fingerprint_batch({"a": dense.to_sparse(), "n": nested}) == ""
+    assert fingerprint_batch({"a": dense.to_sparse(), "b": dense}) == fingerprint_batch({"b": dense}) != ""
 
 
 def test_samples_have_one_number_in_any_order() -> None:
     """Added up over ranks, too; another epoch is another sample."""
     keys = [(0, 3), (0, 1), (1, 7)]
-    assert (marked(keys[:1]) + marked(keys[:0:-1])) % 2**64 == marked(keys)
-    assert marked([(0, 3), (1, 1), (1, 7)]) != marked(keys)
+    assert (hash_sample_keys(keys[:1]) + hash_sample_keys(keys[:0:-1])) % 2**64 == hash_sample_keys(keys)
+    assert hash_sample_keys([(0, 3), (1, 1), (1, 7)]) != hash_sample_keys(keys)
 
 
 @pytest.mark.parametrize(
@@ -130,16 +130,16 @@ def test_samples_have_one_number_in_any_order() -> None:
 )
 def test_what_is_unlike_is_a_sentence(changed: dict[str, Any], said: str) -> None:
     """Cut otherwise, not looked at, read by ranks or asked otherwise, it says nothing."""
-    assert unlike(marks(**changed), {"single": marks()}) == said
+    assert describe_training_difference(marks(**changed), {"single": marks()}) == said
 
 
 def test_worlds_with_other_batches_are_held_to_their_like() -> None:
     """In weak scaling the batch grows: values are those of all, samples those of its own kind."""
     grown = marks(total=16, samples=((16, "0d"),))
-    assert unlike(grown, {"x1": marks()}, one_total=False) == ""
-    assert unlike(grown, {"x1": marks()}) == "step 1 trains on 16 samples, and on 8 in x1"
+    assert describe_training_difference(grown, {"x1": marks()}, one_total=False) == ""
+    assert describe_training_difference(grown, {"x1": marks()}) == "step 1 trains on 16 samples, and on 8 in x1"
     others = {"x1": marks(), "y2": marks(total=16, samples=((16, "0e"),))}
-    assert unlike(grown, others, one_total=False) == "step 1 trains on other samples than in y2"
+    assert describe_training_difference(grown, others, one_total=False) == "step 1 trains on other samples than in y2"
 
 
 def test_a_size_that_trained_otherwise_gets_no_figures() -> None:
@@ -152,7 +152,7 @@ def test_a_size_that_trained_otherwise_gets_no_figures() -> None:
     )
     seen = (marks(), marks(values={"a": "01", "b": "09", "c": "03"}), marks())
     rows = [replace(row, marks=m) for row, m in zip(found.rows, seen, strict=True)]
-    sifted = replace(found, rows=rows).sifted()
+    sifted = replace(found, rows=rows).mark_different_training()
     assert [row.outcome for row in sifted.rows] == ["ran", "unlike", "ran"]
     assert sifted.rows[1].note == (
         "b begins with other values than in native/nothing x1 strong: model() must follow from train.seed alone"
@@ -166,12 +166,12 @@ def test_a_size_that_trained_otherwise_gets_no_figures() -> None:
 
 def test_a_rank_that_wrote_nothing_is_a_sentence(tmp_path: Path) -> None:
     """Or not all of it."""
-    file = seen_of(tmp_path, 0)
+    file = rank_marks_path(tmp_path, 0)
     for text in (None, '{"values'):
         if text is not None:
             file.write_text(text, encoding="utf-8")
         with pytest.raises(ReportError) as e:
-            Marks.read(tmp_path, 1)
+            TrainingMarks.read(tmp_path, 1)
         assert str(e.value) == f"{file} does not say what rank 0 trained on"
 
 

@@ -12,29 +12,29 @@ from tests.support.compared_rows import FAR, ONE, SAME, compared
 from tests.support.scalings import made as scaling
 from tests.support.scalings import timed
 from unipar.comparison import store
-from unipar.memory.account import Account, Phase, Resident
-from unipar.results.memory_tables import varied
-from unipar.results.row import Outcome, Row
-from unipar.results.spreadsheet import HEAD, of_worlds, sheet
+from unipar.memory.account import MemoryAccount, PhasePeak, ResidentMemory
+from unipar.results.memory_tables import describe_peak_ranges
+from unipar.results.row import CellOutcome, CellResult
+from unipar.results.spreadsheet import COMPARISON_COLUMNS, format_comparison_csv, format_scaling_csv
 
 
 def test_a_row_a_cell(tmp_path: Path) -> None:
     """Beside compare.json: what is not known is empty, and a note with a comma stays out."""
-    phase = Phase(name="backward", peak=3_000_000, held={"parameters": 1_000_000, "activations": 2_000_000})
-    account = Account(
+    phase = PhasePeak(name="backward", peak=3_000_000, held={"parameters": 1_000_000, "activations": 2_000_000})
+    account = MemoryAccount(
         rank=0,
         method="m",
         device="cpu",
         base=0,
         phases=(phase,),
         peaks=(3_000_000,),
-        resident=Resident(base=1_000, peak=3_501_000, own=9),
+        resident=ResidentMemory(base=1_000, peak=3_501_000, own=9),
     )
     ddp = replace(SAME, memory=[account, account])
-    found = compared(ONE, ddp, FAR, Row(cell="horovod/nothing", outcome="absent", note="not here, so"))
-    store.write(tmp_path, {}, found)
+    found = compared(ONE, ddp, FAR, CellResult(cell="horovod/nothing", outcome="absent", note="not here, so"))
+    store.write_comparison(tmp_path, {}, found)
     text = (tmp_path / "compare.csv").read_text("utf-8")
-    assert text == sheet(found)
+    assert text == format_comparison_csv(found)
     assert text.splitlines() == [
         "cell,outcome,digits,within,median_step_s,samples_per_s,allocated,resident,predicted_on_cuda,"
         "measured_on_cuda,reserved,host,parameters,masters,gradients,optimizer,communication,buffers,activations,temporaries,library,runtime,"
@@ -47,15 +47,15 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("outcome", "known"), [("failed", False), ("unlike", False), ("waits", True), ("ran", True)])
-def test_what_a_cell_held_till_it_failed_is_not_in_the_sheet(outcome: Outcome, *, known: bool) -> None:
+def test_what_a_cell_held_till_it_failed_is_not_in_the_sheet(outcome: CellOutcome, *, known: bool) -> None:
     """It would be computed with like any other's; what was watched to its end is there, though it was not timed."""
     accounts = [comparisons.account("native/nothing", rank) for rank in (0, 1)]
-    lines = sheet(compared(ONE, replace(SAME, outcome=outcome, memory=accounts))).splitlines()
+    lines = format_comparison_csv(compared(ONE, replace(SAME, outcome=outcome, memory=accounts))).splitlines()
     held = dict(zip(lines[0].split(","), lines[2].split(","), strict=True))
     assert (held["allocated"], held["predicted_on_cuda"], held["parameters"]) == (
         ("186205122", "920649728", "35707392") if known else ("", "", "")
     )
-    assert {held[name] for name in HEAD[6:]} == {""} or known
+    assert {held[name] for name in COMPARISON_COLUMNS[6:]} == {""} or known
 
 
 def test_a_row_a_world() -> None:
@@ -64,7 +64,7 @@ def test_a_row_a_world() -> None:
     lost = late[0], replace(late[1], outcome="failed", note="no, not so", seconds=[], peak_rss=[])
     small, large = timed("native/nothing", 1, 0.08, "strong", "weak"), timed("native/nothing", 2, 0.05, "strong")
     full = large[0], replace(large[1], memory=[comparisons.account("native/nothing", 0)] * 2)
-    assert of_worlds(scaling(small, full, lost)).splitlines() == [
+    assert format_scaling_csv(scaling(small, full, lost)).splitlines() == [
         "cell,ranks,scaling,samples,micro,accumulate,outcome,digits,within,median_step_s,samples_per_s,speed_up,"
         "efficiency,allocated,resident,predicted_on_cuda,measured_on_cuda,reserved,host,parameters,masters,gradients,"
         "optimizer,communication,buffers,activations,temporaries,library,runtime,unattributed",
@@ -79,10 +79,10 @@ def test_peaks_that_differ_from_step_to_step() -> None:
     """Least and most of the watched steps, where they differ by what is shown."""
     steady = comparisons.account("native/nothing", 0)
     moved = steady.model_copy(update={"peaks": (100 * 2**20, 120 * 2**20, 110 * 2**20)})
-    assert varied([("a", [steady]), ("b", [moved])]) == [
+    assert describe_peak_ranges([("a", [steady]), ("b", [moved])]) == [
         "peaks of the watched steps: b 100 MiB to 120 MiB; elsewhere they are the same"
     ]
-    assert varied([("a", [steady])]) == []
-    assert varied([("a", [steady.model_copy(update={"peaks": (1,)})]), ("b", [moved])]) == [
+    assert describe_peak_ranges([("a", [steady])]) == []
+    assert describe_peak_ranges([("a", [steady.model_copy(update={"peaks": (1,)})]), ("b", [moved])]) == [
         "peaks of the watched steps: b 100 MiB to 120 MiB"
     ]

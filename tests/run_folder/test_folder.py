@@ -17,10 +17,10 @@ CONFIG, LAUNCH = '{"batch": {}, "train": {}}', '{"task": {}}'
 def test_overwriting_keeps_a_comparison(tmp_path: Path) -> None:
     """compare writes below the same folder: neither is in the other's way."""
     (tmp_path / "compare").mkdir()
-    folder.look(tmp_path, overwrite=False)
-    with folder.made(tmp_path, CONFIG, LAUNCH, overwrite=False):
+    folder.check_run_folder(tmp_path, overwrite=False)
+    with folder.create_run_folder(tmp_path, CONFIG, LAUNCH, overwrite=False):
         (tmp_path / "tensorboard").mkdir()
-    with folder.made(tmp_path, "{1}", LAUNCH, overwrite=True):
+    with folder.create_run_folder(tmp_path, "{1}", LAUNCH, overwrite=True):
         pass
     assert sorted(os.listdir(tmp_path)) == ["compare", "config.json", "launch.json"]
     assert (tmp_path / "config.json").read_text("utf-8") == "{1}"
@@ -43,7 +43,7 @@ def test_what_is_no_run_is_not_overwritten(tmp_path: Path, config: object, launc
     for name, held in (("config.json", config), ("launch.json", launch)):
         if held is not None:
             (tmp_path / name).write_text(json.dumps(held) if held else "", "utf-8")
-    with pytest.raises(OutExists) as e, folder.made(tmp_path, CONFIG, LAUNCH, overwrite=True):
+    with pytest.raises(OutExists) as e, folder.create_run_folder(tmp_path, CONFIG, LAUNCH, overwrite=True):
         raise AssertionError
     assert str(e.value) == (
         f"out: {tmp_path} holds no run of ours ({strange}), so it is not overwritten; "
@@ -55,7 +55,7 @@ def test_what_is_no_run_is_not_overwritten(tmp_path: Path, config: object, launc
 def test_a_loop_of_a_script_is_a_run_too(tmp_path: Path) -> None:
     """Its launch.json names the script instead of a task."""
     for _ in range(2):
-        with folder.made(tmp_path, CONFIG, '{"script": ["script", "x.py"]}', overwrite=True):
+        with folder.create_run_folder(tmp_path, CONFIG, '{"script": ["script", "x.py"]}', overwrite=True):
             pass
     assert sorted(os.listdir(tmp_path)) == ["config.json", "launch.json"]
 
@@ -64,7 +64,7 @@ def test_out_below_a_file(tmp_path: Path) -> None:
     """Seen before anything is made."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as e:
-        folder.look(tmp_path / "file/x/y", overwrite=False)
+        folder.check_run_folder(tmp_path / "file/x/y", overwrite=False)
     assert str(e.value) == (
         f"out: {tmp_path}/file/x/y cannot be made: {tmp_path}/file is a file; "
         "name a folder in which you may write (out: ..., or --out DIR)"
@@ -75,7 +75,7 @@ def test_out_that_is_a_broken_link(tmp_path: Path) -> None:
     """It is there, and no folder."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(OutExists, match="link is a link that leads nowhere; name another folder"):
-        folder.look(tmp_path / "link", overwrite=True)
+        folder.check_run_folder(tmp_path / "link", overwrite=True)
 
 
 def test_out_where_nobody_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,19 +88,19 @@ def test_out_where_nobody_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "access", access)  # root may write everywhere
     with pytest.raises(ConfigError) as e:
-        folder.look(tmp_path / "x/y", overwrite=False)
+        folder.check_run_folder(tmp_path / "x/y", overwrite=False)
     assert str(e.value) == (
         f"out: {tmp_path}/x/y cannot be made: {tmp_path} may not be written to; "
         "name a folder in which you may write (out: ..., or --out DIR)"
     )
     with pytest.raises(ConfigError, match=r" may not be written to; name a folder in which you may write"):
-        folder.look(tmp_path, overwrite=False)
+        folder.check_run_folder(tmp_path, overwrite=False)
     assert asked == [f"{tmp_path} 2", f"{tmp_path} 2"]
 
 
 def test_out_that_only_the_system_refuses() -> None:
     """/proc looks as if root could write there."""
-    with pytest.raises(ConfigError) as e, folder.made(Path("/proc/x/y"), CONFIG, LAUNCH, overwrite=False):
+    with pytest.raises(ConfigError) as e, folder.create_run_folder(Path("/proc/x/y"), CONFIG, LAUNCH, overwrite=False):
         raise AssertionError
     assert str(e.value).startswith("out: /proc/x/y cannot be written")
     assert str(e.value).endswith("; name a folder in which you may write (out: ..., or --out DIR)")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from unipar.results.comparison import Comparison
-from unipar.results.row import Row
+from unipar.results.row import CellResult
 
 
-def ran(cell: str, losses: list[float], ms: float = 10.0) -> Row:
+def ran(cell: str, losses: list[float], ms: float = 10.0) -> CellResult:
     seconds = [[ms / 1e3, ms / 1e3], [ms / 1e3, 2 * ms / 1e3]]
-    return Row(cell=cell, outcome="ran", losses=losses, seconds=seconds, peak_rss=[500 * 2**20, 600 * 2**20])
+    return CellResult(cell=cell, outcome="ran", losses=losses, seconds=seconds, peak_rss=[500 * 2**20, 600 * 2**20])
 
 
-def compared(*rows: Row, **changed: Any) -> Comparison:
+def compared(*rows: CellResult, **changed: Any) -> Comparison:
     told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "samples": 8, "ranks": 2, "warmup": 2}
     return Comparison(rows=list(rows), **(told | changed))
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from unipar.backend import Category
 from unipar.config import Cell
-from unipar.memory.account import Account, Block, Phase, PhaseName, Resident
-from unipar.memory.sources.profiler import Profiled
+from unipar.memory.account import MemoryAccount, NamedBlock, PhaseName, PhasePeak, ResidentMemory
+from unipar.memory.sources.profiler import ProfilerSource
 
-P = 8_926_848
+PARAMETER_COUNT = 8_926_848
 """Parameters; memory is told in bytes for each."""
 
-Held = dict[Category, float]
+BytesPerParameter = dict[Category, float]
 
-HELD: dict[str, tuple[PhaseName, Held]] = {
+MEMORY_BY_CELL: dict[str, tuple[PhaseName, BytesPerParameter]] = {
     "single": ("update", {"parameters": 4, "gradients": 4, "optimizer": 8, "temporaries": 0.571, "runtime": 0.282}),
     "native/nothing": (
         "update",
@@ -75,21 +75,21 @@ MILLISECONDS = {
 FRACTION: dict[PhaseName, float] = {"built": 0.6, "forward": 0.8, "backward": 0.93, "update": 0.9, "steady": 0.75}
 
 
-def account(cell: str, rank: int, scale: float = 1.0, method: str = Profiled.method) -> Account:
+def account(cell: str, rank: int, scale: float = 1.0, method: str = ProfilerSource.method) -> MemoryAccount:
     """The second rank holds a little less."""
-    at, held = HELD[cell]
-    share = scale * P * (1 - 0.02 * rank)
+    at, held = MEMORY_BY_CELL[cell]
+    share = scale * PARAMETER_COUNT * (1 - 0.02 * rank)
     sizes: dict[Category, int] = {category: round(b * share) for category, b in held.items()}
     peak = sum(sizes.values())
-    phases: list[Phase] = []
+    phases: list[PhasePeak] = []
     for name, part in FRACTION.items():
         full: dict[Category, int] = sizes if name == at else {c: round(b * part) for c, b in sizes.items()}
-        largest = (Block(category="parameters", name="wte.weight", size=1_000_001),) if name == at else ()
-        phases.append(Phase(name=name, peak=sum(full.values()), held=full, largest=largest))
+        largest = (NamedBlock(category="parameters", name="wte.weight", size=1_000_001),) if name == at else ()
+        phases.append(PhasePeak(name=name, peak=sum(full.values()), held=full, largest=largest))
     by: dict[PhaseName, int] = {phase.name: phase.peak for phase in phases}
     rest = by["steady"]
-    curve = [(i / 400, round(_along(i / 400, rest, by))) for i in range(401)]
-    return Account(
+    curve = [(i / 400, round(_curve_bytes(i / 400, rest, by))) for i in range(401)]
+    return MemoryAccount(
         rank=rank,
         method=method,
         device="cpu",
@@ -98,15 +98,19 @@ def account(cell: str, rank: int, scale: float = 1.0, method: str = Profiled.met
         peaks=(peak, peak - 1000, peak),
         curve=tuple(curve),
         marks=((0.0, "forward"), (0.36, "backward"), (0.82, "update")),
-        resident=Resident(base=320 * 2**20, peak=320 * 2**20 + round(peak * 1.07), own=rest),
-        sent={} if cell == "single" else {"all_reduce": 4 * P} if "nothing" in cell else {"reduce_scatter": 2 * P},
+        resident=ResidentMemory(base=320 * 2**20, peak=320 * 2**20 + round(peak * 1.07), own=rest),
+        sent={}
+        if cell == "single"
+        else {"all_reduce": 4 * PARAMETER_COUNT}
+        if "nothing" in cell
+        else {"reduce_scatter": 2 * PARAMETER_COUNT},
         sent_by="" if cell == "single" else "records of a profiler",
-        saved=(round(2 * P), round(1.9 * P)),
+        saved=(round(2 * PARAMETER_COUNT), round(1.9 * PARAMETER_COUNT)),
         notes=("a note of the one who measured",) if cell == "native/parameters" else (),
     )
 
 
-def _along(at: float, rest: int, by: dict[PhaseName, int]) -> float:
+def _curve_bytes(at: float, rest: int, by: dict[PhaseName, int]) -> float:
     if at < 0.36:
         return rest + (by["forward"] - rest) * at / 0.36
     if at < 0.82:
@@ -121,7 +125,7 @@ def losses(cell: str, steps: int) -> list[float]:
 
 
 def row(
-    cell: str, quicker: float = 1.0, scale: float = 0.0, method: str = Profiled.method, steps: int = 12
+    cell: str, quicker: float = 1.0, scale: float = 0.0, method: str = ProfilerSource.method, steps: int = 12
 ) -> dict[str, Any]:
     """With memory where there is a scale for it."""
     ms = MILLISECONDS[cell] * quicker / 1e3
@@ -140,20 +144,20 @@ def row(
     }
 
 
-def made(
+def write_example_comparison(
     run: Path,
     *,
     memory: bool = True,
     scale: float = 1.0,
     quicker: float = 1.0,
     fused: bool = False,
-    method: str = Profiled.method,
-    parameters: int = P,
+    method: str = ProfilerSource.method,
+    parameters: int = PARAMETER_COUNT,
     use: str = "/x/char_gpt.py:CharGPT",
 ) -> Path:
     """A run folder with six cells and one that was refused."""
     folder = run / "compare"
-    for cell in HELD:
+    for cell in MEMORY_BY_CELL:
         at = folder / Cell.parse(cell).slug
         at.mkdir(parents=True)
         told = {"backend": cell.partition("/")[0], "train": {"steps": 12, "optimizer": {"fused": fused}}}
@@ -177,13 +181,13 @@ def made(
         "warmup": 2,
         "note": "",
         "interrupted": False,
-        "cells": [*(row(cell, quicker, scale * memory, method) for cell in HELD), refused],
+        "cells": [*(row(cell, quicker, scale * memory, method) for cell in MEMORY_BY_CELL), refused],
     }
     (folder / "compare.json").write_text(json.dumps(data), encoding="utf-8")
     return run
 
 
-def rewritten(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def edit_example_comparison(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """The same folder, its figures changed."""
     file = run / "compare/compare.json"
     data = json.loads(file.read_text("utf-8"))

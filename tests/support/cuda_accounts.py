@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unipar.memory.account import Account, Device, Phase
+from unipar.memory.account import DeviceMemory, MemoryAccount, PhasePeak
 
 MIB = 2**20
 
@@ -10,9 +10,9 @@ MIB = 2**20
 GPU = "NVIDIA A100-SXM4-80GB"
 
 
-def account(used: int | None = 1900 * MIB, host: Account | None = None) -> Account:
+def account(used: int | None = 1900 * MIB, host: MemoryAccount | None = None) -> MemoryAccount:
     """A rank that allocates 1000 MiB beyond a base of 100, of 1400 MiB that the allocator has."""
-    peak = Phase(
+    peak = PhasePeak(
         name="backward",
         peak=1000 * MIB,
         held={"parameters": 600 * MIB, "activations": 400 * MIB},
@@ -20,14 +20,14 @@ def account(used: int | None = 1900 * MIB, host: Account | None = None) -> Accou
         active=1150 * MIB,
         requested=1090 * MIB,
     )
-    return Account(
+    return MemoryAccount(
         rank=0,
         method="torch's CUDA allocator, by its own history and statistics",
         device="cuda",
         base=100 * MIB,
         phases=(peak,),
         peaks=(peak.peak,),
-        on=Device(name=GPU, reserved=1400 * MIB, used=used),
-        pinned=(Phase(name="update", peak=64 * MIB, held={"optimizer": 64 * MIB}),) if host is not None else (),
+        on=DeviceMemory(name=GPU, reserved=1400 * MIB, used=used),
+        pinned=(PhasePeak(name="update", peak=64 * MIB, held={"optimizer": 64 * MIB}),) if host is not None else (),
         host=host,
     )

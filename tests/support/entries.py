@@ -15,8 +15,8 @@ from pathlib import Path
 import unipar
 from unipar.distributed.place import Place
 from unipar.errors import NonFinite, Stopped, UniparError
-from unipar.run_folder.heartbeat import Heart
-from unipar.run_folder.layout import beat_of, ledger_of
+from unipar.run_folder.heartbeat import HeartbeatWriter
+from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.task import pickled
 
@@ -33,7 +33,7 @@ def fine(place: Place, run: Path, control: Control) -> None:
 
 def handed(place: Place, run: Path, control: Control) -> None:
     """Says how much its parent gave it."""
-    (run / f"seen-{place.rank}").write_text(str(len(pickled.handed())), "utf-8")
+    (run / f"seen-{place.rank}").write_text(str(len(pickled.unpickle_task())), "utf-8")
 
 
 def first_raises(place: Place, run: Path, control: Control) -> None:
@@ -114,13 +114,13 @@ def steps(place: Place, run: Path, control: Control) -> None:
     """Counts steps until it is asked to stop, at a boundary."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    heart = Heart(beat_of(run, place.rank))
-    with Ledger(ledger_of(run, place.rank)) as ledger:
+    heart = HeartbeatWriter(heartbeat_path(run, place.rank))
+    with Ledger(ledger_path(run, place.rank)) as ledger:
         for step in range(1, 10_000):
             heart.step = step
-            heart.mark("forward")
+            heart.set_phase("forward")
             time.sleep(0.01)
-            heart.mark("between")
+            heart.set_phase("between")
             if asked:
                 ledger.note("stopped", step=step)
                 raise Stopped(f"stopped after step {step}")
@@ -129,17 +129,17 @@ def steps(place: Place, run: Path, control: Control) -> None:
 def deaf_steps(place: Place, run: Path, control: Control) -> None:
     """Never reaches a boundary."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    heart = Heart(beat_of(run, place.rank))
+    heart = HeartbeatWriter(heartbeat_path(run, place.rank))
     heart.step = 5
-    heart.mark("forward")
+    heart.set_phase("forward")
     time.sleep(FOREVER)
 
 
 def _beating(place: Place, run: Path, step: int, phase: str) -> None:
     _all_begun(place, run)  # a rank that is started late must not look silent
-    heart = Heart(beat_of(run, place.rank))
+    heart = HeartbeatWriter(heartbeat_path(run, place.rank))
     heart.step = step
-    heart.mark(phase)
+    heart.set_phase(phase)
 
 
 def sleeps_behind(place: Place, run: Path, control: Control) -> None:
@@ -200,7 +200,7 @@ def watchdog(place: Place, run: Path, control: Control) -> None:
 def never_begins(place: Place, run: Path, control: Control) -> None:
     """Rank 0 hangs in the user's imports; rank 1 waits for an answer from it, for ever."""
     if place.rank == 1:
-        Heart(beat_of(run, place.rank))
+        HeartbeatWriter(heartbeat_path(run, place.rank))
         _waits_for_ever()
     time.sleep(FOREVER)
 
@@ -222,10 +222,10 @@ def stops_itself(place: Place, run: Path, control: Control) -> None:
 
 def patient(place: Place, run: Path, control: Control) -> None:
     """Silent for longer than a heartbeat, where that is allowed: before step 1 is done, waiting, at the end."""
-    heart = Heart(beat_of(run, place.rank))
+    heart = HeartbeatWriter(heartbeat_path(run, place.rank))
     for step, phase in ((1, "forward"), (7, "waiting"), (7, "end")):
         heart.step = step
-        heart.mark(phase)
+        heart.set_phase(phase)
         time.sleep(0.5)
 
 

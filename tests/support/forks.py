@@ -26,9 +26,9 @@ from typing_extensions import override
 from unipar.backend import registry
 from unipar.distributed.place import Place
 from unipar.launcher.processes import group
-from unipar.launcher.processes.forkserver import Zygote
-from unipar.launcher.processes.process import Fresh, Process, Starter
-from unipar.launcher.processes.worker_arguments import Orders
+from unipar.launcher.processes.forkserver import ForkServer
+from unipar.launcher.processes.process import SubprocessStarter, WorkerProcess, WorkerStarter
+from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.memory.sources import malloc_build
 from unipar.verification import world_pool
 
@@ -45,22 +45,22 @@ RUNS = (
     "unipar.comparison.worker",
     "unipar.verification.worker.entry",
 )
-SETTINGS = ("LD_PRELOAD", *malloc_build.SETTLED)
+SETTINGS = ("LD_PRELOAD", *malloc_build.METER_ENVIRONMENT)
 """What a process has from its start or never."""
 
 
 def modules() -> list[str]:
     """Return what takes long to import: torch, and the engines of all backends that are installed."""
-    here = [name for name in BACKENDS if registry.missing(registry.find(name)) is None]
+    here = [name for name in BACKENDS if registry.why_not_installed(registry.find_backend(name)) is None]
     engines = [f"unipar_{name}.engine" for name in here]
     return ["torch", "torch._dynamo", "torch.distributed.fsdp", *TRACED, *RUNS, "tests.support.forks", *engines]
 
 
 @final
-class Forks(Starter):
+class Forks(WorkerStarter):
     """Starts workers as forks; those that begin with other settings than there are servers for, as new interpreters."""
 
-    def __init__(self, servers: Sequence[tuple[Mapping[str, str], Zygote]] = ()) -> None:
+    def __init__(self, servers: Sequence[tuple[Mapping[str, str], ForkServer]] = ()) -> None:
         self._servers = list(servers)
         self._open = ExitStack()
 
@@ -71,17 +71,17 @@ class Forks(Starter):
         self._open.close()
 
     @property
-    def plain(self) -> Zygote:
+    def plain(self) -> ForkServer:
         """The server of workers whose memory is not counted."""
         return self._server({})
 
-    def _server(self, settings: Mapping[str, str]) -> Zygote:
+    def _server(self, settings: Mapping[str, str]) -> ForkServer:
         """Return the server with these settings; it is started when it is first asked for."""
         for known, server in self._servers:
             if known == settings:
                 return server
         path = os.pathsep.join(filter(None, [str(ROOT), BEGUN["PYTHONPATH"]]))
-        made = self._open.enter_context(Zygote(modules(), {**BEGUN, **settings, "PYTHONPATH": path}))
+        made = self._open.enter_context(ForkServer(modules(), {**BEGUN, **settings, "PYTHONPATH": path}))
         self._servers.append((settings, made))
         return made
 
@@ -91,10 +91,10 @@ class Forks(Starter):
         return os.getpid()  # `start` says which server's it is
 
     @override
-    def start(self, orders: Orders, environment: Mapping[str, str], log: int) -> Process:
+    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         settings = {name: environment[name] for name in SETTINGS if environment.get(name)}
         if settings and settings != _metered():
-            return Fresh().start(replace(orders, parent=os.getpid()), environment, log)
+            return SubprocessStarter().start(replace(orders, parent=os.getpid()), environment, log)
         server = self._server(settings)
         told = {**environment, ENTRY: orders.entry}
         return server.start(replace(orders, parent=server.pid, entry="tests.support.forks:enter"), told, log)
@@ -103,11 +103,13 @@ class Forks(Starter):
     def instead(self) -> Generator[None]:
         """Have every crew in the body start its workers here, and every proof do without a server of its own."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group, "Fresh", lambda: self)
-            patch.setattr(world_pool, "Zygote", self._as_server)
+            patch.setattr(group, "SubprocessStarter", lambda: self)
+            patch.setattr(world_pool, "ForkServer", self._as_server)
             yield
 
-    def _as_server(self, modules: Sequence[str], environment: Mapping[str, str]) -> AbstractContextManager[Starter]:
+    def _as_server(
+        self, modules: Sequence[str], environment: Mapping[str, str]
+    ) -> AbstractContextManager[WorkerStarter]:
         return nullcontext(self)
 
     def unipar(
@@ -135,19 +137,19 @@ class Forks(Starter):
 def _metered() -> Mapping[str, str]:
     """Return what a process whose memory is counted begins with; empty where there is no compiler."""
     try:
-        return malloc_build.preloading(malloc_build.built())
-    except malloc_build.NoMeter:
+        return malloc_build.preload_environment(malloc_build.build_meter())
+    except malloc_build.MeterUnavailable:
         return {}
 
 
-def _socket(server: Zygote) -> socket.socket:
+def _socket(server: ForkServer) -> socket.socket:
     return vars(server)["_socket"]
 
 
-def lent(word: str) -> Zygote:
+def lent(word: str) -> ForkServer:
     """Return a server that another process has started and will end."""
     fd, pid = map(int, word.split(":"))
-    server = Zygote(())
+    server = ForkServer(())
     vars(server).update(_socket=socket.socket(fileno=fd), _popen=SimpleNamespace(pid=pid, wait=lambda: "it has ended"))
     return server
 

@@ -20,11 +20,11 @@ from unipar.backend.checks import settle
 from unipar.config import Cell, Config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar.run_folder.heartbeat import Heart
-from unipar.run_folder.layout import beat_of, ledger_of
+from unipar.run_folder.heartbeat import HeartbeatWriter
+from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.tracking.writer import Trackers
-from unipar.training.setup import assembled
+from unipar.tracking.writer import TrackerWriter
+from unipar.training.setup import build_run
 
 BAD = 3
 """The step whose gradient on the last rank is infinite: its first microbatch there has one that no scale saves."""
@@ -44,7 +44,7 @@ class Row:
         made: dict[str, Any] = {"device": "cpu", "batch": {"total": 16, "micro": 4}, "train": train | self.train}
         made |= {"parallel": {"data": ranks}, "log": {"every": 1}, "options": self.options}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}}
-        return cells.at(Config.model_validate(made), Cell.parse(self.cell))
+        return cells.config_in_cell(Config.model_validate(made), Cell.parse(self.cell))
 
 
 class Overflowing(tasks.Grouped):
@@ -66,24 +66,24 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     """Plays the rows of RUN/rows.json in one world."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    checks._cuda_only = lambda config: iter(())  # pyright: ignore[reportPrivateUsage]
+    checks._refuse_on_cpu = lambda config: iter(())  # pyright: ignore[reportPrivateUsage]
     rows = [Row(**row) for row in json.loads((folder / "rows.json").read_text("utf-8"))]
     first = rows[0].config(place.size)
-    world = checks.check(first).join(first, place)
-    heart = Heart(beat_of(folder, place.rank))
+    world = checks.check_can_run(first).join(first, place)
+    heart = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, row in enumerate(rows):
-        torch.save(_played(row.config(place.size), world, folder, heart), folder / f"{i}-{place.rank}.pt")
+        torch.save(_train_row(row.config(place.size), world, folder, heart), folder / f"{i}-{place.rank}.pt")
         world.barrier()
     world.close()
 
 
-def _played(config: Config, world: World, folder: Path, heart: Heart) -> dict[str, Any]:
+def _train_row(config: Config, world: World, folder: Path, heart: HeartbeatWriter) -> dict[str, Any]:
     settled = settle(config, world.size)
     task = Overflowing(world, settled.sizes.accumulate)
-    trackers = Trackers((), folder, world.rank)
-    with Ledger(ledger_of(folder, world.rank)) as ledger:
-        backend = registry.find(settled.cell.backend)
-        made = assembled(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers)
+    trackers = TrackerWriter((), folder, world.rank)
+    with Ledger(ledger_path(folder, world.rank)) as ledger:
+        backend = registry.find_backend(settled.cell.backend)
+        made = build_run(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers)
         made.record(made.steps)
         engine: Any = made.engine
         scales: list[float] = []
@@ -93,10 +93,10 @@ def _played(config: Config, world: World, folder: Path, heart: Heart) -> dict[st
             scales.append(engine.scaler.scale)
             states.append(_state(engine))
         made.finish()
-        kept = made.recorded()
+        kept = made.recorded_steps()
         engine.close()
-    rows = list(Ledger.read(ledger_of(folder, world.rank)))
-    ledger_of(folder, world.rank).unlink()
+    rows = list(Ledger.read(ledger_path(folder, world.rank)))
+    ledger_path(folder, world.rank).unlink()
     return {
         "loss": kept["loss"],
         "norm": kept["norm"],

@@ -24,7 +24,7 @@ from unipar.memory.account import CATEGORIES
 from unipar.model.blocks import find_blocks
 from unipar.model.create import create_parts
 from unipar.model.optimizer import optimizer_factory, parameter_groups
-from unipar.training.setup import Build
+from unipar.training.setup import EngineFactory
 from unipar.verification.worker import replay
 
 V, D, WIDE, STEPS = 512, 256, 1024, 4
@@ -83,10 +83,10 @@ def config_of(cell: str, precision: str, size: int) -> Config:
     made: dict[str, Any] = {"device": "cpu", "batch": {"total": 2 * size, "micro": 2}, "log": {"every": 2}}
     made["parallel"] = {"data": size, "shard": parsed.shard}
     made["train"] = {"steps": STEPS, "precision": precision, "optimizer": {"name": "adamw", "lr": 1e-3}}
-    return cells.at(Config.model_validate(made), parsed)
+    return cells.config_in_cell(Config.model_validate(made), parsed)
 
 
-def engine_of(config: Config, world: World, build: Build) -> Engine:
+def engine_of(config: Config, world: World, build: EngineFactory) -> Engine:
     task = Task()
     (name, module), *_ = create_parts(task.model, config, world).items()
     groups = parameter_groups(module, config, task.groups(module), own_optimizer=False)
@@ -95,7 +95,7 @@ def engine_of(config: Config, world: World, build: Build) -> Engine:
     return build(part, config, world)
 
 
-def counted(holdings: Iterable[Holding]) -> dict[str, int]:
+def bytes_by_category(holdings: Iterable[Holding]) -> dict[str, int]:
     """Bytes by category; a storage counts once, for the first of its categories."""
     found: dict[int, tuple[int, int]] = {}
     for held in holdings:
@@ -106,7 +106,7 @@ def counted(holdings: Iterable[Holding]) -> dict[str, int]:
     return {name: n for i, name in enumerate(CATEGORIES) if (n := sum(b for p, b in found.values() if p == i))}
 
 
-def trained(config: Config, world: World, build: Build, micros: int, *, ask: bool) -> dict[str, Any]:
+def train_and_record(config: Config, world: World, build: EngineFactory, micros: int, *, ask: bool) -> dict[str, Any]:
     """The losses, and of the last step what is held at each mark; asked at all marks of all steps, or never."""
     engine, task = engine_of(config, world, build), Task()
     batch = torch.arange(16).view(2, 8) + world.rank
@@ -114,7 +114,7 @@ def trained(config: Config, world: World, build: Build, micros: int, *, ask: boo
 
     def mark(phase: str) -> None:
         if ask:
-            seen[phase] = counted(engine.holdings())
+            seen[phase] = bytes_by_category(engine.holdings())
 
     losses: list[float] = []
     for _ in range(STEPS):
@@ -132,13 +132,15 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     torch.set_num_threads(1)
     rows = json.loads((folder / "rows.json").read_text("utf-8"))
     first = config_of(rows[0][0], rows[0][1], place.size)
-    world = registry.load(first.backend).join(first, place)
+    world = registry.load_backend(first.backend).join(first, place)
     results: list[dict[str, Any]] = []
     for cell, precision, micros in rows:
         config = config_of(cell, precision, place.size)
-        build = replay.build(2, "shares", apart=False) if cell == REPLAY else checks.check(config).build
-        result = trained(config, world, build, micros, ask=True)
-        results.append(result | {"unasked": trained(config, world, build, micros, ask=False)["losses"]})
+        build = (
+            replay.replay_builder(2, "shares", apart=False) if cell == REPLAY else checks.check_can_run(config).build
+        )
+        result = train_and_record(config, world, build, micros, ask=True)
+        results.append(result | {"unasked": train_and_record(config, world, build, micros, ask=False)["losses"]})
     (folder / f"{place.rank}.json").write_text(json.dumps(results), "utf-8")
     world.barrier()
     world.close()

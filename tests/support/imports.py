@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unipar.config import safe_yaml
-from unipar.conversion.import_config import Imported, imported
+from unipar.conversion.import_config import ImportedConfig, import_library_config
 
 STEPS = "train.steps=100"
 
@@ -32,18 +32,18 @@ downcast_bf16: 'no'
 ASKED = ("batch.total=32", "train.optimizer={name: sgd, lr: 0.1}", STEPS)
 
 
-def ds(folder: Path, text: dict[str, Any] | str, *sets: str, **more: Any) -> Imported:
+def ds(folder: Path, text: dict[str, Any] | str, *sets: str, **more: Any) -> ImportedConfig:
     file = folder / "ds_config.json"
     file.write_text(text if isinstance(text, str) else json.dumps(text, indent=1), encoding="utf-8")
-    return imported(file, sets, **more)
+    return import_library_config(file, sets, **more)
 
 
-def yaml(folder: Path, text: str, *sets: str, **more: Any) -> Imported:
+def yaml(folder: Path, text: str, *sets: str, **more: Any) -> ImportedConfig:
     file = folder / "accelerate.yaml"
     file.write_text(text, encoding="utf-8")
-    return imported(file, sets, **more)
+    return import_library_config(file, sets, **more)
 
 
-def said(made: Imported) -> dict[str, Any]:
+def said(made: ImportedConfig) -> dict[str, Any]:
     """The config that was written, as it reads."""
-    return safe_yaml.read(made.text)[0]
+    return safe_yaml.parse_yaml(made.text)[0]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support import slurm
-from tests.support.world import FOUND
+from tests.support.world import PYTHONPATH_VARIABLE
 
 BIN = Path(sys.executable).parent
 
@@ -21,7 +21,7 @@ RANK=1 "$@" & second=$!
 wait $first && wait $second
 """
 
-WAYS: dict[str, Sequence[str]] = {
+LAUNCH_COMMANDS: dict[str, Sequence[str]] = {
     "python": [sys.executable, "-m"],
     "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m"],
     "accelerate launch": [
@@ -39,15 +39,15 @@ WAYS: dict[str, Sequence[str]] = {
 }
 """What comes before a module and its arguments."""
 
-SIZED = ("python",)
+SIZED_BY_CONFIG = ("python",)
 """Those that are told the number of ranks by the config alone."""
 
 
-def lacking(launcher: str) -> str:
+def reason_missing(launcher: str) -> str:
     """Why it cannot be had here; empty: it can."""
     if launcher == "srun":
-        return slurm.lacking()
-    program = WAYS[launcher][0]
+        return slurm.reason_no_cluster()
+    program = LAUNCH_COMMANDS[launcher][0]
     if shutil.which(program, path=environment()["PATH"]) is not None:
         return ""
     package = "openmpi-bin" if launcher == "mpirun" else ""
@@ -56,18 +56,18 @@ def lacking(launcher: str) -> str:
 
 def environment(temporary: Path | None = None) -> dict[str, str]:
     path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
-    made = {**os.environ, **FOUND, "OMP_NUM_THREADS": "1", "PATH": path}
+    made = {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1", "PATH": path}
     return made if temporary is None else {**made, "TMPDIR": str(temporary)}
 
 
-def words(launcher: str, module: str, *arguments: str) -> list[str]:
+def launch_command(launcher: str, module: str, *arguments: str) -> list[str]:
     """`module` in two ranks, in a network of the command's own where that can be had."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    made = [word.replace("{port}", port) for word in WAYS[launcher]]
-    size = ["--set", "parallel.data=2"] if launcher in SIZED else []
-    return private([*made, module, *arguments, *size])
+    made = [word.replace("{port}", port) for word in LAUNCH_COMMANDS[launcher]]
+    size = ["--set", "parallel.data=2"] if launcher in SIZED_BY_CONFIG else []
+    return in_private_network([*made, module, *arguments, *size])
 
 
-def private(command: Sequence[str]) -> list[str]:
+def in_private_network(command: Sequence[str]) -> list[str]:
     return [sys.executable, str(Path(__file__).parent / "private.py"), *command]

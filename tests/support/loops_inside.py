@@ -18,7 +18,7 @@ from unipar.backend.checks import settle
 from unipar.distributed.place import Place
 from unipar.task import Task
 from unipar.task.reference import TaskRef
-from unipar.training.setup import opened
+from unipar.training.setup import open_run
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:
@@ -42,7 +42,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
         own = folder / cell.replace("/", "-")
         own.mkdir()
         settled = settle(config, place.size)
-        with opened(settled, registry.find(settled.cell.backend), task, place, own) as live:
+        with open_run(settled, registry.find_backend(settled.cell.backend), task, place, own) as live:
             share = next(live.batches())
             torch.manual_seed(0)
             fresh: Any = task.model()

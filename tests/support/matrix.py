@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.launchers import WAYS, environment, lacking, private, words
+from tests.support.launchers import LAUNCH_COMMANDS, environment, in_private_network, launch_command, reason_missing
 from tests.support.slurm import Slurm, cluster
 from tests.support.world import ROOT
 from unipar.backend import registry
@@ -26,7 +26,7 @@ from unipar.results.run import Report
 
 BACKENDS = ("native", "deepspeed", "horovod", "accelerate")
 PATIENCE = 120.0
-ENOUGH = 6.0
+ENOUGH_DIGITS = 6.0
 """Digits: what fp32 keeps when sums are made in another order."""
 
 CONFIG = f"""
@@ -42,8 +42,8 @@ REFUSED: dict[str, list[str]] = {
     "accelerate launch --cpu": [
         *("accelerate", "launch", "--cpu", "--num_processes", "2", "-m", "unipar", "run", "x.yaml"),
     ],
-    "torchrun, single": [*WAYS["torchrun"], "unipar", "run", "x.yaml", "--backend", "single"],
-    "torchrun, another size": [*WAYS["torchrun"], "unipar", "run", "x.yaml", "--set", "parallel.data=4"],
+    "torchrun, single": [*LAUNCH_COMMANDS["torchrun"], "unipar", "run", "x.yaml", "--backend", "single"],
+    "torchrun, another size": [*LAUNCH_COMMANDS["torchrun"], "unipar", "run", "x.yaml", "--set", "parallel.data=4"],
     "RANK and WORLD_SIZE alone": [
         *("env", "RANK=0", "WORLD_SIZE=2", sys.executable, "-m", "unipar", "run", "x.yaml"),
     ],
@@ -70,7 +70,7 @@ class Outcome:
         off = max(abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in pairs)
         return math.inf if off == 0 else -math.log10(off)
 
-    def shown(self, by: Outcome) -> str:
+    def describe(self, by: Outcome) -> str:
         if self.code is None:
             return self.said
         if self.code != 0:
@@ -79,7 +79,7 @@ class Outcome:
         return f"{'equal' if digits == math.inf else f'{digits:.1f} digits'}, {self.seconds:.1f} s"
 
 
-def play(command: Sequence[str], folder: Path, more: dict[str, str] | None = None) -> Outcome:
+def run_command(command: Sequence[str], folder: Path, more: dict[str, str] | None = None) -> Outcome:
     """Start it in an empty folder with the config; end it, and all that it started, when it takes too long."""
     folder.mkdir(parents=True)
     (folder / "x.yaml").write_text(CONFIG, encoding="utf-8")
@@ -107,39 +107,42 @@ def play(command: Sequence[str], folder: Path, more: dict[str, str] | None = Non
     return Outcome(seconds, 0, losses=tuple(Report.read(folder / "runs/x").losses))
 
 
-def cell(launcher: str, backend: str, folder: Path, slurm: Slurm | None) -> Outcome:
-    if why := lacking(launcher) or registry.missing(registry.find(backend)):
+def run_backend_under_launcher(launcher: str, backend: str, folder: Path, slurm: Slurm | None) -> Outcome:
+    if why := reason_missing(launcher) or registry.why_not_installed(registry.find_backend(backend)):
         return Outcome(said=f"not here: {why}")
-    command = words(launcher, "unipar", "run", "x.yaml", "--backend", backend)
+    command = launch_command(launcher, "unipar", "run", "x.yaml", "--backend", backend)
     where = folder / f"{launcher.replace(' ', '-')}-{backend}"
     if launcher != "srun":
-        return play(command, where)
+        return run_command(command, where)
     assert slurm is not None
-    return play(slurm.inside(command[len(private([])) :]), where, slurm.environment)
+    return run_command(slurm.inside(command[len(in_private_network([])) :]), where, slurm.environment)
 
 
 def main() -> int:
     asked = argparse.ArgumentParser(prog="python -m tests.support.matrix", description=__doc__)
-    asked.add_argument("--launcher", action="append", choices=WAYS, help="only this one; repeat it for more")
+    asked.add_argument("--launcher", action="append", choices=LAUNCH_COMMANDS, help="only this one; repeat it for more")
     asked.add_argument("--backend", action="append", choices=BACKENDS, help="only this one; repeat it for more")
     chosen = asked.parse_args()
-    launchers, backends = chosen.launcher or list(WAYS), chosen.backend or list(BACKENDS)
+    launchers, backends = chosen.launcher or list(LAUNCH_COMMANDS), chosen.backend or list(BACKENDS)
     err = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="matrix-", dir="/tmp") as made, ExitStack() as stack:
         folder = Path(made)
-        needed = "srun" in launchers and not lacking("srun")
+        needed = "srun" in launchers and not reason_missing("srun")
         slurm = stack.enter_context(cluster(folder / "slurm")) if needed else None
-        by = cell("python", "native", folder / "by", None)
+        by = run_backend_under_launcher("python", "native", folder / "by", None)
         found: dict[tuple[str, str], Outcome] = {}
         for launcher in launchers:
             for backend in backends:
                 err.print(f"{launcher} x {backend} ...", end=" ", highlight=False)
-                found[launcher, backend] = cell(launcher, backend, folder, slurm)
-                err.print(found[launcher, backend].shown(by), markup=False, highlight=False)
-        refused = {name: play(private(it), folder / f"no-{i}") for i, (name, it) in enumerate(REFUSED.items())}
+                found[launcher, backend] = run_backend_under_launcher(launcher, backend, folder, slurm)
+                err.print(found[launcher, backend].describe(by), markup=False, highlight=False)
+        refused = {
+            name: run_command(in_private_network(it), folder / f"no-{i}")
+            for i, (name, it) in enumerate(REFUSED.items())
+        }
     _draw(found, refused, by)
     ran = [one for one in found.values() if not one.said.startswith("not here")]
-    well = all(one.code == 0 and one.digits(by) >= ENOUGH for one in ran)
+    well = all(one.code == 0 and one.digits(by) >= ENOUGH_DIGITS for one in ran)
     return int(not (well and all(one.code and "\n" not in one.said for one in refused.values())))
 
 
@@ -150,7 +153,7 @@ def _draw(found: dict[tuple[str, str], Outcome], refused: dict[str, Outcome], by
     notes: list[tuple[str, str]] = []
     for launcher in dict.fromkeys(launcher for launcher, _ in found):
         row = [found[launcher, backend] for backend in backends]
-        table.add_row(launcher, *("not here" if x.said.startswith("not here") else x.shown(by) for x in row))
+        table.add_row(launcher, *("not here" if x.said.startswith("not here") else x.describe(by) for x in row))
         notes += dict.fromkeys((launcher, x.said) for x in row if x.said)
     console.print(table)
     for what, said in [*notes, *((name, one.said) for name, one in refused.items())]:

@@ -28,7 +28,7 @@ def unshare(flags: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def network() -> None:
+def enter_private_network() -> None:
     """This process in a network with a loopback of its own; raises where it may not."""
     user, group = os.getuid(), os.getgid()
     if user == 0:
@@ -40,7 +40,7 @@ def network() -> None:
     _up("lo")
 
 
-def address(text: str) -> None:
+def add_loopback_address(text: str) -> None:
     """One more address on this network's loopback."""
     with socket.socket() as asked:
         for request, value in ((SIOCSIFADDR, text), (SIOCSIFNETMASK, "255.255.255.255")):
@@ -55,5 +55,5 @@ def _up(name: str) -> None:
 
 if __name__ == "__main__":
     with suppress(OSError):
-        network()
+        enter_private_network()
     os.execvp(sys.argv[1], sys.argv[1:])

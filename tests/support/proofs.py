@@ -40,23 +40,23 @@ class Unseeded(tasks.Sentences):
         return (tokens + os.urandom(1)[0]) % tasks.V, length
 
 
-class Fresh(tasks.Plain):
+class UnseededTask(tasks.Plain):
     @override
     def data(self) -> Any:
         return Unseeded()
 
 
-class Wind(tasks.Flow):
+class UnseededStream(tasks.Flow):
     """The same, one after another."""
 
     def __init__(self, count: int) -> None:
         self.inner = Unseeded(count)
 
 
-class Blowing(tasks.Plain):
+class UnseededStreamTask(tasks.Plain):
     @override
     def data(self) -> Any:
-        return Wind(40)
+        return UnseededStream(40)
 
 
 class _ByNorm(torch.optim.Optimizer):

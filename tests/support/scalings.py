@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support.comparisons import account
-from unipar.results.row import Row
-from unipar.results.scaling import Kind, Scaling, World
+from unipar.results.row import CellResult
+from unipar.results.scaling import ScaledCell, Scaling, ScalingKind
 
 # What the figures say
 
 
-def timed(cell: str, ranks: int, seconds: float, *kinds: Kind, off: float = 0.0, memory: bool = False) -> Any:
+def timed(cell: str, ranks: int, seconds: float, *kinds: ScalingKind, off: float = 0.0, memory: bool = False) -> Any:
     samples = 8 * ranks if kinds == ("weak",) else 8
     share = samples // ranks
-    world = World(cell=cell, ranks=ranks, kinds=kinds, samples=samples, micro=share, accumulate=1)
+    world = ScaledCell(cell=cell, ranks=ranks, kinds=kinds, samples=samples, micro=share, accumulate=1)
     held = [account(cell, rank) for rank in range(ranks)] if memory else []
     losses = [1.0 + off, 0.5]
     turns, rss = [[seconds, seconds], [seconds]], [2**20 * 100] * ranks
-    return world, Row(cell=world.name, outcome="ran", losses=losses, seconds=turns, peak_rss=rss, memory=held)
+    return world, CellResult(cell=world.name, outcome="ran", losses=losses, seconds=turns, peak_rss=rss, memory=held)
 
 
 def made(*found: Any, **changed: Any) -> Scaling:

@@ -18,12 +18,12 @@ from typing_extensions import override
 
 from tests.conformance import tasks
 from tests.conformance.cases import Case
-from tests.conformance.inside import attempt
+from tests.conformance.inside import run_case_or_error
 from unipar.backend import registry
 from unipar.config import Cell, Config
 from unipar.distributed.place import Place
-from unipar.run_folder.heartbeat import Heart
-from unipar.run_folder.layout import beat_of
+from unipar.run_folder.heartbeat import HeartbeatWriter
+from unipar.run_folder.layout import heartbeat_path
 
 
 class InSets(tasks.Grouped):
@@ -45,7 +45,7 @@ class InSets(tasks.Grouped):
 
 
 @contextmanager
-def most_whole() -> Generator[list[int]]:
+def record_whole_elements() -> Generator[list[int]]:
     """Elements of parameters that were in memory on this rank, whenever a tensor came in while ZeRO-3 was made."""
     engine: Any = import_module("unipar_deepspeed.engine")
     travel, seen = engine.travel, list[int]()
@@ -82,12 +82,12 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     torch.set_num_threads(1)
     rows = json.loads((folder / "rows.json").read_text("utf-8"))
     first: Config = case_of(rows[0]).config(Cell.parse(rows[0]["cell"]), place.size)
-    world = registry.load(first.backend).join(first, place)
-    heart = Heart(beat_of(folder, place.rank))
+    world = registry.load_backend(first.backend).join(first, place)
+    heart = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, row in enumerate(rows):
         case, cell = case_of(row), Cell.parse(row["cell"])
-        with most_whole() as most:
-            result = attempt(case, cell, world, folder, heart)
+        with record_whole_elements() as most:
+            result = run_case_or_error(case, cell, world, folder, heart)
         torch.save(result | {"most": most}, folder / f"{i}-{place.rank}.pt")
         world.barrier()
     world.close()

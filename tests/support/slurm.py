@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.private import CLONE_NEWNS, CLONE_NEWPID, address, network, unshare
+from tests.support.private import CLONE_NEWNS, CLONE_NEWPID, add_loopback_address, enter_private_network, unshare
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
 PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -50,7 +50,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 
-def lacking() -> str:
+def reason_no_cluster() -> str:
     """Why there can be no cluster here; empty: there can."""
     absent = [name for name in PROGRAMS if _program(name) is None]
     if absent:
@@ -97,12 +97,12 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 
 
-def _first(folder: Path) -> None:
+def _run_first_process(folder: Path) -> None:
     """Outside: makes the process table, and waits for the end of the one who is first in it."""
     folder.mkdir(parents=True, exist_ok=True)
     unshare(CLONE_NEWNS | CLONE_NEWPID)
-    network()
-    address(ADDRESS)
+    enter_private_network()
+    add_loopback_address(ADDRESS)
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -135,11 +135,11 @@ def _begin(folder: Path) -> None:
     munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     options = [f"--{name}={folder}/munge.{end}" for name, end in munge.items()]
     _start(folder, "munged", "--foreground", "--force", *options)
-    _until((folder / "munge.socket").exists)
+    _wait_until((folder / "munge.socket").exists)
     _start(folder, "slurmctld", "-D")
-    _until(_listens)  # a node that comes too early comes again half a minute later
+    _wait_until(_listens)  # a node that comes too early comes again half a minute later
     _start(folder, "slurmd", "-D")
-    _until(_idle)
+    _wait_until(_idle)
 
 
 def _start(folder: Path, name: str, *options: str) -> None:
@@ -149,7 +149,7 @@ def _start(folder: Path, name: str, *options: str) -> None:
         subprocess.Popen([program, *options], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
 
 
-def _until(true: Callable[[], bool]) -> None:
+def _wait_until(true: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE
     while not true():
         if time.monotonic() > until:
@@ -172,4 +172,4 @@ def _idle() -> bool:
 
 
 if __name__ == "__main__":
-    _first(Path(sys.argv[1]))
+    _run_first_process(Path(sys.argv[1]))

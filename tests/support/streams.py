@@ -17,8 +17,8 @@ from typing_extensions import override
 import unipar
 from unipar.backend import registry
 from unipar.config import Config
-from unipar.data.dataset import training_source
-from unipar.data.stream_feed import Stream
+from unipar.data.dataset import training_data_source
+from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.place import Place
 from unipar.errors import UniparError
 
@@ -97,7 +97,7 @@ class Streamed(unipar.Task):
         return Numbers(13)
 
 
-TOLD = {
+STREAM_CASES = {
     "shards": ("Sharded", {"stream": "shards"}),
     "shards, workers": ("Sharded", {"stream": "shards", "workers": 2}),
     "shards, dropped": ("Sharded", {"stream": "shards", "ragged": "drop"}),
@@ -125,7 +125,7 @@ def _read(kind: str, keys: dict[str, Any], world: Any) -> dict[str, Any]:
     config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}, "data": keys})
     sizes = config.batch.settle(world.size)
     try:
-        stream = Stream(training_source(made[kind], None, default_collate, config, sizes), sizes, world, 0)
+        stream = StreamFeed(training_data_source(made[kind], None, default_collate, config, sizes), sizes, world, 0)
         seen: list[Any] = []
         for step in islice(stream.batches(0), 9):
             weight = sum(plan.weight for _, plan in step)
@@ -140,8 +140,8 @@ def play(place: Place, folder: Path, control: socket.socket | None) -> None:
     """An entry: reads streams in a world, one after another, and writes down which samples came."""
     torch.set_num_threads(1)
     config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}, "device": "cpu"})
-    world = registry.load("native").join(config, place)
-    told = {name: _read(kind, keys, world) for name, (kind, keys) in TOLD.items()}
+    world = registry.load_backend("native").join(config, place)
+    told = {name: _read(kind, keys, world) for name, (kind, keys) in STREAM_CASES.items()}
     (folder / f"read-{place.rank}.json").write_text(json.dumps(told), "utf-8")
     world.barrier()
     world.close()

@@ -17,7 +17,7 @@ SOON = 20.0
 """Seconds that something may take which is done at once, on a slow machine with other work: far below all that is set
 to wait longer, or for ever."""
 
-FOUND = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+PYTHONPATH_VARIABLE = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def eventually(true: Callable[[], bool], otherwise: str, seconds: float = 30.0) 
         time.sleep(0.01)
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether this process still does anything."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")

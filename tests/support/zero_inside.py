@@ -20,8 +20,8 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     warnings.filterwarnings("ignore")
     batch = {"total": place.size, "micro": 1}
     made = {"device": "cpu", "parallel": {"data": place.size}, "batch": batch, "train": {"steps": 1}}
-    world = registry.load("native").join(Config.model_validate(made), place)
-    from unipar_native.zero_optimizer import shared_out
+    world = registry.load_backend("native").join(Config.model_validate(made), place)
+    from unipar_native.zero_optimizer import split_optimizer
 
     model = nn.Linear(2, 3)
     with torch.no_grad():
@@ -30,7 +30,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr_decay": 0.25}]
     whole = torch.optim.Adagrad(groups, lr=0.1)  # its states are there before the first step
-    split = shared_out(whole)
+    split = split_optimizer(whole)
     for group in split.param_groups:
         group["lr"] *= 2
     split.step()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.support.tiny import Tiny
-from tests.support.world import FOUND, eventually
+from tests.support.world import PYTHONPATH_VARIABLE, eventually
 from unipar.errors import TaskError
-from unipar.launcher.processes.group import Crew
-from unipar.task.pickled import packed, send, typed
+from unipar.launcher.processes.group import WorkerGroup
+from unipar.task.pickled import is_without_file, pickle_task, send_task
 
 SCRIPT = """
 import torch, unipar
@@ -37,7 +37,7 @@ def test_a_class_without_a_file(words: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=tmp_path,
-        env={**os.environ, **FOUND, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"},
         input=SCRIPT,
         capture_output=True,
         text=True,
@@ -50,7 +50,7 @@ def test_a_class_without_a_file(words: list[str], tmp_path: Path) -> None:
 
 
 def measured(run: Path, size: int) -> None:
-    with Crew(run, size, "tests.support.entries:handed", parcel=packed("zeros", b"0" * 5_000_000)) as crew:
+    with WorkerGroup(run, size, "tests.support.entries:handed", parcel=pickle_task("zeros", b"0" * 5_000_000)) as crew:
         crew.wait()
 
 
@@ -66,7 +66,7 @@ def test_a_worker_that_is_gone() -> None:
     gone, first = os.pipe()
     reader, second = os.pipe()
     os.close(gone)
-    send(b"mine", [first, second])
+    send_task(b"mine", [first, second])
     assert os.read(reader, 64) == (4).to_bytes(8) + b"mine"
     assert os.read(reader, 64) == b""
     os.close(reader)
@@ -76,7 +76,7 @@ def test_a_worker_that_is_gone() -> None:
 def test_what_cannot_be_packed() -> None:
     """In a sentence with the ways out."""
     with pytest.raises(TaskError) as e:
-        packed("Mine", {"lock": threading.Lock()})
+        pickle_task("Mine", {"lock": threading.Lock()})
     assert str(e.value) == (
         "Mine cannot travel to other processes: cannot pickle '_thread.lock' object; let its methods make such a "
         "thing, as each rank calls them for itself, or put it into a file and import it from there"
@@ -85,17 +85,17 @@ def test_what_cannot_be_packed() -> None:
 
 def test_what_is_in_a_file_is_found_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only what belongs to __main__ can have been typed in, and only where its code is in no file."""
-    assert not typed(Tiny)
+    assert not is_without_file(Tiny)
     script, typed_in = dict[str, Any](__name__="__main__"), dict[str, Any](__name__="__main__")
     text = "class Mine:\n    def model(self): ...\nclass Empty: ...\n"
     exec(compile(text, str(tmp_path / "script.py"), "exec"), script)
     exec(compile(text, "<stdin>", "exec"), typed_in)
     main = type(sys)("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
-    assert typed(script["Mine"])
-    assert typed(script["Empty"])
+    assert is_without_file(script["Mine"])
+    assert is_without_file(script["Empty"])
     (tmp_path / "script.py").touch()
     main.__file__ = str(tmp_path / "script.py")
-    assert not typed(script["Mine"])
-    assert not typed(script["Empty"])
-    assert typed(typed_in["Mine"])  # after `python -i script.py`
+    assert not is_without_file(script["Mine"])
+    assert not is_without_file(script["Empty"])
+    assert is_without_file(typed_in["Mine"])  # after `python -i script.py`

@@ -12,7 +12,7 @@ import pytest
 from unipar.config.config import TaskUse
 from unipar.errors import TaskError
 from unipar.task import Task
-from unipar.task.importing import Reached, imported_files, importing, pass_launch
+from unipar.task.importing import LaunchReached, imported_files, is_importing_task, next_earlier_run
 from unipar.task.location import CodeLocation
 from unipar.task.reference import TaskRef
 
@@ -52,7 +52,7 @@ def _ref(tmp_path: Path, text: str, name: str, **args: Any) -> TaskRef:
 
 def test_look_sees_a_whole_class(tmp_path: Path) -> None:
     """Methods of a base in the same file count."""
-    _ref(tmp_path, GOOD, "Mine", width=3).look()
+    _ref(tmp_path, GOOD, "Mine", width=3).check_code()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_look_sees_a_whole_class(tmp_path: Path) -> None:
 def test_look_refuses(tmp_path: Path, name: str, args: dict[str, Any], message: str) -> None:
     """Each with what is there instead."""
     with pytest.raises(TaskError) as e:
-        _ref(tmp_path, GOOD, name, **args).look()
+        _ref(tmp_path, GOOD, name, **args).check_code()
     assert str(e.value) == message.format(file=tmp_path / "mine.py")
 
 
@@ -95,7 +95,7 @@ Other: type = Whole
 @pytest.mark.parametrize("name", ["A", "B", "Whole", "Alias", "Other"])
 def test_look_takes_what_only_python_can_tell(tmp_path: Path, name: str) -> None:
     """A base that is bound anew below, methods and classes that are assigned."""
-    _ref(tmp_path, VALID, name).look()
+    _ref(tmp_path, VALID, name).check_code()
 
 
 def test_look_reads_the_encoding_that_a_file_names(tmp_path: Path) -> None:
@@ -103,20 +103,20 @@ def test_look_reads_the_encoding_that_a_file_names(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     ref = _ref(tmp_path, "", "Mine", width=3)
     file.write_bytes("# -*- coding: latin-1 -*-\n# Grün\n".encode("latin-1") + GOOD.encode())
-    ref.look()
+    ref.check_code()
     for held in (b"x = '\xfc'\n", b"x = 1\0\n"):
         file.write_bytes(held)
         with pytest.raises(TaskError) as e:
-            ref.look()
+            ref.check_code()
         assert str(e.value).startswith(str(file))
 
 
 def test_look_at_what_is_not_there(tmp_path: Path) -> None:
     """A file, a module, a place that is none."""
     with pytest.raises(TaskError, match=r"^task.use: the file .*absent.py is not there$"):
-        TaskRef.of(None, TaskUse(use=f"{tmp_path}/absent.py:Mine"), {}).look()
+        TaskRef.of(None, TaskUse(use=f"{tmp_path}/absent.py:Mine"), {}).check_code()
     with pytest.raises(TaskError, match=r"^task.use: there is no module 'no.such' on the path$"):
-        TaskRef.of(None, TaskUse(use="no.such:Mine"), {}).look()
+        TaskRef.of(None, TaskUse(use="no.such:Mine"), {}).check_code()
     with pytest.raises(TaskError, match=r"^task.use: 'mine.py' should be file.py:Class or package.module:Class$"):
         TaskRef.of(None, TaskUse(use="mine.py"), {})
 
@@ -124,7 +124,7 @@ def test_look_at_what_is_not_there(tmp_path: Path) -> None:
 def test_look_names_the_line_of_a_syntax_error(tmp_path: Path) -> None:
     """As the compiler does."""
     with pytest.raises(TaskError) as e:
-        _ref(tmp_path, "import os\ndef broken(:\n", "Mine").look()
+        _ref(tmp_path, "import os\ndef broken(:\n", "Mine").check_code()
     assert str(e.value) == f"{tmp_path / 'mine.py'}, line 2: invalid syntax"
 
 
@@ -148,7 +148,7 @@ raise SystemExit("a worker came past its own launch")
     made = ref.load()
     assert type(made).__name__ == "Mine"
     assert sys.modules["unipar_task"].first == "runs/first"
-    assert not importing()
+    assert not is_importing_task()
 
 
 def test_load_of_a_module_stops_at_its_launch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_load_of_a_module_stops_at_its_launch_too(tmp_path: Path, monkeypatch: p
     ref = TaskRef(CodeLocation("Mine", module="apkg.train"), {}, {"width": 3}, (str(tmp_path),))
     assert type(ref.load()).__module__ == "apkg.train"
     assert sys.modules["apkg"].train is sys.modules["apkg.train"]
-    assert not importing()
+    assert not is_importing_task()
     for name in ("apkg", "apkg.train"):
         del sys.modules[name]
 
@@ -193,9 +193,9 @@ def test_load_refuses(tmp_path: Path) -> None:
 def test_a_launch_outside_of_an_import_is_a_bug_of_ours() -> None:
     """`pass_launch` is for files that a worker reads."""
     with pytest.raises(AssertionError):
-        pass_launch()
-    assert issubclass(Reached, BaseException)
-    assert not issubclass(Reached, Exception)
+        next_earlier_run()
+    assert issubclass(LaunchReached, BaseException)
+    assert not issubclass(LaunchReached, Exception)
 
 
 def test_what_other_processes_cannot_find() -> None:

@@ -17,14 +17,14 @@ from typing_extensions import override
 
 from tests.support.running import Line, running
 from tests.support.world import SOON
-from unipar.config.source import given
+from unipar.config.source import load_given_config
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped
-from unipar.run_folder.layout import ledger_of
+from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Run
 from unipar.tracking import tracker, writer
 from unipar.tracking.tracker import Tracker
-from unipar.tracking.writer import Trackers
+from unipar.tracking.writer import TrackerWriter
 
 TOY = Path(__file__).parent / "toy"
 
@@ -46,7 +46,7 @@ def test_what_each_library_has_of_a_run(tmp_path: Path) -> None:
     with running(Line(), tmp_path, log={"every": 1, "to": to}, eval={"every": 3}) as run:
         run.task.train(run)
         run.log(lamps=2)
-    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     assert [row for row in rows if row["event"] == "tracker"] == []
     losses = [row["loss"] for row in rows if row["event"] == "step"]
     assert len(losses) == 3
@@ -177,12 +177,12 @@ _STAYS = "training goes on without it, and the run folder has every number"
 )
 def test_a_tracker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, said: str) -> None:
     """All steps are made, one sentence is written down, and the other tracker has everything."""
-    monkeypatch.setattr(tracker, "find", {"x": kind, "y": _Kept}.__getitem__)
-    monkeypatch.setattr(writer, "PATIENCE", 0.2 if kind is _Endless else SOON)
+    monkeypatch.setattr(tracker, "find_tracker", {"x": kind, "y": _Kept}.__getitem__)
+    monkeypatch.setattr(writer, "TRACKER_TIMEOUT_SECONDS", 0.2 if kind is _Endless else SOON)
     with running(Line(), tmp_path, log={"every": 1, "to": ["x", "y"]}) as run:
         run.task.train(run)
         assert run.done == 3
-    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     assert [row["said"] for row in rows if row["event"] == "tracker"] == [said]
     names = ["loss", "lr", "norm", "samples", "seconds"]
     assert _Kept.pages == [(1, names), (2, names), (3, names), (0, ["closed"])]
@@ -198,8 +198,8 @@ def test_a_slow_tracker_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest
             super().write(step, named)
 
     written = threading.Event()
-    monkeypatch.setattr(tracker, "find", {"x": Slow}.__getitem__)
-    trackers = Trackers(("x",), tmp_path, 0)
+    monkeypatch.setattr(tracker, "find_tracker", {"x": Slow}.__getitem__)
+    trackers = TrackerWriter(("x",), tmp_path, 0)
     for step in range(5):
         trackers.write(step, {"loss": 1.0})
     assert Slow.pages == []
@@ -218,7 +218,7 @@ def test_the_last_numbers_of_a_run_that_was_stopped(tmp_path: Path, monkeypatch:
                 signal.raise_signal(signal.SIGTERM)
                 run.step(share)
 
-    monkeypatch.setattr(tracker, "find", {"x": _Kept}.__getitem__)
+    monkeypatch.setattr(tracker, "find_tracker", {"x": _Kept}.__getitem__)
     with pytest.raises(Stopped), running(Interrupted(), tmp_path, log={"every": 1, "to": ["x"]}) as run:
         run.task.train(run)
     assert [step for step, _ in _Kept.pages] == [1, 0]
@@ -226,14 +226,14 @@ def test_the_last_numbers_of_a_run_that_was_stopped(tmp_path: Path, monkeypatch:
 
 def test_other_ranks_have_none(tmp_path: Path) -> None:
     """Not even the name is looked at: rank 0's machine may be the only one that has the library."""
-    Trackers(("nobody",), tmp_path, 1).write(1, {"loss": 1.0})
+    TrackerWriter(("nobody",), tmp_path, 1).write(1, {"loss": 1.0})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_one_from_outside_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its entry point is enough; it gets the config and the numbers."""
     monkeypatch.syspath_prepend(TOY)
-    assert tracker.names() == ["lines", "mlflow", "tensorboard", "wandb"]
+    assert tracker.tracker_names() == ["lines", "mlflow", "tensorboard", "wandb"]
     with running(Line(), tmp_path, log={"every": 3, "to": ["lines"]}) as run:
         run.task.train(run)
     assert (tmp_path / "lines.txt").read_text("utf-8").splitlines() == [
@@ -246,7 +246,7 @@ def test_one_from_outside_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_unknown_name() -> None:
     """Before any process, with what was probably meant."""
     with pytest.raises(ConfigError) as e:
-        given({"batch": {"total": 4}, "train": {"steps": 1}, "log": {"to": ["tensorboard", "wandbb"]}})
+        load_given_config({"batch": {"total": 4}, "train": {"steps": 1}, "log": {"to": ["tensorboard", "wandbb"]}})
     assert str(e.value) == (
         "the config: log.to: no tracker 'wandbb'; did you mean 'wandb'? known: mlflow, tensorboard, wandb"
     )
@@ -256,7 +256,7 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line that installs it is named."""
     monkeypatch.setattr("unipar.utils.entry_points.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(BackendNotInstalled) as e:
-        tracker.require("mlflow")
+        tracker.require_tracker("mlflow")
     assert str(e.value) == (
         "log.to: mlflow needs mlflow, sqlalchemy, alembic, not installed here: pip install 'unipar[mlflow]'"
     )

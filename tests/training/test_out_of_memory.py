@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import unipar
-from tests.support.launchers import environment, words
+from tests.support.launchers import environment, launch_command
 from tests.support.world import short_folder
 from unipar.config import Config
 from unipar.errors import OutOfMemory, WorkerFailed
-from unipar.planning.estimate import fitting, kept
-from unipar.training.out_of_memory import asked, most, ran_out
+from unipar.planning.estimate import estimate_kept_bytes, suggest_what_fits
+from unipar.training.out_of_memory import describe_largest_holders, is_out_of_memory, requested_bytes
 
 MIB = 2**20
 TASK = '''
@@ -193,7 +193,7 @@ def test_a_rank_that_the_kernel_kills_left_an_account(tmp_path: Path) -> None:
 def test_under_a_foreign_launcher(tmp_path: Path) -> None:
     """Whoever starts the ranks: the command's last words are the sentence."""
     (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path, "limit")), encoding="utf-8")
-    command = words("torchrun", "unipar", "run", "x.yaml")
+    command = launch_command("torchrun", "unipar", "run", "x.yaml")
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "unipar: rank 1 ran out of memory in the forward of step 2: 64 MiB more were asked for, " in done.stderr
@@ -211,18 +211,20 @@ def test_what_says_that_memory_ran_out() -> None:
     cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of ...")
     wrapped = ValueError("the library failed")
     wrapped.__cause__ = cpu
-    assert [ran_out(e) for e in (cpu, cuda, RuntimeError("std::bad_alloc"), wrapped)] == [True] * 4
-    assert [ran_out(e) for e in (MemoryError(), OSError(errno.ENOMEM, "x"))] == [True] * 2
-    assert [ran_out(e) for e in (RuntimeError("shape"), OSError(errno.ENOENT, "x"), OutOfMemory("said"))] == [False] * 3
-    assert [asked(e) for e in (cpu, cuda, MemoryError())] == [2**47, 20 * MIB, None]
+    assert [is_out_of_memory(e) for e in (cpu, cuda, RuntimeError("std::bad_alloc"), wrapped)] == [True] * 4
+    assert [is_out_of_memory(e) for e in (MemoryError(), OSError(errno.ENOMEM, "x"))] == [True] * 2
+    assert [is_out_of_memory(e) for e in (RuntimeError("shape"), OSError(errno.ENOENT, "x"), OutOfMemory("said"))] == [
+        False
+    ] * 3
+    assert [requested_bytes(e) for e in (cpu, cuda, MemoryError())] == [2**47, 20 * MIB, None]
 
 
 def test_what_held_the_most_comes_first() -> None:
     """What has no name is told as about; nothing is said of nothing."""
     parts = {"parameters": 2 * MIB, "optimizer": 4 * MIB, "buffers": 0}
-    assert most(parts, None) == "the most was held by optimizer, 4.0 MiB (parameters 2.0 MiB)"
-    assert most({}, 7 * MIB) == "the most was held by activations and all else, about 7.0 MiB"
-    assert most({}, None) == ""
+    assert describe_largest_holders(parts, None) == "the most was held by optimizer, 4.0 MiB (parameters 2.0 MiB)"
+    assert describe_largest_holders({}, 7 * MIB) == "the most was held by activations and all else, about 7.0 MiB"
+    assert describe_largest_holders({}, None) == ""
 
 
 def given(**more: Any) -> Config:
@@ -254,16 +256,20 @@ def given(**more: Any) -> Config:
 def test_what_a_rank_keeps(train: dict[str, Any], shard: str, wanted: dict[str, int]) -> None:
     """Of 100 parameters on two ranks."""
     config = given(train={"steps": 1, **train}, parallel={"data": 2, "shard": shard})
-    assert kept(config, 2, 100) == wanted
+    assert estimate_kept_bytes(config, 2, 100) == wanted
 
 
 def test_the_largest_microbatch_that_fits() -> None:
     """Of 12: 120 MiB move with it, so that 6 save 60 and 4 save 80; below 1 there is none."""
     config = given()
     said = "by an estimate batch.micro: {} instead of 12 would have fitted"
-    assert fitting(config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=60 * MIB) == said.format(6)
-    assert fitting(config, config.batch.settle(2), 1, "backward", moving=120 * MIB, lack=61 * MIB) == said.format(4)
-    assert fitting(config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=111 * MIB) == (
+    assert suggest_what_fits(
+        config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=60 * MIB
+    ) == said.format(6)
+    assert suggest_what_fits(
+        config, config.batch.settle(2), 1, "backward", moving=120 * MIB, lack=61 * MIB
+    ) == said.format(4)
+    assert suggest_what_fits(config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=111 * MIB) == (
         "by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted"
     )
 
@@ -279,15 +285,21 @@ def test_the_largest_microbatch_that_fits() -> None:
 def test_nothing_is_said_to_fit_where_nobody_knows_the_lack(micro: int, phase: str, said: str) -> None:
     """A rank that was killed: what needs less is named, and where nothing does, why."""
     config = given(batch={"micro": micro, "accumulate": 1}, parallel={"data": 2, "shard": "parameters"})
-    assert fitting(config, config.batch.settle(2), MIB, phase) == said
+    assert suggest_what_fits(config, config.batch.settle(2), MIB, phase) == said
 
 
 def test_the_cell_that_splits_least_and_fits() -> None:
     """In the update the microbatch is no way out. A MiB of parameters keeps 16 MiB, or split 12, 10 and 8."""
     told = "by an estimate native/{} (parameters, gradients and optimizer {} MiB a rank, here 16 MiB) would have fitted"
     config = given()
-    assert fitting(config, config.batch.settle(2), MIB, "update", lack=4 * MIB) == told.format("optimizer", 12)
-    assert fitting(config, config.batch.settle(2), MIB, "update", lack=5 * MIB) == told.format("gradients", 10)
-    assert fitting(config, config.batch.settle(2), MIB, "update", lack=8 * MIB) == told.format("parameters", "8.0")
-    elsewhere = fitting(given(backend="horovod"), config.batch.settle(2), MIB, "update", lack=4 * MIB)
+    assert suggest_what_fits(config, config.batch.settle(2), MIB, "update", lack=4 * MIB) == told.format(
+        "optimizer", 12
+    )
+    assert suggest_what_fits(config, config.batch.settle(2), MIB, "update", lack=5 * MIB) == told.format(
+        "gradients", 10
+    )
+    assert suggest_what_fits(config, config.batch.settle(2), MIB, "update", lack=8 * MIB) == told.format(
+        "parameters", "8.0"
+    )
+    elsewhere = suggest_what_fits(given(backend="horovod"), config.batch.settle(2), MIB, "update", lack=4 * MIB)
     assert elsewhere.startswith("by an estimate accelerate/gradients (")

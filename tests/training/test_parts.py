@@ -17,10 +17,10 @@ from tests.conformance.gan import Gan
 from tests.support.running import running
 from unipar.backend import Piece
 from unipar.errors import ConfigError, NonFinite, TaskError, UniparError
-from unipar.run_folder.layout import ledger_of
+from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Run
-from unipar.training.parts import together
+from unipar.training.parts import combine_recorded_parts
 from unipar.training.run import TrainingRun
 
 
@@ -128,8 +128,8 @@ def test_what_is_written_down(tmp_path: Path) -> None:
     with running(Gan(), tmp_path, **sections) as run:
         run.record(run.steps)
         run.task.train(run)
-        recorded = run.recorded()
-    rows = [row for row in Ledger.read(ledger_of(tmp_path, 0)) if row["event"] == "step"]
+        recorded = run.recorded_steps()
+    rows = [row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "step"]
     assert [row["step"] for row in rows] == [1, 3, 4]
     assert [list(row["parts"]) for row in rows] == [["critic"], ["generator", "critic"], ["generator", "critic"]]
     assert [{n: p["step"] for n, p in row["parts"].items()} for row in rows][1:] == [
@@ -184,7 +184,7 @@ def test_one_part_in_a_dict_is_a_model(tmp_path: Path) -> None:
     with running(Pair(model=model), tmp_path) as run:
         unipar.Task.train(run.task, run)
         assert [p.name for p in run.pieces()] == ["weight"]
-    assert [row["event"] for row in Ledger.read(ledger_of(tmp_path, 0))] == ["start", "step", "step", "end"]
+    assert [row["event"] for row in Ledger.read(ledger_path(tmp_path, 0))] == ["start", "step", "step", "end"]
 
 
 def test_together() -> None:
@@ -193,7 +193,7 @@ def test_together() -> None:
         "a": {"loss": [1.0, 2.0, 3.0], "norm": [3.0, 3.0, 6.0], "step": [1, 2, 3]},
         "b": {"loss": [10.0], "norm": [4.0], "step": [2]},
     }
-    assert together(parts, 3) == {"loss": [1.0, 12.0, 13.0], "norm": [3.0, 5.0, pytest.approx(52**0.5)]}
+    assert combine_recorded_parts(parts, 3) == {"loss": [1.0, 12.0, 13.0], "norm": [3.0, 5.0, pytest.approx(52**0.5)]}
 
 
 def _tied() -> dict[str, Any]:

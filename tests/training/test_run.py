@@ -19,14 +19,14 @@ from typing_extensions import override
 import unipar
 from tests.support.running import Line, running
 from unipar.errors import NonFinite, Stopped, TaskError, UniparError
-from unipar.memory.account import Phase
-from unipar.run_folder.layout import ledger_of
+from unipar.memory.account import PhasePeak
+from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Run
 from unipar.task.run import Position
 
 if TYPE_CHECKING:
-    from unipar.memory.recording.step_log import Logged
+    from unipar.memory.recording.step_log import StepMemory
 
 
 def _ended(task: unipar.Task, folder: Path, **sections: Any) -> UniparError:
@@ -43,7 +43,7 @@ def test_what_a_step_gives(tmp_path: Path) -> None:
         assert [o.step for o in outcomes] == [1, 2, 3]
         assert [o.loss is not None for o in outcomes] == [True, False, True]
         assert run.position == Position(step=3, epoch=1, batch=0)
-    rows = list(Ledger.read(ledger_of(tmp_path, 0)))
+    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     assert [row["event"] for row in rows] == ["start", "step", "step", "end"]
     assert (rows[0]["cell"], rows[0]["parameters"], rows[1]["step"], rows[1]["samples"]) == ("single", 1, 1, 4)
     assert rows[2]["samples"] == 2  # ten samples in batches of four: the third holds two
@@ -60,17 +60,17 @@ def test_looking_at_memory_is_no_part_of_a_steps_time(tmp_path: Path, monkeypatc
         def before(self, *, logs: bool) -> None:
             clock[0] += 60
 
-        def after(self) -> list[Phase]:
+        def after(self) -> list[PhasePeak]:
             clock[0] += 60
             return []
 
     with running(Line(), tmp_path) as run:
         monkeypatch.setattr("unipar.training.run.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-        run.log_memory(cast("Logged", Looks()))
+        run.attach_step_memory(cast("StepMemory", Looks()))
         run._since = 0.0  # pyright: ignore[reportPrivateUsage]
         run.task.train(run)
     assert clock == [300.0]
-    rows = [row for row in Ledger.read(ledger_of(tmp_path, 0)) if row["event"] == "step"]
+    rows = [row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "step"]
     assert [row["seconds"] for row in rows] == [0.0, 0.0]
 
 
@@ -113,7 +113,7 @@ def test_evaluation_by_itself_and_between_steps(tmp_path: Path) -> None:
         found = run.evaluate()
         weight = next(run.engine.pieces()).tensor.item()
     assert found == {"loss": pytest.approx(30 / 4 * (weight - 2) ** 2, rel=1e-6)}
-    events = [(row["event"], row.get("step")) for row in Ledger.read(ledger_of(tmp_path, 0))]
+    events = [(row["event"], row.get("step")) for row in Ledger.read(ledger_path(tmp_path, 0))]
     assert events == [("start", None), ("step", 1), ("eval", 2), ("step", 3), ("eval", 3), ("end", None)]
 
 
@@ -136,7 +136,7 @@ def test_log(tmp_path: Path) -> None:
     with running(Line(), tmp_path) as run:
         run.step(next(run.batches()))
         run.log(temperature=torch.tensor(0.5), lamps=2)
-    row = next(row for row in Ledger.read(ledger_of(tmp_path, 0)) if row["event"] == "log")
+    row = next(row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "log")
     assert (row["step"], row["temperature"], row["lamps"]) == (1, 0.5, 2.0)
 
 
@@ -154,12 +154,12 @@ def test_a_stop_comes_at_a_step_boundary(tmp_path: Path) -> None:
     error = _ended(Interrupted(), tmp_path)
     assert isinstance(error, Stopped)
     assert str(error) == "stopped by a signal after step 2"
-    assert [row["event"] for row in Ledger.read(ledger_of(tmp_path, 0))] == ["start", "step", "stopped"]
+    assert [row["event"] for row in Ledger.read(ledger_path(tmp_path, 0))] == ["start", "step", "stopped"]
 
 
 def test_a_second_signal_means_what_it_always_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between steps nothing heeds the first; the second interrupts."""
-    monkeypatch.setattr("unipar.training.stopping.SAME", 0.0)
+    monkeypatch.setattr("unipar.training.stopping.SAME_SIGNAL_SECONDS", 0.0)
     with running(Line(), tmp_path) as run:
         signal.raise_signal(signal.SIGINT)
         assert run.done == 0
@@ -229,8 +229,8 @@ class Broken(Line):
         self.what = what
 
     @override
-    def gives(self, name: str) -> bool:
-        return name in self.what or super().gives(name)
+    def defines(self, name: str) -> bool:
+        return name in self.what or super().defines(name)
 
     @override
     def model(self) -> Any:
@@ -334,7 +334,7 @@ def test_ledgers_are_lines_of_json(tmp_path: Path) -> None:
     """Anything reads them; a last line that was not finished is left out."""
     with running(Line(), tmp_path) as run:
         run.task.train(run)
-    text = ledger_of(tmp_path, 0).read_text("utf-8")
+    text = ledger_path(tmp_path, 0).read_text("utf-8")
     assert [json.loads(line)["event"] for line in text.splitlines()] == ["start", "step", "step", "end"]
-    ledger_of(tmp_path, 0).write_text(text[:-2], "utf-8")
-    assert [row["event"] for row in Ledger.read(ledger_of(tmp_path, 0))] == ["start", "step", "step"]
+    ledger_path(tmp_path, 0).write_text(text[:-2], "utf-8")
+    assert [row["event"] for row in Ledger.read(ledger_path(tmp_path, 0))] == ["start", "step", "step"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from typing_extensions import override
 
-from unipar.results.live_table import Board
+from unipar.results.live_table import LiveTable
 from unipar.utils.terminal import Terminal
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -68,7 +68,7 @@ def test_a_board_elsewhere_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time since it began, and what has changed; no table."""
     written = io.StringIO()
     monkeypatch.setattr("sys.stderr", written)
-    with Board() as board:
+    with LiveTable() as board:
         board.show(_Table(), "starts")
     assert written.getvalue() == "   100 ms  starts\n"
 
@@ -77,7 +77,7 @@ def test_a_board_on_a_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) -> No
     """Header, a row in its colour, and the last change; all of it is wiped at the end."""
     screen = Screen()
     monkeypatch.setattr("sys.stderr", screen)
-    with Board() as board:
+    with LiveTable() as board:
         board.show(_Table(), "starts")
         drawn = screen.getvalue()
     assert ESCAPE.sub("", drawn).endswith("cell, in 80 columns\nnative/nothing  failed\n\n100 ms  starts")

@@ -18,7 +18,7 @@ import unipar
 from examples.gan import Gan
 from tests.conformance import tasks
 from tests.support import proofs
-from tests.support.world import FOUND, eventually
+from tests.support.world import PYTHONPATH_VARIABLE, eventually
 from unipar import errors
 from unipar.results.verdicts import Verdicts
 from unipar.verification.verify import verify
@@ -33,7 +33,7 @@ ONLY = ("native/nothing", "native/parameters")
 @pytest.fixture
 def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdicts]:
     """A proof of a task over five steps of 16 samples."""
-    monkeypatch.setenv("PYTHONPATH", FOUND["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
 
     def proved(task: type[unipar.Task], *, world: int = 2, cells: tuple[str, ...] = ONLY, **args: Any) -> Verdicts:
         optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "decay": "matrices"}
@@ -143,13 +143,13 @@ def test_a_stream(prove: Callable[..., Verdicts]) -> None:
 
 def test_a_stream_that_is_random_per_read(prove: Callable[..., Verdicts]) -> None:
     """Held samples are the same again; the stream is not."""
-    found = prove(proofs.Blowing)
+    found = prove(proofs.UnseededStreamTask)
     assert found.stopped.startswith("the data is random at each read: the same samples, read twice under the same")
 
 
 def test_data_that_is_random_per_read_is_named(prove: Callable[..., Verdicts]) -> None:
     """There is nothing to hold together, and no verdict."""
-    found = prove(proofs.Fresh)
+    found = prove(proofs.UnseededTask)
     assert [(row.outcome, row.note) for row in found.rows] == [("waits", "was not run")] * 2
     assert found.stopped.startswith("the data is random at each read: the same samples, read twice under the same")
     assert found.code == 1
@@ -158,7 +158,7 @@ def test_data_that_is_random_per_read_is_named(prove: Callable[..., Verdicts]) -
 
 def test_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GAN: each part's steps are compared in the order in which the task's loop takes them."""
-    monkeypatch.setenv("PYTHONPATH", FOUND["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
     found = verify(ROOT / "configs" / "gan.yaml", task=Gan, cells=ONLY, steps=4, overrides={"out": str(tmp_path)})
     agreed(found)
     assert len(found.rows[0].losses) == 6  # the generator takes every second one
@@ -202,7 +202,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(json.dumps(config), "utf-8")
     words = [sys.executable, "-m", "unipar", "verify", str(tmp_path / "c.yaml"), "--steps", "300", "--cells", ONLY[0]]
     with subprocess.Popen(
-        words, cwd=ROOT, env=os.environ | FOUND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words, cwd=ROOT, env=os.environ | PYTHONPATH_VARIABLE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as going:
         assert going.stderr is not None
         assert going.stdout is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from unipar.backend.description import Backend, Variant
-from unipar.backend.registry import find, names
+from unipar.backend.registry import backend_names, find_backend
 from unipar.config import SHARDS, Cell, Config, Shard
 from unipar.config.sections.parallel import Parallel
 from unipar.errors import ConfigError, Unsupported
@@ -15,37 +15,39 @@ ONE = Cell("single")
 """The cell of one process without a wrapper: what all others are held to."""
 
 
-def cells(backend: Backend) -> list[Cell]:
+def cells_of_backend(backend: Backend) -> list[Cell]:
     """All that a backend offers: plain cells first, in the order of what they split."""
     can = backend.capabilities
     plain = [Cell(backend.name, shard) for shard in SHARDS if shard in can.shards]
     return plain + [Cell(backend.name, s, v) for v, x in can.variants.items() for s in SHARDS if s in x.shards]
 
 
-def expand(patterns: tuple[str, ...]) -> list[Cell]:
+def expand_cell_patterns(patterns: tuple[str, ...]) -> list[Cell]:
     """`*` is every cell of every backend known, `name/*` the plain ones of one; each cell once, in order."""
     made: dict[Cell, None] = {}
     for text in patterns:
         if text == "*":
-            made.update(dict.fromkeys(c for n in names() for c in cells(find(n))))
+            made.update(dict.fromkeys(c for n in backend_names() for c in cells_of_backend(find_backend(n))))
         elif text.endswith("/*"):
-            made.update(dict.fromkeys(c for c in cells(find(text.removesuffix("/*"))) if not c.variant))
+            made.update(
+                dict.fromkeys(c for c in cells_of_backend(find_backend(text.removesuffix("/*"))) if not c.variant)
+            )
         else:
-            made[existing(Cell.parse(text))] = None
+            made[require_cell(Cell.parse(text))] = None
     return list(made)
 
 
-def existing(cell: Cell) -> Cell:
+def require_cell(cell: Cell) -> Cell:
     """`cell`, or the sentence that says which ones there are."""
-    _check_offers(find(cell.backend), cell)
+    check_offers(find_backend(cell.backend), cell)
     return cell
 
 
-def _check_offers(backend: Backend, cell: Cell) -> None:
+def check_offers(backend: Backend, cell: Cell) -> None:
     """Raise Unsupported where the backend has no such cell."""
-    if cell in cells(backend):
+    if cell in cells_of_backend(backend):
         return
-    have = ", ".join(map(str, cells(backend)))
+    have = ", ".join(map(str, cells_of_backend(backend)))
     if cell.variant and cell.variant not in backend.capabilities.variants:
         raise Unsupported(str(cell), [f"{cell.backend} has no variant {cell.variant!r}; its cells: {have}"])
     raise Unsupported(str(cell), [f"there is no such cell; {cell.backend} has: {have}"])
@@ -53,7 +55,7 @@ def _check_offers(backend: Backend, cell: Cell) -> None:
 
 def cell_of(config: Config) -> Cell:
     """The cell that a config runs in: its options say which variant."""
-    return cell_in(find(config.backend), config)
+    return cell_in(find_backend(config.backend), config)
 
 
 def cell_in(backend: Backend, config: Config) -> Cell:
@@ -65,9 +67,9 @@ def cell_in(backend: Backend, config: Config) -> Cell:
     return Cell(backend.name, config.parallel.shard)
 
 
-def alone(cell: Cell) -> bool:
+def is_single_process(cell: Cell) -> bool:
     """Whether the cell is one process, whatever a config says about ranks."""
-    return is_alone(find(cell.backend), cell)
+    return is_alone(find_backend(cell.backend), cell)
 
 
 def is_alone(backend: Backend, cell: Cell) -> bool:
@@ -76,10 +78,10 @@ def is_alone(backend: Backend, cell: Cell) -> bool:
     return can.alone or (cell.variant is not None and can.variants[cell.variant].alone)
 
 
-def at(config: Config, cell: Cell) -> Config:
+def config_in_cell(config: Config, cell: Cell) -> Config:
     """`config`, run in another cell; what it says about batch and data keeps its meaning."""
-    backend = find(cell.backend)
-    _check_offers(backend, cell)
+    backend = find_backend(cell.backend)
+    check_offers(backend, cell)
     can, one = backend.capabilities, is_alone(backend, cell)
     shard: Shard = cell.shard
     data, over = config.parallel.data, config.parallel.shard_over

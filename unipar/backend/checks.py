@@ -9,20 +9,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unipar.backend import checks, registry, resources
-from unipar.backend.cells import _check_offers, cell_in, cells, is_alone
+from unipar.backend import registry, resources
+from unipar.backend.cells import cell_in, cells_of_backend, check_offers, config_in_cell, is_alone
 from unipar.backend.description import Backend
-from unipar.backend.registry import find, missing, names
+from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Cell, Config, Precision, Shard
 from unipar.config.settled import SettledConfig
-from unipar.config.source import Given, Source, given, read
-from unipar.config.validation_errors import options_complaint
+from unipar.config.source import ConfigSource, Given, load_config_file, load_given_config
+from unipar.config.validation_errors import describe_option_errors
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
 from unipar.tracking import tracker
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedSource(Source):
+class CheckedSource(ConfigSource):
     """A config as it was given, whose every name is known; its backend and cell are looked up here and never again."""
 
     backend: Backend
@@ -33,21 +33,21 @@ class CheckedSource(Source):
     @property
     def alone(self) -> bool:
         """Whether it is one process, whatever the config says about ranks."""
-        return cells.is_alone(self.backend, self.cell)
+        return is_alone(self.backend, self.cell)
 
 
 def read_source(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> CheckedSource:
     """Return the config in a file, with each `--set key=value` and the overrides of a script, its names checked."""
-    return check_names(read(file, sets, overrides))
+    return check_names(load_config_file(file, sets, overrides))
 
 
 def given_source(config: Given, overrides: Mapping[str, Any] | None = None) -> CheckedSource:
     """Return what a script gave as a config, with its overrides, its names checked."""
-    source = given(config, overrides)
+    source = load_given_config(config, overrides)
     return source if isinstance(source, CheckedSource) else check_names(source)
 
 
-def check_names(source: Source) -> CheckedSource:
+def check_names(source: ConfigSource) -> CheckedSource:
     """Return the source with its backend; raise where a backend, an option or a tracker has an unknown name.
 
     Options of backends that are not used are checked too: otherwise a typo waits for the day they are used.
@@ -62,7 +62,7 @@ def check_names(source: Source) -> CheckedSource:
     backend = _find(source, "backend", config.backend)
     for i, name in enumerate(config.log.to):
         try:
-            tracker.find(name)
+            tracker.find_tracker(name)
         except ConfigError as e:
             place = source.place(f"log.to.{i}") or source.place("log.to")
             raise ConfigError(f"{source.label}: log.to{place}: {e}") from None
@@ -71,56 +71,56 @@ def check_names(source: Source) -> CheckedSource:
         try:
             owner.options.model_validate(options)
         except ValidationError as e:
-            sentence = options_complaint(e, owner.options, name, source.places)
+            sentence = describe_option_errors(e, owner.options, name, source.places)
             raise ConfigError(f"{source.label}: {sentence}") from None
     return _checked(source, backend)
 
 
-def in_cell(source: Source, cell: Cell, origin: str = "--backend") -> CheckedSource:
+def in_cell(source: ConfigSource, cell: Cell, origin: str = "--backend") -> CheckedSource:
     """Return the same run in another cell, which `origin` asked for."""
     origins = {**source.origins, "backend": origin, "parallel.shard": origin}
-    moved = replace(source, config=cells.at(source.config, cell), origins=origins)
-    return _checked(moved, registry.find(cell.backend))
+    moved = replace(source, config=config_in_cell(source.config, cell), origins=origins)
+    return _checked(moved, registry.find_backend(cell.backend))
 
 
 def settle(config: Config, ranks: int) -> SettledConfig:
     """Check and settle a config that was made in code; raise with every reason why it cannot run."""
-    backend = registry.find(config.backend)
-    cell = cells.cell_in(backend, config)
-    return _settled(config, backend, cell, ranks, resources.device(config)[0])
+    backend = registry.find_backend(config.backend)
+    cell = cell_in(backend, config)
+    return _settled(config, backend, cell, ranks, resources.choose_device(config)[0])
 
 
 def settled_in(settled: SettledConfig, cell: Cell) -> SettledConfig:
     """Return a settled config in another cell; raise with every reason why it cannot run there."""
-    backend = registry.find(cell.backend)
-    config = cells.at(settled.config, cell)
+    backend = registry.find_backend(cell.backend)
+    config = config_in_cell(settled.config, cell)
     return _settled(config, backend, cell, settled.ranks, settled.device)
 
 
 def _settled(config: Config, backend: Backend, cell: Cell, ranks: int, device: str) -> SettledConfig:
-    checks.check_cell(config, backend, cell)
-    ranks = 1 if cells.is_alone(backend, cell) else ranks
+    check_cell(config, backend, cell)
+    ranks = 1 if is_alone(backend, cell) else ranks
     config.parallel.settle(ranks)
     return SettledConfig.of(config, cell, ranks, device)
 
 
-def _checked(source: Source, backend: Backend) -> CheckedSource:
-    cell = cells.cell_in(backend, source.config)
+def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
+    cell = cell_in(backend, source.config)
     return CheckedSource(
         source.config, source.name, source.folder, source.origins, source.label, backend=backend, cell=cell
     )
 
 
-def _find(source: Source, key: str, name: str) -> Backend:
+def _find(source: ConfigSource, key: str, name: str) -> Backend:
     try:
-        return registry.find(name)
+        return registry.find_backend(name)
     except BackendNotFound as e:
         raise BackendNotFound(f"{source.label}: {key}{source.place(key)}: {e}") from None
 
 
-def check(config: Config) -> Backend:
+def check_can_run(config: Config) -> Backend:
     """The backend of `config`, or every reason why it cannot run. Starts nothing, imports no library."""
-    backend = find(config.backend)
+    backend = find_backend(config.backend)
     check_cell(config, backend, cell_in(backend, config))
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
@@ -130,21 +130,21 @@ def check(config: Config) -> Backend:
 
 def check_cell(config: Config, backend: Backend, cell: Cell) -> None:
     """Raise with every reason why `config` cannot run in its cell of this backend. Imports no library."""
-    if why := missing(backend):
+    if why := why_not_installed(backend):
         raise BackendNotInstalled(why)
-    reasons = list(refusals(backend, config, cell))
+    reasons = list(list_refusals(backend, config, cell))
     if reasons:
         plain = Cell(backend.name, config.parallel.shard)
-        raise Unsupported(str(cell if cell in cells(backend) else plain), reasons)
-    _check_offers(backend, cell)
+        raise Unsupported(str(cell if cell in cells_of_backend(backend) else plain), reasons)
+    check_offers(backend, cell)
 
 
-def refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]:
+def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]:
     """Each reason why a backend cannot run a config, which is in `cell`."""
     can = backend.capabilities
     shard, precision = config.parallel.shard, config.train.precision
     if shard not in can.shards and cell.variant is None:
-        yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(_shards(backend))}"
+        yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(_describe_shards(backend))}"
     keys: tuple[tuple[Shard | None, Precision], ...] = ((None, precision), (shard, precision))
     for key in keys:
         if key in can.gaps:
@@ -154,16 +154,16 @@ def refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]:
         yield f"device: {config.device} is not among its devices ({', '.join(can.devices)})"
     if is_alone(backend, cell) and config.parallel.data not in (1, "auto"):
         yield f"parallel.data: {config.parallel.data} contradicts it: {cell} is one process"
-    for key, value in _asked(config).items():
+    for key, value in _optional_keys_in_use(config).items():
         if value is not None and shard not in can.also.get(key, ()):
-            have = [str(Cell(n, s)) for n in names() for s in find(n).capabilities.also.get(key, ())]
+            have = [str(Cell(n, s)) for n in backend_names() for s in find_backend(n).capabilities.also.get(key, ())]
             yield f"{key}: {value} cannot be had here; what can: {', '.join(have)}"
     if kind == "cpu":
-        yield from _cuda_only(config)
+        yield from _refuse_on_cpu(config)
     yield from backend.refuse(config)
 
 
-def _shards(backend: Backend) -> Iterator[str]:
+def _describe_shards(backend: Backend) -> Iterator[str]:
     """What it splits, and by which option where it needs one."""
     can = backend.capabilities
     for shard in SHARDS:
@@ -176,7 +176,7 @@ def _shards(backend: Backend) -> Iterator[str]:
                 yield f"{shard} (with {said})"
 
 
-def _asked(config: Config) -> dict[str, object]:
+def _optional_keys_in_use(config: Config) -> dict[str, object]:
     """The keys that not every backend obeys, where somebody gave them."""
     offload = config.model.offload
     return {
@@ -186,7 +186,7 @@ def _asked(config: Config) -> dict[str, object]:
     }
 
 
-def _cuda_only(config: Config) -> Iterator[str]:
+def _refuse_on_cpu(config: Config) -> Iterator[str]:
     """What a config asks for that the CPU does not have."""
     if config.train.precision == "fp16":
         yield "train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"

@@ -16,7 +16,7 @@ from unipar.errors import Unsupported
 
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
-    from unipar.backend.foreign import Reading
+    from unipar.backend.foreign import ForeignConfigReader
     from unipar.config import Config
     from unipar.distributed.launchers import Launcher
     from unipar.distributed.place import Place
@@ -117,21 +117,21 @@ class Backend(ABC):
         raise Unsupported(self.name, [f"there is nothing to build: {self.hint or 'it comes with unipar'}"])
 
     def script(self, outline: Outline) -> Script:
-        """The same training without unipar, the files of a folder and the command: `script` in script.py beside it."""
+        """The same training without unipar, the files of a folder and the command: `script` in export.py beside it."""
         if not self.exports:
             way = "`unipar export --help` names those that have one"
             raise Unsupported(self.name, [f"there is no script for it; {way}"])
-        return self._beside("script").script(outline)
+        return self._beside("export").script(outline)
 
     def foreign_keys(self) -> frozenset[str]:
-        """Keys at the top of that config, which tell whose a file is: `KNOWN` in foreign.py beside it."""
-        return self._beside("foreign").KNOWN if self.imports else frozenset()
+        """Keys at the top of that config, which tell whose a file is: `KNOWN` in import_config.py beside it."""
+        return self._beside("import_config").KNOWN if self.imports else frozenset()
 
-    def read_foreign(self, reading: Reading, data: Mapping[str, Any]) -> None:
-        """Carry that config key by key, by `read` in foreign.py; what is wrong with it is noted, not raised."""
+    def read_foreign(self, reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
+        """Carry that config key by key, by `read` in import_config.py; what is wrong with it is noted, not raised."""
         if not self.imports:
             raise Unsupported(self.name, ["it has no config of its own that could be read"])
-        self._beside("foreign").read(reading, data)
+        self._beside("import_config").read(reading, data)
 
     @final
     def _beside(self, name: str) -> Any:

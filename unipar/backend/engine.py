@@ -154,7 +154,7 @@ class Engine(ABC):
         """Release what `build` took."""
 
 
-class Around(Engine):
+class DelegatingEngine(Engine):
     """An engine around another that does all the work: override what shall be different."""
 
     def __init__(self, inner: Engine) -> None:

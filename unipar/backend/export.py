@@ -14,11 +14,11 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from unipar.config import Config, Sizes
+from unipar.config import BatchSizes, Config
 from unipar.config.sections.optimizer import SGD, Adam, Constant, optimizer_arguments
 from unipar.errors import Unsupported
 
-WIDTH = 120
+SCRIPT_LINE_WIDTH = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Outline:
     """What a script is to train: the config, settled, and what the task's own code tells."""
 
     config: Config
-    sizes: Sizes
+    sizes: BatchSizes
     cuda: bool
     steps: int
     origin: str
@@ -59,7 +59,7 @@ class Script:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def render(text: str, flags: Mapping[str, bool], values: Mapping[str, str]) -> str:
+def render_template(text: str, flags: Mapping[str, bool], values: Mapping[str, str]) -> str:
     """A template with its lines chosen and its names replaced; two blank lines at most, none at the end."""
     chosen: list[str] = []
     for line in text.splitlines():
@@ -72,18 +72,22 @@ def render(text: str, flags: Mapping[str, bool], values: Mapping[str, str]) -> s
     return re.sub(r"\n{4,}", "\n\n\n", made).strip("\n") + "\n"
 
 
-def template(package: str, name: str) -> str:
+def read_template(package: str, name: str) -> str:
     return (files(package) / name).read_text("utf-8")
 
 
-def written(outline: Outline, package: str, name: str, flags: Mapping[str, bool], values: Mapping[str, str]) -> str:
+def fill_template(
+    outline: Outline, package: str, name: str, flags: Mapping[str, bool], values: Mapping[str, str]
+) -> str:
     """A backend's own template, with what all scripts share filled in."""
-    return render(template(package, name), {**shared_flags(outline), **flags}, {**shared_values(outline), **values})
+    return render_template(
+        read_template(package, name), {**shared_flags(outline), **flags}, {**shared_values(outline), **values}
+    )
 
 
-def samples(outline: Outline) -> str:
+def render_samples_file(outline: Outline) -> str:
     """samples.py: the same in every script."""
-    return render(template("unipar.backend", "samples.txt"), shared_flags(outline), {})
+    return render_template(read_template("unipar.backend", "samples.txt"), shared_flags(outline), {})
 
 
 def shared_flags(outline: Outline) -> dict[str, bool]:
@@ -92,10 +96,10 @@ def shared_flags(outline: Outline) -> dict[str, bool]:
     return {
         "cuda": outline.cuda,
         "clip": config.train.clipping is not None,
-        "scheduled": scheduled(config),
+        "scheduled": has_schedule(config),
         "cosine": config.train.schedule.name == "cosine",
         "master": precision == "bf16-master",
-        "moves": outline.cuda or precision in _CAST,
+        "moves": outline.cuda or precision in _BATCH_DTYPES,
         "weighs": "weight" in gives,
         "prepares": "prepare" in gives,
         "taken": bool(outline.taken),
@@ -104,10 +108,10 @@ def shared_flags(outline: Outline) -> dict[str, bool]:
     }
 
 
-_CAST = {"fp64": "torch.float64", "bf16-master": "torch.bfloat16"}
+_BATCH_DTYPES = {"fp64": "torch.float64", "bf16-master": "torch.bfloat16"}
 
 
-def scheduled(config: Config) -> bool:
+def has_schedule(config: Config) -> bool:
     schedule = config.train.schedule
     return schedule.name != "constant" or schedule.warmup > 0
 
@@ -115,7 +119,7 @@ def scheduled(config: Config) -> bool:
 def shared_values(outline: Outline) -> dict[str, str]:
     flags = shared_flags(outline)
     args = outline.config.task.args if outline.config.task else {}
-    cast = _CAST.get(outline.config.train.precision)
+    cast = _BATCH_DTYPES.get(outline.config.train.precision)
     born = ".double()" if cast == "torch.float64" else ""
     names = ["Batches", "mix", "sow", "sow_torch"]
     names += ["Weighed"] * flags["weighs"] + ["moved"] * flags["moves"]
@@ -128,47 +132,49 @@ def shared_values(outline: Outline) -> dict[str, str]:
         "constants": "\n".join(_constants(outline)),
         "functions": "\n\n".join(_functions(outline)),
         "born": born + (".to(device)" if outline.cuda else ""),
-        "groups": groups(outline),
-        "optimizer": optimizer(outline),
+        "groups": groups_code(outline),
+        "optimizer": optimizer_code(outline),
         "batches": "\n".join(_batches(outline)),
         "batch": (f"moved(batch, device{f', {cast}' if cast else ''})") if flags["moves"] else "batch",
     }
 
 
-def optimizer_kind(config: Config) -> str:
+def optimizer_class_name(config: Config) -> str:
     wanted = config.train.optimizer
     return "SGD" if isinstance(wanted, SGD) else "Adam" if isinstance(wanted, Adam) else "AdamW"
 
 
-def optimizer(outline: Outline, *, split: bool = False) -> str:
+def optimizer_code(outline: Outline, *, split: bool = False) -> str:
     words = ["groups", *optimizer_words(outline, split=split)]
-    return call(f"    optimizer = torch.optim.{optimizer_kind(outline.config)}", words)
+    return format_call(f"    optimizer = torch.optim.{optimizer_class_name(outline.config)}", words)
 
 
 def optimizer_words(outline: Outline, *, split: bool = False) -> list[str]:
     """Its arguments besides the groups."""
     told = optimizer_arguments(outline.config.train.optimizer, "cuda" if outline.cuda else "cpu", split=split)
-    texts = {name: repr(value) for name, value in told.items()} | {"lr": rate_text(outline)}
+    texts = {name: repr(value) for name, value in told.items()} | {"lr": learning_rate_code(outline)}
     return [f"{name}={text}" for name, text in texts.items()]
 
 
-def rate_scale(outline: Outline) -> float:
+def learning_rate_scale(outline: Outline) -> float:
     return outline.config.train.lr_scale.factor(outline.sizes.total)
 
 
-def rate_text(outline: Outline) -> str:
-    return "LR" if rate_scale(outline) == 1.0 else "LR * SCALE"
+def learning_rate_code(outline: Outline) -> str:
+    return "LR" if learning_rate_scale(outline) == 1.0 else "LR * SCALE"
 
 
-def groups(outline: Outline, *, listed: bool = False) -> str:
+def groups_code(outline: Outline, *, listed: bool = False) -> str:
     """What the optimizer is given; `listed`, where a group's parameters may be looked at twice."""
     if "groups" in outline.gives:
         words = ["**group", *['"params": list(group["params"])'] * listed]
-        words += ['"lr": group.get("lr", LR) * SCALE'] * (rate_scale(outline) != 1.0)
+        words += ['"lr": group.get("lr", LR) * SCALE'] * (learning_rate_scale(outline) != 1.0)
         if len(words) == 1:
             return "    groups = list(task.groups(model))"
         one = f"{{{', '.join(words)}}} for group in task.groups(model)"
-        return f"    groups = [{one}]" if len(one) + 15 <= WIDTH else f"    groups = [\n        {one}\n    ]"
+        return (
+            f"    groups = [{one}]" if len(one) + 15 <= SCRIPT_LINE_WIDTH else f"    groups = [\n        {one}\n    ]"
+        )
     trained = "[p for p in model.parameters() if p.requires_grad]"
     if outline.config.train.optimizer.decay == "all":
         return f"    groups = {trained}"
@@ -187,7 +193,7 @@ def _constants(outline: Outline) -> Iterator[str]:
     yield f"MICRO = {sizes.micro}  # samples in one forward pass on one rank"
     yield f"LOG_EVERY = {outline.config.log.every}"
     yield f"LR = {float(train.optimizer.lr)!r}"
-    if (scale := rate_scale(outline)) != 1.0:
+    if (scale := learning_rate_scale(outline)) != 1.0:
         yield f"SCALE = {scale!r}  # of the rate, which was chosen for {train.lr_scale.at_batch} samples a step"
     if train.schedule.warmup:
         yield f"WARMUP = {train.schedule.warmup}  # steps"
@@ -197,8 +203,8 @@ def _constants(outline: Outline) -> Iterator[str]:
 
 def _functions(outline: Outline) -> Iterator[str]:
     yield _LOSS_MIXED.replace("DEVICE", "cuda" if outline.cuda else "cpu") if outline.autocast else _LOSS
-    if scheduled(outline.config):
-        yield "\n".join(_rate(outline.config))
+    if has_schedule(outline.config):
+        yield "\n".join(_rate_code(outline.config))
     yield _NOTE
 
 
@@ -224,7 +230,7 @@ _NOTE = '''def note(row: dict[str, Any]) -> None:
 '''
 
 
-def _rate(config: Config) -> Iterator[str]:
+def _rate_code(config: Config) -> Iterator[str]:
     schedule = config.train.schedule
     yield "def rate(step: int) -> float:"
     yield '    """What the learning rate is multiplied with at `step`, from 0."""'
@@ -254,29 +260,29 @@ def _batches(outline: Outline) -> Iterator[str]:
     words += [f"shuffle={data.shuffle}", f"drop_last={data.ragged == 'drop'}", f"workers={data.workers}"]
     words += [f"{name}=data.{name}" for name in outline.taken]
     if "weight" not in outline.gives:
-        yield call("    batches = Batches", words)
+        yield format_call("    batches = Batches", words)
         return
-    yield call("    counted = Batches", words)
+    yield format_call("    counted = Batches", words)
     yield "    batches = Weighed(counted, task.weight, total)"
 
 
-def call(head: str, words: Sequence[str]) -> str:
+def format_call(head: str, words: Sequence[str]) -> str:
     """A call on one line, or on lines of their own where it would be too long, as formatters have it."""
     one = f"{head}({', '.join(words)})"
-    if len(one) <= WIDTH:
+    if len(one) <= SCRIPT_LINE_WIDTH:
         return one
     indent = head[: len(head) - len(head.lstrip())]
     two = f"{indent}    {', '.join(words)}"
-    if len(two) <= WIDTH:
+    if len(two) <= SCRIPT_LINE_WIDTH:
         return f"{head}(\n{two}\n{indent})"
     return "\n".join([f"{head}(", *(f"{indent}    {word}," for word in words), f"{indent})"])
 
 
-def json_text(told: Mapping[str, Any]) -> str:
+def format_json(told: Mapping[str, Any]) -> str:
     return json.dumps(told, indent=2) + "\n"
 
 
-def refuse_options(backend: str, cell: str, given: Mapping[str, Any], carried: frozenset[str]) -> None:
+def refuse_uncarried_options(backend: str, cell: str, given: Mapping[str, Any], carried: frozenset[str]) -> None:
     """Options that the backend's template knows nothing of."""
     strange = sorted(set(given) - carried)
     if strange:

@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class Reading:
+class ForeignConfigReader:
     """One file being read. The reader takes its keys one by one; what is left over at the end is not known."""
 
     label: str
@@ -78,14 +78,14 @@ class Reading:
         line = self.lines.get(theirs)
         return f"{theirs} (line {line})" if line else theirs
 
-    def section(self, data: Mapping[str, Any], prefix: str = "") -> Keys:
-        return Keys(self, dict(data), prefix)
+    def section(self, data: Mapping[str, Any], prefix: str = "") -> ForeignSection:
+        return ForeignSection(self, dict(data), prefix)
 
 
-class Keys:
+class ForeignSection:
     """A mapping of the file, emptied key by key."""
 
-    def __init__(self, reading: Reading, data: dict[str, Any], prefix: str) -> None:
+    def __init__(self, reading: ForeignConfigReader, data: dict[str, Any], prefix: str) -> None:
         self.reading, self.data, self.prefix = reading, data, prefix
 
     def name(self, key: str) -> str:
@@ -101,10 +101,12 @@ class Keys:
             return default
         if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
-        number = _number(value, kind)
+        number = _as_number(value, kind)
         if number is not None:
             return number
-        self.reading.wrong.append(f"{self.reading.place(self.name(key))}: {show_value(value)} is not {_WANTED[kind]}")
+        self.reading.wrong.append(
+            f"{self.reading.place(self.name(key))}: {show_value(value)} is not {_TYPE_NAMES[kind]}"
+        )
         return default
 
     def open(self, key: str, ours: str, example: str) -> bool:
@@ -115,8 +117,8 @@ class Keys:
         self.reading.ask(f'{self.name(key)}: "auto"', ours, example)
         return True
 
-    def below(self, key: str) -> Keys:
-        return Keys(self.reading, dict(self.take(key, dict, {})), f"{self.name(key)}.")
+    def below(self, key: str) -> ForeignSection:
+        return ForeignSection(self.reading, dict(self.take(key, dict, {})), f"{self.name(key)}.")
 
     def omit(self, keys: Mapping[str, str]) -> None:
         for key, why in keys.items():
@@ -150,7 +152,7 @@ class Keys:
                 self.reading.wrong.append(f"{self.reading.place(name)}: there is no such key{did_you_mean(key, words)}")
 
 
-def _number(value: object, kind: type) -> Any:
+def _as_number(value: object, kind: type) -> Any:
     """A whole number where one with a point is wanted, or a number in quotes."""
     if kind not in (int, float) or isinstance(value, bool) or not isinstance(value, int | str):
         return None
@@ -160,7 +162,7 @@ def _number(value: object, kind: type) -> Any:
         return None
 
 
-_WANTED: Mapping[type, str] = {
+_TYPE_NAMES: Mapping[type, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -170,7 +172,7 @@ _WANTED: Mapping[type, str] = {
 }
 
 
-def failed(reading: Reading) -> ConfigError:
+def import_error(reading: ForeignConfigReader) -> ConfigError:
     """All that is wrong, a line each."""
     if len(reading.wrong) == 1:
         return ConfigError(f"{reading.label}: {reading.wrong[0]}")

@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import registry
-from unipar.backend.registry import find, missing
+from unipar.backend.registry import find_backend, why_not_installed
 
-PATIENCE = 120.0
+IMPORT_TIMEOUT_SECONDS = 120.0
 
 
-_ASK = "import sys; from unipar.backend.registry import find; print('\\n' + find(sys.argv[1]).version())"
+_PROBE_CODE = (
+    "import sys; from unipar.backend.registry import find_backend; print('\\n' + find_backend(sys.argv[1]).version())"
+)
 
 
 @dataclass(frozen=True)
-class Seen:
+class ImportProbe:
     """What importing a backend's library came to: its version, or why there is none."""
 
     version: str | None = None
@@ -35,20 +37,20 @@ class Seen:
     """It is installed and does not import: its own error."""
 
 
-def seen(names: Iterable[str], patience: float = PATIENCE) -> dict[str, Seen]:
+def probe_imports(names: Iterable[str], patience: float = IMPORT_TIMEOUT_SECONDS) -> dict[str, ImportProbe]:
     """Each backend by name, imported side by side."""
-    found: dict[str, Seen] = {}
+    found: dict[str, ImportProbe] = {}
     running: dict[str, subprocess.Popen[str]] = {}
     names = list(names)
     try:
         for name in names:
-            if why := missing(find(name)):
-                found[name] = Seen(absent=why)
+            if why := why_not_installed(find_backend(name)):
+                found[name] = ImportProbe(absent=why)
             else:
-                running[name] = _asking(name)
+                running[name] = _start_probe(name)
         until = time.monotonic() + patience
         for name, child in running.items():
-            found[name] = _answer(name, child, until, patience)
+            found[name] = _finish_probe(name, child, until, patience)
     finally:
         for child in running.values():
             child.kill()
@@ -56,9 +58,9 @@ def seen(names: Iterable[str], patience: float = PATIENCE) -> dict[str, Seen]:
     return {name: found[name] for name in names}
 
 
-def _asking(name: str) -> subprocess.Popen[str]:
+def _start_probe(name: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", _ASK, name],
+        [sys.executable, "-c", _PROBE_CODE, name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -67,24 +69,24 @@ def _asking(name: str) -> subprocess.Popen[str]:
     )
 
 
-def _answer(name: str, child: subprocess.Popen[str], until: float, patience: float) -> Seen:
+def _finish_probe(name: str, child: subprocess.Popen[str], until: float, patience: float) -> ImportProbe:
     try:
         out, err = child.communicate(timeout=max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return Seen(broken=f"importing the library of {name} took longer than {patience:g} s")
+        return ImportProbe(broken=f"importing the library of {name} took longer than {patience:g} s")
     if child.returncode == 0:
-        return Seen(version=out.splitlines()[-1])
+        return ImportProbe(version=out.splitlines()[-1])
     if child.returncode < 0:
-        return Seen(broken=f"importing the library of {name} ended in {signal.Signals(-child.returncode).name}")
-    return Seen(broken=next((line for line in reversed(err.splitlines()) if line.strip()), "no word of why"))
+        return ImportProbe(broken=f"importing the library of {name} ended in {signal.Signals(-child.returncode).name}")
+    return ImportProbe(broken=next((line for line in reversed(err.splitlines()) if line.strip()), "no word of why"))
 
 
 _LIBRARIES = ("unipar", "torch", "numpy")
 
 
-def versions(backends: Iterable[str]) -> dict[str, str]:
+def installed_versions(backends: Iterable[str]) -> dict[str, str]:
     """Python's, ours, PyTorch's, and those of what these backends need."""
-    return library_versions({module for name in backends for module in registry.find(name).requires})
+    return library_versions({module for name in backends for module in registry.find_backend(name).requires})
 
 
 def library_versions(modules: Iterable[str]) -> dict[str, str]:
@@ -98,7 +100,7 @@ def library_versions(modules: Iterable[str]) -> dict[str, str]:
     return made
 
 
-def machine() -> dict[str, Any]:
+def machine_summary() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     model = next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()

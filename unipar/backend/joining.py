@@ -15,7 +15,7 @@ from unipar.distributed.world import World
 from unipar.errors import WorldMismatch
 
 
-def device_of(config: Config, place: Place) -> torch.device:
+def device_of_rank(config: Config, place: Place) -> torch.device:
     """Where this rank computes."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -24,7 +24,7 @@ def device_of(config: Config, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def transport(config: Config, device: torch.device) -> str:
+def choose_transport(config: Config, device: torch.device) -> str:
     """NCCL wants a GPU for each rank; `device: cuda:N` lets ranks share one over gloo."""
     if device.type != "cuda" or ":" in config.device:
         return "gloo"
@@ -37,13 +37,13 @@ _stores: dict[tuple[str, int] | None, dist.Store] = {}
 """Where this process has met others: rank 0 listens there as long as it lives."""
 
 
-_met: list[Place] = []
+_places_joined: list[Place] = []
 """Every world that this process was in."""
 
 
 def meet(config: Config, place: Place) -> World:
     """Join the other processes of this run; afterwards torch.distributed works on every rank."""
-    device = device_of(config, place)
+    device = device_of_rank(config, place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     patience = timedelta(seconds=config.launch.timeout)
@@ -55,13 +55,13 @@ def meet(config: Config, place: Place) -> World:
         store = open_store(place, patience)
         if place.address is not None:
             _stores[place.address] = store
-    _met.append(place)
-    store = dist.PrefixStore(f"unipar/{len(_met)}", store)  # a script may launch twice in one foreign world
+    _places_joined.append(place)
+    store = dist.PrefixStore(f"unipar/{len(_places_joined)}", store)  # a script may launch twice in one foreign world
     world = World(place, device, store)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if place.ours or (on_loopback(place) and variable not in os.environ):
-            world.tell(**{variable: "lo"})
-    kind = transport(config, device)
+        if place.started_by_unipar or (on_loopback(place) and variable not in os.environ):
+            world.set_variables(**{variable: "lo"})
+    kind = choose_transport(config, device)
     dist.init_process_group(
         kind,
         store=store,

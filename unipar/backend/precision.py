@@ -22,7 +22,7 @@ class Dtypes:
     compute: str
 
 
-def stated(precision: Precision, *, reduction: str | None = None) -> Dtypes:
+def default_dtypes(precision: Precision, *, reduction: str | None = None) -> Dtypes:
     """What a library does that leaves precision to PyTorch; a backend changes what it does otherwise."""
     if precision == "fp64":
         return Dtypes("fp64", "-", "fp64", reduction or "fp64", "fp64")
@@ -35,21 +35,21 @@ def stated(precision: Precision, *, reduction: str | None = None) -> Dtypes:
     return Dtypes("fp32", "-", "fp32", reduction or "fp32", "fp32")
 
 
-def born_as(precision: Precision) -> torch.dtype:
+def parameter_dtype(precision: Precision) -> torch.dtype:
     """What parameters are made in, before a library takes them."""
     import torch
 
     return torch.float64 if precision == "fp64" else torch.float32
 
 
-def batch_as(precision: Precision) -> torch.dtype | None:
+def batch_dtype(precision: Precision) -> torch.dtype | None:
     """What floating-point tensors of a batch become; None: they stay."""
     import torch
 
     return {"fp64": torch.float64, "bf16-master": torch.bfloat16}.get(precision)
 
 
-def autocast_as(precision: Precision) -> torch.dtype | None:
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
     """What autocast computes in; None: no autocast."""
     import torch
 

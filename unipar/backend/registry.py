@@ -21,29 +21,29 @@ BACKENDS = PluginGroup(
 )
 
 
-def names() -> list[str]:
+def backend_names() -> list[str]:
     """Return the names of all backends that are installed."""
     return BACKENDS.names()
 
 
 @cache
-def find(name: str) -> Backend:
+def find_backend(name: str) -> Backend:
     """Return the description of a backend; its library may be missing."""
     return BACKENDS.find(name)
 
 
-def missing(backend: Backend) -> str | None:
+def why_not_installed(backend: Backend) -> str | None:
     """Return why the backend cannot be loaded, or None. Imports nothing."""
     return BACKENDS.missing(backend.name, backend.requires, backend.hint)
 
 
-def load(name: str) -> Backend:
+def load_backend(name: str) -> Backend:
     """Return the description of a backend whose library is installed."""
-    backend = find(name)
+    backend = find_backend(name)
     BACKENDS.require(backend.name, backend.requires, backend.hint)
     return backend
 
 
-def launchers() -> list[Launcher]:
+def list_launchers() -> list[Launcher]:
     """Every launcher that some backend knows."""
-    return [launcher for name in names() for launcher in find(name).capabilities.launchers]
+    return [launcher for name in backend_names() for launcher in find_backend(name).capabilities.launchers]

@@ -8,19 +8,19 @@ from typing import Annotated
 
 import typer
 
-from unipar.cli.commands.backends import backends
-from unipar.cli.commands.check import check
+from unipar.cli.commands.backends import print_backends
+from unipar.cli.commands.check import check_run
 from unipar.cli.commands.compare import compare
 from unipar.cli.commands.convert import export, import_
-from unipar.cli.commands.doctor import doctor
+from unipar.cli.commands.doctor import run_doctor
 from unipar.cli.commands.explain import explain
 from unipar.cli.commands.install import install
 from unipar.cli.commands.report import report
 from unipar.cli.commands.run import run
 from unipar.cli.commands.scale import scale
-from unipar.cli.commands.schema import schema
+from unipar.cli.commands.schema import build_schema
 from unipar.cli.commands.verify import verify
-from unipar.cli.options import EXITS, Version
+from unipar.cli.options import EXIT_CODES_HELP, VersionOption
 from unipar.distributed.launchers import without_launcher_arguments
 from unipar.errors import UniparError
 
@@ -34,7 +34,7 @@ app = typer.Typer(
     unipar verify configs/char_gpt.yaml        do all cells give one process's numbers?
     unipar run configs/char_gpt.yaml           train
     """,
-    epilog=EXITS,
+    epilog=EXIT_CODES_HELP,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -49,13 +49,13 @@ def main() -> None:
     try:
         app([word for word in words if word != "--debug"], prog_name="unipar")
     except UniparError as e:
-        _leave(e, str(e), e.code, debug=debug)
+        _exit_with_error(e, str(e), e.code, debug=debug)
     except Exception as e:  # the last stop: what nobody foresaw
         hint = "" if debug else " (unforeseen; --debug shows where)"
-        _leave(e, f"{type(e).__name__}: {e}{hint}", 1, debug=debug)
+        _exit_with_error(e, f"{type(e).__name__}: {e}{hint}", 1, debug=debug)
 
 
-def _leave(error: BaseException, message: str, code: int, *, debug: bool) -> None:
+def _exit_with_error(error: BaseException, message: str, code: int, *, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     typer.echo(f"unipar: {message}", err=True)
@@ -63,9 +63,9 @@ def _leave(error: BaseException, message: str, code: int, *, debug: bool) -> Non
 
 
 @app.callback()
-def _common(
+def _common_options(
     *,
-    version: Version = False,
+    version: VersionOption = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None: ...
 
@@ -76,13 +76,13 @@ for command in (
     scale,
     report,
     verify,
-    check,
+    check_run,
     explain,
     export,
     import_,
-    schema,
-    backends,
-    doctor,
+    build_schema,
+    print_backends,
+    run_doctor,
     install,
 ):
-    app.command(command.__name__.rstrip("_"), epilog=EXITS)(command)
+    app.command(command.__name__.rstrip("_"), epilog=EXIT_CODES_HELP)(command)

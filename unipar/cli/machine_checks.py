@@ -17,29 +17,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unipar.utils.files import path_of_tools
-from unipar.utils.procfs import memory_available
+from unipar.utils.files import path_with_scripts
+from unipar.utils.procfs import available_memory_bytes
 
-MIB = 2**20
+BYTES_PER_MIB = 2**20
 
 
-SOCKET_PATH = 108
+MAX_SOCKET_PATH_BYTES = 108
 """Bytes in the longest path of a socket."""
 
 
-ROOM_FOR_SOCKETS = 48
+SOCKET_NAME_BYTES = 48
 """Bytes that a rank's own folder and a library's file in it may add to the temporary folder's path."""
 
 
-STALE = 600.0
+STALE_LOCK_SECONDS = 600.0
 """Seconds after which nobody is still compiling behind a lock."""
 
 
-_SHM = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Check:
+class MachineCheck:
     """One thing looked at."""
 
     name: str
@@ -48,21 +48,21 @@ class Check:
     remedy: str = ""
 
 
-def checks() -> Iterator[Check]:
+def check_machine() -> Iterator[MachineCheck]:
     """All that needs neither torch nor a backend."""
-    yield Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-    yield from _tools()
-    yield loopback()
-    yield hostname()
-    yield shared_memory(_SHM)
-    yield leftovers(_SHM)
-    yield from limits()
-    yield temporary(Path(tempfile.gettempdir()))
-    yield _cores()
-    yield locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache"))
+    yield MachineCheck("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+    yield from _check_tools()
+    yield check_loopback()
+    yield check_hostname()
+    yield check_shared_memory(_SHARED_MEMORY)
+    yield check_leftover_files(_SHARED_MEMORY)
+    yield from check_limits()
+    yield check_temporary_folder(Path(tempfile.gettempdir()))
+    yield _check_cores()
+    yield check_stale_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache"))
 
 
-def _tools() -> Iterator[Check]:
+def _check_tools() -> Iterator[MachineCheck]:
     """Compilers are for `unipar install` and for what libraries compile when it is first used."""
     for name, program, remedy in (
         ("c++ compiler", os.environ.get("CXX", "g++"), "apt install g++"),
@@ -70,36 +70,36 @@ def _tools() -> Iterator[Check]:
         ("cmake", "cmake", "pip install cmake"),
         ("ninja", "ninja", "pip install ninja"),
     ):
-        where = shutil.which(program, path=path_of_tools())
+        where = shutil.which(program, path=path_with_scripts())
         if where is None:
-            yield Check(name, "warn", f"no {program}; nothing can be compiled without it", remedy)
+            yield MachineCheck(name, "warn", f"no {program}; nothing can be compiled without it", remedy)
         else:
             shown = subprocess.run([where, "--version"], capture_output=True, text=True, check=False).stdout
-            yield Check(name, "ok", f"{where} ({next(iter(shown.splitlines()), 'of unknown version').strip()})")
+            yield MachineCheck(name, "ok", f"{where} ({next(iter(shown.splitlines()), 'of unknown version').strip()})")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if header.exists():
-        yield Check("Python.h", "ok", str(header))
+        yield MachineCheck("Python.h", "ok", str(header))
     else:
-        yield Check("Python.h", "warn", f"no {header}; no extension can be compiled", "apt install python3-dev")
+        yield MachineCheck("Python.h", "warn", f"no {header}; no extension can be compiled", "apt install python3-dev")
 
 
-def loopback() -> Check:
+def check_loopback() -> MachineCheck:
     """Worlds on one machine meet on 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             socket.create_connection(listener.getsockname(), timeout=5).close()
     except OSError as e:
-        return Check("loopback", "fail", f"127.0.0.1 cannot be reached: {e}", "ip link set lo up")
-    return Check("loopback", "ok", "127.0.0.1 can be reached")
+        return MachineCheck("loopback", "fail", f"127.0.0.1 cannot be reached: {e}", "ip link set lo up")
+    return MachineCheck("loopback", "ok", "127.0.0.1 can be reached")
 
 
-def hostname(name: str | None = None) -> Check:
+def check_hostname(name: str | None = None) -> MachineCheck:
     """Foreign launchers, and gloo where no interface is named, resolve it."""
     name = socket.gethostname() if name is None else name
     try:
-        return Check("host name", "ok", f"{name} is {socket.gethostbyname(name)}")
+        return MachineCheck("host name", "ok", f"{name} is {socket.gethostbyname(name)}")
     except OSError as e:
-        return Check(
+        return MachineCheck(
             "host name",
             "warn",
             f"{name} does not resolve ({e}); launchers other than ours may fail",
@@ -107,32 +107,34 @@ def hostname(name: str | None = None) -> Check:
         )
 
 
-def shared_memory(folder: Path) -> Check:
+def check_shared_memory(folder: Path) -> MachineCheck:
     """Data workers hand batches over through it."""
     if not folder.is_dir():
-        return Check(str(folder), "fail", "it is not there; data workers cannot start", "mount -t tmpfs tmpfs /dev/shm")
+        return MachineCheck(
+            str(folder), "fail", "it is not there; data workers cannot start", "mount -t tmpfs tmpfs /dev/shm"
+        )
     usage = shutil.disk_usage(folder)
-    said = f"{usage.free // MIB} of {usage.total // MIB} MiB free"
-    if usage.free <= 64 * MIB:
-        return Check(
+    said = f"{usage.free // BYTES_PER_MIB} of {usage.total // BYTES_PER_MIB} MiB free"
+    if usage.free <= 64 * BYTES_PER_MIB:
+        return MachineCheck(
             str(folder), "warn", f"{said}; data workers may die of it", "docker run --shm-size=1g, or --ipc=host"
         )
-    return Check(str(folder), "ok", said)
+    return MachineCheck(str(folder), "ok", said)
 
 
-def leftovers(folder: Path) -> Check:
+def check_leftover_files(folder: Path) -> MachineCheck:
     """Files of this user in shared memory that no process has open or mapped."""
     name = f"left in {folder}"
     mine = {str(file): file.stat() for file in folder.glob("*") if file.is_file() and file.stat().st_uid == os.getuid()}
-    idle = sorted(set(mine) - held(folder))
+    idle = sorted(set(mine) - find_open_files(folder))
     if not idle:
-        return Check(name, "ok", "nothing")
-    size = sum(mine[file].st_size for file in idle) / MIB
+        return MachineCheck(name, "ok", "nothing")
+    size = sum(mine[file].st_size for file in idle) / BYTES_PER_MIB
     said = f"{len(idle)} {'file' if len(idle) == 1 else 'files'} that no process holds, {size:.1f} MiB"
-    return Check(name, "warn", said, "rm " + " ".join(idle[:8]) + (" ..." if len(idle) > 8 else ""))
+    return MachineCheck(name, "warn", said, "rm " + " ".join(idle[:8]) + (" ..." if len(idle) > 8 else ""))
 
 
-def held(folder: Path) -> set[str]:
+def find_open_files(folder: Path) -> set[str]:
     """What is below `folder` and in some process's hands, as far as this user may see."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -144,7 +146,7 @@ def held(folder: Path) -> set[str]:
     return {path for path in found if path.startswith(f"{folder}/")}
 
 
-def limits() -> Iterator[Check]:
+def check_limits() -> Iterator[MachineCheck]:
     """Of this shell; a run inherits them."""
     for name, which, least, remedy in (
         ("open files", resource.RLIMIT_NOFILE, 1024, "ulimit -n 4096"),
@@ -152,46 +154,52 @@ def limits() -> Iterator[Check]:
     ):
         soft, _ = resource.getrlimit(which)
         if soft == resource.RLIM_INFINITY or soft >= least:
-            yield Check(name, "ok", f"at most {_limit(soft)}")
+            yield MachineCheck(name, "ok", f"at most {_format_limit(soft)}")
         else:
-            yield Check(name, "warn", f"at most {soft}; ranks with data workers need {least}", remedy)
+            yield MachineCheck(name, "warn", f"at most {soft}; ranks with data workers need {least}", remedy)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").exists() and soft != resource.RLIM_INFINITY:
         said = f"at most {soft // 1024} KiB; InfiniBand needs to lock its buffers"
-        yield Check("locked memory", "warn", said, "ulimit -l unlimited")
+        yield MachineCheck("locked memory", "warn", said, "ulimit -l unlimited")
     else:
-        yield Check("locked memory", "ok", f"at most {_limit(soft, 1024)}{'' if soft < 0 else ' KiB'}")
+        yield MachineCheck("locked memory", "ok", f"at most {_format_limit(soft, 1024)}{'' if soft < 0 else ' KiB'}")
 
 
-def _limit(soft: int, unit: int = 1) -> str:
+def _format_limit(soft: int, unit: int = 1) -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // unit}"
 
 
-def temporary(folder: Path) -> Check:
+def check_temporary_folder(folder: Path) -> MachineCheck:
     """Each rank has a short folder of its own in it, and sockets there."""
     name = "temporary folder"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return Check(name, "fail", f"{folder} cannot be written to", "TMPDIR=/tmp")
-    longest = SOCKET_PATH - ROOM_FOR_SOCKETS
+        return MachineCheck(name, "fail", f"{folder} cannot be written to", "TMPDIR=/tmp")
+    longest = MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
     if len(bytes(folder)) > longest:
         said = f"{folder} is {len(bytes(folder))} bytes long; sockets below it need {longest} or fewer"
-        return Check(name, "fail", said, "TMPDIR=/tmp")
+        return MachineCheck(name, "fail", said, "TMPDIR=/tmp")
     free = shutil.disk_usage(folder).free
-    if free < 1024 * MIB:
-        return Check(name, "warn", f"{folder}, {free // MIB} MiB free", "make room there, or set TMPDIR")
-    return Check(name, "ok", f"{folder}, {free // (1024 * MIB)} GiB free")
+    if free < 1024 * BYTES_PER_MIB:
+        return MachineCheck(
+            name, "warn", f"{folder}, {free // BYTES_PER_MIB} MiB free", "make room there, or set TMPDIR"
+        )
+    return MachineCheck(name, "ok", f"{folder}, {free // (1024 * BYTES_PER_MIB)} GiB free")
 
 
-def _cores() -> Check:
+def _check_cores() -> MachineCheck:
     cores = len(os.sched_getaffinity(0))
-    available = memory_available()
-    said = f"{cores} {'core' if cores == 1 else 'cores'}, {available / 1024 / MIB:.1f} GiB of memory available"
-    if available < 2048 * MIB:
-        return Check("cores and memory", "warn", said, "close other programs; a rank takes 0.5 GiB before its model")
-    return Check("cores and memory", "ok", said)
+    available = available_memory_bytes()
+    said = (
+        f"{cores} {'core' if cores == 1 else 'cores'}, {available / 1024 / BYTES_PER_MIB:.1f} GiB of memory available"
+    )
+    if available < 2048 * BYTES_PER_MIB:
+        return MachineCheck(
+            "cores and memory", "warn", said, "close other programs; a rank takes 0.5 GiB before its model"
+        )
+    return MachineCheck("cores and memory", "ok", said)
 
 
-def locks(cache: Path) -> Check:
+def check_stale_locks(cache: Path) -> MachineCheck:
     """A compilation that was killed leaves its lock, and the next one waits for it for ever."""
     now = time.time()
     old = [
@@ -199,9 +207,9 @@ def locks(cache: Path) -> Check:
         for root in (cache, cache / "torch_extensions", cache / "unipar")
         for depth in ("*/lock", "*/*/lock")
         for file in root.glob(depth)
-        if now - file.stat().st_mtime > STALE
+        if now - file.stat().st_mtime > STALE_LOCK_SECONDS
     ]
     if not old:
-        return Check("compiled extensions", "ok", f"no stale lock in {cache}")
+        return MachineCheck("compiled extensions", "ok", f"no stale lock in {cache}")
     said = f"{len(old)} stale {'lock' if len(old) == 1 else 'locks'}; what waits for it waits for ever"
-    return Check("compiled extensions", "warn", said, "rm " + " ".join(sorted({str(file) for file in old})))
+    return MachineCheck("compiled extensions", "warn", said, "rm " + " ".join(sorted({str(file) for file in old})))

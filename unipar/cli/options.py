@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from unipar.config.source import Source
-    from unipar.results.comparison import Found
+    from unipar.config.source import ConfigSource
+    from unipar.results.comparison import TurnResults
     from unipar.results.verdicts import Verdicts
 
 
-def print_result(found: Found | Verdicts, more: str = "") -> NoReturn:
+def print_result(found: TurnResults | Verdicts, more: str = "") -> NoReturn:
     """Its table, what else there is to say, and its exit code."""
     typer.echo(found.table(shutil.get_terminal_size().columns) + more)
     raise typer.Exit(found.code)
 
 
-def read_config_file(file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None) -> Source:
+def read_config_file(
+    file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None
+) -> ConfigSource:
     from unipar.backend.checks import in_cell, read_source
     from unipar.config import Cell
 
@@ -30,56 +32,60 @@ def read_config_file(file: Path, sets: list[str] | None, cell: str | None = None
     return source if out is None else source.with_out(out)
 
 
-EXITS = """Exit codes: 0 all is well; 1 a run failed, or something unforeseen; 2 the config, the task or the command is
+EXIT_CODES_HELP = """Exit codes: 0 all is well; 1 a run failed, or something unforeseen; 2 the config, the task or the command is
 wrong; 3 the backend or this machine cannot do it; 130 stopped by a signal at a step boundary, or Ctrl-C."""
 
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The config.", show_default=False)]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The config.", show_default=False)]
 
 
-Sets = Annotated[
+SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key: train.steps=100. Repeat it for more."),
 ]
 
 
-InCell = Annotated[
+BackendOption = Annotated[
     str | None, typer.Option("--backend", metavar="CELL", help="Another cell: native/parameters, horovod.")
 ]
 
 
-Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Another run folder.")]
+OutOption = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Another run folder.")]
 
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the run folder holds.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what the run folder holds.")]
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
-def apart(cells: list[str] | None) -> list[str] | None:
+def split_at_commas(cells: list[str] | None) -> list[str] | None:
     """Several in one word have commas between them, as sizes of worlds have."""
     return None if cells is None else [cell for word in cells for part in word.split(",") if (cell := part.strip())]
 
 
-CELL = "CELL,CELL,..."
+CELLS_METAVAR = "CELL,CELL,..."
 
 
-Cells = Annotated[
+CellsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--cell", "--cells", metavar=CELL, callback=apart, help="Instead of those that FILE names. May be repeated."
+        "--cell",
+        "--cells",
+        metavar=CELLS_METAVAR,
+        callback=split_at_commas,
+        help="Instead of those that FILE names. May be repeated.",
     ),
 ]
 
 
-Sizes = Annotated[
+WorldOption = Annotated[
     str | None,
     typer.Option("--world", metavar="N,N,...", help="So many ranks; with several sizes, a comparison in each."),
 ]
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
@@ -87,6 +93,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[
-    bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")
 ]

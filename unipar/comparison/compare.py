@@ -11,30 +11,30 @@ from typing import Any, overload
 
 from unipar.backend import resources
 from unipar.backend.cells import ONE
-from unipar.backend.installed import machine, versions
+from unipar.backend.installed import installed_versions, machine_summary
 from unipar.comparison import store
-from unipar.comparison.cell_world import Contestant
-from unipar.comparison.request import Asked, batch_with_fixed_total, sizes_of, threads
-from unipar.comparison.rounds import Contest
+from unipar.comparison.cell_world import CellWorld
+from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
+from unipar.comparison.rounds import TurnRunner
 from unipar.config import Cell
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
 from unipar.launcher.cells import select_cells
-from unipar.launcher.processes.signals import terminable
-from unipar.report.build import NAME, beside, written
-from unipar.report.data.comparison import Told
-from unipar.report.data.headline import answer
+from unipar.launcher.processes.signals import sigterm_as_interrupt
+from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_html
+from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.data.headline import comparison_headline
 from unipar.report.pages import comparison, scaling
 from unipar.results.comparison import Comparison
-from unipar.results.live_table import Board
-from unipar.results.row import REUSED, Row
-from unipar.results.scaling import Scaling, World
-from unipar.run_folder.folder import only_ours, owned, writing
+from unipar.results.live_table import LiveTable
+from unipar.results.row import REUSED, CellResult
+from unipar.results.scaling import ScaledCell, Scaling
+from unipar.run_folder.folder import check_folder_content, explain_write_errors, lock_folder
 from unipar.task import Task
 from unipar.utils.text import count_of
 
-FIGURES, SHEET = "worlds.json", "worlds.csv"
+WORLDS_JSON, WORLDS_CSV = "worlds.json", "worlds.csv"
 """What several worlds came to, beside a folder for each."""
 
 
@@ -78,18 +78,18 @@ def compare(
     """
     if isinstance(world, int) and world < 1:
         raise ConfigError(f"--world: {world}: wanted a whole number above 0, or several: 1,2,4")
-    sizes = sizes_of(world) if isinstance(world, Sequence) else []
-    asked = Asked.of(config, overrides, task, "compare starts a world for each cell")
+    sizes = parse_world_sizes(world) if isinstance(world, Sequence) else []
+    asked = CompareRequest.of(config, overrides, task, "compare starts a world for each cell")
     if sizes:
-        return _by_size(asked, sizes, cells, overwrite=overwrite)
+        return _compare_by_world_size(asked, sizes, cells, overwrite=overwrite)
     said = world or asked.source.config.parallel.data
     ranks = said if isinstance(said, int) else asked.prepared.ranks().number
     by = "parallel.data" if world is None else "--world"
-    return compared(asked, ranks, cells, asked.source.out / "compare", overwrite=overwrite, by=by)
+    return compare_cells(asked, ranks, cells, asked.source.out / "compare", overwrite=overwrite, by=by)
 
 
-def compared(
-    asked: Asked,
+def compare_cells(
+    asked: CompareRequest,
     ranks: int,
     cells: Sequence[str],
     folder: Path,
@@ -102,8 +102,8 @@ def compared(
     settled = asked.prepared.settled(ranks, asked=by)
     config = settled.config
     entrants = select_cells(settled, tuple(cells) or config.compare.cells)
-    each = threads(max(ranks, widest))
-    of = store.identity(config, list(entrants), asked.ref, each, asked.unwatched)
+    each = threads_per_rank(max(ranks, widest))
+    of = store.comparison_identity(config, list(entrants), asked.ref, each, asked.unwatched)
     first = Comparison(
         name=asked.source.name,
         out=str(folder),
@@ -114,38 +114,40 @@ def compared(
         rows=[row for row, _ in entrants.values()],
         unwatched=asked.unwatched,
     )
-    with owned(folder):
+    with lock_folder(folder):
         earlier = store.reuse_or_clear(folder, of, overwrite=overwrite)
         if earlier is not None:
             whole = {row.cell: row for row in earlier.rows if row.outcome == "ran"}
             more = any(row.outcome == "waits" and row.cell not in whole for row in first.rows)
             if not more and not earlier.interrupted:
-                said = f"from {folder / store.NAME}; --overwrite runs it again"
-                return _with_page(folder, replace(earlier, note=said))
+                said = f"from {folder / store.COMPARE_JSON}; --overwrite runs it again"
+                return _write_page(folder, replace(earlier, note=said))
             kept_rows = {cell: _reused(row) if more else row for cell, row in whole.items()}
             first = replace(first, rows=[kept_rows.get(row.cell, row) for row in first.rows])
         runs = {
-            row.cell: Contestant(at, asked.ref, folder / at.cell.slug, asked.meter)
+            row.cell: CellWorld(at, asked.ref, folder / at.cell.slug, asked.meter_environment)
             for row in first.rows
             if row.outcome == "waits" and (at := entrants[row.cell][1]) is not None
         }
-        with writing(folder):
-            store.write(folder, of, first)
-            store.ask(folder, first.name, config)
+        with explain_write_errors(folder):
+            store.write_comparison(folder, of, first)
+            store.write_original_config(folder, first.name, config)
 
         def keep(so_far: Comparison) -> str:
-            return store.write_or_explain(folder, lambda: store.write(folder, of, so_far))
+            return store.write_or_explain(folder, lambda: store.write_comparison(folder, of, so_far))
 
-        with terminable(), Board() as board:
-            now = Contest(first, board, runs, each, keep).play(asked.turns)
+        with sigterm_as_interrupt(), LiveTable() as board:
+            now = TurnRunner(first, board, runs, each, keep).run_turns(asked.turns)
         why = keep(now)
-        return replace(now, unkept=why) if why else _with_page(folder, now)
+        return replace(now, unkept=why) if why else _write_page(folder, now)
 
 
-def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwrite: bool) -> Scaling:
+def _compare_by_world_size(
+    asked: CompareRequest, ranks: Sequence[int], cells: Sequence[str], *, overwrite: bool
+) -> Scaling:
     """A comparison for each size of world, one after another, all with the same total batch."""
     prepared, out = asked.prepared, asked.source.out / "worlds"
-    resources.check_enough(prepared.computed, ranks[-1], asked="--world")
+    resources.check_gpu_count(prepared.computed, ranks[-1], asked="--world")
     settings = asked.source.config
     settings = settings.changed({"batch": batch_with_fixed_total(settings.batch, ranks[0])})
     asked = replace(asked, prepared=replace(prepared, source=replace(asked.source, config=settings)))
@@ -154,22 +156,22 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
     if list(select_cells(settled[ranks[0]], tuple(cells) or settings.compare.cells)) == [str(ONE)]:
         raise Unsupported(str(ONE), ["it is one process, whatever the size of the world"])
     found: dict[int, Comparison] = {}
-    with owned(out):
-        only_ours(out, "compare", (FIGURES, SHEET, NAME))
+    with lock_folder(out):
+        check_folder_content(out, "compare", (WORLDS_JSON, WORLDS_CSV, PAGE_FILE_NAME))
         for n in ranks:
             folder = out / f"world-{n}"
-            found[n] = compared(asked, n, cells, folder, overwrite=overwrite, widest=ranks[-1], by="--world")
+            found[n] = compare_cells(asked, n, cells, folder, overwrite=overwrite, widest=ranks[-1], by="--world")
             if found[n].interrupted:
                 break
         rows = [{row.cell: row for row in one.rows[1:]} for one in found.values()]
-        worlds: list[World] = []
-        made: list[Row] = []
+        worlds: list[ScaledCell] = []
+        made: list[CellResult] = []
         for cell in rows[0]:
             for i, (n, cut) in enumerate(sizes.items()):
                 told = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
-                worlds.append(World(cell=cell, ranks=n, kinds=("strong",), **told))
+                worlds.append(ScaledCell(cell=cell, ranks=n, kinds=("strong",), **told))
                 row = rows[i].get(cell) if i < len(rows) else None
-                made.append(replace(row or Row(cell=cell, outcome="waits"), cell=worlds[-1].name))
+                made.append(replace(row or CellResult(cell=cell, outcome="waits"), cell=worlds[-1].name))
         now = Scaling(
             verb="compare",
             name=asked.source.name,
@@ -178,48 +180,54 @@ def _by_size(asked: Asked, ranks: Sequence[int], cells: Sequence[str], *, overwr
             worlds=tuple(worlds),
             rows=made,
             cores=len(os.sched_getaffinity(0)),
-            threads=threads(ranks[-1]),
+            threads=threads_per_rank(ranks[-1]),
             device=prepared.device,
             warmup=asked.turns.warmup,
             held=settings.train.sync_every is None,
             unwatched=asked.unwatched,
             interrupted=any(one.interrupted for one in found.values()),
-            wrong=tuple(f"{count_of(n, 'rank')}: {said}" for n, one in found.items() for said in wrong(one)),
-            versions=versions(Cell.parse(cell).backend for cell in rows[0]),
-            machine=machine(),
-        ).sifted()
-        why = store.write_or_explain(out, lambda: store.write_worlds(out, FIGURES, SHEET, now))
-        return replace(now, unkept=why, note=beside(lambda: written(scaling.page(now, out), out / NAME)))
+            wrong=tuple(
+                f"{count_of(n, 'rank')}: {said}" for n, one in found.items() for said in describe_comparison_errors(one)
+            ),
+            versions=installed_versions(Cell.parse(cell).backend for cell in rows[0]),
+            machine=machine_summary(),
+        ).mark_different_training()
+        why = store.write_or_explain(out, lambda: store.write_scaling(out, WORLDS_JSON, WORLDS_CSV, now))
+        return replace(
+            now,
+            unkept=why,
+            note=try_write_page(lambda: write_html(scaling.render_scaling(now, out), out / PAGE_FILE_NAME)),
+        )
 
 
-def wrong(one: Comparison) -> list[str]:
+def describe_comparison_errors(one: Comparison) -> list[str]:
     """What a table that has not `single` must say of a comparison."""
     first = one.rows[0]
     if first.outcome == "failed":
         return [f"single, which the others are held to, has failed: {first.note.splitlines()[0]}"]
-    return one.verdict() if one.disagree else []
+    return one.verdict() if one.disagreeing_rows else []
 
 
-def _reused(row: Row) -> Row:
+def _reused(row: CellResult) -> CellResult:
     """Return the row of a cell that does not run again, with a note that says so."""
     return row if row.reused else replace(row, reused=True, note="; ".join(filter(None, [row.note, REUSED])))
 
 
-def _with_page(folder: Path, now: Comparison) -> Comparison:
+def _write_page(folder: Path, now: Comparison) -> Comparison:
     """With the page's first sentence, and a word on the page."""
     sentence: list[str] = []
 
     def made() -> Path:
-        told = Told.read(folder)
-        if now.right:
-            sentence.append(answer(told))
-        return written(comparison.page(told), folder / NAME)
+        told = ComparisonPageData.read(folder)
+        if now.ran_and_agrees:
+            sentence.append(comparison_headline(told))
+        return write_html(comparison.render_comparison(told), folder / PAGE_FILE_NAME)
 
-    said = beside(made)
+    said = try_write_page(made)
     return replace(now, answer="".join(sentence), note="; ".join(filter(None, [now.note, said])))
 
 
-def onwards(file: Path) -> str:
+def suggest_next_commands(file: Path) -> str:
     """What to try next, in lines after the table."""
     name = shlex.quote(str(file))
     ways = (f"verify {name}", f"scale {name} --world 1,2", f"explain {name} --compare")

@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from unipar.comparison.cell_world import Contestant
+from unipar.comparison.cell_world import CellWorld
 from unipar.errors import Stopped, UniparError
-from unipar.memory.account import Account
+from unipar.memory.account import MemoryAccount
 
 
-def asks_apart(run: Contestant) -> bool:
+def has_library_traffic(run: CellWorld) -> bool:
     """Whether it sends anything that torch.distributed does not see."""
     return run.size > 1 and bool(run.backend.capabilities.recording)
 
 
-def with_library_traffic(run: Contestant, accounts: Sequence[Account], threads: str) -> list[Account]:
+def with_library_traffic(run: CellWorld, accounts: Sequence[MemoryAccount], threads: str) -> list[MemoryAccount]:
     """With what only the library's own records tell; where they cannot be had, with a note."""
     told = run.backend.capabilities
     try:
         with tempfile.TemporaryDirectory(prefix="unipar-sent-") as folder:
             there = Path(folder) / "run"
-            with closing(run.again(there, told.recording)) as again:
+            with closing(run.with_environment(there, told.recording)) as again:
                 again.start(threads)
-                again.watch(("placed", "sent"))
+                again.record_memory(("placed", "sent"))
                 found = again.accounts()
     except Stopped:
         raise

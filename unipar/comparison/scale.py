@@ -8,29 +8,29 @@ from dataclasses import replace
 from typing import Any
 
 from unipar.backend import resources
-from unipar.backend.cells import alone, expand
-from unipar.backend.installed import machine, versions
+from unipar.backend.cells import expand_cell_patterns, is_single_process
+from unipar.backend.installed import installed_versions, machine_summary
 from unipar.comparison import store
-from unipar.comparison.cell_world import Contestant
-from unipar.comparison.request import Asked, batch_with_fixed_total, sizes_of, threads
-from unipar.comparison.rounds import Contest
+from unipar.comparison.cell_world import CellWorld
+from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
+from unipar.comparison.rounds import TurnRunner
 from unipar.config import Cell, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import Unsupported
 from unipar.launcher.cells import check_cell
-from unipar.launcher.processes.signals import terminable
-from unipar.report.build import NAME, beside, written
-from unipar.report.pages.scaling import page
-from unipar.results.files import ASKED
-from unipar.results.live_table import Board
-from unipar.results.row import Row
-from unipar.results.scaling import KINDS, Kind, Scaling, World
+from unipar.launcher.processes.signals import sigterm_as_interrupt
+from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_html
+from unipar.report.pages.scaling import render_scaling
+from unipar.results.files import ORIGINAL_CONFIG_FOLDER
+from unipar.results.live_table import LiveTable
+from unipar.results.row import CellResult
+from unipar.results.scaling import SCALING_KINDS, ScaledCell, Scaling, ScalingKind
 from unipar.run_folder import folder
 from unipar.task import Task
 
-FIGURES, SHEET = "scale.json", "scale.csv"
+SCALE_JSON, SCALE_CSV = "scale.json", "scale.csv"
 
 
 def scale(
@@ -46,18 +46,18 @@ def scale(
 
     Progress goes to stderr; the Scaling prints as a table.
     """
-    sizes = sizes_of(worlds)
-    asked = Asked.of(config, overrides, task, "scale starts a world for each size")
+    sizes = parse_world_sizes(worlds)
+    asked = CompareRequest.of(config, overrides, task, "scale starts a world for each size")
     source, settings = asked.source, asked.source.config
     prepared = asked.prepared
-    resources.check_enough(prepared.computed, sizes[-1], asked="--world")
-    wanted = expand(tuple(cells)) if cells else [source.cell]
-    entrants = list(entered(settings, sizes, wanted, prepared.device))
+    resources.check_gpu_count(prepared.computed, sizes[-1], asked="--world")
+    wanted = expand_cell_patterns(tuple(cells)) if cells else [source.cell]
+    entrants = list(select_worlds(settings, sizes, wanted, prepared.device))
     waiting = [(world, at) for world, row, at in entrants if row.outcome == "waits" and at is not None]
     if not waiting:
         refused = entrants[0][1]
         raise Unsupported(entrants[0][0].cell, [refused.note])
-    out, each = source.out / "scale", threads(max(world.ranks for world, _ in waiting))
+    out, each = source.out / "scale", threads_per_rank(max(world.ranks for world, _ in waiting))
     first = Scaling(
         name=source.name,
         out=str(out),
@@ -70,35 +70,48 @@ def scale(
         warmup=asked.turns.warmup,
         held=settings.train.sync_every is None,
         unwatched=asked.unwatched,
-        versions=versions(cell.backend for cell in wanted),
-        machine=machine(),
+        versions=installed_versions(cell.backend for cell in wanted),
+        machine=machine_summary(),
     )
-    with folder.owned(out):
-        folder.make_room(out, "scale", (FIGURES, SHEET, NAME, ASKED), "scaling", overwrite=overwrite)
-        with folder.writing(out):
-            store.ask(out, source.name, settings)
-        runs = {world.name: Contestant(at, asked.ref, out / _slug(world), asked.meter) for world, at in waiting}
+    with folder.lock_folder(out):
+        folder.clear_own_files(
+            out,
+            "scale",
+            (SCALE_JSON, SCALE_CSV, PAGE_FILE_NAME, ORIGINAL_CONFIG_FOLDER),
+            "scaling",
+            overwrite=overwrite,
+        )
+        with folder.explain_write_errors(out):
+            store.write_original_config(out, source.name, settings)
+        runs = {
+            world.name: CellWorld(at, asked.ref, out / _world_folder_name(world), asked.meter_environment)
+            for world, at in waiting
+        }
 
         def keep(now: Scaling) -> str:
-            return store.write_or_explain(out, lambda: store.write_worlds(out, FIGURES, SHEET, now))
+            return store.write_or_explain(out, lambda: store.write_scaling(out, SCALE_JSON, SCALE_CSV, now))
 
-        with terminable(), Board() as board:
-            now = Contest(first, board, runs, each, keep).play(asked.turns)
-        return replace(now, unkept=keep(now), note=beside(lambda: written(page(now, out), out / NAME)))
+        with sigterm_as_interrupt(), LiveTable() as board:
+            now = TurnRunner(first, board, runs, each, keep).run_turns(asked.turns)
+        return replace(
+            now,
+            unkept=keep(now),
+            note=try_write_page(lambda: write_html(render_scaling(now, out), out / PAGE_FILE_NAME)),
+        )
 
 
-def _slug(world: World) -> str:
+def _world_folder_name(world: ScaledCell) -> str:
     return "world-" + world.name.replace("/", "-").replace(" ", "-")
 
 
-def entered(
+def select_worlds(
     config: Config, sizes: Sequence[int], cells: Iterable[Cell], device: str
-) -> Generator[tuple[World, Row, SettledConfig | None]]:
+) -> Generator[tuple[ScaledCell, CellResult, SettledConfig | None]]:
     """Yield each world with its config, the smallest of each cell first; what cannot run has its sentence, and none."""
     for cell in cells:
-        for world, batch in _worlds(config.batch, sizes, str(cell)):
+        for world, batch in _worlds_of_cell(config.batch, sizes, str(cell)):
             row, at = check_cell(SettledConfig.of(config.changed({"batch": batch}), cell, world.ranks, device), cell)
-            if alone(cell):
+            if is_single_process(cell):
                 row = replace(row, outcome="refused", note="it is one process, whatever the size of the world")
             if at is None:
                 config.parallel.settle(world.ranks)
@@ -107,13 +120,13 @@ def entered(
                 break  # there is nothing to hold its larger worlds to
 
 
-def _worlds(batch: Batch, sizes: Sequence[int], cell: str) -> Generator[tuple[World, Batch]]:
+def _worlds_of_cell(batch: Batch, sizes: Sequence[int], cell: str) -> Generator[tuple[ScaledCell, Batch]]:
     """The smallest; then for each size the same total, and the same share of each rank."""
     least, same = batch.settle(sizes[0]), batch_with_fixed_total(batch, sizes[0])
     grows = Batch(micro=least.micro, accumulate=least.accumulate)
     for ranks in sizes:
-        plans: list[tuple[tuple[Kind, ...], Batch]] = [(("strong",), same), (("weak",), grows)]
-        for kinds, cut_as in [(KINDS, same)] if ranks == sizes[0] else plans:
+        plans: list[tuple[tuple[ScalingKind, ...], Batch]] = [(("strong",), same), (("weak",), grows)]
+        for kinds, cut_as in [(SCALING_KINDS, same)] if ranks == sizes[0] else plans:
             made = cut_as.settle(ranks)
             told = {"samples": made.total, "micro": made.micro, "accumulate": made.accumulate}
-            yield World(cell=cell, ranks=ranks, kinds=kinds, **told), cut_as
+            yield ScaledCell(cell=cell, ranks=ranks, kinds=kinds, **told), cut_as

@@ -9,40 +9,42 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from unipar.backend.installed import machine, versions
+from unipar.backend.installed import installed_versions, machine_summary
 from unipar.config import Cell, Config
 from unipar.errors import ConfigError, OutExists, ReportError
 from unipar.results.comparison import Comparison
-from unipar.results.files import asked_of, comparison_of, inner, mapping
+from unipar.results.files import nested_mapping, original_config_path, parse_comparison, read_mapping
 from unipar.results.scaling import Scaling
-from unipar.results.spreadsheet import of_worlds, sheet
+from unipar.results.spreadsheet import format_comparison_csv, format_scaling_csv
 from unipar.task.reference import TaskRef
-from unipar.utils.files import write_whole
+from unipar.utils.files import write_file_atomically
 
-NAME = "compare.json"
-SHEET = "compare.csv"
-
-
-_QUESTION = ("config", "cells", "task", "weights", "threads")
-_PLACE = ("versions", "machine", "memory")
+COMPARE_JSON = "compare.json"
+COMPARE_CSV = "compare.csv"
 
 
-def identity(config: Config, cells: Sequence[str], ref: TaskRef, threads: str, unwatched: str) -> dict[str, Any]:
+_REQUEST_KEYS = ("config", "cells", "task", "weights", "threads")
+_MACHINE_KEYS = ("versions", "machine", "memory")
+
+
+def comparison_identity(
+    config: Config, cells: Sequence[str], ref: TaskRef, threads: str, unwatched: str
+) -> dict[str, Any]:
     """What must be the same for an earlier answer to hold; `unwatched`: what of the memory is not seen."""
     text = config.model_dump_json(exclude={"out"})
     return {
         "config": hashlib.sha256(text.encode()).hexdigest(),
         "cells": list(cells),
-        "task": _task(ref),
-        "weights": _stamp(config),
+        "task": _hash_task(ref),
+        "weights": _stamp_weights(config),
         "threads": threads,
-        "versions": versions(Cell.parse(cell).backend for cell in cells),
-        "machine": machine(),
+        "versions": installed_versions(Cell.parse(cell).backend for cell in cells),
+        "machine": machine_summary(),
         "memory": unwatched,
     }
 
 
-def _task(ref: TaskRef) -> str:
+def _hash_task(ref: TaskRef) -> str:
     """The task's own file and arguments; what it imports is not followed."""
     told = json.dumps(ref.to_json() | {"path": None}, sort_keys=True, default=str).encode()
     places = [ref.task, *ref.functions.values()]
@@ -50,7 +52,7 @@ def _task(ref: TaskRef) -> str:
     return hashlib.sha256(told + b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
-def _stamp(config: Config) -> list[int] | None:
+def _stamp_weights(config: Config) -> list[int] | None:
     """A file of weights may be large: its size and time tell it from another."""
     wanted = config.model.loading
     if wanted is None:
@@ -64,26 +66,26 @@ def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comp
 
     None and an empty folder where there is nothing to keep; an error where another one lies.
     """
-    file = folder / NAME
+    file = folder / COMPARE_JSON
     if not file.exists():
         if folder.exists() and any(folder.iterdir()):
-            raise OutExists(f"{folder} is there and holds no {NAME}: move it away, or give another out")
+            raise OutExists(f"{folder} is there and holds no {COMPARE_JSON}: move it away, or give another out")
         return None
     try:
-        data = mapping(file, "comparison")
-        old = inner(data, "of")
+        data = read_mapping(file, "comparison")
+        old = nested_mapping(data, "of")
         cells = [Cell.parse(cell).slug for cell in old["cells"]]
-        found = comparison_of(file, data)
+        found = parse_comparison(file, data)
     except (ReportError, ConfigError, LookupError, TypeError):
         if not overwrite:
             said = "is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
             raise OutExists(f"{file} {said}") from None
-        _remove(folder)
+        _remove_result_files(folder)
         return None
     whole = [] if overwrite else [row.cell for row in found.rows if row.outcome == "ran"]
     if not overwrite:
-        differ = [key for key in _QUESTION if old.get(key) != of.get(key)]
-        differ += [key for key in _PLACE if whole and not _holds(old.get(key), of[key])]
+        differ = [key for key in _REQUEST_KEYS if old.get(key) != of.get(key)]
+        differ += [key for key in _MACHINE_KEYS if whole and not _still_holds(old.get(key), of[key])]
         if differ:
             raise OutExists(
                 f"{folder} holds another comparison (other {', '.join(differ)}): "
@@ -93,40 +95,40 @@ def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comp
         shutil.rmtree(folder / slug, ignore_errors=True)
     if whole:
         return found
-    _remove(folder)
+    _remove_result_files(folder)
     return None
 
 
-def _holds(before: Any, now: Any) -> bool:
+def _still_holds(before: Any, now: Any) -> bool:
     """A library that has come since changes nothing of what ran without it."""
     return before == now or (isinstance(before, dict) and before.items() <= now.items())
 
 
-def _remove(folder: Path) -> None:
+def _remove_result_files(folder: Path) -> None:
     """What `write` wrote; the file that says whose it is goes last."""
-    (folder / SHEET).unlink(missing_ok=True)
-    (folder / NAME).unlink()
+    (folder / COMPARE_CSV).unlink(missing_ok=True)
+    (folder / COMPARE_JSON).unlink()
 
 
-def write(folder: Path, of: dict[str, Any], now: Comparison) -> None:
+def write_comparison(folder: Path, of: dict[str, Any], now: Comparison) -> None:
     """All figures; a row a cell beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {"of": of, "finished": now.finished, **now.to_json()}
-    write_whole(folder / NAME, json.dumps(data, indent=2) + "\n")
-    write_whole(folder / SHEET, sheet(now))
+    write_file_atomically(folder / COMPARE_JSON, json.dumps(data, indent=2) + "\n")
+    write_file_atomically(folder / COMPARE_CSV, format_comparison_csv(now))
 
 
-def write_worlds(folder: Path, figures: str, rows: str, now: Scaling) -> None:
+def write_scaling(folder: Path, figures: str, rows: str, now: Scaling) -> None:
     """All figures; a row a world beside them."""
-    write_whole(folder / figures, json.dumps(now.to_json(), indent=2) + "\n")
-    write_whole(folder / rows, of_worlds(now))
+    write_file_atomically(folder / figures, json.dumps(now.to_json(), indent=2) + "\n")
+    write_file_atomically(folder / rows, format_scaling_csv(now))
 
 
-def ask(folder: Path, name: str, config: Config) -> None:
+def write_original_config(folder: Path, name: str, config: Config) -> None:
     """What was asked, under its name, so that it can be run again."""
-    file = asked_of(folder, name)
+    file = original_config_path(folder, name)
     file.parent.mkdir(exist_ok=True)
-    file.write_text(config.written(), encoding="utf-8")
+    file.write_text(config.json_for_ranks(), encoding="utf-8")
 
 
 def write_or_explain(folder: Path, write: Callable[[], None]) -> str:

@@ -13,47 +13,49 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from unipar.backend import Engine, Fn, Mark, Micro, Step
-from unipar.backend.engine import Around
-from unipar.data.order import Key, Plan
-from unipar.data.stream_feed import Stream
-from unipar.results.same_training import Seen, seen_of
-from unipar.training.fingerprint import exact, fingerprint, marked
+from unipar.backend.engine import DelegatingEngine
+from unipar.data.order import MicrobatchPlan, SampleKey
+from unipar.data.stream_feed import StreamFeed
+from unipar.results.same_training import RankMarks, rank_marks_path
+from unipar.training.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_range
 from unipar.training.run import TrainingRun
 
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
+MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 """Operations of PyTorch whose dtype says what a model is computed in."""
 
 
 @final
-class Witness:
+class MarksRecorder:
     """From before the first step on; it looks closely until it `rests`, and then notes the numbers of samples alone."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._values: dict[str, int] = {}
-        self._kept: set[str] = set()
-        frozen = set(_frozen(run))  # libraries keep them in the precision of compute, and nobody moves them
+        self._weight_dtypes: set[str] = set()
+        frozen = set(_frozen_piece_names(run))  # libraries keep them in the precision of compute, and nobody moves them
         for piece in run.pieces():
             if piece.kind == "weight" and piece.name not in frozen:
-                self._values[piece.name] = self._values.get(piece.name, 0) + exact(piece.tensor, piece.where[0])
-                self._kept.add(_word(piece.tensor.dtype))
-        self._computed: set[str] = set()
+                self._values[piece.name] = self._values.get(piece.name, 0) + hash_tensor_range(
+                    piece.tensor, piece.where[0]
+                )
+                self._weight_dtypes.add(_dtype_name(piece.tensor.dtype))
+        self._compute_dtypes: set[str] = set()
         self._batches: list[list[str]] = []
         self._samples: list[tuple[int, int]] = []
-        self._keys: list[list[Key]] = []
+        self._keys: list[list[SampleKey]] = []
         self._engines: dict[str, Engine] = {name: part.engine for name, part in run.parts.items()}
         if not run.config.model.compile:  # what is compiled is not to be looked into
             for part in run.parts.values():
-                part.engine = _Looked(part.engine, run.device.type, self._computed)
+                part.engine = _ObservedEngine(part.engine, run.device.type, self._compute_dtypes)
         self._close = True
-        run.heed(self._note)
+        run.on_batches(self._note)
 
-    def _note(self, read: Sequence[tuple[Any, Plan]]) -> None:
+    def _note(self, read: Sequence[tuple[Any, MicrobatchPlan]]) -> None:
         self._keys.append([key for _, plan in read if plan.weight for key in plan.keys])
         if self._close:
-            self._batches.append([fingerprint(batch) for batch, plan in read if plan.weight])
+            self._batches.append([fingerprint_batch(batch) for batch, plan in read if plan.weight])
 
-    def rest(self) -> None:
+    def stop_fingerprinting(self) -> None:
         """From now on steps are timed."""
         self._close = False
         for name, part in self._run.parts.items():
@@ -61,24 +63,24 @@ class Witness:
 
     def write(self, folder: Path) -> None:
         """All that was seen so far."""
-        self._samples += [(len(keys), marked(keys)) for keys in self._keys]
+        self._samples += [(len(keys), hash_sample_keys(keys)) for keys in self._keys]
         self._keys.clear()
         feed = self._run.feed
-        apart = isinstance(feed, Stream) and not feed.whole
-        seen = Seen(
+        apart = isinstance(feed, StreamFeed) and not feed.whole
+        seen = RankMarks(
             values=self._values,
-            kept=sorted(self._kept),
-            computed=sorted(self._computed),
+            kept=sorted(self._weight_dtypes),
+            computed=sorted(self._compute_dtypes),
             batches=self._batches,
             samples=self._samples,
             readers=self._run.size if apart else 0,
             total=self._run.sizes.total,
             precision=self._run.config.train.precision,
         )
-        seen_of(folder, self._run.rank).write_text(json.dumps(seen), encoding="utf-8")
+        rank_marks_path(folder, self._run.rank).write_text(json.dumps(seen), encoding="utf-8")
 
 
-def _frozen(run: TrainingRun) -> Iterator[str]:
+def _frozen_piece_names(run: TrainingRun) -> Iterator[str]:
     """By the names of pieces."""
     for part in run.parts.values():
         before = f"{part.name}." if len(run.parts) > 1 else ""
@@ -86,7 +88,7 @@ def _frozen(run: TrainingRun) -> Iterator[str]:
 
 
 @final
-class _Looked(Around):
+class _ObservedEngine(DelegatingEngine):
     """Its losses are computed in sight."""
 
     def __init__(self, inner: Engine, device: str, found: set[str]) -> None:
@@ -97,14 +99,14 @@ class _Looked(Around):
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         def looked(model: nn.Module, batch: Any) -> Any:
             casts = " under autocast" if torch.is_autocast_enabled(self._device) else ""
-            with _Products(self._found, casts):
+            with _ProductDtypes(self._found, casts):
                 return fn(model, batch)
 
         return self.inner.step(looked, micros, factor, mark)
 
 
 @final
-class _Products(TorchDispatchMode):
+class _ProductDtypes(TorchDispatchMode):
     """In which dtypes matrices are multiplied."""
 
     def __init__(self, found: set[str], casts: str) -> None:
@@ -113,10 +115,10 @@ class _Products(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in PRODUCTS:
-            self._found.update(_word(t.dtype) + self._casts for t in args if isinstance(t, Tensor))
+        if func.overloadpacket.__name__ in MATRIX_PRODUCTS:
+            self._found.update(_dtype_name(t.dtype) + self._casts for t in args if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

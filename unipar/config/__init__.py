@@ -6,4 +6,4 @@ from unipar.config.cell import Precision as Precision
 from unipar.config.cell import Shard as Shard
 from unipar.config.config import Config as Config
 from unipar.config.section import Section as Section
-from unipar.config.sections.batch import Sizes as Sizes
+from unipar.config.sections.batch import BatchSizes as BatchSizes

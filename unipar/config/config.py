@@ -154,7 +154,7 @@ class Config(Section):
         said = {key: value for key in ("optimizer", "clip") if (value := getattr(own, key)) is not None}
         return self.model_copy(update={"train": self.train.model_copy(update=said)})
 
-    def written(self) -> str:
+    def json_for_ranks(self) -> str:
         """As JSON for the ranks of a run, less keys of `data` that nobody said: a DataLoader may say them."""
         whole = self.model_dump(mode="json")
         return json.dumps(whole | {"data": self.data.model_dump(mode="json", exclude_unset=True)}, indent=2)

@@ -16,13 +16,13 @@ from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-VALUES = 10_000
+MAX_YAML_VALUES = 10_000
 """How many values a file may hold once its aliases are written out."""
 
-DEPTH = 32
+MAX_YAML_DEPTH = 32
 
-Keys = tuple[str, ...]
-_TAG = "tag:yaml.org,2002:"
+KeyPath = tuple[str, ...]
+_TAG_PREFIX = "tag:yaml.org,2002:"
 
 
 class YamlError(Exception):
@@ -49,11 +49,11 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
         event: Any = self.peek_event()
         line = event.start_mark.line + 1
         if tag := getattr(event, "tag", None):
-            shown = tag.replace(_TAG, "!!")
+            shown = tag.replace(_TAG_PREFIX, "!!")
             raise YamlError(line, f"the tag {shown} is refused: a config holds plain values only")
         self._values += 1
         self._depth += 1
-        _within_limits(line, self._values, self._depth)
+        _check_limits(line, self._values, self._depth)
         try:
             return super().compose_node(parent, index)
         finally:
@@ -71,10 +71,10 @@ for _kind, _pattern, _first in (
         list("-+.0123456789"),
     ),
 ):
-    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(_pattern), _first)
+    _Loader.add_implicit_resolver(_TAG_PREFIX + _kind, re.compile(_pattern), _first)
 
 
-def read(text: str) -> tuple[Any, dict[Keys, int]]:
+def parse_yaml(text: str) -> tuple[Any, dict[KeyPath, int]]:
     """The one document in `text`, and the line of each of its keys; YamlError says what is wrong."""
     loader = None
     try:
@@ -84,17 +84,17 @@ def read(text: str) -> tuple[Any, dict[Keys, int]]:
         line = text.count("\n", 0, e.position) + 1
         raise YamlError(line, f"the character U+{ord(text[e.position]):04X} may not stand in YAML") from None
     except yaml.MarkedYAMLError as e:
-        raise YamlError(*_problem(e)) from None
+        raise YamlError(*_line_and_problem(e)) from None
     finally:
         if loader is not None:
             loader.dispose()
     if node is None:
         return None, {}
-    tree = _Tree()
+    tree = _ValueBuilder()
     return tree.value(node, (), ()), tree.lines
 
 
-def _problem(e: yaml.MarkedYAMLError) -> tuple[int, str]:
+def _line_and_problem(e: yaml.MarkedYAMLError) -> tuple[int, str]:
     mark = e.problem_mark or e.context_mark
     problem = str(e.problem or e.context)
     if "expected a single document" in str(e.context):
@@ -104,26 +104,28 @@ def _problem(e: yaml.MarkedYAMLError) -> tuple[int, str]:
     return (mark.line + 1 if mark else 1), problem
 
 
-def _within_limits(line: int, values: int, depth: int) -> None:
-    if values > VALUES:
-        raise YamlError(line, f"more than {VALUES:,} values, aliases written out; a config is smaller than that")
-    if depth > DEPTH:
-        raise YamlError(line, f"nested more than {DEPTH} deep")
+def _check_limits(line: int, values: int, depth: int) -> None:
+    if values > MAX_YAML_VALUES:
+        raise YamlError(
+            line, f"more than {MAX_YAML_VALUES:,} values, aliases written out; a config is smaller than that"
+        )
+    if depth > MAX_YAML_DEPTH:
+        raise YamlError(line, f"nested more than {MAX_YAML_DEPTH} deep")
 
 
-class _Tree:
+class _ValueBuilder:
     """Nodes into values."""
 
     def __init__(self) -> None:
-        self.lines: dict[Keys, int] = {}
+        self.lines: dict[KeyPath, int] = {}
         self._values = 0
 
-    def value(self, node: Node, path: Keys, above: tuple[Node, ...]) -> Any:
+    def value(self, node: Node, path: KeyPath, above: tuple[Node, ...]) -> Any:
         self._values += 1
         line = node.start_mark.line + 1
         if any(node is x for x in above):
             raise YamlError(line, "an alias that contains itself")
-        _within_limits(self.lines.get(path[:1], line), self._values, len(above) + 1)
+        _check_limits(self.lines.get(path[:1], line), self._values, len(above) + 1)
         if isinstance(node, MappingNode):
             return {key: self.value(child, (*path, key), (*above, node)) for key, child in self._items(node, path)}
         if isinstance(node, SequenceNode):
@@ -131,13 +133,13 @@ class _Tree:
                 self.lines[*path, str(i)] = child.start_mark.line + 1
             return [self.value(child, (*path, str(i)), (*above, node)) for i, child in enumerate(node.value)]
         assert isinstance(node, ScalarNode)
-        return _scalar(node, line)
+        return _scalar_value(node, line)
 
-    def _items(self, node: MappingNode, path: Keys) -> Iterator[tuple[str, Node]]:
+    def _items(self, node: MappingNode, path: KeyPath) -> Iterator[tuple[str, Node]]:
         seen: dict[str, int] = {}
         for name, child in node.value:
             line = name.start_mark.line + 1
-            if not isinstance(name, ScalarNode) or name.tag != _TAG + "str":
+            if not isinstance(name, ScalarNode) or name.tag != _TAG_PREFIX + "str":
                 shown = name.value if isinstance(name, ScalarNode) else "a list or a mapping"
                 raise YamlError(line, f"a key must be text, got {shown or 'nothing'}; put it in quotes if it is meant")
             key = name.value
@@ -150,9 +152,9 @@ class _Tree:
             yield key, child
 
 
-def _scalar(node: ScalarNode, line: int) -> Any:
+def _scalar_value(node: ScalarNode, line: int) -> Any:
     text = node.value
-    match node.tag.removeprefix(_TAG):
+    match node.tag.removeprefix(_TAG_PREFIX):
         case "null":
             return None
         case "bool":

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from unipar.config.cell import Cell
 from unipar.config.config import Config
-from unipar.config.sections.batch import Sizes
+from unipar.config.sections.batch import BatchSizes
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SettledConfig:
     """With `parallel.data` a number."""
 
     cell: Cell
-    sizes: Sizes
+    sizes: BatchSizes
     """The batch in this number of ranks."""
 
     device: str
@@ -48,7 +48,7 @@ class SettledConfig:
     @classmethod
     def from_json(cls, config: str, data: Mapping[str, Any]) -> Self:
         """Read back a config that was `written`, and what `to_json` said of it."""
-        sizes = Sizes(**data["sizes"])
+        sizes = BatchSizes(**data["sizes"])
         return cls(Config.model_validate_json(config), Cell.parse(data["cell"]), sizes, data["device"])
 
 

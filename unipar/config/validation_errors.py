@@ -16,31 +16,33 @@ from unipar.config.config import Config
 from unipar.config.section import Section
 from unipar.utils.text import did_you_mean, join_with_or, show_value
 
-Where = Mapping[str, str]
+KeyOrigins = Mapping[str, str]
 """Where each dotted key was given: "line 12", "--set"."""
 
 
-def complaint(error: ValidationError, where: Where | None = None) -> str:
+def describe_errors(error: ValidationError, where: KeyOrigins | None = None) -> str:
     """One sentence a mistake; several become a list."""
-    return _told(error, Config, "", where or {})
+    return _describe(error, Config, "", where or {})
 
 
-def options_complaint(error: ValidationError, options: type[Section], name: str, where: Where | None = None) -> str:
+def describe_option_errors(
+    error: ValidationError, options: type[Section], name: str, where: KeyOrigins | None = None
+) -> str:
     """Return the same for a backend's own options, whose keys read options.NAME.key."""
-    return _told(error, options, f"options.{name}", where or {})
+    return _describe(error, options, f"options.{name}", where or {})
 
 
-def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def list_known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a section and of those below it; a choice between sections gives the keys of all."""
     for name, field in model.model_fields.items():
         yield (key := f"{prefix}.{name}" if prefix else name)
-        for kind in _Kind.of(field).members():
+        for kind in _Annotation.of(field).members():
             if kind.section is not None:
-                yield from known_keys(kind.section, key)
+                yield from list_known_keys(kind.section, key)
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Annotation:
     """An annotation, taken apart."""
 
     annotation: Any
@@ -48,21 +50,21 @@ class _Kind:
     field: FieldInfo | None = None
 
     @classmethod
-    def of(cls, field: FieldInfo) -> _Kind:
+    def of(cls, field: FieldInfo) -> _Annotation:
         return cls(field.annotation, tuple(field.metadata), field).bare()
 
-    def bare(self) -> _Kind:
+    def bare(self) -> _Annotation:
         """Without its Annotated layers, whose notes are kept."""
         if get_origin(self.annotation) is not Annotated:
             return self
         inner, *notes = get_args(self.annotation)
-        return _Kind(inner, (*self.notes, *_flat(notes)), self.field).bare()
+        return _Annotation(inner, (*self.notes, *_flatten_notes(notes)), self.field).bare()
 
-    def members(self) -> list[_Kind]:
+    def members(self) -> list[_Annotation]:
         """What a union chooses from; itself where it is none."""
         if get_origin(self.annotation) not in (Union, UnionType):
             return [self]
-        return [m for a in get_args(self.annotation) for m in _Kind(a, (), self.field).bare().members()]
+        return [m for a in get_args(self.annotation) for m in _Annotation(a, (), self.field).bare().members()]
 
     @property
     def section(self) -> type[BaseModel] | None:
@@ -84,12 +86,12 @@ class _Kind:
         name = getattr(self.section or get_origin(self.annotation), "__name__", "")
         return label == (self.tag or name) or (self.section is None and bool(name) and label.startswith(f"{name}["))
 
-    def inside(self, step: str) -> _Kind:
+    def inside(self, step: str) -> _Annotation:
         """What stands under a key, or in a list or mapping."""
         if self.section is not None and step in self.section.model_fields:
-            return _Kind.of(self.section.model_fields[step])
+            return _Annotation.of(self.section.model_fields[step])
         inner = [a for a in get_args(self.annotation) if a is not Ellipsis]
-        return _Kind(inner[-1]).bare() if inner else _Kind(object)
+        return _Annotation(inner[-1]).bare() if inner else _Annotation(object)
 
     def described(self) -> str:
         """What is wanted, in words."""
@@ -109,7 +111,7 @@ class _Kind:
             return [f"{{{', '.join(f'{key}: ...' for key in self.section.model_fields)}}}"]
         if origin is tuple:
             inner = get_args(kind)
-            each = _Kind(inner[0]).bare().described()
+            each = _Annotation(inner[0]).bare().described()
             if inner[-1] is not Ellipsis:
                 return [f"a list of {len(inner)} values, each {each}"]
             return [f"a list with at least one entry, each {each}" if self._bound(MinLen) else f"a list, each {each}"]
@@ -117,10 +119,10 @@ class _Kind:
             return [_first_sentence(self.field)]
         if kind is bool:
             return ["true", "false"]
-        return [_PLAIN.get(origin or kind, "another value") + self._range()]
+        return [_TYPE_WORDS.get(origin or kind, "another value") + self._range()]
 
     def _range(self) -> str:
-        said = [f"{words} {n:,}" for words, mark in _BOUNDS if (n := self._bound(mark)) is not None]
+        said = [f"{words} {n:,}" for words, mark in _BOUND_WORDS if (n := self._bound(mark)) is not None]
         return f" {' and '.join(said)}" if said else ""
 
     def _bound(self, mark: type) -> float | None:
@@ -128,13 +130,13 @@ class _Kind:
         return next((getattr(note, names[mark]) for note in self.notes if isinstance(note, mark)), None)
 
 
-_PLAIN = {int: "a whole number", float: "a number", str: "text", dict: "a section", NoneType: "null"}
+_TYPE_WORDS = {int: "a whole number", float: "a number", str: "text", dict: "a section", NoneType: "null"}
 
 
-_BOUNDS = (("above", Gt), ("of at least", Ge), ("below", Lt), ("of at most", Le))
+_BOUND_WORDS = (("above", Gt), ("of at least", Ge), ("below", Lt), ("of at most", Le))
 
 
-def _flat(notes: Sequence[Any]) -> Iterator[Any]:
+def _flatten_notes(notes: Sequence[Any]) -> Iterator[Any]:
     """Field(ge=0) inside an annotation carries its notes in a list of its own."""
     for note in notes:
         yield from note.metadata if isinstance(note, FieldInfo) else (note,)
@@ -148,27 +150,27 @@ def _first_sentence(field: FieldInfo | None) -> str:
 class _Mistake:
     error: Any
     key: tuple[str, ...]
-    kind: _Kind
+    kind: _Annotation
     """What may stand under the key."""
 
-    owner: _Kind
+    owner: _Annotation
     """The section in which the key stands."""
 
-    rivals: Sequence[_Kind]
+    rivals: Sequence[_Annotation]
     """The sections that could stand in the owner's place."""
 
 
-def _told(error: ValidationError, model: type[BaseModel], prefix: str, where: Where) -> str:
-    mistakes = _deepest([_placed(e, model) for e in error.errors(include_url=False)])
-    said = list(dict.fromkeys(_sentence(m, model, prefix, where) for m in mistakes))
+def _describe(error: ValidationError, model: type[BaseModel], prefix: str, where: KeyOrigins) -> str:
+    mistakes = _deepest_mistakes([_locate_mistake(e, model) for e in error.errors(include_url=False)])
+    said = list(dict.fromkeys(_describe_mistake(m, model, prefix, where) for m in mistakes))
     return said[0] if len(said) == 1 else "\n  - ".join([f"{len(said)} mistakes:", *said])
 
 
-def _placed(error: Any, model: type[BaseModel]) -> _Mistake:
+def _locate_mistake(error: Any, model: type[BaseModel]) -> _Mistake:
     """Where an error stands: its location less the names that pydantic gives to a union's members."""
     key: list[str] = []
-    kind = at = owner = _Kind(model)
-    rivals: list[_Kind] = []
+    kind = at = owner = _Annotation(model)
+    rivals: list[_Annotation] = []
     for step in map(str, error["loc"]):
         members = [m for m in at.members() if m.annotation is not NoneType]
         if len(members) > 1:
@@ -182,18 +184,18 @@ def _placed(error: Any, model: type[BaseModel]) -> _Mistake:
     return _Mistake(error, tuple(key), kind, owner, rivals)
 
 
-def _deepest(mistakes: list[_Mistake]) -> list[_Mistake]:
+def _deepest_mistakes(mistakes: list[_Mistake]) -> list[_Mistake]:
     """Of the errors that each member of a union gives, those that lie deepest tell most."""
     keys = {m.key for m in mistakes}
     return [m for m in mistakes if not any(len(k) > len(m.key) and k[: len(m.key)] == m.key for k in keys)]
 
 
-def _sentence(m: _Mistake, model: type[BaseModel], prefix: str, where: Where) -> str:
+def _describe_mistake(m: _Mistake, model: type[BaseModel], prefix: str, where: KeyOrigins) -> str:
     kind, given = m.error["type"], m.error["input"]
     key = ".".join((prefix, *m.key) if prefix else m.key)
-    place = _place(key, where)
+    place = _origin_text(key, where)
     if kind == "extra_forbidden":
-        return f"{key}{place}: there is no such key{_instead(m, model, prefix)}"
+        return f"{key}{place}: there is no such key{_suggest_key(m, model, prefix)}"
     if kind == "missing":
         return f"{key}{place} is missing; wanted {m.kind.described()}"
     if kind == "value_error":
@@ -202,13 +204,13 @@ def _sentence(m: _Mistake, model: type[BaseModel], prefix: str, where: Where) ->
         tags = [x.tag for x in m.kind.members() if x.tag]
         name = given["name"]
         return (
-            f"{key}.name{_place(f'{key}.name', where)}: wanted {join_with_or(tags)}, "
+            f"{key}.name{_origin_text(f'{key}.name', where)}: wanted {join_with_or(tags)}, "
             f"got {show_value(name)}{did_you_mean(str(name), tags)}"
         )
-    return f"{key}{place}: wanted {m.kind.described()}, got {show_value(given)}{_hint(m.kind, given)}"
+    return f"{key}{place}: wanted {m.kind.described()}, got {show_value(given)}{_suggest_value(m.kind, given)}"
 
 
-def _place(key: str, where: Where) -> str:
+def _origin_text(key: str, where: KeyOrigins) -> str:
     """The key's line, or that of the nearest section above it."""
     while key:
         if key in where:
@@ -217,9 +219,9 @@ def _place(key: str, where: Where) -> str:
     return ""
 
 
-def _instead(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
+def _suggest_key(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
     """What an unknown key may have meant."""
-    word, path = m.key[-1], list(known_keys(model, prefix))
+    word, path = m.key[-1], list(list_known_keys(model, prefix))
     assert m.owner.section is not None
     if word in path and "." in word:
         steps = word.split(".")
@@ -234,7 +236,7 @@ def _instead(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
     return f"; {above} has {', '.join(m.owner.section.model_fields) or 'none'}"
 
 
-def _hint(kind: _Kind, given: object) -> str:
+def _suggest_value(kind: _Annotation, given: object) -> str:
     if not isinstance(given, str):
         return ""
     if given in (tags := [m.tag for m in kind.members() if m.tag]):

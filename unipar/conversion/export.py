@@ -19,18 +19,18 @@ from unipar.backend.checks import in_cell
 from unipar.config import Cell, Config
 from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
 from unipar.task.reference import TaskRef
-from unipar.task.task import FUNCTIONS
+from unipar.task.task import TASK_FUNCTIONS
 
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
-    from unipar.config.source import Source
+    from unipar.config.source import ConfigSource
 
-_CARRIED = (
+_EXPORTED_KEYS = (
     *("task", "backend", "device", "parallel.data", "parallel.shard", "batch", "model.blocks", "data", "options"),
     *("train.steps", "train.epochs", "train.optimizer", "train.lr_scale", "train.schedule", "train.precision"),
     *("train.seed", "train.clip", "log.every"),
 )
-_ASIDE = {
+_IGNORED_KEYS = {
     "eval": "the script trains, and does not evaluate",
     "log.to": "the script writes log.jsonl",
     "launch": "patience with processes is the launcher's",
@@ -39,11 +39,11 @@ _ASIDE = {
 }
 """Keys that training does not depend on, with what to say where they are given."""
 
-_MARK = "Made by `unipar export`"
+_README_MARK = "Made by `unipar export`"
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     folder: Path
     command: str
     files: tuple[str, ...]
@@ -56,15 +56,15 @@ class Exported:
         return "\n".join(f"{name:<8}  {said}" for name, said in rows)
 
 
-def targets() -> dict[str, Backend]:
+def list_export_targets() -> dict[str, Backend]:
     """What `--to` may name."""
-    found = [registry.find(name) for name in registry.names()]
+    found = [registry.find_backend(name) for name in registry.backend_names()]
     return {backend.exports: backend for backend in found if backend.exports}
 
 
-def export(source: Source, to: str, out: Path | None = None, *, overwrite: bool = False) -> Exported:
+def export_script(source: ConfigSource, to: str, out: Path | None = None, *, overwrite: bool = False) -> ExportResult:
     """Write the folder; refuse key by key what a script cannot carry."""
-    known = targets()
+    known = list_export_targets()
     if to not in known:
         raise BackendNotFound(f"--to {to}: nothing is exported to that; known: {', '.join(sorted(known))}")
     backend = known[to]
@@ -74,25 +74,25 @@ def export(source: Source, to: str, out: Path | None = None, *, overwrite: bool 
     own = cells.cell_of(source.config)
     checked = in_cell(source, own if own.backend == backend.name else cell, "--to")
     source, config = checked, checked.config
-    checks.check(config)
-    _refuse_keys(config, checked.cell)
+    checks.check_can_run(config)
+    _refuse_unsupported_keys(config, checked.cell)
     folder = out or Path(f"{source.name}-{to}")
-    _look(folder, overwrite=overwrite)
-    outline, files = _outlined(source)
+    _check_out_folder(folder, overwrite=overwrite)
+    outline, files = _make_outline(source)
     script = backend.script(outline)
-    left_out = tuple(_left_out(source))
-    files = {**files, **script.files, "run.sh": _run(script)}
-    files["README.md"] = _readme(source, to, outline, script, sorted(files), left_out)
-    _write(folder, files)
-    return Exported(folder, _command(script, ""), tuple(sorted(files)), left_out)
+    left_out = tuple(_ignored_key_notes(source))
+    files = {**files, **script.files, "run.sh": _run_script_text(script)}
+    files["README.md"] = _readme_text(source, to, outline, script, sorted(files), left_out)
+    _write_folder(folder, files)
+    return ExportResult(folder, _shell_command(script, ""), tuple(sorted(files)), left_out)
 
 
-def _refuse_keys(config: Config, cell: Cell) -> None:
+def _refuse_unsupported_keys(config: Config, cell: Cell) -> None:
     """Every key that is not a default and that no script knows."""
     clip = config.train.clipping
     reasons = [
-        f"{key}: a script does not carry it; leave it out (--set {key}={_text(default)})"
-        for key, default in _strange(config, Config.model_fields)
+        f"{key}: a script does not carry it; leave it out (--set {key}={_override_text(default)})"
+        for key, default in _unsupported_keys(config, Config.model_fields)
     ]
     if clip is not None and clip.norm != "fp32":
         reasons.append(
@@ -106,84 +106,84 @@ def _refuse_keys(config: Config, cell: Cell) -> None:
         raise Unsupported(str(cell), reasons)
 
 
-def _strange(section: BaseModel, fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _unsupported_keys(section: BaseModel, fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in fields.items():
         key, value = f"{prefix}{name}", getattr(section, name)
-        if key in _CARRIED or key in _ASIDE:
+        if key in _EXPORTED_KEYS or key in _IGNORED_KEYS:
             continue
         if isinstance(value, BaseModel):
-            yield from _strange(value, type(value).model_fields, f"{key}.")
+            yield from _unsupported_keys(value, type(value).model_fields, f"{key}.")
         elif value != (default := field.get_default(call_default_factory=True)):
             yield key, default
 
 
-def _text(value: Any) -> str:
+def _override_text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _outlined(source: Source) -> tuple[Outline, dict[str, str]]:
+def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
     """What the script shall do, and the user's own files: read first, then imported to count what is in them."""
     from unipar.backend.export import Outline
-    from unipar.conversion.user_code import carried
-    from unipar.training.task_facts import loaded, look_into
+    from unipar.conversion.user_code import extract_user_code
+    from unipar.training.task_facts import gather_task_facts, load_task
 
     config = source.config
-    ranks = resources.ranks(config).number
+    ranks = resources.count_ranks(config).number
     sizes = config.batch.settle(ranks)
     ref = TaskRef.of(None, config.task, {})
-    ref.look()
+    ref.check_code()
     assert ref.task is not None
-    file = _file_of(ref)
-    files = carried(file, ref.task.name)
-    depth = look_into(config, sizes)
+    file = _task_file(ref)
+    files = extract_user_code(file, ref.task.name)
+    depth = gather_task_facts(config, sizes)
     if depth.parts:
         raise TaskError(
             f"{ref.task.shown}: model() returned several parts ({', '.join(depth.parts)}), and a script trains one "
             "module: export a task whose model() returns one of them"
         )
-    if depth.streams:
+    if depth.stream_description:
         raise TaskError(f"{ref.task.shown}: data() returns a stream, which a script divides by rules of its own")
     assert depth.per_epoch is not None
-    task = loaded(config)
-    if task.gives("train"):
+    task = load_task(config)
+    if task.defines("train"):
         raise TaskError(
             f"{ref.task.shown}: train() is a loop of its own over unipar's Run, which a script has not: export a task "
             "without it, and write the loop into train.py"
         )
-    if task.gives("optimizer"):
+    if task.defines("optimizer"):
         raise TaskError(
             f"{ref.task.shown}: optimizer() makes one of the task's own, and a script makes the config's: export "
             "a task without it, and make yours in train.py"
         )
-    _defined_here(type(task), file)
+    _check_bases(type(task), file)
     told = {name: value for name, value in depth.data.items() if name not in config.data.model_fields_set}
     config = config.model_copy(update={"data": config.data.model_copy(update=told)})
     outline = Outline(
         config=config,
         sizes=sizes,
-        cuda=resources.device(config)[0].startswith("cuda"),
+        cuda=resources.choose_device(config)[0].startswith("cuda"),
         steps=config.train.steps or (config.train.epochs or 0) * depth.per_epoch,
         origin=Path(source.label).name,
         task=ref.task.name,
-        gives=frozenset(name for name in (*FUNCTIONS, "prepare") if task.gives(name)),
+        gives=frozenset(name for name in (*TASK_FUNCTIONS, "prepare") if task.defines(name)),
         loader=bool(depth.data),
-        taken=depth.taken,
+        taken=depth.loader_arguments,
         blocks=depth.blocks,
         parameters=depth.parameters,
     )
     return outline, files
 
 
-def _file_of(ref: TaskRef) -> Path:
-    from unipar.task.inspection import file_of
+def _task_file(ref: TaskRef) -> Path:
+    from unipar.task.inspection import find_module_file
 
     assert ref.task is not None
-    found = Path(ref.task.file) if ref.task.file else file_of(str(ref.task.module), ref.path)
+    found = Path(ref.task.file) if ref.task.file else find_module_file(str(ref.task.module), ref.path)
     assert found is not None  # look() has seen it
     return found
 
 
-def _defined_here(made: type, file: Path) -> None:
+def _check_bases(made: type, file: Path) -> None:
     """A base that was imported from an installed module would bring unipar back."""
     import inspect
 
@@ -198,20 +198,20 @@ def _defined_here(made: type, file: Path) -> None:
             )
 
 
-def _left_out(source: Source) -> Iterator[str]:
-    for key, why in _ASIDE.items():
+def _ignored_key_notes(source: ConfigSource) -> Iterator[str]:
+    for key, why in _IGNORED_KEYS.items():
         given = [k for k in source.origins if k == key or k.startswith(f"{key}.")]
         if why and given:
             yield f"{key}: {why}"
 
 
-def _command(script: Script, further: str) -> str:
+def _shell_command(script: Script, further: str) -> str:
     words = [f"{name}={value}" for name, value in script.environment.items()]
     words += [further if word == "$@" else shlex.quote(word) for word in script.command]
     return " ".join(word for word in words if word)
 
 
-def _run(script: Script) -> str:
+def _run_script_text(script: Script) -> str:
     return f"""#!/bin/sh
 # Starts the training. Further words go to the launcher.
 cd "$(dirname "$0")" || exit
@@ -221,8 +221,8 @@ cd "$(dirname "$0")" || exit
 """
 
 
-def _readme(
-    source: Source, to: str, outline: Outline, script: Script, files: list[str], left_out: tuple[str, ...]
+def _readme_text(
+    source: ConfigSource, to: str, outline: Outline, script: Script, files: list[str], left_out: tuple[str, ...]
 ) -> str:
     about = {
         "train.py": "the loop",
@@ -237,10 +237,10 @@ def _readme(
     lines = [
         f"# {outline.task} with {to}",
         "",
-        f"{_MARK} from `{outline.origin}`. Nothing in this folder needs unipar.",
+        f"{_README_MARK} from `{outline.origin}`. Nothing in this folder needs unipar.",
         "",
     ]
-    lines += ["```console", f"$ {_command(script, '')}", "```", "", *listed, ""]
+    lines += ["```console", f"$ {_shell_command(script, '')}", "```", "", *listed, ""]
     lines.append(
         "It gives the losses that `unipar run` gives: the same initial values, the same samples in the same order, the "
         "same rate at each step. `log.jsonl` holds them, a line for each logged step."
@@ -250,7 +250,7 @@ def _readme(
     return "\n".join([*lines, ""])
 
 
-def _look(folder: Path, *, overwrite: bool) -> None:
+def _check_out_folder(folder: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(folder):
         return
     if not folder.is_dir() or folder.is_symlink():
@@ -262,14 +262,14 @@ def _look(folder: Path, *, overwrite: bool) -> None:
             f"--out: {folder} is there already; name another folder (--out DIR), or write over it (--overwrite)"
         )
     try:
-        ours = _MARK in (folder / "README.md").read_text("utf-8")
+        ours = _README_MARK in (folder / "README.md").read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         ours = False
     if not ours:
         raise OutExists(f"--out: {folder} holds no export of ours, so it is not overwritten; name another folder")
 
 
-def _write(folder: Path, files: dict[str, str]) -> None:
+def _write_folder(folder: Path, files: dict[str, str]) -> None:
     """All or nothing: a folder beside, which then takes the name."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

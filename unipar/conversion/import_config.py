@@ -11,19 +11,19 @@ from typing import Any
 
 from unipar.backend import Backend, checks, registry
 from unipar.backend.checks import given_source
-from unipar.backend.foreign import Reading, failed
+from unipar.backend.foreign import ForeignConfigReader, import_error
 from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
-from unipar.config.source import set_of
+from unipar.config.source import parse_set_argument
 from unipar.errors import ConfigError, OutExists, Unsupported
 from unipar.utils.files import whole
 
-_LENGTH = "how long to train, which the file does not say"
-_WIDTH = 48
+_LENGTH_QUESTION = "how long to train, which the file does not say"
+_COMMENT_COLUMN = 48
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedConfig:
     text: str
     """The config, with its comments."""
 
@@ -31,30 +31,32 @@ class Imported:
     left_out: tuple[str, ...]
 
 
-def imported(file: Path, sets: Sequence[str] = (), *, world: int | None = None, leave: Sequence[str] = ()) -> Imported:
+def import_library_config(
+    file: Path, sets: Sequence[str] = (), *, world: int | None = None, leave: Sequence[str] = ()
+) -> ImportedConfig:
     """Read `file`; an error names every key that stands in the way."""
-    data, lines = _parsed(file)
-    said = dict(set_of(text) for text in sets)
-    reading = Reading(str(file), file.resolve().parent, lines, said, frozenset(leave), world)
-    backend = _reader(file, data)
+    data, lines = _read_library_config(file)
+    said = dict(parse_set_argument(text) for text in sets)
+    reading = ForeignConfigReader(str(file), file.resolve().parent, lines, said, frozenset(leave), world)
+    backend = _find_reader(file, data)
     backend.read_foreign(reading, data)
     if not any(reading.answered(key) or key in reading.config for key in ("train.steps", "train.epochs")):
-        reading.ask(_LENGTH, "train.steps", "1000")
+        reading.ask(_LENGTH_QUESTION, "train.steps", "1000")
     reading.wrong += [f"--leave {key}: the file has no such key" for key in sorted(reading.leave - reading.used)]
     if reading.wrong:
-        raise failed(reading)
-    tree = _tree(reading)
+        raise import_error(reading)
+    tree = _nest_keys(reading)
     source = given_source(tree)
     config = source.config
-    reasons = list(checks.refusals(source.backend, config, source.cell))
+    reasons = list(checks.list_refusals(source.backend, config, source.cell))
     if reasons:
         raise Unsupported(str(source.cell), reasons)
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
-    return Imported(_text(file, backend, reading, tree), config, tuple(reading.left_out))
+    return ImportedConfig(_config_text(file, backend, reading, tree), config, tuple(reading.left_out))
 
 
-def write(made: Imported, out: Path, *, overwrite: bool = False) -> None:
+def write_imported_config(made: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:
     """All of it or nothing; never through a link."""
     if out.is_symlink():
         raise OutExists(f"-o {out}: it is a link; name the file itself")
@@ -69,14 +71,14 @@ def write(made: Imported, out: Path, *, overwrite: bool = False) -> None:
         raise ConfigError(f"-o {out}: it cannot be written ({e.strerror}); name another file") from None
 
 
-def _parsed(file: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
+def _read_library_config(file: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
     text = read_config_text(file)
     lines: dict[str, int] = {}
     if file.suffix == ".json":
-        data = _json(text, file)
+        data = _parse_json(text, file)
     else:
         try:
-            data, places = safe_yaml.read(text)
+            data, places = safe_yaml.parse_yaml(text)
         except safe_yaml.YamlError as e:
             raise ConfigError(f"{file}, line {e.line}: {e.sentence}") from None
         lines = {".".join(path): line for path, line in places.items()}
@@ -85,7 +87,7 @@ def _parsed(file: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
     return data, lines
 
 
-def _json(text: str, file: Path) -> Any:
+def _parse_json(text: str, file: Path) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for key, value in pairs:
@@ -105,9 +107,9 @@ def _json(text: str, file: Path) -> Any:
         raise ConfigError(f"{file}: nested too deep to be a config") from None
 
 
-def _reader(file: Path, data: Mapping[str, Any]) -> Backend:
+def _find_reader(file: Path, data: Mapping[str, Any]) -> Backend:
     """The backend whose library knows the most of the keys."""
-    readers = [b for b in map(registry.find, registry.names()) if b.imports]
+    readers = [b for b in map(registry.find_backend, registry.backend_names()) if b.imports]
     counted = sorted(((len(b.foreign_keys() & data.keys()), b.imports, b) for b in readers), key=lambda c: c[:2])
     if not counted or counted[-1][0] == 0:
         known = " or ".join(sorted(b.imports for b in readers))
@@ -115,7 +117,7 @@ def _reader(file: Path, data: Mapping[str, Any]) -> Backend:
     return counted[-1][2]
 
 
-def _tree(reading: Reading) -> dict[str, Any]:
+def _nest_keys(reading: ForeignConfigReader) -> dict[str, Any]:
     """Dotted keys as nested sections, ours in the order of the config; what `--set` said is among them."""
     tree: dict[str, Any] = {}
     for key, value in (reading.config | dict(reading.said)).items():
@@ -129,7 +131,7 @@ def _tree(reading: Reading) -> dict[str, Any]:
     return dict(sorted(tree.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
-def _text(file: Path, backend: Backend, reading: Reading, tree: Mapping[str, Any]) -> str:
+def _config_text(file: Path, backend: Backend, reading: ForeignConfigReader, tree: Mapping[str, Any]) -> str:
     lines = [
         "# yaml-language-server: $schema=unipar.schema.json",
         f"# Made by `unipar import` from {file.name}, {backend.imports}.",
@@ -141,25 +143,25 @@ def _text(file: Path, backend: Backend, reading: Reading, tree: Mapping[str, Any
     if "task" not in tree:
         lines += ["# task: {use: train.py:YourTask}    # the class with your model, data and loss", ""]
     notes = {**reading.notes, **dict.fromkeys(reading.said, "--set")}
-    return "\n".join([*lines, *_lines(tree, notes), ""])
+    return "\n".join([*lines, *_yaml_lines(tree, notes), ""])
 
 
-def _lines(tree: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "", indent: str = "") -> Iterator[str]:
+def _yaml_lines(tree: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "", indent: str = "") -> Iterator[str]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
         note = notes.get(key, "")
         if isinstance(value, dict) and value:
             yield f"{indent}{name}:" + (f"  # {note}" if note else "")
-            yield from _lines(value, notes, f"{key}.", f"{indent}  ")
+            yield from _yaml_lines(value, notes, f"{key}.", f"{indent}  ")
         else:
-            line = f"{indent}{name}: {_value(value)}"
-            yield f"{line.ljust(_WIDTH)}# {note}" if note else line
+            line = f"{indent}{name}: {_yaml_value(value)}"
+            yield f"{line.ljust(_COMMENT_COLUMN)}# {note}" if note else line
 
 
-def _value(value: Any) -> str:
+def _yaml_value(value: Any) -> str:
     if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(_yaml_value, value))}]"
     if isinstance(value, str):
-        plain = re.fullmatch(r"[A-Za-z_][\w./*+-]*", value) and safe_yaml.read(value)[0] == value
+        plain = re.fullmatch(r"[A-Za-z_][\w./*+-]*", value) and safe_yaml.parse_yaml(value)[0] == value
         return value if plain else json.dumps(value)
     return json.dumps(value)

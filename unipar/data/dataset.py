@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from unipar.config import Config, Sizes
+from unipar.config import BatchSizes, Config
 from unipar.config.config import Data
 from unipar.distributed.world import World
 from unipar.errors import ConfigError, TaskError
@@ -17,19 +17,19 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Where samples come from: what the task gave, and what was taken from its DataLoader."""
 
     dataset: Any
     collate: Collate
     settings: Data
-    taken: dict[str, Any]
+    loader_arguments: dict[str, Any]
     """Further DataLoader arguments of the user's own."""
 
     @property
     def streams(self) -> bool:
         """Whether samples come one after another instead of by index."""
-        return _streams(self.dataset)
+        return _is_stream(self.dataset)
 
     @property
     def length(self) -> int | None:
@@ -45,15 +45,17 @@ class Source:
         return len(self.dataset)
 
 
-def _streams(dataset: Any) -> bool:
+def _is_stream(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset):
         return True
     return callable(getattr(dataset, "__iter__", None)) and not callable(getattr(dataset, "__getitem__", None))
 
 
-def training_source(given: Any, collate: Collate | None, default: Collate, config: Config, sizes: Sizes) -> Source:
+def training_data_source(
+    given: Any, collate: Collate | None, default: Collate, config: Config, sizes: BatchSizes
+) -> DataSource:
     """What data() returned; keys of `data` that would have no effect on it are refused."""
-    source = source_of(given, collate, default, config, sizes)
+    source = data_source_of(given, collate, default, config, sizes)
     told = config.data.model_fields_set
     if source.streams and "shuffle" in told and config.data.shuffle:
         raise ConfigError(
@@ -68,22 +70,26 @@ def training_source(given: Any, collate: Collate | None, default: Collate, confi
     return source
 
 
-def source_of(given: Any, collate: Collate | None, default: Collate, config: Config, sizes: Sizes) -> Source:
+def data_source_of(
+    given: Any, collate: Collate | None, default: Collate, config: Config, sizes: BatchSizes
+) -> DataSource:
     """A dataset, or a DataLoader whose dataset, collate_fn and workers are taken."""
     settings = config.data
     if isinstance(given, DataLoader):
-        return _from_loader(given, collate, config, sizes)
-    if _streams(given):
-        return Source(given, collate or default, settings.model_copy(update={"shuffle": False}), {})
+        return _source_from_loader(given, collate, config, sizes)
+    if _is_stream(given):
+        return DataSource(given, collate or default, settings.model_copy(update={"shuffle": False}), {})
     if not callable(getattr(given, "__getitem__", None)) or not callable(getattr(given, "__len__", None)):
         raise TaskError(
             f"data() returned {type(given).__name__}; a dataset with __getitem__ and __len__, a stream, or a "
             "DataLoader, is wanted"
         )
-    return Source(given, collate or default, settings, {})
+    return DataSource(given, collate or default, settings, {})
 
 
-def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Config, sizes: Sizes) -> Source:
+def _source_from_loader(
+    loader: DataLoader[Any], collate: Collate | None, config: Config, sizes: BatchSizes
+) -> DataSource:
     if loader.batch_size is None:
         what = "a batch_sampler of its own" if loader.batch_sampler is not None else "batch_size=None"
         raise TaskError(f"the DataLoader has {what}; unipar decides which samples are a batch: give batch_size instead")
@@ -92,7 +98,7 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Confi
             f"the DataLoader's batch_size is {loader.batch_size}; it must be batch.total ({sizes.total}), "
             f"batch.micro ({sizes.micro}) or unset"
         )
-    sampler, streams = loader.sampler, _streams(loader.dataset)
+    sampler, streams = loader.sampler, _is_stream(loader.dataset)
     whole: Any = loader.dataset
     shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(whole)
     if not shuffle and not streams and type(sampler) is not SequentialSampler:
@@ -113,10 +119,10 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None, config: Confi
     taken = {name: getattr(loader, name) for name in names}
     if settings.workers and loader.prefetch_factor is not None:
         taken["prefetch_factor"] = loader.prefetch_factor
-    return Source(loader.dataset, collate or loader.collate_fn, settings, taken)
+    return DataSource(loader.dataset, collate or loader.collate_fn, settings, taken)
 
 
-def agree_on(samples: int, world: World) -> None:
+def check_same_sample_count(samples: int, world: World) -> None:
     """Data of another length on another rank would be other batches, or a hang."""
     world.agree(
         "samples",

@@ -8,36 +8,38 @@ from typing import Any, final
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from unipar.config import Sizes
-from unipar.data.dataset import Source
-from unipar.data.order import Key, Order, Plan, cut
+from unipar.config import BatchSizes
+from unipar.data.dataset import DataSource
+from unipar.data.order import MicrobatchPlan, SampleKey, SampleOrder, split_batch
 from unipar.errors import TaskError
-from unipar.utils.seeding import mix, sow
+from unipar.utils.seeding import mix_seed, seed_all
 
 
 @final
-class Sown(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """Samples read by key, each with random numbers that follow from seed, epoch and index."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
     @override
-    def __getitem__(self, key: Key) -> Any:
-        sow(mix(self.seed, 2, *key), cuda=False)
+    def __getitem__(self, key: SampleKey) -> Any:
+        seed_all(mix_seed(self.seed, 2, *key), cuda=False)
         return self.dataset[key[1]]
 
 
 @final
-class Feed:
+class MicrobatchFeed:
     """This rank's microbatches, step after step."""
 
-    def __init__(self, source: Source, sizes: Sizes, rank: int | None, seed: int, *, pin: bool = False) -> None:
+    def __init__(
+        self, source: DataSource, sizes: BatchSizes, rank: int | None, seed: int, *, pin: bool = False
+    ) -> None:
         """Without a rank: every rank's microbatches, one after another, for a process that stands for all of them."""
         self.source, self.sizes, self.rank, self.seed, self.pin = source, sizes, rank, seed, pin
         settings = source.settings
-        self.order = Order(len(source), sizes.total, seed, settings.shuffle, settings.ragged)
-        self._dataset = Sown(source.dataset, seed)
+        self.order = SampleOrder(len(source), sizes.total, seed, settings.shuffle, settings.ragged)
+        self._dataset = SeededDataset(source.dataset, seed)
 
     def steps(self, epochs: int) -> int:
         return epochs * self.order.per_epoch
@@ -46,17 +48,17 @@ class Feed:
         """Epoch and batch of the step after `step` ones."""
         return divmod(step, self.order.per_epoch)
 
-    def plans(self, start: int) -> Iterator[list[Plan]]:
+    def plans(self, start: int) -> Iterator[list[MicrobatchPlan]]:
         sizes = self.sizes
         for epoch, batch in self.order.batches(start):
-            step: list[Plan] = []
-            cuts = cut(batch, sizes.accumulate, sizes.ranks)
+            step: list[MicrobatchPlan] = []
+            cuts = split_batch(batch, sizes.accumulate, sizes.ranks)
             for mine in (mine for micro in cuts for mine in (micro if self.rank is None else [micro[self.rank]])):
                 keys = [(epoch, i) for i in mine] or [(epoch, batch[0])]  # a real sample that does not count
-                step.append(Plan(keys, len(mine) / len(batch)))
+                step.append(MicrobatchPlan(keys, len(mine) / len(batch)))
             yield step
 
-    def batches(self, start: int) -> Iterator[list[tuple[Any, Plan]]]:
+    def batches(self, start: int) -> Iterator[list[tuple[Any, MicrobatchPlan]]]:
         """From step `start` on, without end."""
         settings = self.source.settings
         if settings.workers == 0:
@@ -65,11 +67,11 @@ class Feed:
             return
         loader: DataLoader[Any] = DataLoader(
             self._dataset,
-            batch_sampler=_Keys(self, start),  # pyright: ignore[reportArgumentType] - keys, not ints
+            batch_sampler=_PlannedKeys(self, start),  # pyright: ignore[reportArgumentType] - keys, not ints
             collate_fn=self.source.collate,
             num_workers=settings.workers,
             pin_memory=self.pin,
-            **self.source.taken,
+            **self.source.loader_arguments,
         )
         ready = iter(loader)
         for plans in self.plans(start):
@@ -80,10 +82,10 @@ class Feed:
         place = step % self.order.per_epoch
         return min(self.sizes.total, self.order.samples - place * self.sizes.total)
 
-    def read(self, keys: list[Key]) -> Any:
+    def read(self, keys: list[SampleKey]) -> Any:
         return self.source.collate([self._dataset[key] for key in keys])
 
-    def spare(self, weigh: Callable[[Any], float]) -> Any:
+    def batch_with_weight(self, weigh: Callable[[Any], float]) -> Any:
         """Any batch that weighs something, for a rank that has none."""
         for i in range(len(self.source)):
             batch = self.read([(0, i)])
@@ -93,13 +95,13 @@ class Feed:
 
 
 @final
-class _Keys:
+class _PlannedKeys:
     """A batch sampler over the plans; iterated in the main process, ahead of the workers."""
 
-    def __init__(self, feed: Feed, start: int) -> None:
+    def __init__(self, feed: MicrobatchFeed, start: int) -> None:
         self.feed, self.start = feed, start
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SampleKey]]:
         for plans in self.feed.plans(self.start):
             for plan in plans:
                 yield plan.keys

@@ -9,14 +9,14 @@ from itertools import pairwise
 import torch
 
 from unipar.errors import ConfigError, TaskError
-from unipar.utils.seeding import mix
+from unipar.utils.seeding import mix_seed
 
-Key = tuple[int, int]
+SampleKey = tuple[int, int]
 """(epoch, index) of one sample."""
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The global batches of a run: they depend on seed and total batch alone."""
 
     samples: int
@@ -46,7 +46,7 @@ class Order:
     def permutation(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.samples))
-        generator = torch.Generator().manual_seed(mix(self.seed, 1, epoch))
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, 1, epoch))
         return torch.randperm(self.samples, generator=generator).tolist()
 
     def batches(self, start: int) -> Iterator[tuple[int, list[int]]]:
@@ -59,21 +59,21 @@ class Order:
             epoch, skip = epoch + 1, 0
 
 
-def cut(batch: Sequence[int], accumulate: int, ranks: int) -> list[list[Sequence[int]]]:
+def split_batch(batch: Sequence[int], accumulate: int, ranks: int) -> list[list[Sequence[int]]]:
     """A global batch as [microbatch][rank]; sizes differ by one at most, and may be zero."""
-    return [_parts(part, ranks) for part in _parts(batch, accumulate)]
+    return [_split_evenly(part, ranks) for part in _split_evenly(batch, accumulate)]
 
 
-def _parts(batch: Sequence[int], count: int) -> list[Sequence[int]]:
+def _split_evenly(batch: Sequence[int], count: int) -> list[Sequence[int]]:
     size, more = divmod(len(batch), count)
     ends = [size * i + min(i, more) for i in range(count + 1)]
     return [batch[a:b] for a, b in pairwise(ends)]
 
 
 @dataclass(frozen=True)
-class Plan:
+class MicrobatchPlan:
     """What one rank reads for one microbatch: `keys` is never empty, `weight` may be 0."""
 
-    keys: list[Key]
+    keys: list[SampleKey]
     weight: float
     """Samples that count, over the samples of the global batch."""

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _worker
 from typing_extensions import override
 
-from unipar.config import Sizes
-from unipar.data.dataset import Source
-from unipar.data.order import Key, Plan, cut
+from unipar.config import BatchSizes
+from unipar.data.dataset import DataSource
+from unipar.data.order import MicrobatchPlan, SampleKey, split_batch
 from unipar.errors import TaskError
-from unipar.utils.seeding import mix, sow
+from unipar.utils.seeding import mix_seed, seed_all
 
-STATED = {
+STREAM_PROMISES = {
     "whole": "every rank and worker reads all of it and keeps its own samples: each counts once, in the same batch in "
     "any world",
     "shards": "each rank and worker reads the shard that is its own; which samples share a batch depends on how many "
@@ -31,7 +31,7 @@ STATED = {
 """What can be promised of each way to read a stream."""
 
 
-class Portion(NamedTuple):
+class StreamBatch(NamedTuple):
     """What one rank reads of one global batch."""
 
     number: int
@@ -40,7 +40,7 @@ class Portion(NamedTuple):
     samples: int
     """In the global batch."""
 
-    micros: list[tuple[Any, Plan]]
+    micros: list[tuple[Any, MicrobatchPlan]]
     first: str = ""
     """A digest of the epoch's first sample, with its first batch."""
 
@@ -49,51 +49,60 @@ class Portion(NamedTuple):
 
 
 @final
-class Whole(IterableDataset[Portion]):
+class WholeStream(IterableDataset[StreamBatch]):
     """One epoch, read as a whole by each rank and each of its workers; batches go round among the workers."""
 
     def __init__(
-        self, source: Source, sizes: Sizes, rank: int, seed: int, *, ragged: str = "weigh", most: int | None = None
+        self,
+        source: DataSource,
+        sizes: BatchSizes,
+        rank: int,
+        seed: int,
+        *,
+        ragged: str = "weigh",
+        most: int | None = None,
     ) -> None:
         self.source, self.seed, self.total, self.ragged, self.most = source, seed, sizes.total, ragged, most
         """`most`: samples that are read; None for all."""
 
-        parts = cut(range(sizes.total), sizes.accumulate, sizes.ranks)
+        parts = split_batch(range(sizes.total), sizes.accumulate, sizes.ranks)
         self.mine = [part[rank] for part in parts]
         self.micro_of = {place: m for m, places in enumerate(self.mine) for place in places}
         self.epoch = self.skip = 0
 
     @override
-    def __iter__(self) -> Iterator[Portion]:
-        turn, of = _turn()
-        _hide()
-        samples = islice(sown(self.source.dataset, self.seed, self.epoch), self.most)
+    def __iter__(self) -> Iterator[StreamBatch]:
+        turn, of = _worker_turn()
+        _hide_worker_info()
+        samples = islice(seeded_samples(self.source.dataset, self.seed, self.epoch), self.most)
         begun = 0
         first = ""
         for number in count():
             wanted = number >= self.skip and (number - self.skip) % of == turn
-            held: list[list[tuple[Key, Any]]] = [[] for _ in self.mine]
-            spare: tuple[Key, Any] | None = None
+            held: list[list[tuple[SampleKey, Any]]] = [[] for _ in self.mine]
+            spare: tuple[SampleKey, Any] | None = None
             seen = 0
             for place, sample in enumerate(islice(samples, self.total)):
                 seen += 1
                 if spare is None:
                     spare = (self.epoch, begun), sample
-                    first = digest(sample) if number == 0 and wanted else ""
+                    first = digest_sample(sample) if number == 0 and wanted else ""
                 if wanted and (m := self.micro_of.get(place)) is not None:
                     held[m].append(((self.epoch, begun + place), sample))
             begun += seen
             if fault := self._fault(begun, ended=seen < self.total):
-                yield Portion(number, 0, [], fault=fault)
+                yield StreamBatch(number, 0, [], fault=fault)
                 return
             if spare is None or (seen < self.total and self.ragged == "drop"):
                 return
             if wanted:
-                yield Portion(number, seen, [self._micro(one, spare, seen) for one in held], first)
+                yield StreamBatch(number, seen, [self._micro(one, spare, seen) for one in held], first)
 
-    def _micro(self, held: list[tuple[Key, Any]], spare: tuple[Key, Any], seen: int) -> tuple[Any, Plan]:
+    def _micro(
+        self, held: list[tuple[SampleKey, Any]], spare: tuple[SampleKey, Any], seen: int
+    ) -> tuple[Any, MicrobatchPlan]:
         keys, samples = zip(*(held or [spare]), strict=True)  # a real sample that does not count
-        return self.source.collate(list(samples)), Plan(list(keys), len(held) / seen)
+        return self.source.collate(list(samples)), MicrobatchPlan(list(keys), len(held) / seen)
 
     def _fault(self, begun: int, *, ended: bool) -> str:
         said = self.source.length
@@ -101,7 +110,7 @@ class Whole(IterableDataset[Portion]):
             gave = "more than that" if begun > said else str(begun)
             return f"len() of the stream says {said} samples, and epoch {self.epoch + 1} gave {gave}"
         if ended and begun == 0:
-            return "data() has no samples" if self.epoch == 0 else AGAIN.format(self.epoch + 1)
+            return "data() has no samples" if self.epoch == 0 else EMPTY_EPOCH_SENTENCE.format(self.epoch + 1)
         left = begun % self.total
         if ended and left and self.ragged == "error":
             return (
@@ -113,36 +122,36 @@ class Whole(IterableDataset[Portion]):
         return ""
 
 
-AGAIN = "the stream gave no samples in epoch {}: its __iter__ must begin anew each time"
+EMPTY_EPOCH_SENTENCE = "the stream gave no samples in epoch {}: its __iter__ must begin anew each time"
 
 
 @final
-class Apart(IterableDataset[tuple[Any, list[Key]]]):
+class StreamPart(IterableDataset[tuple[Any, list[SampleKey]]]):
     """One epoch of this rank's own part, as microbatches; each worker has a part of that."""
 
-    def __init__(self, source: Source, sizes: Sizes, rank: int, seed: int) -> None:
+    def __init__(self, source: DataSource, sizes: BatchSizes, rank: int, seed: int) -> None:
         self.source, self.sizes, self.rank, self.seed, self.epoch = source, sizes, rank, seed, 0
 
     @override
-    def __iter__(self) -> Iterator[tuple[Any, list[Key]]]:
-        dataset, (turn, workers) = self.source.dataset, _turn()
+    def __iter__(self) -> Iterator[tuple[Any, list[SampleKey]]]:
+        dataset, (turn, workers) = self.source.dataset, _worker_turn()
         part, of = self.rank * workers + turn, self.sizes.ranks * workers
         if self.source.settings.stream == "shards":
-            _hide()
-            dataset = shard(dataset, part, of)
-        samples = enumerate(sown(dataset, self.seed, self.epoch, part))
+            _hide_worker_info()
+            dataset = take_shard(dataset, part, of)
+        samples = enumerate(seeded_samples(dataset, self.seed, self.epoch, part))
         while chunk := list(islice(samples, self.sizes.micro)):
             keys = [(self.epoch, i * of + part) for i, _ in chunk]
             yield self.source.collate([sample for _, sample in chunk]), keys
 
 
-def shard(dataset: Any, index: int, of: int) -> Any:
+def take_shard(dataset: Any, index: int, of: int) -> Any:
     """Every `of`-th part of it; the other spelling is that of Hugging Face's datasets."""
     named = signature(dataset.shard).parameters
     return dataset.shard(index=index, **{"count" if "count" in named else "num_shards": of})
 
 
-def check_shards(dataset: Any) -> None:
+def check_shard_method(dataset: Any) -> None:
     """Raise unless it can say what its parts are."""
     method = getattr(dataset, "shard", None)
     named = set(signature(method).parameters) if callable(method) else set[str]()
@@ -153,25 +162,25 @@ def check_shards(dataset: Any) -> None:
         )
 
 
-def _turn() -> tuple[int, int]:
+def _worker_turn() -> tuple[int, int]:
     """Which worker this is, of how many."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-def _hide() -> None:
+def _hide_worker_info() -> None:
     """From here on the dataset sees no workers, by which it might split itself as well."""
     _worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
 
 
-def sown(dataset: Any, seed: int, epoch: int, *part: int) -> Iterator[Any]:
+def seeded_samples(dataset: Any, seed: int, epoch: int, *part: int) -> Iterator[Any]:
     """One pass, its random numbers by seed, epoch and place in the stream, whoever reads it."""
-    sow(mix(seed, 5, epoch, *part), cuda=False)
+    seed_all(mix_seed(seed, 5, epoch, *part), cuda=False)
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(epoch)
     ready = iter(dataset)
     for index in count():
-        sow(mix(seed, 2, epoch, *part, index), cuda=False)
+        seed_all(mix_seed(seed, 2, epoch, *part, index), cuda=False)
         try:
             sample = next(ready)
         except StopIteration:
@@ -179,21 +188,21 @@ def sown(dataset: Any, seed: int, epoch: int, *part: int) -> Iterator[Any]:
         yield sample
 
 
-def loaded(dataset: Any, source: Source, *, pin: bool = False) -> Any:
+def wrap_in_workers(dataset: Any, source: DataSource, *, pin: bool = False) -> Any:
     """What `dataset` gives, from the workers that the config asks for."""
     workers = source.settings.workers
     if workers == 0:
         return dataset
     return DataLoader(
-        dataset, batch_size=None, collate_fn=_as_it_is, num_workers=workers, pin_memory=pin, **source.taken
+        dataset, batch_size=None, collate_fn=_identity, num_workers=workers, pin_memory=pin, **source.loader_arguments
     )
 
 
-def _as_it_is(portion: Any) -> Any:
+def _identity(portion: Any) -> Any:
     return portion
 
 
-def digest(sample: Any) -> str:
+def digest_sample(sample: Any) -> str:
     """Of a sample's tensors, numbers and text; what else it holds is left out."""
     made = hashlib.sha256()
 

@@ -8,23 +8,31 @@ from typing import Any, final
 
 import torch
 
-from unipar.config import Sizes
-from unipar.data.dataset import Source
-from unipar.data.order import Key, Plan
-from unipar.data.stream import AGAIN, Apart, Portion, Whole, check_shards, loaded, sown
+from unipar.config import BatchSizes
+from unipar.data.dataset import DataSource
+from unipar.data.order import MicrobatchPlan, SampleKey
+from unipar.data.stream import (
+    EMPTY_EPOCH_SENTENCE,
+    StreamBatch,
+    StreamPart,
+    WholeStream,
+    check_shard_method,
+    seeded_samples,
+    wrap_in_workers,
+)
 from unipar.distributed.world import World
 from unipar.errors import ConfigError, TaskError
 
 
 @final
-class Stream:
+class StreamFeed:
     """This rank's microbatches of a stream, step after step."""
 
-    def __init__(self, source: Source, sizes: Sizes, world: World, seed: int, *, pin: bool = False) -> None:
+    def __init__(self, source: DataSource, sizes: BatchSizes, world: World, seed: int, *, pin: bool = False) -> None:
         self.source, self.sizes, self.world, self.seed, self.pin = source, sizes, world, seed, pin
         self.whole = source.settings.stream == "whole"
         if source.settings.stream == "shards":
-            check_shards(source.dataset)
+            check_shard_method(source.dataset)
         self._key = world.key("stream")
         self._next = (0, 0)
         """Epoch and batch of the step after the last one that was read."""
@@ -60,15 +68,15 @@ class Stream:
     def samples(self, step: int) -> int:
         return self._samples
 
-    def spare(self, weigh: Callable[[Any], float]) -> Any:
+    def batch_with_weight(self, weigh: Callable[[Any], float]) -> Any:
         """Any batch that weighs something, for a rank that has none."""
-        for sample in sown(self.source.dataset, self.seed, 0):
+        for sample in seeded_samples(self.source.dataset, self.seed, 0):
             batch = self.source.collate([sample])
             if weigh(batch) > 0:
                 return batch
         raise TaskError("weight(batch) is 0 for every single sample of the data: there is nothing to train on")
 
-    def batches(self, start: int) -> Iterator[list[tuple[Any, Plan]]]:
+    def batches(self, start: int) -> Iterator[list[tuple[Any, MicrobatchPlan]]]:
         """From step `start` on, without end; what comes before it is read, and left."""
         self._read = start
         for portion in self._wholes(start) if self.whole else islice(self._parts(), start, None):
@@ -78,7 +86,7 @@ class Stream:
 
     # The same stream on every rank
 
-    def _wholes(self, start: int) -> Iterator[Portion]:
+    def _wholes(self, start: int) -> Iterator[StreamBatch]:
         epoch, skip = self._stand(start)
         while True:
             portion = None
@@ -104,7 +112,7 @@ class Stream:
             epoch, start = epoch + 1, start - batches
         return epoch, start
 
-    def _counting(self, epoch: int) -> Iterator[Portion]:
+    def _counting(self, epoch: int) -> Iterator[StreamBatch]:
         whole = self._made()
         whole.epoch = epoch
         for portion in whole:
@@ -112,13 +120,13 @@ class Stream:
                 raise TaskError(portion.fault)
             yield portion
 
-    def _made(self) -> Whole:
-        return Whole(self.source, self.sizes, self.world.rank, self.seed, ragged=self.source.settings.ragged)
+    def _made(self) -> WholeStream:
+        return WholeStream(self.source, self.sizes, self.world.rank, self.seed, ragged=self.source.settings.ragged)
 
-    def _epoch(self, epoch: int, skip: int) -> Iterator[Portion]:
+    def _epoch(self, epoch: int, skip: int) -> Iterator[StreamBatch]:
         whole = self._made()
         whole.epoch, whole.skip = epoch, skip
-        for portion in loaded(whole, self.source, pin=self.pin):
+        for portion in wrap_in_workers(whole, self.source, pin=self.pin):
             if portion.fault:
                 raise TaskError(portion.fault)
             yield portion
@@ -136,12 +144,12 @@ class Stream:
 
     # Each rank its part
 
-    def _parts(self) -> Iterator[Portion]:
-        apart = Apart(self.source, self.sizes, self.world.rank, self.seed)
-        spare: tuple[Any, list[Key]] | None = None
+    def _parts(self) -> Iterator[StreamBatch]:
+        apart = StreamPart(self.source, self.sizes, self.world.rank, self.seed)
+        spare: tuple[Any, list[SampleKey]] | None = None
         for epoch in count():
             apart.epoch = epoch
-            ready = iter(loaded(apart, self.source, pin=self.pin))
+            ready = iter(wrap_in_workers(apart, self.source, pin=self.pin))
             read = 0
             for number in count():
                 held = list(islice(ready, self.sizes.accumulate))
@@ -157,7 +165,7 @@ class Stream:
                 spare = held[-1] if held else spare
                 self._next = epoch, number + 1
                 read += samples
-                yield Portion(number, samples, self._micros(held, spare, samples))
+                yield StreamBatch(number, samples, self._micros(held, spare, samples))
             self._counted(epoch, read)
             self._next = epoch + 1, 0
 
@@ -169,22 +177,22 @@ class Stream:
         return int(samples), short > 0
 
     def _micros(
-        self, held: Sequence[tuple[Any, list[Key]]], spare: tuple[Any, list[Key]] | None, samples: int
-    ) -> list[tuple[Any, Plan]]:
+        self, held: Sequence[tuple[Any, list[SampleKey]]], spare: tuple[Any, list[SampleKey]] | None, samples: int
+    ) -> list[tuple[Any, MicrobatchPlan]]:
         """Every rank runs as many microbatches as the others, some of no weight."""
-        made = [(batch, Plan(keys, len(keys) / samples)) for batch, keys in held]
+        made = [(batch, MicrobatchPlan(keys, len(keys) / samples)) for batch, keys in held]
         if spare is None:
             raise TaskError(
                 f"rank {self.world.rank}'s part of the stream has no samples at all: use fewer ranks or workers"
             )
-        return made + [(spare[0], Plan(spare[1], 0.0))] * (self.sizes.accumulate - len(made))
+        return made + [(spare[0], MicrobatchPlan(spare[1], 0.0))] * (self.sizes.accumulate - len(made))
 
     def _counted(self, epoch: int, read: int) -> None:
         """Exactly once, where it can be counted."""
         settings, said = self.source.settings, self.source.length
         if read == 0:
             raise TaskError(
-                AGAIN.format(epoch + 1)
+                EMPTY_EPOCH_SENTENCE.format(epoch + 1)
                 if epoch
                 else "data.ragged: drop leaves nothing: no batch has all its samples"
                 if settings.ragged == "drop"

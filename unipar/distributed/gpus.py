@@ -9,21 +9,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-CHOICE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
-def find_gpus(number: int) -> str:
+def describe_gpu_count(number: int) -> str:
     return "no GPU" if number == 0 else "one GPU" if number == 1 else f"{number} GPUs"
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
+def count_visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """GPUs that CUDA would show to torch here; 0 where torch was built without CUDA."""
     if not torch_has_cuda():
         return 0
-    return chosen(gpu_ids(), environ.get(CHOICE))
+    return count_chosen_gpus(list_gpu_ids(), environ.get(VISIBLE_DEVICES_VARIABLE))
 
 
-def chosen(ids: list[str], choice: str | None) -> int:
+def count_chosen_gpus(ids: list[str], choice: str | None) -> int:
     """How many of the GPUs a CUDA_VISIBLE_DEVICES leaves: it ends at the first entry that is none of them."""
     if choice is None:
         return len(ids)
@@ -46,7 +46,7 @@ def chosen(ids: list[str], choice: str | None) -> int:
     return len(seen)
 
 
-def gpu_ids() -> list[str]:
+def list_gpu_ids() -> list[str]:
     """Return the UUIDs of this machine's NVIDIA GPUs, in the order of their bus; none without a driver."""
     import pynvml  # takes a while, and is needed only where torch was built with CUDA
 
@@ -56,14 +56,14 @@ def gpu_ids() -> list[str]:
     except nvml.NVMLError:
         return []
     try:
-        return [_uuid(nvml, i) for i in range(nvml.nvmlDeviceGetCount())]
+        return [_gpu_uuid(nvml, i) for i in range(nvml.nvmlDeviceGetCount())]
     except nvml.NVMLError:
         return []
     finally:
         nvml.nvmlShutdown()
 
 
-def _uuid(nvml: Any, index: int) -> str:
+def _gpu_uuid(nvml: Any, index: int) -> str:
     try:
         return nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
     except nvml.NVMLError:

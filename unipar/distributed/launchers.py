@@ -15,7 +15,7 @@ from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
 
 
-class Variables(TypedDict):
+class LauncherVariables(TypedDict):
     """Where a launcher says who a process is."""
 
     rank: str
@@ -24,7 +24,7 @@ class Variables(TypedDict):
     local_size: str
 
 
-TORCH_VARIABLES: Variables = {
+TORCH_VARIABLES: LauncherVariables = {
     "rank": "RANK",
     "size": "WORLD_SIZE",
     "local_rank": "LOCAL_RANK",
@@ -33,7 +33,7 @@ TORCH_VARIABLES: Variables = {
 """The names that PyTorch's launcher uses, and others after it."""
 
 
-SWALLOWED = ("--local_rank", "--local-rank")
+LAUNCHER_ARGUMENTS = ("--local_rank", "--local-rank")
 """Arguments that launchers add to a worker's own; ours to take away."""
 
 
@@ -80,21 +80,21 @@ class Launcher:
     """What it opens beyond loopback, a sentence for `doctor`."""
 
 
-def started_by(launchers: Iterable[Launcher], environ: Mapping[str, str] = os.environ) -> Launcher | None:
+def find_launcher(launchers: Iterable[Launcher], environ: Mapping[str, str] = os.environ) -> Launcher | None:
     """The launcher whose marks this process carries; None when nobody started a world."""
     return next((x for x in sorted(launchers, key=lambda x: x.order) if all(m in environ for m in x.marks)), None)
 
 
-def probe(
+def place_from_environment(
     launchers: Iterable[Launcher], folder: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> Place | None:
     """This process's place in a world that another launcher started; None when nobody did."""
-    found = started_by(launchers, environ)
+    found = find_launcher(launchers, environ)
     if found is None:
         return None
     if found.refusal:
         raise WorldMismatch(f"{found.name}: {found.refusal}")
-    said = _Said(found, environ)
+    said = _LauncherEnvironment(found, environ)
     size = said.number(found.size)
     if size < found.least:
         return None
@@ -123,7 +123,7 @@ def probe(
 
 
 @dataclass(frozen=True)
-class _Said:
+class _LauncherEnvironment:
     """What a launcher said, read with suspicion."""
 
     launcher: Launcher
@@ -143,7 +143,7 @@ class _Said:
     def local(self, rank: int, size: int, address: tuple[str, int] | None) -> tuple[int, int]:
         """This rank's number and its world's size on this machine."""
         says = self.launcher
-        if not says.local and address is not None and _is_loopback(address[0]):
+        if not says.local and address is not None and _is_loopback_host(address[0]):
             return self._or(says.local_rank, rank), self._or(says.local_size, size)
         if says.node is None:
             return self.number(says.local_rank), self.number(says.local_size)
@@ -162,7 +162,7 @@ class _Said:
         return WorldMismatch(f"{self.launcher.name} should have set {variable} to {what}; it is {found}")
 
 
-def _is_loopback(host: str) -> bool:
+def _is_loopback_host(host: str) -> bool:
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except OSError:
@@ -188,7 +188,7 @@ def without_launcher_arguments(argv: list[str]) -> list[str]:
         name, equals, _ = word.partition("=")
         if skip and word.isdecimal():
             skip = False
-        elif name in SWALLOWED:
+        elif name in LAUNCHER_ARGUMENTS:
             skip = not equals
         else:
             skip = False

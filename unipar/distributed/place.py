@@ -37,5 +37,5 @@ class Place:
         return self.folder / f".meet-{self.launcher}-{self.job}" if self.folder and self.address is None else None
 
     @property
-    def ours(self) -> bool:
+    def started_by_unipar(self) -> bool:
         return self.launcher == "unipar"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
-from unipar.utils.files import write_whole
+from unipar.utils.files import write_file_atomically
 
 
 def on_loopback(place: Place) -> bool:
@@ -23,7 +23,7 @@ def on_loopback(place: Place) -> bool:
 
 def open_store(place: Place, patience: timedelta) -> dist.Store:
     if place.address is None:
-        return _by_file(place, patience)
+        return _store_by_file(place, patience)
     host, port = socket.gethostbyname(place.address[0]), place.address[1]
     lead = place.rank == 0 and not place.hosted
     if not lead:
@@ -31,13 +31,13 @@ def open_store(place: Place, patience: timedelta) -> dist.Store:
     if place.listener is not None:
         fd = place.listener
     elif ipaddress.ip_address(host).is_loopback:
-        fd = _listening(host, port).detach()
+        fd = _listening_socket(host, port).detach()
     else:
         return dist.TCPStore(host, port, place.size, True, patience, wait_for_workers=False)
     return dist.TCPStore(host, port, place.size, True, patience, wait_for_workers=False, master_listen_fd=fd)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listening_socket(host: str, port: int) -> socket.socket:
     """A socket on this address alone: left to itself the store listens everywhere."""
     try:
         return socket.create_server((host, port), backlog=128)
@@ -49,14 +49,14 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _by_file(place: Place, patience: timedelta) -> dist.Store:
+def _store_by_file(place: Place, patience: timedelta) -> dist.Store:
     """For launchers that give no address: rank 0 listens on loopback and says where in the run folder."""
     said = place.meeting
     assert said is not None, f"{place.launcher} gives no address, so the processes need a folder to meet in"
     if place.rank == 0:
-        listener = _listening("127.0.0.1", 0)
+        listener = _listening_socket("127.0.0.1", 0)
         port = listener.getsockname()[1]
-        write_whole(said, str(port))
+        write_file_atomically(said, str(port))
         return dist.TCPStore(
             "127.0.0.1", port, place.size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
         )

@@ -22,11 +22,11 @@ class World:
         self.rank, self.size = place.rank, place.size
         self.closers: list[Callable[[], None]] = []
         """What a library needs done before the process group goes; the latest first."""
-        self.alone: list[Callable[[], None]] = []
+        self.local_closers: list[Callable[[], None]] = []
         """What a library forgets by itself, without the others; done after an error as well."""
         self._keys = 0
         self._environ: dict[str, str | None] = {}
-        _now.append(self)
+        _current_worlds.append(self)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
@@ -70,7 +70,7 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def agreed(self, library: str, *, rank: int, size: int) -> World:
+    def require_same_world(self, library: str, *, rank: int, size: int) -> World:
         """Itself, if the library sees the same world: left alone, several make N worlds of one."""
         if (rank, size) != (self.rank, self.size):
             raise WorldMismatch(
@@ -79,12 +79,12 @@ class World:
             )
         return self
 
-    def tell(self, **variables: object) -> None:
+    def set_variables(self, **variables: object) -> None:
         """Set what a library insists on in the environment, until this world is closed."""
-        self.guard(*variables)
+        self.restore_variables(*variables)
         os.environ.update({name: str(value) for name, value in variables.items()})
 
-    def guard(self, *names: str) -> None:
+    def restore_variables(self, *names: str) -> None:
         """Variables that a library sets by itself are as they were once this world is closed."""
         for name in names:
             self._environ.setdefault(name, os.environ.get(name))
@@ -92,17 +92,17 @@ class World:
     def close(self) -> None:
         while self.closers:
             self.closers.pop()()
-        self.drop()
+        self.close_without_peers()
 
-    def drop(self) -> None:
+    def close_without_peers(self) -> None:
         """Leave without the others: they may be gone."""
         self.closers.clear()
-        while self.alone:
-            self.alone.pop()()
+        while self.local_closers:
+            self.local_closers.pop()()
         if dist.is_initialized():
-            _past[:] = [*_past[-1:], dist.group.WORLD]
+            _left_groups[:] = [*_left_groups[-1:], dist.group.WORLD]
             dist.destroy_process_group()
-        _now.remove(self)
+        _current_worlds.remove(self)
         for name, value in self._environ.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -111,19 +111,19 @@ class World:
         self._environ.clear()
 
 
-_now: list[World] = []
+_current_worlds: list[World] = []
 """The world that this process is in, if any."""
 
 
-_past: list[dist.ProcessGroup | None] = []
+_left_groups: list[dist.ProcessGroup | None] = []
 """The last groups that were left. DDP's reducer would free its own while it holds the GIL, and wait for the group's
 thread, which may wait for the GIL to free a tensor. From here it is freed later, and without the GIL."""
 
 
-atexit.register(_past.clear)
+atexit.register(_left_groups.clear)
 
 
-def abandon() -> None:
+def leave_current_world() -> None:
     """After an error, in a process that goes on: leave the world that it is in."""
-    for world in _now:
-        world.drop()
+    for world in _current_worlds:
+        world.close_without_peers()

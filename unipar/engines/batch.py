@@ -10,30 +10,30 @@ import torch
 from torch import Tensor
 
 
-def walked(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`batch` with every tensor in it changed; containers of the usual kinds are rebuilt."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, dict):
-        return type(batch)((k, walked(v, change)) for k, v in batch.items())
+        return type(batch)((k, map_tensors(v, change)) for k, v in batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(walked(v, change) for v in batch))
+        return type(batch)(*(map_tensors(v, change) for v in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(walked(v, change) for v in batch)
+        return type(batch)(map_tensors(v, change) for v in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        made = {f.name: walked(getattr(batch, f.name), change) for f in dataclasses.fields(batch) if f.init}
+        made = {f.name: map_tensors(getattr(batch, f.name), change) for f in dataclasses.fields(batch) if f.init}
         return dataclasses.replace(batch, **made)
     return batch
 
 
 def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
-    return walked(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """The batch where the model is; an object with its own `to` is asked to move itself."""
     if device.type == "cpu":
         return batch
     if not isinstance(batch, Tensor | dict | list | tuple) and callable(getattr(batch, "to", None)):
         return batch.to(device)
-    return walked(batch, lambda t: t.to(device, non_blocking=True))
+    return map_tensors(batch, lambda t: t.to(device, non_blocking=True))

@@ -15,7 +15,7 @@ from unipar.engines.batch import cast_floats
 
 
 @final
-class Held:
+class OpaqueBatch:
     """A batch that no library looks into: they move, cast and halve the tensors that they see."""
 
     __slots__ = ("batch",)  # not a dataclass, not a tuple: those are walked into
@@ -25,7 +25,7 @@ class Held:
 
 
 @final
-class Call(nn.Module):
+class ForwardCall(nn.Module):
     """`forward(fn, held)` is `fn(model, batch)`, under autocast and with the batch cast where a precision asks."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Call(nn.Module):
         self.device_type, self.autocast, self.cast = device.type, autocast, cast
 
     @override
-    def forward(self, fn: Fn, held: Held) -> Any:
+    def forward(self, fn: Fn, held: OpaqueBatch) -> Any:
         batch = held.batch if self.cast is None else cast_floats(held.batch, self.cast)
         if self.autocast is None:
             model: Any = self._modules["model"]  # its attribute is looked for everywhere else first
@@ -51,7 +51,7 @@ class Call(nn.Module):
 
 
 @contextmanager
-def resting(model: nn.Module) -> Generator[None]:
+def eval_mode(model: nn.Module) -> Generator[None]:
     """Evaluation mode, then each module's own mode again: a frozen teacher stays in eval."""
     was = [(m, m.training) for m in model.modules()]
     model.eval()

@@ -11,12 +11,12 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from unipar.distributed.world import World
 
-_WIDE = (torch.float32, torch.float64)
+_WIDE_DTYPES = (torch.float32, torch.float64)
 
 
-def scaled(loss: Tensor, scale: float, divisor: float, share: Tensor | None) -> tuple[Tensor, Tensor]:
+def scale_loss(loss: Tensor, scale: float, divisor: float, share: Tensor | None) -> tuple[Tensor, Tensor]:
     """What goes backward, and the sum of this rank's share so far."""
-    if loss.dtype not in _WIDE:
+    if loss.dtype not in _WIDE_DTYPES:
         loss = loss.float()
     same = scale == 1.0 and not loss.is_cuda  # saves 15 us; a CUDA graph would write over its own output
     part = loss.detach() if same else loss.detach() * scale
@@ -24,14 +24,14 @@ def scaled(loss: Tensor, scale: float, divisor: float, share: Tensor | None) -> 
     return (loss if factor == 1.0 else loss * factor), (part if share is None else share + part)
 
 
-def clipped(params: Sequence[nn.Parameter], limit: float) -> Tensor:
+def clip_gradients(params: Sequence[nn.Parameter], limit: float) -> Tensor:
     """The norm before clipping; without a limit gradients are left alone, also where the norm overflows."""
     if limit == inf:
         return get_total_norm([p.grad for p in params if p.grad is not None])
     return clip_grad_norm_(params, limit)
 
 
-def clip64(grads: tuple[list[Tensor], bool], limit: float, world: World, copies: int = 1) -> Tensor:
+def clip_in_fp64(grads: tuple[list[Tensor], bool], limit: float, world: World, copies: int = 1) -> Tensor:
     """Clip by the norm summed in fp64: its rounding does not depend on how gradients are split.
 
     Where they are split, all ranks' parts make `copies` whole gradients.

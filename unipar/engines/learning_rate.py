@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from unipar.config.sections.optimizer import Constant, Schedule
 
 
-class Rates:
+class BaseRates:
     """Each group's own base rate, times one factor."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -23,12 +23,12 @@ class Rates:
             group["lr"] = base * factor
 
 
-def rates_of(optimizer: Any) -> list[float]:
+def current_rates(optimizer: Any) -> list[float]:
     """Of each group, as it stands."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def factor(schedule: Schedule, step: int, steps: int) -> float:
+def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
     """What the rate is multiplied with at optimizer step `step` (from 0) of `steps`."""
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup

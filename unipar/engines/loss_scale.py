@@ -9,18 +9,18 @@ from torch import Tensor
 
 from unipar.errors import NonFinite
 
-FIRST, GROWTH, BACK_OFF, PATIENCE = 2.0**16, 2.0, 0.5, 2000
+FIRST_LOSS_SCALE, GROWTH, BACK_OFF, GROWTH_INTERVAL_STEPS = 2.0**16, 2.0, 0.5, 2000
 """Where it begins, what it is multiplied with after so many good steps, and after a bad one: as torch's GradScaler."""
 
-LEAST = 2.0**-10
+SMALLEST_LOSS_SCALE = 2.0**-10
 
 
 @final
-class Scaler:
+class LossScaler:
     """Decides by the global norm, which is the same on all ranks: nothing more is sent for it."""
 
-    def __init__(self, patience: int = PATIENCE) -> None:
-        self.scale, self.good, self.patience = FIRST, 0, patience
+    def __init__(self, patience: int = GROWTH_INTERVAL_STEPS) -> None:
+        self.scale, self.good, self.patience = FIRST_LOSS_SCALE, 0, patience
 
     def unscale(self, grads: list[Tensor]) -> None:
         if grads:
@@ -34,9 +34,9 @@ class Scaler:
                 self.scale, self.good = self.scale * GROWTH, 0
             return False
         self.scale, self.good = self.scale * BACK_OFF, 0
-        if self.scale < LEAST:
+        if self.scale < SMALLEST_LOSS_SCALE:
             raise NonFinite(
-                f"gradients are not finite at any loss scale down to {LEAST:g}: look at the loss, the rate "
+                f"gradients are not finite at any loss scale down to {SMALLEST_LOSS_SCALE:g}: look at the loss, the rate "
                 "(train.optimizer.lr) and the clip (train.clip), or use bf16-mixed"
             )
         return True

@@ -13,28 +13,28 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from unipar.backend import Part
 from unipar.errors import TaskError
 
-Place = Callable[[Tensor], Tensor]
+PlaceParameter = Callable[[Tensor], Tensor]
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """A module's own, under every name they have: tied ones too."""
     return dict(module._parameters)  # pyright: ignore[reportPrivateUsage]
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+def direct_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """A module's own, saved or not."""
     return dict(module._buffers)  # pyright: ignore[reportPrivateUsage]
 
 
-_MODULES_OWN = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def plain_of(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """What the user's code keeps on a module besides parameters, buffers and modules."""
-    return {name: value for name, value in vars(module).items() if name not in _MODULES_OWN}
+    return {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
-def travel(tensor: Tensor, device: torch.device) -> Tensor:
+def broadcast_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Rank 0's values of one tensor, on every rank."""
     if dist.get_rank() == 0:
         there = tensor.detach().to(device).contiguous()
@@ -45,8 +45,8 @@ def travel(tensor: Tensor, device: torch.device) -> Tensor:
     return there
 
 
-def settle(
-    root: nn.Module, place: Place, device: torch.device, origin: Mapping[int, nn.Parameter] | None = None
+def place_tensors(
+    root: nn.Module, place: PlaceParameter, device: torch.device, origin: Mapping[int, nn.Parameter] | None = None
 ) -> None:
     """Give each parameter, buffer and plain tensor attribute its place; what was tied or shared stays so.
 
@@ -73,7 +73,7 @@ def settle(
             return done[id(value)]
         keep.append(value)
         if isinstance(value, Tensor):
-            done[id(value)] = travel(value, device)
+            done[id(value)] = broadcast_tensor(value, device)
         elif isinstance(value, tuple):
             parts = [sent(v) for v in value]
             changed = any(new is not old for new, old in zip(parts, value, strict=True))
@@ -88,33 +88,37 @@ def settle(
 
     modules = list(root.modules())
     for module in modules:
-        for name, param in parameters_of(module).items():
+        for name, param in direct_parameters(module).items():
             if param is not None:
                 setattr(module, name, placed(param))
     for module in modules:
-        for name, value in (buffers_of(module) | plain_of(module)).items():
+        for name, value in (direct_buffers(module) | plain_attributes(module)).items():
             if (new := sent(value)) is not value:
                 setattr(module, name, new)
 
 
-def lower(root: nn.Module, dtype: torch.dtype) -> None:
+def cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
     """Buffers and plain tensors in the dtype that parameters compute in, as their sum would be fp32 otherwise.
 
     Running statistics stay as they are: they add up small numbers.
     """
     for module in root.modules():
-        kept = plain_of(module) if isinstance(module, _NormBase) else plain_of(module) | buffers_of(module)
+        kept = (
+            plain_attributes(module)
+            if isinstance(module, _NormBase)
+            else plain_attributes(module) | direct_buffers(module)
+        )
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 setattr(module, name, value.to(dtype))
 
 
-def arrive(root: nn.Module, device: torch.device) -> None:
+def broadcast_model(root: nn.Module, device: torch.device) -> None:
     """A whole copy on each rank."""
-    settle(root, lambda p: travel(p, device), device)
+    place_tensors(root, lambda p: broadcast_tensor(p, device), device)
 
 
-def refuse_shared(part: Part, cell: str) -> None:
+def refuse_shared_parameters(part: Part, cell: str) -> None:
     """For libraries that split each block by itself: a parameter of two blocks would have two owners."""
     owners: dict[int, str] = {}
     for block in part.blocks:
@@ -127,7 +131,7 @@ def refuse_shared(part: Part, cell: str) -> None:
                 )
 
 
-def refuse_scalars(module: nn.Module, cell: str) -> None:
+def refuse_scalar_parameters(module: nn.Module, cell: str) -> None:
     """For libraries that cannot split a parameter without dimensions."""
     bare = [name for name, p in module.named_parameters() if p.ndim == 0]
     if bare:

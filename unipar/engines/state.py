@@ -14,10 +14,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from unipar.backend import Holding, Piece, Read
 from unipar.distributed.world import World
-from unipar.engines.placement import plain_of
+from unipar.engines.placement import plain_attributes
 
 
-def span(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
+def locate_shard(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
     """The global shape, which flat range this rank holds, and the storage of that."""
     if not isinstance(t, DTensor):
         return tuple(t.shape), (0, t.numel()), t
@@ -26,13 +26,13 @@ def span(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
     return tuple(t.shape), (start, start + prod(local)), t.to_local()
 
 
-def local(t: Tensor) -> Tensor:
+def local_part(t: Tensor) -> Tensor:
     """What of it is here."""
     with torch.no_grad():
         return t.to_local() if isinstance(t, DTensor) else t
 
 
-def first_copy(t: Tensor, world: World) -> bool:
+def is_first_copy(t: Tensor, world: World) -> bool:
     """Whether this rank's part belongs to the copy that speaks for all."""
     if not isinstance(t, DTensor):
         return world.rank == 0
@@ -41,29 +41,29 @@ def first_copy(t: Tensor, world: World) -> bool:
     return all(at == 0 for at, p in zip(here, t.placements, strict=True) if p.is_replicate())
 
 
-def buffers(model: nn.Module, world: World) -> Iterator[Piece]:
+def buffer_pieces(model: nn.Module, world: World) -> Iterator[Piece]:
     """Buffers are whole on every rank; rank 0's are the model's."""
     if world.rank == 0:
         for name, b in model.named_buffers():
             yield Piece(name, "buffer", tuple(b.shape), (0, b.numel()), b)
 
 
-def held_by_modules(model: nn.Module) -> Iterator[Holding]:
+def module_holdings(model: nn.Module) -> Iterator[Holding]:
     """Buffers, and tensors that the user's code keeps on a module."""
     for name, b in model.named_buffers():
         yield Holding("buffers", name, b)
     for prefix, module in model.named_modules():
-        for name, value in plain_of(module).items():
-            for tensor in _tensors_in(value):
+        for name, value in plain_attributes(module).items():
+            for tensor in _find_tensors(value):
                 yield Holding("buffers", f"{prefix}.{name}".removeprefix("."), tensor)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _find_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        yield local(value)
+        yield local_part(value)
     elif isinstance(value, list | tuple | dict):
         for inner in list(value.values() if isinstance(value, dict) else value):
-            yield from _tensors_in(inner)
+            yield from _find_tensors(inner)
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def restore_buffers(model: nn.Module, read: Read) -> None:
         b.view(-1).copy_(read(name, "buffer", (0, b.numel())))
 
 
-def share_buffers(model: nn.Module) -> None:
+def broadcast_module_buffers(model: nn.Module) -> None:
     """Rank 0's buffers on every rank: running statistics part, and all shall evaluate one model."""
     if dist.get_world_size() > 1:
         for b in model.buffers():

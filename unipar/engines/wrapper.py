@@ -14,17 +14,24 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from unipar.backend import Engine, Fn, Holding, Mark, Micro, Part, Piece, Read, Step
-from unipar.backend.precision import autocast_as, batch_as
+from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.forward import Call, Held, resting
-from unipar.engines.gradients import clip64, clipped, scaled
-from unipar.engines.learning_rate import Rates, rates_of
-from unipar.engines.loss_scale import Scaler
-from unipar.engines.state import buffers, first_copy, held_by_modules, local, restore_buffers, span
+from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
+from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
+from unipar.engines.learning_rate import BaseRates, current_rates
+from unipar.engines.loss_scale import LossScaler
+from unipar.engines.state import (
+    buffer_pieces,
+    is_first_copy,
+    local_part,
+    locate_shard,
+    module_holdings,
+    restore_buffers,
+)
 
 
-class Open(Engine):
+class WrapperEngine(Engine):
     """Microbatches, clip and update as one process would; the library reduces gradients on the way."""
 
     divisor: float
@@ -40,17 +47,19 @@ class Open(Engine):
         """After the parameters are where they stay; before the library wraps model and optimizer."""
         self.world, self.model = world, part.module
         precision = config.train.precision
-        self.call = Call(part.module, world.device, autocast=autocast_as(precision), cast=batch_as(precision))
+        self.call = ForwardCall(
+            part.module, world.device, autocast=autocast_dtype(precision), cast=batch_dtype(precision)
+        )
         self.wrapped: nn.Module = self.call
         self.optimizer: Any = part.optimizer(part.module)
         self.base: Optimizer = self.optimizer
         self.kept: Mapping[str, nn.Parameter] = dict(part.module.named_parameters())  # between steps, frozen ones too
-        self.rates = Rates(self.base)
+        self.rates = BaseRates(self.base)
         self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
         clip = config.train.clipping
         self.limit = inf if clip is None else float(clip.max)
         self.fp64 = clip is not None and clip.norm == "fp64"
-        self.scaler = Scaler() if precision == "fp16" else None
+        self.scaler = LossScaler() if precision == "fp16" else None
 
     @abstractmethod
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
@@ -63,12 +72,12 @@ class Open(Engine):
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def reduced(self) -> None:
+    def finish_reduction(self) -> None:
         """After the last backward: when this returns, gradients are what the optimizer shall see."""
 
     def norm(self) -> Tensor:
         """Clip; return the norm before it."""
-        return clipped(self.trained, self.limit)
+        return clip_gradients(self.trained, self.limit)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -84,18 +93,18 @@ class Open(Engine):
         for i, micro in enumerate(micros, 1):
             with self.sync(count, last=i == count):
                 mark("forward")
-                loss: Tensor = self.wrapped(fn, Held(micro.batch))
+                loss: Tensor = self.wrapped(fn, OpaqueBatch(micro.batch))
                 mark("backward")
-                mine, share = scaled(loss, micro.scale, divisor, share)
+                mine, share = scale_loss(loss, micro.scale, divisor, share)
                 self.backward(mine)
         mark("update")
-        self.reduced()
+        self.finish_reduction()
         for p in self.trained:
             if p.grad is None:  # unused: the same decay everywhere
                 p.grad = torch.zeros_like(p)
         if self.scaler is not None:
             self.scaler.unscale(self._local_grads()[0])
-        norm = clip64(self._local_grads(), self.limit, self.world, self.copies) if self.fp64 else self.norm()
+        norm = clip_in_fp64(self._local_grads(), self.limit, self.world, self.copies) if self.fp64 else self.norm()
         assert share is not None
         if self.scaler is not None and self.scaler.overflowed(norm):
             self.optimizer.zero_grad()
@@ -110,18 +119,18 @@ class Open(Engine):
 
     @override
     def learning_rates(self) -> list[float]:
-        return rates_of(self.base)
+        return current_rates(self.base)
 
     @override
     @final
     def evaluate(self, fn: Fn, batch: Any) -> Any:
-        with resting(self.wrapped):
-            return self.wrapped(fn, Held(batch))
+        with eval_mode(self.wrapped):
+            return self.wrapped(fn, OpaqueBatch(batch))
 
     @override
     @final
     def call_frozen(self, fn: Fn, given: Any) -> Any:
-        return self.call(fn, Held(given))  # what splits parameters is in it; what reduces gradients is around it
+        return self.call(fn, OpaqueBatch(given))  # what splits parameters is in it; what reduces gradients is around it
 
     @override
     @final
@@ -132,10 +141,10 @@ class Open(Engine):
             for kind, value in {"weight": p, **state.get(p, {})}.items():
                 if not isinstance(value, Tensor):
                     continue
-                shape, where, local = span(value)
-                if (self.apart and kind != "weight") or first_copy(value, self.world):
+                shape, where, local = locate_shard(value)
+                if (self.apart and kind != "weight") or is_first_copy(value, self.world):
                     yield Piece(name, kind, shape, where, local)
-        yield from buffers(self.model, self.world)
+        yield from buffer_pieces(self.model, self.world)
 
     @override
     @final
@@ -151,7 +160,7 @@ class Open(Engine):
                 else:
                     value = torch.zeros((), dtype=torch.float32) if kind == "step" else torch.zeros_like(p)
                     state[p][kind] = value = self._placed(kind, value)
-                _, where, local = span(value)
+                _, where, local = locate_shard(value)
                 local.view(-1).copy_(read(name, kind, where))
         restore_buffers(self.model, read)
 
@@ -160,17 +169,17 @@ class Open(Engine):
     def holdings(self) -> Iterator[Holding]:
         names: dict[Any, str] = {p: name for name, p in self.kept.items()}
         for name, p in self.kept.items():
-            yield Holding("parameters", name, local(p))
+            yield Holding("parameters", name, local_part(p))
             if p.grad is not None:
-                yield Holding("gradients", name, local(p.grad))
+                yield Holding("gradients", name, local_part(p.grad))
         for p, state in self.base.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    yield Holding("optimizer", f"{names[p]}.{key}", local(value))
-        yield from held_by_modules(self.model)
-        yield from self.held_beside()
+                    yield Holding("optimizer", f"{names[p]}.{key}", local_part(value))
+        yield from module_holdings(self.model)
+        yield from self.extra_holdings()
 
-    def held_beside(self) -> Iterator[Holding]:
+    def extra_holdings(self) -> Iterator[Holding]:
         """What only this library keeps: gathered parameters, buckets."""
         yield from ()
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unipar.backend.cells import ONE, expand
+from unipar.backend.cells import ONE, expand_cell_patterns
 from unipar.backend.checks import settled_in
 from unipar.config import Cell
 from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
 from unipar.errors import BackendNotInstalled, ConfigError, Unsupported
-from unipar.results.row import Row
+from unipar.results.row import CellResult
 
-Entrants = dict[str, tuple[Row, SettledConfig | None]]
+Entrants = dict[str, tuple[CellResult, SettledConfig | None]]
 """Cells by name; one that cannot run has its sentence, and no config."""
 
 
@@ -26,13 +26,13 @@ def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
     if settled.config.model.offload != "none":
         alone = alone.changed({"model.offload": "none"})
         notes.append("without model.offload")
-    row = Row(cell=str(one), outcome="waits", note="; ".join(notes))
-    found: Entrants = {str(one): (row, _bare(settled_in(alone, one)))}
+    row = CellResult(cell=str(one), outcome="waits", note="; ".join(notes))
+    found: Entrants = {str(one): (row, _without_extras(settled_in(alone, one)))}
     for pattern in patterns:
         try:
-            cells = expand((pattern,))
+            cells = expand_cell_patterns((pattern,))
         except Unsupported as e:
-            found[pattern] = Row(cell=pattern, outcome="refused", note="; ".join(e.reasons)), None
+            found[pattern] = CellResult(cell=pattern, outcome="refused", note="; ".join(e.reasons)), None
             continue
         for cell in cells:
             if str(cell) not in found:
@@ -40,20 +40,20 @@ def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
     return found
 
 
-def check_cell(settled: SettledConfig, cell: Cell) -> tuple[Row, SettledConfig | None]:
+def check_cell(settled: SettledConfig, cell: Cell) -> tuple[CellResult, SettledConfig | None]:
     """Return what runs in a cell, or a row that says why nothing does."""
     name = str(cell)
     try:
         at = settled_in(settled, cell)
     except Unsupported as e:
-        return Row(cell=name, outcome="refused", note="; ".join(e.reasons)), None
+        return CellResult(cell=name, outcome="refused", note="; ".join(e.reasons)), None
     except ConfigError as e:  # an option contradicts this cell
-        return Row(cell=name, outcome="refused", note=str(e)), None
+        return CellResult(cell=name, outcome="refused", note=str(e)), None
     except BackendNotInstalled as e:
-        return Row(cell=name, outcome="absent", note=str(e)), None
-    return Row(cell=name, outcome="waits"), _bare(at)
+        return CellResult(cell=name, outcome="absent", note=str(e)), None
+    return CellResult(cell=name, outcome="waits"), _without_extras(at)
 
 
-def _bare(settled: SettledConfig) -> SettledConfig:
+def _without_extras(settled: SettledConfig) -> SettledConfig:
     """Nothing but steps: what else a run does between them would be timed with them."""
     return settled.changed({"eval": Eval(), "log.to": (), "log.memory": False})

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from unipar.distributed.launchers import without_launcher_arguments
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, WorldMismatch
-from unipar.launcher.prepare import Plan
+from unipar.launcher.prepare import PreparedRun
 from unipar.launcher.processes.worker_arguments import die_with_parent
 from unipar.launcher.progress import Progress
-from unipar.run_folder.error_file import record
-from unipar.training.out_of_memory import explaining
-from unipar.utils.files import write_whole
+from unipar.run_folder.error_file import write_error
+from unipar.training.out_of_memory import explain_out_of_memory
+from unipar.utils.files import write_file_atomically
 from unipar.utils.procfs import BEGAN, PARENT, process_stat
 
 if TYPE_CHECKING:
@@ -32,38 +32,38 @@ if TYPE_CHECKING:
     from unipar.training.run import TrainingRun
 
 
-ALONE = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
+SINGLE_PLACE = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
 
 
 @contextmanager
-def trained(plan: Plan, task: Task, *, quiet: bool = False) -> Generator[TrainingRun]:
+def training_in_process(plan: PreparedRun, task: Task, *, quiet: bool = False) -> Generator[TrainingRun]:
     """A run in this process; its body is the loop. Errors are written down as a worker's are, and raised."""
-    from unipar.training.setup import opened
+    from unipar.training.setup import open_run
 
-    place = plan.place or ALONE
+    place = plan.place or SINGLE_PLACE
     run = plan.out.resolve()
-    if not place.ours:
+    if not place.started_by_unipar:
         sys.argv[:] = without_launcher_arguments(sys.argv)
         _die_with_launcher(place.between)
     with ExitStack() as stack:
         if place.rank == 0:
-            stack.enter_context(plan.made())
-            stack.enter_context(_announced(run, place))
+            stack.enter_context(plan.create_folder())
+            stack.enter_context(_announce_run_folder(run, place))
             shown = stack.enter_context(Progress(run, plan.config.train.steps, quiet=quiet, prints=False))
-            stack.enter_context(shown.ticking())
+            stack.enter_context(shown.tick_in_background())
         else:
-            _wait(run, place, plan.config.launch.timeout)
+            _wait_for_run_folder(run, place, plan.config.launch.timeout)
         try:
             with (
-                opened(plan.settled, plan.backend, task, place, run) as training,
-                explaining(run, place.rank, training),
+                open_run(plan.settled, plan.backend, task, place, run) as training,
+                explain_out_of_memory(run, place.rank, training),
             ):
-                _forget(run, place)  # all have met by now
+                _remove_started_mark(run, place)  # all have met by now
                 yield training
         except Stopped:
             raise
         except BaseException as e:
-            record(run, place.rank, e)
+            write_error(run, place.rank, e)
             raise
 
 
@@ -75,59 +75,59 @@ def _die_with_launcher(between: int) -> None:
         parent = int(process_stat(parent)[PARENT])
     if parent > 1 and parent != os.getppid():
         watched = os.pidfd_open(parent)
-        threading.Thread(target=_end_with, args=(watched,), name="launcher", daemon=True).start()
+        threading.Thread(target=_die_after, args=(watched,), name="launcher", daemon=True).start()
     if threading.current_thread() is threading.main_thread():
         die_with_parent(os.getppid(), signal.SIGKILL)
 
 
-def _end_with(launcher: int) -> None:
+def _die_after(launcher: int) -> None:
     """Once the process behind this descriptor has ended, so does this one; its parent sees to the rest."""
     select.select([launcher], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _mark(run: Path, place: Place) -> Path:
+def _started_mark_path(run: Path, place: Place) -> Path:
     """A file that only the ranks of one world look for."""
     told = [place.launcher, place.job, place.address, os.environ.get("TORCHELASTIC_RUN_ID")]
     return run / f".started-{hashlib.sha256(repr(told).encode()).hexdigest()[:12]}"
 
 
 @contextmanager
-def _announced(run: Path, place: Place) -> Generator[None]:
+def _announce_run_folder(run: Path, place: Place) -> Generator[None]:
     """The folder is made: the others may write to it. Gone again when all have met, or when this rank fails before."""
-    mark = _mark(run, place)
+    mark = _started_mark_path(run, place)
     if place.size > 1:
-        write_whole(mark, json.dumps([_here(), os.getpid(), process_stat("self")[BEGAN]]))
+        write_file_atomically(mark, json.dumps([_process_namespace(), os.getpid(), process_stat("self")[BEGAN]]))
     try:
         yield
     finally:
-        _forget(run, place)
+        _remove_started_mark(run, place)
 
 
-def _forget(run: Path, place: Place) -> None:
-    _mark(run, place).unlink(missing_ok=True)
+def _remove_started_mark(run: Path, place: Place) -> None:
+    _started_mark_path(run, place).unlink(missing_ok=True)
     if place.meeting is not None:
         place.meeting.unlink(missing_ok=True)
 
 
-def _wait(run: Path, place: Place, patience: float) -> None:
+def _wait_for_run_folder(run: Path, place: Place, patience: float) -> None:
     """Until rank 0 has made the run folder."""
     until = time.monotonic() + patience
-    while not _fresh(_mark(run, place)):
+    while not _is_left_by_live_rank(_started_mark_path(run, place)):
         if time.monotonic() > until:
             raise WorldMismatch(f"rank {place.rank} waited {patience:g} s for rank 0 to make {run}")
         time.sleep(0.02)
 
 
-def _fresh(mark: Path) -> bool:
+def _is_left_by_live_rank(mark: Path) -> bool:
     """Whether a rank that lives has left it: a run that was killed leaves its own behind, under the same name."""
     try:
         here, pid, began = json.loads(mark.read_bytes())
-        return here != _here() or process_stat(pid)[BEGAN] == began
+        return here != _process_namespace() or process_stat(pid)[BEGAN] == began
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def _here() -> list[str]:
+def _process_namespace() -> list[str]:
     """Where a process's number means this process."""
     return [Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip(), os.readlink("/proc/self/ns/pid")]

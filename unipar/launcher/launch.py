@@ -12,21 +12,21 @@ from unipar.config.settled import read_settled
 from unipar.config.source import Given
 from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
 from unipar.launcher import rerun, worker_entries
-from unipar.launcher.prepare import Plan, prepare, task_here
+from unipar.launcher.prepare import PreparedRun, make_task, prepare
 from unipar.launcher.processes import worker
-from unipar.launcher.processes.group import Crew
+from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.progress import Progress
-from unipar.memory.sources.malloc_build import logging
+from unipar.memory.sources.malloc_build import step_log_environment
 from unipar.results.run import Report
 from unipar.task import Task
-from unipar.task.importing import importing, pass_launch
+from unipar.task.importing import is_importing_task, next_earlier_run
 
 if TYPE_CHECKING:
     from unipar.task import Run
 
-Function = Callable[..., Any]
+TaskFunction = Callable[..., Any]
 
-_earlier: list[str] = []
+_earlier_launches: list[str] = []
 """What came of each launch of this process: its run folder, or `!Kind: sentence`."""
 
 
@@ -34,37 +34,37 @@ def launch(
     config: Given,
     *,
     task: type[Task] | None = None,
-    model: Function | None = None,
-    loss: Function | None = None,
-    data: Function | None = None,
-    weight: Function | None = None,
-    collate: Function | None = None,
-    validation: Function | None = None,
-    metrics: Function | None = None,
-    groups: Function | None = None,
+    model: TaskFunction | None = None,
+    loss: TaskFunction | None = None,
+    data: TaskFunction | None = None,
+    weight: TaskFunction | None = None,
+    collate: TaskFunction | None = None,
+    validation: TaskFunction | None = None,
+    metrics: TaskFunction | None = None,
+    groups: TaskFunction | None = None,
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Report:
     """Train what `config` says and read what came of it; under a foreign launcher, as one of its ranks."""
-    if importing():
-        return _came_of(pass_launch())
-    if worker_entries.context is not None:
-        return _before_join()
-    functions = _given(locals())
+    if is_importing_task():
+        return _result_of_earlier(next_earlier_run())
+    if worker_entries.script_context is not None:
+        return _refuse_launch_with_join()
+    functions = _select_functions(locals())
     try:
-        plan = Plan.of(prepare(config, task, overrides, functions=functions), overwrite=overwrite)
-        _earlier[:] = _but(plan.out)
-        plan = plan.after(_earlier)
+        plan = PreparedRun.of(prepare(config, task, overrides, functions=functions), overwrite=overwrite)
+        _earlier_launches[:] = _launches_without(plan.out)
+        plan = plan.after(_earlier_launches)
         if plan.place is not None:
-            _train_here(plan, task_here(task, functions, plan.config, plan.ref), quiet)
+            _train_in_process(plan, make_task(task, functions, plan.config, plan.ref), quiet)
         else:
-            _start(plan, "unipar.launcher.worker_entries:train", quiet)
+            _start_workers(plan, "unipar.launcher.worker_entries:train_task", quiet)
         report = Report.read(plan.out)
     except UniparError as e:
-        _earlier.append(f"!{type(e).__name__}: {e}")
+        _earlier_launches.append(f"!{type(e).__name__}: {e}")
         raise
-    _earlier.append(str(plan.out.resolve()))
+    _earlier_launches.append(str(plan.out.resolve()))
     return report
 
 
@@ -73,75 +73,75 @@ def join(
     config: Given,
     *,
     task: type[Task] | None = None,
-    model: Function | None = None,
-    loss: Function | None = None,
-    data: Function | None = None,
-    weight: Function | None = None,
-    collate: Function | None = None,
-    validation: Function | None = None,
-    metrics: Function | None = None,
-    groups: Function | None = None,
+    model: TaskFunction | None = None,
+    loss: TaskFunction | None = None,
+    data: TaskFunction | None = None,
+    weight: TaskFunction | None = None,
+    collate: TaskFunction | None = None,
+    validation: TaskFunction | None = None,
+    metrics: TaskFunction | None = None,
+    groups: TaskFunction | None = None,
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Generator[Run]:
     """A run whose loop is the body of the `with`: this process is one of its ranks, or starts them and ends."""
-    from unipar.launcher.in_process import trained
+    from unipar.launcher.in_process import training_in_process
 
-    functions = _given(locals())
-    if importing():
-        pass_launch()
+    functions = _select_functions(locals())
+    if is_importing_task():
+        next_earlier_run()
         raise TaskError("a file that workers import calls join(); put it under if __name__ == '__main__'")
     if task is None and not {"model", "loss"} <= functions.keys():
         raise TaskError("join needs model= and loss=, or a task=")
-    if worker_entries.context is not None:
-        with _joined(worker_entries.context, task, functions) as run:
+    if worker_entries.script_context is not None:
+        with _join_as_worker(worker_entries.script_context, task, functions) as run:
             yield run
         return
-    plan = Plan.of(prepare(config, task, overrides, code="in the script"), overwrite=overwrite)
+    plan = PreparedRun.of(prepare(config, task, overrides, code="in the script"), overwrite=overwrite)
     if plan.place is None and plan.size > 1:
-        _start_again(plan, quiet)
-    with trained(plan, task_here(task, functions, plan.config, None), quiet=quiet) as run:
+        _rerun_script_in_workers(plan, quiet)
+    with training_in_process(plan, make_task(task, functions, plan.config, None), quiet=quiet) as run:
         yield run
 
 
-def _given(named: Mapping[str, Any]) -> dict[str, Function]:
-    from unipar.task.task import FUNCTIONS
+def _select_functions(named: Mapping[str, Any]) -> dict[str, TaskFunction]:
+    from unipar.task.task import TASK_FUNCTIONS
 
-    return {name: named[name] for name in FUNCTIONS if named[name] is not None}
+    return {name: named[name] for name in TASK_FUNCTIONS if named[name] is not None}
 
 
-def _start(plan: Plan, entry: str, quiet: bool, script: Sequence[str] = ()) -> None:
+def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[str] = ()) -> None:
     """Ranks of our own, until all have ended."""
     config, run = plan.config, plan.out.resolve()
     with (
-        plan.made(script),
+        plan.create_folder(script),
         plan.backend.host(config, plan.size) as environment,
         Progress(run, config.train.steps, quiet=quiet) as shown,
-        Crew.of(
+        WorkerGroup.of(
             plan.settled,
             plan.backend,
             run,
             entry,
-            {**environment, **logging(config)},
+            {**environment, **step_log_environment(config)},
             parcel=plan.ref.parcel if plan.ref is not None else b"",
         ) as crew,
     ):
         crew.wait(shown.tick, shown.every)
 
 
-def _train_here(plan: Plan, task: Task, quiet: bool) -> None:
-    from unipar.launcher.in_process import trained
+def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> None:
+    from unipar.launcher.in_process import training_in_process
 
-    with trained(plan, task, quiet=quiet) as run:
+    with training_in_process(plan, task, quiet=quiet) as run:
         task.train(run)
 
 
-def _start_again(plan: Plan, quiet: bool) -> None:
+def _rerun_script_in_workers(plan: PreparedRun, quiet: bool) -> None:
     """The same script in each rank; what comes after `join` is theirs alone, so this process ends here."""
-    script = rerun.typed()
+    script = rerun.find_script_command()
     try:
-        _start(plan, "unipar.launcher.worker_entries:script", quiet, script)
+        _start_workers(plan, "unipar.launcher.worker_entries:rerun_script", quiet, script)
     except UniparError as e:
         if isinstance(e, WorkerFailed) and e.traceback:
             sys.stderr.write(e.traceback)
@@ -151,35 +151,35 @@ def _start_again(plan: Plan, quiet: bool) -> None:
 
 
 @contextmanager
-def _joined(
-    context: worker_entries.Context, task: type[Task] | None, functions: Mapping[str, Function]
+def _join_as_worker(
+    context: worker_entries.ScriptContext, task: type[Task] | None, functions: Mapping[str, TaskFunction]
 ) -> Generator[Run]:
     """In a worker that runs the user's script."""
     from unipar.backend import registry
-    from unipar.training.setup import opened
+    from unipar.training.setup import open_run
 
-    if context.joined:
+    if context.has_joined:
         raise TaskError("join() was called a second time in one script; a script joins one run")
-    context.joined = True
+    context.has_joined = True
     settled = read_settled(context.run)
-    backend = registry.find(settled.cell.backend)
-    made = task_here(task, functions, settled.config, None)
+    backend = registry.find_backend(settled.cell.backend)
+    made = make_task(task, functions, settled.config, None)
     folder, rank = context.run, context.place.rank
-    with opened(settled, backend, made, context.place, folder) as run, worker.last_words(folder, rank, run):
+    with open_run(settled, backend, made, context.place, folder) as run, worker.exit_on_error(folder, rank, run):
         yield run
 
 
-def _before_join() -> Report:
+def _refuse_launch_with_join() -> Report:
     raise TaskError("launch() and join() are both called in one script; a script that joins does nothing else")
 
 
-def _but(out: Path) -> list[str]:
+def _launches_without(out: Path) -> list[str]:
     """What workers find of earlier launches when this one has written over `out`."""
     gone = f"!TaskError: the run in {out} was overwritten by a later one; put launches under if __name__ == '__main__'"
-    return [gone if entry == str(out.resolve()) else entry for entry in _earlier]
+    return [gone if entry == str(out.resolve()) else entry for entry in _earlier_launches]
 
 
-def _came_of(entry: str) -> Report:
+def _result_of_earlier(entry: str) -> Report:
     """An earlier launch of the same script, as its caller saw it."""
     if not entry.startswith("!"):
         return Report.read(Path(entry))

@@ -10,20 +10,20 @@ from typing import Any, Literal, Self
 
 from unipar.backend import Backend, checks, registry, resources
 from unipar.backend.checks import CheckedSource, given_source
-from unipar.backend.installed import library_versions, machine
+from unipar.backend.installed import library_versions, machine_summary
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
-from unipar.distributed.launchers import Launcher, probe, started_by
+from unipar.distributed.launchers import Launcher, find_launcher, place_from_environment
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported, WorldMismatch
 from unipar.model import weight_file
 from unipar.run_folder import folder
 from unipar.task import Task
-from unipar.task.importing import Reached, importing
+from unipar.task.importing import LaunchReached, is_importing_task
 from unipar.task.reference import TaskRef
-from unipar.task.task import Functions
-from unipar.tracking.tracker import require
+from unipar.task.task import FunctionTask
+from unipar.tracking.tracker import require_tracker
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Prepared:
         """The config with its device known, so that nobody counts GPUs again."""
         return self.source.config.changed({"device": self.device})
 
-    def ranks(self) -> resources.Ranks:
+    def ranks(self) -> resources.RankCount:
         """Return how many ranks the config means here."""
         source = self.source
         return resources.ranks_in(source.cell, source.config, self.place, alone=source.alone)
@@ -56,7 +56,7 @@ class Prepared:
     def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
         """Return the config in so many ranks, which `asked` asked for; `local` of them are on this machine."""
         settled = SettledConfig.of(self.source.config, self.source.cell, ranks, self.device)
-        resources.check_enough(self.computed, ranks, local, asked)
+        resources.check_gpu_count(self.computed, ranks, local, asked)
         return settled
 
 
@@ -74,21 +74,21 @@ def prepare(
     `code`: whether a task must be named. `starts`: what the caller starts by itself, if it cannot be a rank of a
     world that another launcher made.
     """
-    if importing():
-        raise Reached
+    if is_importing_task():
+        raise LaunchReached
     source = given_source(config, overrides)
-    place = _place(source, starts)
+    place = _foreign_place(source, starts)
     ref = None
     if code == "needed" or (code == "if named" and source.config.task is not None):
         ref = TaskRef.of(task, source.config.task, functions or {})
-        ref.look()
+        ref.check_code()
     if (wanted := source.config.model.loading) is not None:
-        weight_file.look(wanted, (source.folder, Path.cwd()))
-    return Prepared(source, ref, place, *resources.device(source.config))
+        weight_file.validate_weight_file(wanted, (source.folder, Path.cwd()))
+    return Prepared(source, ref, place, *resources.choose_device(source.config))
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparedRun:
     """What is trained, by whom, on how many ranks, and where it is written down."""
 
     settled: SettledConfig
@@ -111,7 +111,7 @@ class Plan:
         config, kind = source.config, prepared.device
         checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell)
         for tracker in config.log.to:
-            require(tracker)
+            require_tracker(tracker)
         ranks = prepared.ranks()
         if place is not None and place.size != ranks.number:
             raise WorldMismatch(
@@ -120,7 +120,7 @@ class Plan:
         settled = prepared.settled(ranks.number, place.local_size if place else None)
         settled.config.parallel.settle(settled.ranks)
         if place is None or place.rank == 0:
-            folder.look(source.out, overwrite=overwrite)
+            folder.check_run_folder(source.out, overwrite=overwrite)
         settled = replace(settled, config=settled.config.changed({"out": str(source.out)}))
         return cls(settled, source.backend, source.out, overwrite, place, prepared.ref, ranks.why or prepared.why)
 
@@ -137,19 +137,19 @@ class Plan:
     def size(self) -> int:
         return self.settled.ranks
 
-    def made(self, script: Sequence[str] = ()) -> Any:
+    def create_folder(self, script: Sequence[str] = ()) -> Any:
         """The run folder, this run's alone while the context is open."""
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
-        ran = {"versions": library_versions(self.backend.requires), "machine": machine()}
+        ran = {"versions": library_versions(self.backend.requires), "machine": machine_summary()}
         launch |= {"settled": self.settled.to_json()}
-        texts = self.config.written(), json.dumps(launch | ran, indent=2)
-        return folder.made(self.out, *texts, overwrite=self.overwrite)
+        texts = self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
+        return folder.create_run_folder(self.out, *texts, overwrite=self.overwrite)
 
 
-def _place(source: CheckedSource, starts: str) -> Place | None:
+def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
     """Who a foreign launcher says this process is; raise where it cannot start what is asked for."""
-    found = registry.launchers()
-    place = probe(found, folder=source.out.resolve())
+    found = registry.list_launchers()
+    place = place_from_environment(found, folder=source.out.resolve())
     if place is None:
         return None
     if starts:
@@ -157,12 +157,12 @@ def _place(source: CheckedSource, starts: str) -> Place | None:
             f"{starts}, and this is rank {place.rank} of one that {place.launcher} started: run it without that "
             "launcher"
         )
-    if (launcher := started_by(found)) is not None:
-        check_serves(launcher, source)
+    if (launcher := find_launcher(found)) is not None:
+        check_launcher_serves(launcher, source)
     return place
 
 
-def check_serves(launcher: Launcher, source: CheckedSource) -> None:
+def check_launcher_serves(launcher: Launcher, source: CheckedSource) -> None:
     """Refuse a launcher that was made for other backends."""
     if launcher.serves is None or source.config.backend in launcher.serves:
         return
@@ -175,12 +175,12 @@ def check_serves(launcher: Launcher, source: CheckedSource) -> None:
     )
 
 
-def task_here(
+def make_task(
     task: type[Task] | None, functions: Mapping[str, Callable[..., Any]], config: Config, ref: TaskRef | None
 ) -> Task:
     """The task as an object of this very process, which has its class already."""
     if functions:
-        return Functions(functions)
+        return FunctionTask(functions)
     if task is not None:
         return task(**(config.task.args if config.task else {}))
     assert ref is not None

@@ -11,19 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from unipar.model.weight_file import told
-from unipar.run_folder.heartbeat import feel
-from unipar.run_folder.layout import beat_of, ledger_of, prints_of
+from unipar.model.weight_file import describe_loaded_weights
+from unipar.run_folder.heartbeat import read_heartbeat
+from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
 from unipar.utils.terminal import Terminal
 from unipar.utils.text import count_of, format_number, format_size
 
-TWENTIETH = 20
+LINES_IN_SHORT_RUN = 20
 """Plain lines in a short run; a long one has one every `LINE` seconds."""
 
-LINE = 30.0
+SECONDS_BETWEEN_LINES = 30.0
 
 
-class Tail:
+class FileTail:
     """The lines that were added to a file since it was last asked."""
 
     def __init__(self, path: Path) -> None:
@@ -63,8 +63,8 @@ class Progress:
     ) -> None:
         self._run, self._steps, self._quiet = run, steps, quiet
         self._out, self._err = Terminal(out or sys.stdout), Terminal(err or sys.stderr)
-        self._ledger = Tail(ledger_of(run, 0))
-        self._prints = Tail(prints_of(run)) if prints else None
+        self._ledger = FileTail(ledger_path(run, 0))
+        self._stdout_tail = FileTail(stdout_path(run)) if prints else None
         """None in the process that prints itself."""
 
         self._rows: list[Mapping[str, Any]] = []
@@ -81,27 +81,27 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.tick()
-        if self._prints is not None and (begun := self._prints.rest()):
-            self._print(begun)
+        if self._stdout_tail is not None and (begun := self._stdout_tail.rest()):
+            self._write_rank_output(begun)
         self._err.stop()
         if kind is None and not self._quiet and self._rows:
             self._say(self._summary())
-        for tail in (self._ledger, self._prints):
+        for tail in (self._ledger, self._stdout_tail):
             if tail is not None:
                 tail.close()
 
     def tick(self) -> None:
         """Show what is new."""
-        for line in self._prints.lines() if self._prints is not None else ():
-            self._print(line)
+        for line in self._stdout_tail.lines() if self._stdout_tail is not None else ():
+            self._write_rank_output(line)
         for line in self._ledger.lines():
-            self._event(json.loads(line))
+            self._show_event(json.loads(line))
         if self._err.draws:
-            self._move()
+            self._update_bar()
             self._err.refresh()
 
     @contextmanager
-    def ticking(self) -> Generator[None]:
+    def tick_in_background(self) -> Generator[None]:
         """Ticks by itself while the body trains in this very process."""
         over = threading.Event()
 
@@ -117,67 +117,69 @@ class Progress:
             over.set()
             thread.join()
 
-    def _event(self, row: Mapping[str, Any]) -> None:
+    def _show_event(self, row: Mapping[str, Any]) -> None:
         if row["event"] == "start":
             self._say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
-            self._say(f"weights: {told(row)}")
+            self._say(f"weights: {describe_loaded_weights(row)}")
         elif row["event"] in ("data", "tracker", "memory"):
             self._say(f"{row['event']}: {row['said']}")
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)
-            if not self._err.draws and self._due(row["step"]):
-                rate = _rate(row["samples"] / row["seconds"]) if row["seconds"] else ""
-                said = f"step {self._of(row['step'])}  loss {row['loss']:.4f}  {rate}{_memory(row)}"
+            if not self._err.draws and self._line_is_due(row["step"]):
+                rate = _format_rate(row["samples"] / row["seconds"]) if row["seconds"] else ""
+                said = f"step {self._step_of_total(row['step'])}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}"
                 self._say(said)
         elif row["event"] == "eval":
             named = "  ".join(f"{k} {format_number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
-            self._say(f"step {self._of(row['step'])}  evaluated: {named}")
+            self._say(f"step {self._step_of_total(row['step'])}  evaluated: {named}")
 
-    def _due(self, step: int) -> bool:
+    def _line_is_due(self, step: int) -> bool:
         last, when = self._shown
         now = time.monotonic()
-        often = (self._steps or 0) / TWENTIETH
-        if last and step != self._steps and now - when < LINE and not (often and step - last >= often):
+        often = (self._steps or 0) / LINES_IN_SHORT_RUN
+        if last and step != self._steps and now - when < SECONDS_BETWEEN_LINES and not (often and step - last >= often):
             return False
         self._shown = (step, now)
         return True
 
-    def _move(self) -> None:
-        beat = feel(beat_of(self._run, 0))
+    def _update_bar(self) -> None:
+        beat = read_heartbeat(heartbeat_path(self._run, 0))
         if beat is None or beat.step < 1:
             return
         row = self._rows[-1] if self._rows else None
         done = max(beat.step - 1, row["step"] if row else 0)
         says = "" if row is None else f"loss {row['loss']:.4f}"
         if row is not None and row["seconds"]:
-            says += f"  {_rate(row['samples'] / row['seconds'])}{_memory(row)}"
+            says += f"  {_format_rate(row['samples'] / row['seconds'])}{_format_memory(row)}"
             if self._steps:
-                says += f"  {_clock((self._steps - done) * row['seconds'])}"
-        self._err.move_bar(description=f"step {self._of(done)}", completed=done, total=self._steps, says=says)
+                says += f"  {_format_clock((self._steps - done) * row['seconds'])}"
+        self._err.move_bar(
+            description=f"step {self._step_of_total(done)}", completed=done, total=self._steps, says=says
+        )
 
-    def _of(self, step: int) -> str:
+    def _step_of_total(self, step: int) -> str:
         return f"{step}/{self._steps}" if self._steps else f"{step}"
 
     def _say(self, text: str) -> None:
         if not self._quiet:
             self._err.line(text)
 
-    def _print(self, line: str) -> None:
+    def _write_rank_output(self, line: str) -> None:
         """What rank 0 printed goes where a print would: above the bar if that is the same terminal."""
         same = self._err.draws and self._out.can_draw
         (self._err if same else self._out).line(line)
 
     def _summary(self) -> str:
         first, last = self._rows[0], self._rows[-1]
-        took = _clock(last["time"] - first["time"])
+        took = _format_clock(last["time"] - first["time"])
         return (
             f"{count_of(last['step'], 'step')} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {self._run}"
         )
 
 
-def _memory(row: Mapping[str, Any]) -> str:
+def _format_memory(row: Mapping[str, Any]) -> str:
     """Of a step that was watched: the fullest moment, and what took most of it."""
     if not row.get("memory"):
         return ""
@@ -186,11 +188,11 @@ def _memory(row: Mapping[str, Any]) -> str:
     return f"  {format_size(fullest['peak'])} in {fullest['name']}, {most} {format_size(held)}"
 
 
-def _rate(samples: float) -> str:
+def _format_rate(samples: float) -> str:
     return f"{samples:,.0f} samples/s" if samples >= 10 else f"{samples:.2g} samples/s"
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     """90.4 -> 1:30"""
     if seconds < 60:
         return f"{max(0.0, seconds):.1f} s"

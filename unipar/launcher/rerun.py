@@ -8,14 +8,14 @@ from pathlib import Path
 
 from unipar.errors import TaskError
 
-_WITH_VALUE = "WX"
+_FLAGS_WITH_VALUE = "WX"
 
 
-def typed(words: Sequence[str] | None = None) -> list[str]:
+def find_script_command(words: Sequence[str] | None = None) -> list[str]:
     """["script", path, argument...] or ["module", name, argument...]."""
     rest = list(sys.orig_argv if words is None else words)[1:]
     if hasattr(sys, "ps1"):  # a kernel is a module that was run by -m
-        raise _no_script("a prompt or a notebook")
+        raise _no_script_error("a prompt or a notebook")
     while rest and rest[0].startswith("-") and rest[0] != "-":
         flag = rest.pop(0)
         if flag.startswith("--"):
@@ -27,19 +27,19 @@ def typed(words: Sequence[str] | None = None) -> list[str]:
             if letter == "m":
                 return ["module", value or rest.pop(0), *rest]
             if letter == "c":
-                raise _no_script("a -c command")
-            if letter in _WITH_VALUE:
+                raise _no_script_error("a -c command")
+            if letter in _FLAGS_WITH_VALUE:
                 if not value:
                     rest.pop(0)
                 break
     if not rest or rest[0] == "-":
-        raise _no_script("a prompt or a notebook")
+        raise _no_script_error("a prompt or a notebook")
     if not Path(rest[0]).is_file():
-        raise _no_script(f"{rest[0]}, which is no file")
+        raise _no_script_error(f"{rest[0]}, which is no file")
     return ["script", rest[0], *rest[1:]]
 
 
-def _no_script(where: str) -> TaskError:
+def _no_script_error(where: str) -> TaskError:
     return TaskError(
         f"join runs the script that calls it once more in each rank, and this is {where}: put the loop into a file, "
         "or use launch() with a task"

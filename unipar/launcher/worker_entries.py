@@ -11,45 +11,47 @@ from pathlib import Path
 
 from unipar.distributed.place import Place
 from unipar.errors import TaskError
-from unipar.launcher.processes.worker import last_words
-from unipar.launcher.worker_stdout import Prints
+from unipar.launcher.processes.worker import exit_on_error
+from unipar.launcher.worker_stdout import WorkerStdout
 
 
 @dataclass
-class Context:
+class ScriptContext:
     """Who this process is, for `join` in a script that workers run again."""
 
     place: Place
     run: Path
-    joined: bool = False
+    has_joined: bool = False
 
 
-context: Context | None = None
+script_context: ScriptContext | None = None
 """None in every process that is not such a worker."""
 
 
-def train(place: Place, run: Path, control: socket.socket | None) -> None:
+def train_task(place: Place, run: Path, control: socket.socket | None) -> None:
     """The entry of an ordinary run."""
     from unipar.backend import registry
     from unipar.config.settled import read_settled
     from unipar.task.reference import TaskRef
-    from unipar.training.setup import opened
+    from unipar.training.setup import open_run
 
     settled = read_settled(run)
-    backend = registry.find(settled.cell.backend)
+    backend = registry.find_backend(settled.cell.backend)
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
     if place.rank == 0:
-        sys.stdout = Prints(sys.stdout, run)  # not before: what the user's file prints, the script has printed already
-    with opened(settled, backend, task, place, run) as training, last_words(run, place.rank, training):
+        sys.stdout = WorkerStdout(
+            sys.stdout, run
+        )  # not before: what the user's file prints, the script has printed already
+    with open_run(settled, backend, task, place, run) as training, exit_on_error(run, place.rank, training):
         task.train(training)
 
 
-def script(place: Place, run: Path, control: socket.socket | None) -> None:
+def rerun_script(place: Place, run: Path, control: socket.socket | None) -> None:
     """The entry of a run whose loop is in the user's own script: run it again, up to its `join` and past it."""
-    global context
-    context = Context(place, run)
+    global script_context
+    script_context = ScriptContext(place, run)
     if place.rank == 0:
-        sys.stdout = Prints(sys.stdout, run)
+        sys.stdout = WorkerStdout(sys.stdout, run)
     words: list[str] = json.loads((run / "launch.json").read_text("utf-8"))["script"]
     how, what, *rest = words
     if how == "module":
@@ -60,5 +62,5 @@ def script(place: Place, run: Path, control: socket.socket | None) -> None:
         sys.path.insert(0, str(Path(what).resolve().parent))
         sys.argv = [what, *rest]
         runpy.run_path(what, run_name="__main__")
-    if not context.joined:
+    if not script_context.has_joined:
         raise TaskError(f"{what} ended in this worker without a join()")

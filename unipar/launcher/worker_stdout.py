@@ -9,15 +9,15 @@ from typing import Any, TextIO
 
 from typing_extensions import Buffer, override
 
-from unipar.run_folder.layout import prints_of
+from unipar.run_folder.layout import stdout_path
 
 
-class Prints(io.TextIOBase):
+class WorkerStdout(io.TextIOBase):
     """Stands in for `sys.stdout`; what `logging` writes stays in the log: it is mostly libraries'."""
 
     def __init__(self, log: TextIO, run: Path) -> None:
         self._log = log
-        self._out = prints_of(run).open("a", encoding="utf-8")
+        self._out = stdout_path(run).open("a", encoding="utf-8")
 
     @override
     def write(self, text: str, /) -> int:
@@ -30,7 +30,7 @@ class Prints(io.TextIOBase):
 
     @property
     def buffer(self) -> io.BufferedIOBase:
-        return _Bytes(self._log, self._out)
+        return _WorkerStdoutBuffer(self._log, self._out)
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else `sys.stdout` has on the other ranks: reconfigure, line_buffering, name, ..."""
@@ -63,7 +63,7 @@ class Prints(io.TextIOBase):
         return self._log.encoding
 
 
-class _Bytes(io.BufferedIOBase):
+class _WorkerStdoutBuffer(io.BufferedIOBase):
     """`sys.stdout.buffer`: bytes go the same two ways."""
 
     def __init__(self, *streams: TextIO) -> None:

@@ -14,25 +14,25 @@ from unipar.config import Section
 from unipar.errors import ReportError
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
-PRECEDENCE: Final = {category: i for i, category in enumerate(CATEGORIES)}
+CATEGORY_PRECEDENCE: Final = {category: i for i, category in enumerate(CATEGORIES)}
 """Of a storage with several names, the category that comes first holds."""
 
 PhaseName = Literal["built", "forward", "backward", "update", "steady"]
-PHASES: Final[tuple[PhaseName, ...]] = get_args(PhaseName)
+MEMORY_PHASES: Final[tuple[PhaseName, ...]] = get_args(PhaseName)
 """built: from the start until the first step; steady: between two steps."""
 
 
-Pass = Literal["plain", "placed", "saved", "sent"]
+RecordingPass = Literal["plain", "placed", "saved", "sent"]
 """How a watched step is watched: as it is; with each operation's place; with what autograd saves; with what is sent."""
 
-PASSES: Final[tuple[Pass, ...]] = ("placed", "saved", "plain", "sent", "plain")
+PASSES_BY_IMPORTANCE: Final[tuple[RecordingPass, ...]] = ("placed", "saved", "plain", "sent", "plain")
 """What matters most comes first, for those who have few steps."""
 
-ORDER: Final[tuple[Pass, ...]] = get_args(Pass)
+PASSES_IN_ORDER: Final[tuple[RecordingPass, ...]] = get_args(RecordingPass)
 """In which they are done: what is resident is read while steps are plain."""
 
 
-class Block(Section):
+class NamedBlock(Section):
     """A piece of memory with a name, or what is known of one that has none."""
 
     category: Category
@@ -40,7 +40,7 @@ class Block(Section):
     size: int
 
 
-class Phase(Section):
+class PhasePeak(Section):
     """The fullest moment of one phase."""
 
     name: PhaseName
@@ -50,7 +50,7 @@ class Phase(Section):
     held: dict[Category, int]
     """Bytes by category at that moment; their sum is the peak."""
 
-    largest: tuple[Block, ...] = ()
+    largest: tuple[NamedBlock, ...] = ()
     """The largest blocks of that moment."""
 
     reserved: int | None = None
@@ -68,7 +68,7 @@ class Phase(Section):
         return self.held.get("unattributed", 0) / self.peak if self.peak else 0.0
 
 
-class Resident(Section):
+class ResidentMemory(Section):
     """What the system counts for a process, in bytes; pages of files left out."""
 
     base: int
@@ -77,7 +77,7 @@ class Resident(Section):
     """Pages that no other process shares, between two steps."""
 
 
-class Device(Section):
+class DeviceMemory(Section):
     """A GPU, and what it has of one process when all watched steps are done, in bytes."""
 
     name: str
@@ -93,7 +93,7 @@ class Device(Section):
         return None if self.used is None else self.used - self.reserved
 
 
-class Account(Section):
+class MemoryAccount(Section):
     """What one rank allocated, from its base mark on."""
 
     rank: int
@@ -106,7 +106,7 @@ class Account(Section):
     base: int
     """Bytes allocated at the base mark: after imports, with the group met and a toy step done."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[PhasePeak, ...]
     peaks: tuple[int, ...]
     """Of each step that was measured, beyond the base."""
 
@@ -116,7 +116,7 @@ class Account(Section):
     marks: tuple[tuple[float, str], ...] = ()
     """(part of that step, phase that begins there)."""
 
-    resident: Resident | None = None
+    resident: ResidentMemory | None = None
     sent: dict[str, int] = Field(default_factory=dict)
     """Payload bytes of one step by collective: of each call the whole tensor that it is about."""
 
@@ -127,13 +127,13 @@ class Account(Section):
     """Bytes of activations at the end of a forward: by lifetime, and as autograd saved them, in a pass apart."""
 
     notes: tuple[str, ...] = ()
-    on: Device | None = None
+    on: DeviceMemory | None = None
     """On CUDA: the device."""
 
-    pinned: tuple[Phase, ...] = ()
+    pinned: tuple[PhasePeak, ...] = ()
     """Beside CUDA's: the host's pages that CUDA pins, which malloc does not give; from 0, and not from the base."""
 
-    host: Account | None = None
+    host: MemoryAccount | None = None
     """Beside CUDA's: the same of the host's memory."""
 
     @property
@@ -141,16 +141,16 @@ class Account(Section):
         """The most that CUDA's allocator had of the device."""
         return max((phase.reserved for phase in self.phases if phase.reserved is not None), default=None)
 
-    def gaps(self, phase: Phase) -> int | None:
+    def gaps(self, phase: PhasePeak) -> int | None:
         """What the allocator had of the device and nobody had of it: fragmentation."""
         return None if phase.reserved is None else phase.reserved - self.base - phase.peak
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> PhasePeak:
         """The fullest phase of all."""
         return max(self.phases, key=lambda phase: phase.peak)
 
-    def residing(self, resident: Resident | None) -> Account:
+    def residing(self, resident: ResidentMemory | None) -> MemoryAccount:
         """With what the system counts, which is of the host's memory."""
         if self.device == "cpu":
             return self.model_copy(update={"resident": resident})
@@ -158,17 +158,17 @@ class Account(Section):
         return self.model_copy(update={"host": host})
 
     def write(self, run: Path) -> None:
-        account_of(run, self.rank).write_text(self.model_dump_json(), encoding="utf-8")
+        account_path(run, self.rank).write_text(self.model_dump_json(), encoding="utf-8")
 
 
-_FILE: Final = r"rank-(\d+)\.memory\.json"
+_ACCOUNT_FILE: Final = r"rank-(\d+)\.memory\.json"
 
 
-def read_account(run: Path, rank: int) -> Account:
+def read_account(run: Path, rank: int) -> MemoryAccount:
     """What a rank wrote down; an error where it wrote nothing, or not all of it."""
-    file = account_of(run, rank)
+    file = account_path(run, rank)
     try:
-        account = Account.model_validate_json(file.read_bytes())
+        account = MemoryAccount.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         raise ReportError(f"rank {rank} wrote down nothing of its memory: there is no {file}") from None
     except OSError as e:
@@ -182,9 +182,9 @@ def read_account(run: Path, rank: int) -> Account:
     return account
 
 
-def accounts(run: Path, problems: list[str]) -> Iterator[Account]:
+def read_accounts(run: Path, problems: list[str]) -> Iterator[MemoryAccount]:
     """Of all ranks that wrote any, the lowest first; one that cannot be read leaves the others."""
-    found = sorted(int(m[1]) for file in run.glob("*.memory.json") if (m := re.fullmatch(_FILE, file.name)))
+    found = sorted(int(m[1]) for file in run.glob("*.memory.json") if (m := re.fullmatch(_ACCOUNT_FILE, file.name)))
     for rank in found:
         try:
             yield read_account(run, rank)
@@ -192,5 +192,5 @@ def accounts(run: Path, problems: list[str]) -> Iterator[Account]:
             problems.append(f"{e}: it is left out")
 
 
-def account_of(run: Path, rank: int) -> Path:
+def account_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.memory.json"

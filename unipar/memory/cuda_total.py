@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unipar.memory.account import Account
+from unipar.memory.account import MemoryAccount
 
 MIB = 2**20
-CONTEXT = 500 * MIB
+CUDA_CONTEXT_BYTES = 500 * MIB
 """Of one process: CUDA's context and the kernels that torch loads. Assumed."""
 
-NCCL = 200 * MIB
+NCCL_BYTES = 200 * MIB
 """Of one process in a group of several: NCCL's channels and buffers. Assumed."""
 
-BLOCK, SEGMENT = 512, 2 * MIB
+BLOCK_ROUNDING_BYTES, SEGMENT_ROUNDING_BYTES = 512, 2 * MIB
 """torch rounds each block up to the one, and asks CUDA for multiples of the other."""
 
-ASSUMED = (
-    f"CUDA's context and torch's kernels take {CONTEXT // MIB} MiB in each process",
-    f"NCCL takes {NCCL // MIB} MiB in each process of a world of several, nothing in a world of one",
-    f"each of the largest blocks is rounded up to {BLOCK} bytes, and the whole to {SEGMENT // MIB} MiB; "
+CUDA_ASSUMPTIONS = (
+    f"CUDA's context and torch's kernels take {CUDA_CONTEXT_BYTES // MIB} MiB in each process",
+    f"NCCL takes {NCCL_BYTES // MIB} MiB in each process of a world of several, nothing in a world of one",
+    f"each of the largest blocks is rounded up to {BLOCK_ROUNDING_BYTES} bytes, and the whole to {SEGMENT_ROUNDING_BYTES // MIB} MiB; "
     "gaps between blocks are not foreseen",
     "tensors are as large there as here; what kernels use as scratch is left out",
 )
@@ -27,7 +27,7 @@ ASSUMED = (
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedCudaMemory:
     """The parts of a prediction, in bytes."""
 
     allocated: int
@@ -43,7 +43,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCudaMemory:
     """The parts of what the driver counts, in bytes."""
 
     reserved: int
@@ -57,18 +57,23 @@ class Measured:
         return self.reserved + self.beside
 
 
-def there(account: Account, ranks: int) -> Predicted | Measured:
+def total_on_cuda(account: MemoryAccount, ranks: int) -> PredictedCudaMemory | MeasuredCudaMemory:
     """Of one rank on CUDA, in a world of so many: measured where it ran there and the driver told, else predicted."""
     if account.on is None:
-        return predicted(account, ranks)
+        return predict_on_cuda(account, ranks)
     reserved = account.reserved or account.on.reserved
     if account.on.beside is None:
-        return Predicted(reserved, CONTEXT, NCCL if ranks > 1 else 0, 0)
-    return Measured(reserved, account.on.beside)
+        return PredictedCudaMemory(reserved, CUDA_CONTEXT_BYTES, NCCL_BYTES if ranks > 1 else 0, 0)
+    return MeasuredCudaMemory(reserved, account.on.beside)
 
 
-def predicted(account: Account, ranks: int) -> Predicted:
+def predict_on_cuda(account: MemoryAccount, ranks: int) -> PredictedCudaMemory:
     """Of one rank at its peak, in a world of so many."""
     peak = account.peak
-    blocks = sum(-block.size % BLOCK for block in peak.largest)
-    return Predicted(peak.peak, CONTEXT, NCCL if ranks > 1 else 0, blocks + -(peak.peak + blocks) % SEGMENT)
+    blocks = sum(-block.size % BLOCK_ROUNDING_BYTES for block in peak.largest)
+    return PredictedCudaMemory(
+        peak.peak,
+        CUDA_CONTEXT_BYTES,
+        NCCL_BYTES if ranks > 1 else 0,
+        blocks + -(peak.peak + blocks) % SEGMENT_ROUNDING_BYTES,
+    )

@@ -25,18 +25,18 @@ def find_blocks(module: nn.Module, config: Config, given: Sequence[str] | None) 
                 raise ConfigError(
                     f"model.blocks: nothing in the model is called {pattern!r}; it has {first_few(known, most=8)}"
                 )
-        return _outermost([name for name in known if any(fnmatchcase(name, p) for p in wanted)])
+        return _outermost_names([name for name in known if any(fnmatchcase(name, p) for p in wanted)])
     if given is None:
-        return found(module)
+        return find_repeated_modules(module)
     for name in given:
         if name not in known:
             raise TaskError(
                 f"blocks() names {name!r}, which the model does not have; it has {first_few(known, most=8)}"
             )
-    return _outermost(list(given))
+    return _outermost_names(list(given))
 
 
-def found(module: nn.Module) -> tuple[str, ...]:
+def find_repeated_modules(module: nn.Module) -> tuple[str, ...]:
     """The outermost modules with parameters that stand in a container beside another of their class."""
     made: list[str] = []
     for name, container in module.named_modules():
@@ -46,9 +46,9 @@ def found(module: nn.Module) -> tuple[str, ...]:
         times = Counter(type(c) for _, c in children)
         prefix = f"{name}." if name else ""
         made += [prefix + n for n, c in children if times[type(c)] > 1 and not isinstance(c, nn.ModuleList)]
-    return _outermost(made)
+    return _outermost_names(made)
 
 
-def _outermost(names: list[str]) -> tuple[str, ...]:
+def _outermost_names(names: list[str]) -> tuple[str, ...]:
     kept = dict.fromkeys(names)
     return tuple(n for n in kept if not any(n.startswith(f"{other}.") for other in kept))

@@ -10,35 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unipar.backend.precision import born_as
+from unipar.backend.precision import parameter_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import ConfigError, TaskError
-from unipar.utils.seeding import sow
+from unipar.utils.seeding import seed_all
 
-ONLY = "model"
+ONLY_PART = "model"
 """The name of the part where model() returned one module."""
 
 
 def create_parts(make_model: Callable[[], Any], config: Config, world: World) -> dict[str, nn.Module]:
     """Return the task's parts, mostly one: real on rank 0, on meta elsewhere; same names, shapes and ties on all."""
-    sow(config.train.seed)
-    parts = parts_of(_made(make_model) if world.rank == 0 else _on_meta(make_model))
-    check_names(config, parts)
-    wanted = born_as(config.train.precision)
+    seed_all(config.train.seed)
+    parts = check_parts(_create_model(make_model) if world.rank == 0 else _create_on_meta(make_model))
+    check_part_names(config, parts)
+    wanted = parameter_dtype(config.train.precision)
     for module in parts.values():
         # not module.to(): it would take the imaginary part of a complex buffer
-        module._apply(partial(floats_to, dtype=wanted))  # pyright: ignore[reportPrivateUsage]
-    _agree(parts, world)
+        module._apply(partial(cast_if_float, dtype=wanted))  # pyright: ignore[reportPrivateUsage]
+    _check_same_on_all_ranks(parts, world)
     return parts
 
 
-def parts_of(made: Any) -> dict[str, nn.Module]:
+def check_parts(made: Any) -> dict[str, nn.Module]:
     """What model() returned, by part; one module is a part of its own."""
     if isinstance(made, nn.Module):
         if not any(p.requires_grad for p in made.parameters()):
             raise TaskError("model() has no parameter that requires a gradient: there is nothing to train")
-        return {ONLY: made}
+        return {ONLY_PART: made}
     if not isinstance(made, dict):
         raise TaskError(f"model() returned {made!r}; a torch.nn.Module is wanted")
     parts: dict[Any, Any] = made
@@ -54,11 +54,11 @@ def parts_of(made: Any) -> dict[str, nn.Module]:
                 f"model(): the part {name!r} has no parameter that requires a gradient: there is nothing to train "
                 "in it; keep it inside the part that uses it"
             )
-    _refuse_ties(parts)
+    _refuse_shared_tensors(parts)
     return parts
 
 
-def _refuse_ties(parts: Mapping[str, nn.Module]) -> None:
+def _refuse_shared_tensors(parts: Mapping[str, nn.Module]) -> None:
     """Each part travels, is split and is stepped by itself."""
     seen: dict[int, str] = {}
     for part, module in parts.items():
@@ -72,15 +72,15 @@ def _refuse_ties(parts: Mapping[str, nn.Module]) -> None:
         seen |= mine
 
 
-def whole_of(parts: Mapping[str, nn.Module]) -> nn.Module:
+def combine_parts(parts: Mapping[str, nn.Module]) -> nn.Module:
     """The parts as one module, by whose names state is known: with the part's first where there are several."""
     return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(dict(parts))
 
 
-def check_names(config: Config, parts: Mapping[str, nn.Module]) -> None:
+def check_part_names(config: Config, parts: Mapping[str, nn.Module]) -> None:
     """`train.parts` names what model() returned."""
     for name in config.train.parts:
-        if ONLY in parts and len(parts) == 1:
+        if ONLY_PART in parts and len(parts) == 1:
             raise ConfigError(
                 f"train.parts.{name}: model() returned one module, which has no parts; say it in train itself"
             )
@@ -88,26 +88,26 @@ def check_names(config: Config, parts: Mapping[str, nn.Module]) -> None:
             raise ConfigError(f"train.parts.{name}: model() returned no part of that name; it has {', '.join(parts)}")
 
 
-def floats_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_if_float(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _made(make_model: Callable[[], Any]) -> Any:
+def _create_model(make_model: Callable[[], Any]) -> Any:
     with torch.device("cpu"):
         return make_model()
 
 
-def _on_meta(make_model: Callable[[], Any]) -> Any:
+def _create_on_meta(make_model: Callable[[], Any]) -> Any:
     """Only the shape. A constructor that looks at values cannot run on meta: then it runs for real and is emptied."""
     try:
         with torch.device("meta"):
             return make_model()
     except Exception:  # whatever it is: if it is not for meta's sake, the real run raises it again
-        made = _made(make_model)
+        made = _create_model(make_model)
         return {name: m.to("meta") for name, m in made.items()} if isinstance(made, dict) else made.to("meta")
 
 
-def _agree(parts: Mapping[str, nn.Module], world: World) -> None:
+def _check_same_on_all_ranks(parts: Mapping[str, nn.Module], world: World) -> None:
     """Another model on another rank would hang in the first broadcast."""
     shape: list[Any] = list(parts)
     for module in parts.values():

@@ -16,7 +16,7 @@ from unipar.config.sections.optimizer import SGD, Adam, AdamW, optimizer_argumen
 from unipar.errors import TaskError
 from unipar.utils.text import first_few
 
-_KINDS: Mapping[type, Any] = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
+_OPTIMIZER_CLASSES: Mapping[type, Any] = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
 
 
 MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer | None]
@@ -24,7 +24,7 @@ MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer | None]
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Names and settings; names, because libraries replace the parameters themselves."""
 
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Group:
 
 def parameter_groups(
     module: nn.Module, config: Config, given: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
-) -> tuple[Group, ...]:
+) -> tuple[ParameterGroup, ...]:
     """Return the optimizer's groups: those that the task gives, else the config's.
 
     They are decided on the model as the user made it, as split parameters lose their shape. Keys of the task's
@@ -41,27 +41,27 @@ def parameter_groups(
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if given is not None:
-        return _given(given, trained, module, config, own=own_optimizer)
+        return _groups_of_task(given, trained, module, config, own=own_optimizer)
     if config.train.optimizer.decay == "all":
-        return (Group(tuple(trained), {}),)
+        return (ParameterGroup(tuple(trained), {}),)
     thick = tuple(n for n, p in trained.items() if p.ndim > 1)
     thin = tuple(n for n, p in trained.items() if p.ndim <= 1)
-    groups = (Group(thick, {}), Group(thin, {"weight_decay": 0.0}))
+    groups = (ParameterGroup(thick, {}), ParameterGroup(thin, {"weight_decay": 0.0}))
     return tuple(g for g in groups if g.names)
 
 
-def _given(
+def _groups_of_task(
     given: Iterable[Mapping[str, Any]],
     trained: Mapping[str, nn.Parameter],
     module: nn.Module,
     config: Config,
     *,
     own: bool,
-) -> tuple[Group, ...]:
+) -> tuple[ParameterGroup, ...]:
     names = {id(p): n for n, p in module.named_parameters()}
     allowed = None if own else set(optimizer_arguments(config.train.optimizer, "cpu")) - {"fused", "foreach"}
     seen: set[str] = set()
-    made: list[Group] = []
+    made: list[ParameterGroup] = []
     for i, group in enumerate(given):
         params: Any = group.get("params")
         if params is None:
@@ -78,7 +78,7 @@ def _given(
         if twice:
             raise TaskError(f"groups(): {twice[0]!r} is in two groups")
         seen.update(mine)
-        made.append(Group(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
+        made.append(ParameterGroup(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
     left = [n for n in trained if n not in seen]
     if left:
         raise TaskError(
@@ -88,11 +88,11 @@ def _given(
 
 
 def optimizer_factory(
-    groups: tuple[Group, ...], config: Config, device: torch.device, own: MakeOptimizer | None
+    groups: tuple[ParameterGroup, ...], config: Config, device: torch.device, own: MakeOptimizer | None
 ) -> Callable[[nn.Module], Optimizer]:
     """Return what makes the optimizer once the parameters are where they stay: the config's, or the task's `own`."""
     if own is not None:
-        _refuse_idle(config)
+        _refuse_unused_settings(config)
     wanted = config.train.optimizer
     scale = config.train.lr_scale.factor(config.batch.total or 1)
 
@@ -106,7 +106,7 @@ def optimizer_factory(
             decay = {"weight_decay": float(wanted.weight_decay)}
             return _checked(own, [decay | group for group in made], now)
         split = any(isinstance(p, DTensor) for group in made for p in group["params"])
-        return _KINDS[type(wanted)](made, **optimizer_arguments(wanted, device.type, split=split))
+        return _OPTIMIZER_CLASSES[type(wanted)](made, **optimizer_arguments(wanted, device.type, split=split))
 
     return make
 
@@ -127,10 +127,10 @@ def _checked(own: MakeOptimizer, groups: list[dict[str, Any]], names: Mapping[st
     return made
 
 
-def _refuse_idle(config: Config) -> None:
+def _refuse_unused_settings(config: Config) -> None:
     """What the config says of an optimizer that is not made."""
     said = config.train.optimizer
-    idle = {"name": "adamw", **{k: f.default for k, f in type(said).model_fields.items() if k not in _OBEYED}}
+    idle = {"name": "adamw", **{k: f.default for k, f in type(said).model_fields.items() if k not in _KEYS_WITH_EFFECT}}
     for key, default in idle.items():
         if (value := getattr(said, key)) != default:
             raise TaskError(
@@ -139,5 +139,5 @@ def _refuse_idle(config: Config) -> None:
             )
 
 
-_OBEYED = ("name", "lr", "weight_decay", "decay", "fused", "foreach")
+_KEYS_WITH_EFFECT = ("name", "lr", "weight_decay", "decay", "fused", "foreach")
 """What a task's own optimizer is given, or what decides on kernels alone."""

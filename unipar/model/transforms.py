@@ -14,26 +14,26 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from unipar.config import Config
 from unipar.errors import ConfigError
 
-_aten: Any = torch.ops.aten
-KEPT: tuple[Any, ...] = (
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.convolution.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
+_ATEN: Any = torch.ops.aten
+OPERATIONS_SAVED: tuple[Any, ...] = (
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.baddbmm.default,
+    _ATEN.convolution.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
 )
 """What `selective` keeps: dear to compute, and no larger than what is computed from it."""
 
 
-def reworked(module: nn.Module, blocks: Sequence[str], config: Config) -> None:
+def apply_transforms(module: nn.Module, blocks: Sequence[str], config: Config) -> None:
     """In place, so that names stay, and before the library wraps, so that its hooks stand outside."""
     wanted = config.model
     if wanted.sync_batchnorm:
-        _sync_norms(module)
+        _convert_batchnorms(module)
     if wanted.recompute != "none":
         if not blocks:
             raise ConfigError(
@@ -41,7 +41,7 @@ def reworked(module: nn.Module, blocks: Sequence[str], config: Config) -> None:
                 "them in model.blocks or in the task's blocks(), or leave recompute out"
             )
         for name in blocks:
-            _recompute(module.get_submodule(name), selective=wanted.recompute == "selective")
+            _recompute_forward(module.get_submodule(name), selective=wanted.recompute == "selective")
     if (told := wanted.compiling) is not None:
         known = torch.compiler.list_backends(exclude_tags=())
         if told.backend not in known:
@@ -57,7 +57,7 @@ def reworked(module: nn.Module, blocks: Sequence[str], config: Config) -> None:
             part.forward = torch.compile(part.forward, backend=told.backend)
 
 
-def _sync_norms(module: nn.Module) -> None:
+def _convert_batchnorms(module: nn.Module) -> None:
     """Every BatchNorm counts what all ranks see in a microbatch."""
     made = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     if made is not module:
@@ -69,14 +69,18 @@ def _sync_norms(module: nn.Module) -> None:
         raise ConfigError("model.sync_batchnorm: true, and the model has no BatchNorm: leave it out")
 
 
-def _recompute(block: nn.Module, *, selective: bool) -> None:
+def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
     """Its forward runs again in the backward, with the same random numbers."""
     plain = block.forward
     norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, again = create_selective_checkpoint_contexts(list(KEPT)) if selective else (nullcontext(), nullcontext())
-        return first, _both(again, _unmoved(norms)) if norms else again
+        first, again = (
+            create_selective_checkpoint_contexts(list(OPERATIONS_SAVED))
+            if selective
+            else (nullcontext(), nullcontext())
+        )
+        return first, _enter_both(again, _freeze_running_stats(norms)) if norms else again
 
     own: dict[str, Any] = {"context_fn": contexts} if selective or norms else {}
 
@@ -89,7 +93,7 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
 
 
 @contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Generator[None]:
+def _enter_both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Generator[None]:
     with ExitStack() as entered:
         entered.enter_context(one)
         entered.enter_context(other)
@@ -97,7 +101,7 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
 
 
 @contextmanager
-def _unmoved(norms: Sequence[_NormBase]) -> Generator[None]:
+def _freeze_running_stats(norms: Sequence[_NormBase]) -> Generator[None]:
     """A second forward over the same batch must not count it twice in the running statistics."""
     was = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:

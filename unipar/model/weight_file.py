@@ -17,45 +17,47 @@ from unipar.config.sections.model import Weights
 from unipar.errors import BackendNotInstalled, ConfigError
 from unipar.utils.text import first_few
 
-PICKLED = (".pt", ".pth", ".bin")
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin")
 """What torch.save writes."""
 
 
-WRAPPERS = ("state_dict", "model_state_dict", "model")
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 """Where scripts keep the weights among other things."""
 
 
-_HEADER = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """The most bytes of a safetensors header that its own library reads."""
 
 
-_PLAIN = frozenset(("bool", "bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"))
+_PLAIN_BUILTINS = frozenset(
+    ("bool", "bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")
+)
 
 
-def look(wanted: Weights, roots: Sequence[Path]) -> None:
+def validate_weight_file(wanted: Weights, roots: Sequence[Path]) -> None:
     """Raise unless the file is there, whole as far as its frame tells, and holds no code."""
     file = Path(wanted.file)
-    if file.suffix != ".safetensors" and file.suffix not in PICKLED:
-        known = ", ".join((".safetensors", *PICKLED))
+    if file.suffix != ".safetensors" and file.suffix not in PICKLE_SUFFIXES:
+        known = ", ".join((".safetensors", *PICKLE_SUFFIXES))
         raise ConfigError(f"model.weights: {file} ends in {file.suffix or 'nothing'}; a file in {known} is wanted")
     if not os.path.lexists(file):
         raise ConfigError(f"model.weights: {file} is not there")
-    _stays(file, roots)
+    _check_link(file, roots)
     if not file.is_file():
         raise ConfigError(f"model.weights: {file} is {'a folder' if file.is_dir() else 'no file'}; one file is wanted")
     try:
-        names = _of_safetensors(file) if file.suffix == ".safetensors" else _of_pickle(file)
+        names = _check_safetensors(file) if file.suffix == ".safetensors" else _check_pickle(file)
     except OSError as e:
         raise ConfigError(f"model.weights: {file} cannot be read ({e.strerror})") from None
     if names is not None:
-        check_patterns(wanted.only, map(stripped, names), f"the names in {file}")
+        check_weight_patterns(wanted.only, map(strip_wrapper_prefixes, names), f"the names in {file}")
     if file.suffix == ".safetensors" and find_spec("safetensors") is None:
         raise BackendNotInstalled(
             f"model.weights: {file} needs safetensors, not installed here: pip install 'unipar[weights]'"
         )
 
 
-def stripped(name: str) -> str:
+def strip_wrapper_prefixes(name: str) -> str:
     """Without what wrappers put before and between: `module.` of DDP, `_orig_mod.` of torch.compile."""
     steps = [step for step in name.split(".") if step != "_orig_mod"]
     while len(steps) > 1 and steps[0] == "module":
@@ -63,11 +65,11 @@ def stripped(name: str) -> str:
     return ".".join(steps)
 
 
-def chosen(name: str, only: Sequence[str]) -> bool:
+def matches_any_pattern(name: str, only: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in only)
 
 
-def check_patterns(only: Sequence[str], names: Iterable[str], called: str) -> None:
+def check_weight_patterns(only: Sequence[str], names: Iterable[str], called: str) -> None:
     """A pattern that matches nothing is a typo."""
     names = list(names)
     for pattern in only:
@@ -77,7 +79,7 @@ def check_patterns(only: Sequence[str], names: Iterable[str], called: str) -> No
             )
 
 
-def _stays(file: Path, roots: Sequence[Path]) -> None:
+def _check_link(file: Path, roots: Sequence[Path]) -> None:
     """A link inside the folders of this run that leads out of all of them is not what whoever wrote the path sees."""
     real = file.resolve()
     inside = [root for root in roots if file.is_relative_to(root)]
@@ -87,31 +89,33 @@ def _stays(file: Path, roots: Sequence[Path]) -> None:
         )
 
 
-def _of_safetensors(file: Path) -> list[str]:
+def _check_safetensors(file: Path) -> list[str]:
     """The names of its tensors, if the file is as long as its header says; the library looks at the rest."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(8)
         length = int.from_bytes(first, "little")
-        if len(first) < 8 or length > min(size - 8, _HEADER):
-            raise _damaged(file, f"its {size:,} bytes hold no whole header: it is truncated, or no safetensors file")
+        if len(first) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise _damaged_file(
+                file, f"its {size:,} bytes hold no whole header: it is truncated, or no safetensors file"
+            )
         text = opened.read(length)
     try:
         header: Any = json.loads(text)
         header.pop("__metadata__", None)
         told = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError):
-        raise _damaged(file, "its header is not what safetensors writes") from None
+        raise _damaged_file(file, "its header is not what safetensors writes") from None
     if told != size:
         short = ": it is truncated" if told > size else ""
-        raise _damaged(file, f"its header speaks of {told:,} bytes, and it has {size:,}{short}")
+        raise _damaged_file(file, f"its header speaks of {told:,} bytes, and it has {size:,}{short}")
     return list(header)
 
 
-def _of_pickle(file: Path) -> None:
+def _check_pickle(file: Path) -> None:
     """Refuse what is not torch.save's zip archive, and whatever names code; torch.load looks again when it reads."""
     if not zipfile.is_zipfile(file):
-        raise _damaged(
+        raise _damaged_file(
             file, "it is not the archive that torch.save writes: truncated, or from before PyTorch 1.6 (save it again)"
         )
     # torch.load(weights_only=True) scans the pickle again in each rank: this one needs no torch, so that a bad file is
@@ -119,27 +123,27 @@ def _of_pickle(file: Path) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             inner = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
-            named = sorted(set(_code(archive.read(inner)))) if inner else []
+            named = sorted(set(_code_in_pickle(archive.read(inner)))) if inner else []
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError) as e:
-        raise _damaged(file, str(e)) from None
+        raise _damaged_file(file, str(e)) from None
     if inner is None:
-        raise _damaged(file, "there is no data.pkl in it, so torch.save did not write it")
+        raise _damaged_file(file, "there is no data.pkl in it, so torch.save did not write it")
     if named:
-        raise holds_code(file, named[0])
+        raise pickled_code_error(file, named[0])
 
 
-def holds_code(file: Path, name: str) -> ConfigError:
+def pickled_code_error(file: Path, name: str) -> ConfigError:
     return ConfigError(
         f"model.weights: {file} holds pickled code ({name}), which would run when it is read; save the weights alone: "
         "torch.save(model.state_dict(), file), or as safetensors"
     )
 
 
-def _damaged(file: Path, why: str) -> ConfigError:
+def _damaged_file(file: Path, why: str) -> ConfigError:
     return ConfigError(f"model.weights: {file} is damaged: {why}")
 
 
-def _code(pickled: bytes) -> Iterator[str]:
+def _code_in_pickle(pickled: bytes) -> Iterator[str]:
     """Whatever a pickle names that is not a tensor's part or a plain container."""
     said: list[str] = []
     for opcode, arg, _ in pickletools.genops(pickled):
@@ -152,13 +156,13 @@ def _code(pickled: bytes) -> Iterator[str]:
         else:
             continue
         top = module.partition(".")[0]
-        if top in ("builtins", "__builtin__") and name in _PLAIN:
+        if top in ("builtins", "__builtin__") and name in _PLAIN_BUILTINS:
             continue
         if top not in ("torch", "collections", "numpy", "_codecs"):
             yield f"{module}.{name}"
 
 
-def told(row: Mapping[str, Any]) -> str:
+def describe_loaded_weights(row: Mapping[str, Any]) -> str:
     """What a ledger says was loaded, in one line."""
     said = [f"{row['loaded']:,} of {row['names']:,} names loaded from {row['file']}"]
     for key, words in (("missing", "not in the file"), ("unexpected", "not in the model"), ("kept", "not asked for")):

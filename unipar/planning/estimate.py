@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from unipar.backend import Category, cells, checks, registry
-from unipar.config import SHARDS, Cell, Config, Shard, Sizes
+from unipar.config import SHARDS, BatchSizes, Cell, Config, Shard
 from unipar.errors import UniparError
 from unipar.utils.text import format_size
 
-_SPLIT: Final[dict[Category, Shard]] = {
+_SHARDED_FROM: Final[dict[Category, Shard]] = {
     "parameters": "parameters",
     "gradients": "gradients",
     "masters": "optimizer",
@@ -19,11 +19,11 @@ _SPLIT: Final[dict[Category, Shard]] = {
 """From which kind of splitting on each rank has its share alone."""
 
 
-_STILL: Final = ("start", "update")
+_PHASES_BEFORE_BATCH: Final = ("start", "update")
 """Where nothing that is there grows with the microbatch."""
 
 
-def kept(config: Config, ranks: int, parameters: int, shard: Shard | None = None) -> dict[Category, int]:
+def estimate_kept_bytes(config: Config, ranks: int, parameters: int, shard: Shard | None = None) -> dict[Category, int]:
     """Return the bytes that a rank keeps from step to step, by what they are for; buckets and the like are left out."""
     precision, optimizer = config.train.precision, config.train.optimizer
     weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
@@ -38,15 +38,15 @@ def kept(config: Config, ranks: int, parameters: int, shard: Shard | None = None
     among = config.parallel.shard_over or ranks
     level = SHARDS.index(shard or config.parallel.shard)
     return {
-        category: parameters * number // (among if level >= SHARDS.index(_SPLIT[category]) else 1)
+        category: parameters * number // (among if level >= SHARDS.index(_SHARDED_FROM[category]) else 1)
         for category, number in each.items()
         if number
     }
 
 
-def fitting(
+def suggest_what_fits(
     config: Config,
-    sizes: Sizes,
+    sizes: BatchSizes,
     parameters: int,
     phase: str,
     *,
@@ -60,20 +60,25 @@ def fitting(
     """
     if not parameters:
         return "no cell and no batch needs less: the model is built whole before it is split"
-    ways = [*_smaller(sizes.micro, phase, moving, lack), *_cells(config, sizes.ranks, parameters, lack)]
+    ways = [
+        *_smaller_microbatch(sizes.micro, phase, moving, lack),
+        *_cell_that_keeps_less(config, sizes.ranks, parameters, lack),
+    ]
     if ways:
         return f"by an estimate {' or '.join(ways)} " + ("needs less" if lack is None else "would have fitted")
     if lack is None:
-        return "no cell here splits more" + ("" if phase in _STILL else ", and batch.micro is 1 already")
+        return "no cell here splits more" + ("" if phase in _PHASES_BEFORE_BATCH else ", and batch.micro is 1 already")
     tried = (
-        "no cell that splits more" if phase in _STILL else "neither a smaller batch.micro nor a cell that splits more"
+        "no cell that splits more"
+        if phase in _PHASES_BEFORE_BATCH
+        else "neither a smaller batch.micro nor a cell that splits more"
     )
     return f"by an estimate {tried} would have fitted"
 
 
-def _smaller(now: int, phase: str, moving: int | None, lack: int | None) -> Iterator[str]:
+def _smaller_microbatch(now: int, phase: str, moving: int | None, lack: int | None) -> Iterator[str]:
     """The largest microbatch that takes that much less."""
-    if phase in _STILL:
+    if phase in _PHASES_BEFORE_BATCH:
         return
     for micro in (n for n in range(now - 1, 0, -1) if now % n == 0):
         if lack is None or moving is None or moving * (now - micro) / now >= lack:
@@ -81,23 +86,23 @@ def _smaller(now: int, phase: str, moving: int | None, lack: int | None) -> Iter
             return
 
 
-def _cells(config: Config, ranks: int, parameters: int, lack: int | None) -> Iterator[str]:
+def _cell_that_keeps_less(config: Config, ranks: int, parameters: int, lack: int | None) -> Iterator[str]:
     """Of this backend, else of any, the one that splits least and keeps that much less."""
-    here = sum(kept(config, ranks, parameters).values())
+    here = sum(estimate_kept_bytes(config, ranks, parameters).values())
     more = SHARDS[SHARDS.index(config.parallel.shard) + 1 :]
-    for backend in sorted(registry.names(), key=lambda name: name != config.backend):
+    for backend in sorted(registry.backend_names(), key=lambda name: name != config.backend):
         for shard in more:
-            there = sum(kept(config, ranks, parameters, shard).values())
+            there = sum(estimate_kept_bytes(config, ranks, parameters, shard).values())
             cell = Cell(backend, shard)
-            if here - there >= (lack or 1) and _runs(config, cell):
+            if here - there >= (lack or 1) and _can_run(config, cell):
                 less, now = format_size(there), format_size(here)
                 yield f"{cell} (parameters, gradients and optimizer {less} a rank, here {now})"
                 return
 
 
-def _runs(config: Config, cell: Cell) -> bool:
+def _can_run(config: Config, cell: Cell) -> bool:
     try:
-        checks.check(cells.at(config, cell))
+        checks.check_can_run(cells.config_in_cell(config, cell))
     except UniparError:
         return False
     return True

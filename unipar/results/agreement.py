@@ -10,11 +10,11 @@ from typing_extensions import override
 
 from unipar.config import Precision
 
-PROMISED = 20
+TOLERANCE_STEPS = 20
 """Steps over which the tolerance is held: rounding that differs by a bit is amplified by training."""
 
 
-def tolerance(precision: Precision) -> float:
+def loss_tolerance(precision: Precision) -> float:
     """How far a loss may be from that of one process, relative to it where it is above 1.
 
     Under bf16-master the loss itself is computed in bf16, whose last digit is 0.4 to 0.8 % of it.
@@ -42,7 +42,7 @@ class Agreement:
     """Of several parts, the one whose losses these are."""
 
     @property
-    def whose(self) -> str:
+    def part_suffix(self) -> str:
         return f" of {self.part}" if self.part else ""
 
     @override
@@ -52,12 +52,12 @@ class Agreement:
         return "1 digit" if self.digits == 1 else f"{self.digits} digits"
 
 
-def agreement(losses: Sequence[float], reference: Sequence[float], allowed: float) -> Agreement:
+def measure_agreement(losses: Sequence[float], reference: Sequence[float], allowed: float) -> Agreement:
     """Hold `losses` against `reference`, step by step."""
     assert len(losses) == len(reference) > 0, (len(losses), len(reference))
     pairs = [(abs(a - b), abs(b)) for a, b in zip(losses, reference, strict=True)]
     relative = max(off / size if size else math.inf for off, size in pairs if off) if any(p[0] for p in pairs) else None
-    shares = [off / max(1.0, size) for off, size in pairs[:PROMISED]]
+    shares = [off / max(1.0, size) for off, size in pairs[:TOLERANCE_STEPS]]
     worst = max(range(len(shares)), key=shares.__getitem__)
     digits = None if relative is None else 0 if relative >= 1 else math.floor(-math.log10(relative))
     return Agreement(digits, worst + 1, pairs[worst][0], shares[worst] <= allowed)

@@ -11,12 +11,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from unipar.errors import ReportError
 from unipar.results.comparison import Comparison
-from unipar.results.row import Row
+from unipar.results.row import CellResult
 
-Kind = Literal["comparison", "scaling", "run"]
+ResultKind = Literal["comparison", "scaling", "run"]
 
 
-FILES: Final[dict[str, Kind]] = {
+RESULT_FILES: Final[dict[str, ResultKind]] = {
     "compare/compare.json": "comparison",
     "compare.json": "comparison",
     "worlds/worlds.json": "scaling",
@@ -28,13 +28,13 @@ FILES: Final[dict[str, Kind]] = {
 """By what tells that it is there; what comes first is shown, where there are several."""
 
 
-def found(place: Path) -> tuple[Kind, Path]:
+def find_result_file(place: Path) -> tuple[ResultKind, Path]:
     """In a run folder, in one of its folders, or the file itself."""
     if place.is_file():
-        if place.name not in FILES:
+        if place.name not in RESULT_FILES:
             raise ReportError(f"{place} is no file that unipar makes a page of; give the run folder")
-        return FILES[place.name], place
-    for name, kind in FILES.items():
+        return RESULT_FILES[place.name], place
+    for name, kind in RESULT_FILES.items():
         if (place / name).is_file():
             return kind, place / name
     if not place.exists():
@@ -45,18 +45,18 @@ def found(place: Path) -> tuple[Kind, Path]:
     )
 
 
-CONFIG: Final = "config.json"
+CONFIG_FILE: Final = "config.json"
 
 
-ASKED: Final = "asked"
+ORIGINAL_CONFIG_FOLDER: Final = "asked"
 
 
-def asked_of(folder: Path, name: str) -> Path:
+def original_config_path(folder: Path, name: str) -> Path:
     """Where a comparison's own config lies: named as it was, so that one who runs it again gets the same name."""
-    return folder / ASKED / f"{Path(name).name}.json"
+    return folder / ORIGINAL_CONFIG_FOLDER / f"{Path(name).name}.json"
 
 
-def mapping(file: Path, what: str) -> dict[str, Any]:
+def read_mapping(file: Path, what: str) -> dict[str, Any]:
     """What a file holds; an error where that is no mapping."""
     try:
         data = json.loads(file.read_text("utf-8"))
@@ -68,7 +68,7 @@ def mapping(file: Path, what: str) -> dict[str, Any]:
     return data
 
 
-def comparison_of(file: Path, data: dict[str, Any]) -> Comparison:
+def parse_comparison(file: Path, data: dict[str, Any]) -> Comparison:
     """What a file's mapping tells; an error where unipar has not written it."""
     try:
         raw = Comparison.from_json(data)
@@ -80,7 +80,7 @@ def comparison_of(file: Path, data: dict[str, Any]) -> Comparison:
         raise ReportError(f"{file} is no comparison that unipar wrote: it has no cells")
     one = found.reference
     for row in found.rows:
-        said = _unfinished(row) if row.outcome == "ran" else ""
+        said = _missing_results(row) if row.outcome == "ran" else ""
         if not said and one is not None and row.outcome == "ran" and len(row.losses) != len(one.losses):
             said = f"{row.cell} has {len(row.losses)} losses, {one.cell} has {len(one.losses)}"
         if said:
@@ -88,13 +88,13 @@ def comparison_of(file: Path, data: dict[str, Any]) -> Comparison:
     return found
 
 
-def _unfinished(row: Row) -> str:
+def _missing_results(row: CellResult) -> str:
     """What a row that ran must have, and has not."""
     if not row.losses:
         return f"{row.cell} ran and has no losses"
-    return "" if row.timed and min(row.timed) > 0 else f"{row.cell} ran and has steps that took no time"
+    return "" if row.timed_seconds and min(row.timed_seconds) > 0 else f"{row.cell} ran and has steps that took no time"
 
 
-def inner(of: Mapping[str, Any], key: str) -> dict[str, Any]:
+def nested_mapping(of: Mapping[str, Any], key: str) -> dict[str, Any]:
     said = of.get(key)
     return said if isinstance(said, dict) else {}

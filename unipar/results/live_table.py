@@ -21,23 +21,23 @@ _STYLES = {
 }
 
 
-class Row(Protocol):
+class LiveRow(Protocol):
     @property
     def outcome(self) -> str: ...
 
 
-class Shown(Protocol):
+class LiveTableData(Protocol):
     """A table in the making."""
 
     @property
-    def rows(self) -> Sequence[Row]: ...
+    def rows(self) -> Sequence[LiveRow]: ...
 
     def blocks(self, width: int) -> list[list[str]]:
         """The lines of the header, then of each row."""
         ...
 
 
-class Board:
+class LiveTable:
     """Shows each change; on leaving, a live table is wiped, for the caller prints the final one."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Board:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._terminal.stop()
 
-    def show(self, so_far: Shown, line: str) -> None:
+    def show(self, so_far: LiveTableData, line: str) -> None:
         """`line` says what has just changed."""
         since = format_duration(max(time.monotonic() - self._began, 0.1))
         if not self._terminal.draws:

@@ -8,10 +8,10 @@ from itertools import chain
 from statistics import median, quantiles
 from typing import Any, Literal
 
-from unipar.memory.account import Account
-from unipar.results.same_training import Marks
+from unipar.memory.account import MemoryAccount
+from unipar.results.same_training import TrainingMarks
 
-Outcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
+CellOutcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
 """absent: its library is not installed here; unlike: it trained something else than the others."""
 
 
@@ -19,15 +19,15 @@ REUSED = "kept from an earlier go, and not timed in turns with the cells that ra
 """The note of a row that was reused; older files have it and no field `reused`."""
 
 
-HEADS = {"refused": "refused: ", "absent": "", "failed": "failed: ", "unlike": "not alike: ", "waits": ""}
+OUTCOME_PREFIXES = {"refused": "refused: ", "absent": "", "failed": "failed: ", "unlike": "not alike: ", "waits": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CellResult:
     """One cell."""
 
     cell: str
-    outcome: Outcome
+    outcome: CellOutcome
     note: str = ""
     """Why it did not run, or what should be known of how it did."""
 
@@ -43,10 +43,10 @@ class Row:
     peak_rss: list[int] = field(default_factory=list[int])
     """By rank, in bytes."""
 
-    memory: list[Account] = field(default_factory=list[Account])
+    memory: list[MemoryAccount] = field(default_factory=list[MemoryAccount])
     """What each rank allocated, and what for."""
 
-    marks: Marks | None = None
+    marks: TrainingMarks | None = None
     """What it was seen to train: only what is alike is ranked."""
 
     started: float = 0.0
@@ -59,27 +59,29 @@ class Row:
     """Whether it is from an earlier run of the same comparison, and was not timed in turns with the others."""
 
     @property
-    def timed(self) -> list[float]:
+    def timed_seconds(self) -> list[float]:
         return list(chain.from_iterable(self.seconds))
 
 
-def row_json(row: Row) -> dict[str, Any]:
+def cell_result_to_json(row: CellResult) -> dict[str, Any]:
     memory = [account.model_dump(mode="json") for account in row.memory]
     marks = None if row.marks is None else row.marks.model_dump(mode="json")
     return asdict(replace(row, memory=[], marks=None)) | {"memory": memory, "marks": marks}
 
 
-def row_of(told: Mapping[str, Any]) -> Row:
-    known = {f.name: told[f.name] for f in fields(Row) if f.name in told and f.name not in ("memory", "marks")}
-    memory = [Account.model_validate(account, strict=False) for account in told.get("memory", [])]
+def cell_result_from_json(told: Mapping[str, Any]) -> CellResult:
+    known = {f.name: told[f.name] for f in fields(CellResult) if f.name in told and f.name not in ("memory", "marks")}
+    memory = [MemoryAccount.model_validate(account, strict=False) for account in told.get("memory", [])]
     if not all(account.phases for account in memory):
         raise TypeError(f"{known['cell']} has an account without phases")
     marks = told.get("marks")
     known.setdefault("reused", REUSED in known.get("note", ""))
-    return Row(**known, memory=memory, marks=None if marks is None else Marks.model_validate(marks, strict=False))
+    return CellResult(
+        **known, memory=memory, marks=None if marks is None else TrainingMarks.model_validate(marks, strict=False)
+    )
 
 
-def spread(seconds: list[float]) -> str:
+def format_spread(seconds: list[float]) -> str:
     """`212 [205..230]`: the median and the middle half, in milliseconds."""
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     middle = median(seconds)

@@ -9,13 +9,13 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-from unipar.memory.account import Phase
-from unipar.run_folder.layout import ledger_of
+from unipar.memory.account import PhasePeak
+from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.utils.table import table
+from unipar.utils.table import format_table
 from unipar.utils.text import format_duration, format_number, format_size
 
-_OWN = ("event", "time", "step")
+_EVENT_KEYS = ("event", "time", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Report:
     peak_rss: list[int]
     """Bytes of memory each rank held at its peak, as the system counts them; none from a run cut short."""
 
-    memory: list[tuple[int, list[Phase]]]
+    memory: list[tuple[int, list[PhasePeak]]]
     """Under `log.memory`, (step, its phases) of the rank that allocated the most in it."""
 
     stopped: int | None
@@ -66,30 +66,36 @@ class Report:
 
     @classmethod
     def read(cls, run: Path) -> Self:
-        return cls.of(run, [list(Ledger.read(path)) for path in _ledgers(run)])
+        return cls.of(run, [list(Ledger.read(path)) for path in _find_ledgers(run)])
 
     @classmethod
     def of(cls, run: Path, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Self:
         """From each rank's events, rank 0's first."""
         rows = ranks[0]
         start = next((row for row in rows if row["event"] == "start"), {})
-        stops = [int(row["step"]) for row in _of(rows, "stopped")]
-        ends = [int(row["steps"]) for row in _of(rows, "end")]
-        steps = [int(row["step"]) for row in _of(rows, "step")]
+        stops = [int(row["step"]) for row in _select_events(rows, "stopped")]
+        ends = [int(row["steps"]) for row in _select_events(rows, "end")]
+        steps = [int(row["step"]) for row in _select_events(rows, "step")]
         return cls(
             out=run,
             cell=str(start.get("cell", "")),
             size=int(start.get("size", len(ranks))),
             parameters=int(start.get("parameters", 0)),
             steps=max([0, *steps, *stops, *ends]),
-            losses=[(int(row["step"]), float(row["loss"])) for row in _of(rows, "step")],
-            parts=_by_part(_of(rows, "step")),
-            norms=[(int(row["step"]), float(row["norm"])) for row in _of(rows, "step") if row.get("norm") is not None],
-            evals=[(int(row["step"]), _named(row)) for row in _of(rows, "eval")],
-            logs=[(int(row["step"]), _named(row)) for row in _of(rows, "log")],
+            losses=[(int(row["step"]), float(row["loss"])) for row in _select_events(rows, "step")],
+            parts=_losses_by_part(_select_events(rows, "step")),
+            norms=[
+                (int(row["step"]), float(row["norm"]))
+                for row in _select_events(rows, "step")
+                if row.get("norm") is not None
+            ],
+            evals=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "eval")],
+            logs=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "log")],
             seconds=rows[-1]["time"] - rows[0]["time"] if rows else 0.0,
-            peak_rss=[int(row["peak_rss"]) for events in ranks for row in _of(events, "end") if row.get("peak_rss")],
-            memory=_memory(ranks),
+            peak_rss=[
+                int(row["peak_rss"]) for events in ranks for row in _select_events(events, "end") if row.get("peak_rss")
+            ],
+            memory=_largest_memory_by_step(ranks),
             stopped=stops[-1] if stops else None,
         )
 
@@ -128,22 +134,22 @@ class Report:
             )
         rows.append(("folder", str(self.out)))
         header, *rest = rows
-        return table(header, rest, width=width)
+        return format_table(header, rest, width=width)
 
 
-def _ledgers(run: Path) -> list[Path]:
+def _find_ledgers(run: Path) -> list[Path]:
     """Every rank's ledger, rank 0 first."""
     found = sorted(run.glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
-    if not found or found[0] != ledger_of(run, 0):
-        raise FileNotFoundError(f"{run} holds no run: there is no {ledger_of(run, 0).name} in it")
+    if not found or found[0] != ledger_path(run, 0):
+        raise FileNotFoundError(f"{run} holds no run: there is no {ledger_path(run, 0).name} in it")
     return found
 
 
-def _of(rows: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+def _select_events(rows: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
     return [row for row in rows if row["event"] == event]
 
 
-def _by_part(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+def _losses_by_part(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """Each part's losses at its own steps; a step that two rows tell of counts once."""
     made: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -152,18 +158,18 @@ def _by_part(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, flo
     return {name: sorted(losses.items()) for name, losses in made.items()}
 
 
-def _memory(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[tuple[int, list[Phase]]]:
-    found: dict[int, list[Phase]] = {}
+def _largest_memory_by_step(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[tuple[int, list[PhasePeak]]]:
+    found: dict[int, list[PhasePeak]] = {}
     for rows in ranks:
         for row in rows:
             if row["event"] != "step" or not row.get("memory"):
                 continue
-            phases = [Phase.model_validate(phase) for phase in row["memory"]]
+            phases = [PhasePeak.model_validate(phase) for phase in row["memory"]]
             before = found.get(int(row["step"]), ())
             if max(p.peak for p in phases) > max((p.peak for p in before), default=-1):
                 found[int(row["step"])] = phases
     return sorted(found.items())
 
 
-def _named(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in _OWN}
+def _named_values(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in _EVENT_KEYS}

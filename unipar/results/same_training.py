@@ -13,7 +13,7 @@ from unipar.errors import ReportError
 from unipar.utils.text import count_of
 
 
-class Seen(TypedDict):
+class RankMarks(TypedDict):
     """By one rank."""
 
     values: dict[str, int]
@@ -26,11 +26,11 @@ class Seen(TypedDict):
     precision: str
 
 
-def seen_of(run: Path, rank: int) -> Path:
+def rank_marks_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.alike.json"
 
 
-class Marks(Section):
+class TrainingMarks(Section):
     """What all ranks of a cell saw; the same training has the same, whoever cuts it."""
 
     values: dict[str, str]
@@ -59,22 +59,22 @@ class Marks(Section):
 
     @classmethod
     def read(cls, run: Path, ranks: int) -> Self:
-        told: list[Seen] = []
+        told: list[RankMarks] = []
         for rank in range(ranks):
             try:
-                told.append(json.loads(seen_of(run, rank).read_text("utf-8")))
+                told.append(json.loads(rank_marks_path(run, rank).read_text("utf-8")))
             except (OSError, ValueError):
-                raise ReportError(f"{seen_of(run, rank)} does not say what rank {rank} trained on") from None
+                raise ReportError(f"{rank_marks_path(run, rank)} does not say what rank {rank} trained on") from None
         names = dict.fromkeys(chain.from_iterable(seen["values"] for seen in told))
         return cls(
-            values={name: _sum(seen["values"].get(name, 0) for seen in told) for name in names},
-            kept=_all(seen["kept"] for seen in told),
-            computed=_all(seen["computed"] for seen in told),
+            values={name: _add_hashes(seen["values"].get(name, 0) for seen in told) for name in names},
+            kept=_distinct_words(seen["kept"] for seen in told),
+            computed=_distinct_words(seen["computed"] for seen in told),
             batches=tuple(
                 tuple(sorted(chain(*step))) for step in zip(*(seen["batches"] for seen in told), strict=True)
             ),
             samples=tuple(
-                (sum(count for count, _ in step), _sum(mark for _, mark in step))
+                (sum(count for count, _ in step), _add_hashes(mark for _, mark in step))
                 for step in zip(*(seen["samples"] for seen in told), strict=True)
             ),
             readers=told[0]["readers"],
@@ -83,28 +83,30 @@ class Marks(Section):
         )
 
 
-def _sum(numbers: Iterable[int]) -> str:
+def _add_hashes(numbers: Iterable[int]) -> str:
     return f"{sum(numbers) % (1 << 64):016x}"
 
 
-def _all(words: Iterable[list[str]]) -> tuple[str, ...]:
+def _distinct_words(words: Iterable[list[str]]) -> tuple[str, ...]:
     return tuple(sorted({*chain.from_iterable(words)}))
 
 
-def unlike(mine: Marks, others: Mapping[str, Marks], *, one_total: bool = True) -> str:
+def describe_training_difference(
+    mine: TrainingMarks, others: Mapping[str, TrainingMarks], *, one_total: bool = True
+) -> str:
     """Why it is not the training of the others; empty: nothing speaks against it. `one_total`: all have one batch."""
     beside = ((name, m) for name, m in others.items() if m.readers == mine.readers)
     read = next(((name, m) for name, m in beside if one_total or m.total == mine.total), None)
     cast = next(((name, m) for name, m in others.items() if m.precision == mine.precision), None)
     said = [
-        *(_values(mine, theirs, name) for name, theirs in list(others.items())[:1]),
-        *([_samples(mine, read[1], read[0])] if read is not None else []),
-        *([_precision(mine, cast[1], cast[0])] if cast is not None else []),
+        *(_compare_initial_values(mine, theirs, name) for name, theirs in list(others.items())[:1]),
+        *([_compare_samples(mine, read[1], read[0])] if read is not None else []),
+        *([_compare_dtypes(mine, cast[1], cast[0])] if cast is not None else []),
     ]
     return "; ".join(filter(None, said))
 
 
-def _values(mine: Marks, theirs: Marks, other: str) -> str:
+def _compare_initial_values(mine: TrainingMarks, theirs: TrainingMarks, other: str) -> str:
     moved = [name for name, mark in mine.values.items() if theirs.values.get(name, mark) != mark]
     if not moved:
         return ""
@@ -112,7 +114,7 @@ def _values(mine: Marks, theirs: Marks, other: str) -> str:
     return f"{moved[0]} begins with other values than in {other}{more}: model() must follow from train.seed alone"
 
 
-def _samples(mine: Marks, theirs: Marks, other: str) -> str:
+def _compare_samples(mine: TrainingMarks, theirs: TrainingMarks, other: str) -> str:
     for step, ((count, mark), (theirs_count, theirs_mark)) in enumerate(
         zip(mine.samples, theirs.samples, strict=False), 1
     ):
@@ -129,13 +131,13 @@ def _samples(mine: Marks, theirs: Marks, other: str) -> str:
     return ""
 
 
-def _precision(mine: Marks, theirs: Marks, other: str) -> str:
-    one, two = _kind(mine), _kind(theirs)
+def _compare_dtypes(mine: TrainingMarks, theirs: TrainingMarks, other: str) -> str:
+    one, two = _describe_dtypes(mine), _describe_dtypes(theirs)
     if mine.kept == theirs.kept and (mine.computed == theirs.computed or not mine.computed or not theirs.computed):
         return ""
     return f"it {one}, and {other} {two}, though both were asked for {mine.precision}"
 
 
-def _kind(marks: Marks) -> str:
+def _describe_dtypes(marks: TrainingMarks) -> str:
     computes = f"computes in {' and '.join(marks.computed)}, " if marks.computed else ""
     return f"{computes}keeps weights in {' and '.join(marks.kept)}"

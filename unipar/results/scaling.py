@@ -12,33 +12,39 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
 from unipar.errors import ReportError
-from unipar.memory.account import Account
-from unipar.memory.cuda_total import there
-from unipar.results.agreement import Agreement, agreement, tolerance
-from unipar.results.comparison import Found
-from unipar.results.memory_tables import RSS, fullest, here, largest, remarks
-from unipar.results.row import HEADS, Row, row_json, row_of, spread
-from unipar.results.same_training import unlike
-from unipar.utils.table import Remark, blocks, table_remarks
+from unipar.memory.account import MemoryAccount
+from unipar.memory.cuda_total import total_on_cuda
+from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
+from unipar.results.comparison import TurnResults
+from unipar.results.memory_tables import (
+    RSS,
+    bytes_on_this_machine,
+    describe_memory_columns,
+    largest_account,
+    largest_peak_bytes,
+)
+from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
+from unipar.results.same_training import describe_training_difference
+from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import count_of, format_size
 
-Kind = Literal["strong", "weak"]
-KINDS: tuple[Kind, ...] = ("strong", "weak")
+ScalingKind = Literal["strong", "weak"]
+SCALING_KINDS: tuple[ScalingKind, ...] = ("strong", "weak")
 
-NONE = "-"
+NO_FIGURE = "-"
 
-_APART = ("worlds", "rows", "unkept")
+_FIELDS_STORED_ELSEWHERE = ("worlds", "rows", "unkept")
 """What its file holds in another form, or not at all."""
 """strong: the total batch is the same in every world; weak: each rank's share of it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class ScaledCell:
     """One cell on so many ranks."""
 
     cell: str
     ranks: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ScalingKind, ...]
     """The smallest world is both."""
 
     samples: int
@@ -52,16 +58,16 @@ class World:
         return f"{self.cell} x{self.ranks}" + (f" {self.kinds[0]}" if len(self.kinds) == 1 else "")
 
     @property
-    def shown(self) -> tuple[str, str, str]:
+    def table_head(self) -> tuple[str, str, str]:
         """How a table's row begins."""
         return self.cell, str(self.ranks), " ".join(self.kinds) if len(self.kinds) == 1 else "both"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling(Found):
+class Scaling(TurnResults):
     """All worlds; of each cell the smallest comes first, and is what its others are held to."""
 
-    worlds: tuple[World, ...]
+    worlds: tuple[ScaledCell, ...]
     """Each has its row, in the same order, by its name."""
 
     cores: int
@@ -83,76 +89,82 @@ class Scaling(Found):
     versions: dict[str, str] = field(default_factory=dict[str, str])
     machine: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def row(self, world: World) -> Row:
+    def row(self, world: ScaledCell) -> CellResult:
         return next(row for row in self.rows if row.cell == world.name)
 
-    def of(self, cell: str, kind: Kind) -> list[World]:
+    def timed_worlds(self, cell: str, kind: ScalingKind) -> list[ScaledCell]:
         """The worlds of one cell that were timed, the smallest first."""
-        return [w for w in self.worlds if w.cell == cell and kind in w.kinds and self.rate(w) is not None]
+        return [w for w in self.worlds if w.cell == cell and kind in w.kinds and self.samples_per_second(w) is not None]
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[ScalingKind]:
         """strong alone, where no world grows its batch."""
-        return [kind for kind in KINDS if any(kind in world.kinds for world in self.worlds)]
+        return [kind for kind in SCALING_KINDS if any(kind in world.kinds for world in self.worlds)]
 
     @property
     def cells(self) -> list[str]:
         return list(dict.fromkeys(world.cell for world in self.worlds))
 
-    def base(self, world: World) -> World:
+    def base(self, world: ScaledCell) -> ScaledCell:
         return next(w for w in self.worlds if w.cell == world.cell)
 
-    def rate(self, world: World) -> float | None:
+    def samples_per_second(self, world: ScaledCell) -> float | None:
         """Samples in a second, by the median step."""
         row = self.row(world)
-        return world.samples / median(row.timed) if row.timed and row.outcome in ("ran", "waits") else None
+        return (
+            world.samples / median(row.timed_seconds) if row.timed_seconds and row.outcome in ("ran", "waits") else None
+        )
 
-    def faster(self, world: World) -> float | None:
+    def speed_up(self, world: ScaledCell) -> float | None:
         """How many times the samples of the smallest world in the same time."""
-        rate, base = self.rate(world), self.rate(self.base(world))
+        rate, base = self.samples_per_second(world), self.samples_per_second(self.base(world))
         return None if rate is None or base is None else rate / base
 
-    def efficiency(self, world: World) -> float | None:
+    def efficiency(self, world: ScaledCell) -> float | None:
         """Of the ideal, in which twice the ranks do twice as much."""
-        faster = self.faster(world)
+        faster = self.speed_up(world)
         return None if faster is None else faster * self.base(world).ranks / world.ranks
 
     @override
-    def unlike(self, row: Row) -> str:
+    def training_difference(self, row: CellResult) -> str:
         """In weak scaling batches have other sizes."""
-        return unlike(row.marks, self.others(row), one_total=False) if row.marks is not None else ""
+        return (
+            describe_training_difference(row.marks, self.marks_of_others(row), one_total=False)
+            if row.marks is not None
+            else ""
+        )
 
-    def sifted(self) -> Self:
+    def mark_different_training(self) -> Self:
         """With those found out that did not train what the ones before them did."""
-        rows: list[Row] = []
+        rows: list[CellResult] = []
         for i, row in enumerate(self.rows):
             why = (
-                replace(self, worlds=self.worlds[: i + 1], rows=[*rows, row]).unlike(row)
+                replace(self, worlds=self.worlds[: i + 1], rows=[*rows, row]).training_difference(row)
                 if row.outcome == "ran"
                 else ""
             )
             rows.append(replace(row, outcome="unlike", note=why) if why else row)
         return replace(self, rows=rows)
 
-    def memory(self, world: World) -> int | None:
+    def memory(self, world: ScaledCell) -> int | None:
         """What the largest rank allocated at its peak."""
         row = self.row(world)
-        return largest(row.memory) if row.memory and row.outcome in ("ran", "waits") else None
+        return largest_peak_bytes(row.memory) if row.memory and row.outcome in ("ran", "waits") else None
 
-    def agreement(self, world: World) -> Agreement | None:
+    def agreement(self, world: ScaledCell) -> Agreement | None:
         """Of its losses with the smallest world's, which trains on the same batches; None where nothing is to hold."""
         row, base = self.row(world), self.row(self.base(world))
         if not self.held or world.kinds != ("strong",) or row is base or {row.outcome, base.outcome} != {"ran"}:
             return None
-        return agreement(row.losses, base.losses, tolerance(self.precision))
+        return measure_agreement(row.losses, base.losses, loss_tolerance(self.precision))
 
     @property
-    def agreements(self) -> list[tuple[World, Agreement]]:
+    def agreements(self) -> list[tuple[ScaledCell, Agreement]]:
         return [(world, found) for world in self.worlds if (found := self.agreement(world)) is not None]
 
     @property
     @override
-    def right(self) -> bool:
+    def ran_and_agrees(self) -> bool:
         return (
             any(row.outcome == "ran" for row in self.rows)
             and not self.wrong
@@ -167,36 +179,39 @@ class Scaling(Found):
         made: list[list[str]] = []
         for narrow, more in ((False, last), (True, last), (True, ())):
             rows = [self._shown(world, narrow=narrow, rss=bool(more)) for world in self.worlds]
-            made = blocks((*header, *more), rows, right=(1, 3, 4, 5, 6, 7), width=width)
+            made = format_table_rows((*header, *more), rows, right=(1, 3, 4, 5, 6, 7), width=width)
             if max(len(line) for block in made for line in block) <= width:
                 break
         return made
 
     @override
-    def beside(self, width: int) -> list[str]:
+    def extra_tables(self, width: int) -> list[str]:
         """What the largest rank of each world takes, seen in three ways."""
         watched = [world for world in self.worlds if self.memory(world) is not None]
         if not watched:
             return []
         accounts = {world: self.row(world).memory for world in watched}
         second = "reserved" if any(a.on is not None for of in accounts.values() for a in of) else "resident"
-        rows = [[*world.shown, format_size(largest(of)), *_others(of, world.ranks)] for world, of in accounts.items()]
+        rows = [
+            [*world.table_head, format_size(largest_peak_bytes(of)), *_other_memory_columns(of, world.ranks)]
+            for world, of in accounts.items()
+        ]
         header = ("memory", "ranks", "scaling", "allocated", second, "on CUDA")
-        made = blocks(header, rows, right=(1, 3, 4, 5), width=width)
+        made = format_table_rows(header, rows, right=(1, 3, 4, 5), width=width)
         return ["", *(line for lines in made for line in lines)]
 
-    def _shown(self, world: World, *, narrow: bool, rss: bool) -> tuple[str, ...]:
-        row, rate, at = self.row(world), self.rate(world), world.shown
+    def _shown(self, world: ScaledCell, *, narrow: bool, rss: bool) -> tuple[str, ...]:
+        row, rate, at = self.row(world), self.samples_per_second(world), world.table_head
         if rate is None:
-            return *at, HEADS[row.outcome] + (row.note or "waits")
-        step, (faster, efficient) = spread(row.timed), (self.faster(world), self.efficiency(world))
+            return *at, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
+        step, (faster, efficient) = format_spread(row.timed_seconds), (self.speed_up(world), self.efficiency(world))
         return (
             *at,
             step.partition(" ")[0] if narrow else step,
             f"{rate:.{1 if rate < 100 else 0}f}",
-            NONE if faster is None else f"{faster:.2f}",
-            NONE if efficient is None else percent(efficient),
-            *([format_size(max(row.peak_rss)) if row.peak_rss else NONE] if rss else []),
+            NO_FIGURE if faster is None else f"{faster:.2f}",
+            NO_FIGURE if efficient is None else format_percent(efficient),
+            *([format_size(max(row.peak_rss)) if row.peak_rss else NO_FIGURE] if rss else []),
         )
 
     @override
@@ -214,7 +229,7 @@ class Scaling(Found):
             *self.timing(),
         )
         if accounts := [account for row in self.rows for account in row.memory]:
-            lines += remarks(accounts)
+            lines += describe_memory_columns(accounts)
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append(RSS)
         return [*lines, *table_remarks(self.unwatched, self.unkept, self.note)]
@@ -242,7 +257,7 @@ class Scaling(Found):
         found = self.agreements
         wrong = list(self.wrong) + [
             f"DISAGREES: {world.name} with {self.base(world).name} by {a.off:.1e} at step {a.step}; "
-            f"allowed in {self.precision}: {tolerance(self.precision):g}"
+            f"allowed in {self.precision}: {loss_tolerance(self.precision):g}"
             for world, a in found
             if not a.within
         ]
@@ -254,7 +269,7 @@ class Scaling(Found):
 
     def to_json(self) -> dict[str, Any]:
         """Every figure."""
-        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _APART}
+        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_STORED_ELSEWHERE}
         return {**made, "worlds": [self._world_json(world) for world in self.worlds]}
 
     @classmethod
@@ -274,34 +289,36 @@ class Scaling(Found):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         told: list[dict[str, Any]] = data["worlds"]
-        worlds = tuple(_world(world) for world in told)
-        rows = [row_of(world | {"cell": at.name}) for at, world in zip(worlds, told, strict=True)]
-        known = {f.name: data[f.name] for f in fields(cls) if f.name in data and f.name not in _APART}
+        worlds = tuple(_scaled_cell_from_json(world) for world in told)
+        rows = [cell_result_from_json(world | {"cell": at.name}) for at, world in zip(worlds, told, strict=True)]
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data and f.name not in _FIELDS_STORED_ELSEWHERE}
         return cls(**known, worlds=worlds, rows=rows)
 
-    def _world_json(self, world: World) -> dict[str, Any]:
+    def _world_json(self, world: ScaledCell) -> dict[str, Any]:
         row, found = self.row(world), self.agreement(world)
         return {
-            **row_json(row),
+            **cell_result_to_json(row),
             **asdict(world),
-            "samples_per_second": self.rate(world),
-            "speed_up": self.faster(world),
+            "samples_per_second": self.samples_per_second(world),
+            "speed_up": self.speed_up(world),
             "efficiency": self.efficiency(world),
             "agreement": None if found is None else {"says": str(found), **asdict(found)},
         }
 
 
-def _others(accounts: Sequence[Account], ranks: int) -> tuple[str, str]:
+def _other_memory_columns(accounts: Sequence[MemoryAccount], ranks: int) -> tuple[str, str]:
     """Resident, on CUDA reserved; and what it comes to on CUDA."""
-    taken = here(accounts)
-    return NONE if taken is None else format_size(taken), format_size(there(fullest(accounts), ranks).total)
+    taken = bytes_on_this_machine(accounts)
+    return NO_FIGURE if taken is None else format_size(taken), format_size(
+        total_on_cuda(largest_account(accounts), ranks).total
+    )
 
 
-def _world(told: Mapping[str, Any]) -> World:
-    made: dict[str, Any] = {f.name: told[f.name] for f in fields(World)}
+def _scaled_cell_from_json(told: Mapping[str, Any]) -> ScaledCell:
+    made: dict[str, Any] = {f.name: told[f.name] for f in fields(ScaledCell)}
     made["kinds"] = tuple(made["kinds"])
-    return World(**made)
+    return ScaledCell(**made)
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{100 * share:.0f} %"

@@ -9,16 +9,16 @@ from statistics import median
 from typing import Final
 
 from unipar.memory.account import CATEGORIES
-from unipar.memory.cuda_total import Measured, there
+from unipar.memory.cuda_total import MeasuredCudaMemory, total_on_cuda
 from unipar.results.agreement import Agreement
 from unipar.results.comparison import Comparison
-from unipar.results.memory_tables import fullest, hosts, resident
-from unipar.results.row import Row
+from unipar.results.memory_tables import largest_account, largest_host_bytes, largest_resident_bytes
+from unipar.results.row import CellResult
 from unipar.results.scaling import Scaling
 
-AGREES: Final = ("digits", "within")
-TIMED: Final = ("median_step_s", "samples_per_s")
-HELD: Final = (
+AGREEMENT_COLUMNS: Final = ("digits", "within")
+TIME_COLUMNS: Final = ("median_step_s", "samples_per_s")
+MEMORY_COLUMNS: Final = (
     "allocated",
     "resident",
     "predicted_on_cuda",
@@ -27,39 +27,48 @@ HELD: Final = (
     "host",
     *CATEGORIES,
 )
-HEAD: Final = ("cell", "outcome", *AGREES, *TIMED, *HELD)
-WORLD: Final = ("ranks", "scaling", "samples", "micro", "accumulate")
-GAINS: Final = ("speed_up", "efficiency")
+COMPARISON_COLUMNS: Final = ("cell", "outcome", *AGREEMENT_COLUMNS, *TIME_COLUMNS, *MEMORY_COLUMNS)
+WORLD_COLUMNS: Final = ("ranks", "scaling", "samples", "micro", "accumulate")
+SPEED_UP_COLUMNS: Final = ("speed_up", "efficiency")
 
 
-def sheet(found: Comparison) -> str:
+def format_comparison_csv(found: Comparison) -> str:
     """What is not known is empty; `digits` of losses that are equal to the bit is `all`."""
-    return _written(
-        HEAD,
+    return _to_csv(
+        COMPARISON_COLUMNS,
         (
-            [row.cell, row.outcome, *_said(found.agreement(row)), *_timed(found, row), *_held(row, found.world(row))]
+            [
+                row.cell,
+                row.outcome,
+                *_agreement_cells(found.agreement(row)),
+                *_time_cells(found, row),
+                *_memory_cells(row, found.rank_count(row)),
+            ]
             for row in found.rows
         ),
     )
 
 
-def of_worlds(found: Scaling) -> str:
+def format_scaling_csv(found: Scaling) -> str:
     """The same of cells in worlds of several sizes: a row a world."""
-    return _written(("cell", *WORLD, "outcome", *AGREES, *TIMED, *GAINS, *HELD), _worlds(found))
+    return _to_csv(
+        ("cell", *WORLD_COLUMNS, "outcome", *AGREEMENT_COLUMNS, *TIME_COLUMNS, *SPEED_UP_COLUMNS, *MEMORY_COLUMNS),
+        _scaling_rows(found),
+    )
 
 
-def _worlds(found: Scaling) -> Iterator[list[object]]:
+def _scaling_rows(found: Scaling) -> Iterator[list[object]]:
     for world in found.worlds:
-        row, rate = found.row(world), found.rate(world)
+        row, rate = found.row(world), found.samples_per_second(world)
         step = [None, None] if rate is None else [world.samples / rate, rate]
-        gains = [*step, found.faster(world), found.efficiency(world)]
-        cut = [world.ranks, world.shown[-1], world.samples, world.micro, world.accumulate]
-        agrees = _said(found.agreement(world))
+        gains = [*step, found.speed_up(world), found.efficiency(world)]
+        cut = [world.ranks, world.table_head[-1], world.samples, world.micro, world.accumulate]
+        agrees = _agreement_cells(found.agreement(world))
         figures = ["" if v is None else f"{v:.6g}" for v in gains]
-        yield [world.cell, *cut, row.outcome, *agrees, *figures, *_held(row, world.ranks)]
+        yield [world.cell, *cut, row.outcome, *agrees, *figures, *_memory_cells(row, world.ranks)]
 
 
-def _written(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def _to_csv(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(head)
@@ -67,25 +76,31 @@ def _written(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def _said(told: Agreement | None) -> list[str]:
+def _agreement_cells(told: Agreement | None) -> list[str]:
     if told is None:
         return ["", ""]
     return ["all" if told.digits is None else str(told.digits), "yes" if told.within else "no"]
 
 
-def _timed(found: Comparison, row: Row) -> list[str]:
-    if not row.timed or row.outcome != "ran":
+def _time_cells(found: Comparison, row: CellResult) -> list[str]:
+    if not row.timed_seconds or row.outcome != "ran":
         return ["", ""]
-    middle = median(row.timed)
+    middle = median(row.timed_seconds)
     return [f"{middle:.6g}", f"{found.samples / middle:.6g}"]
 
 
-def _held(row: Row, ranks: int) -> list[str]:
+def _memory_cells(row: CellResult, ranks: int) -> list[str]:
     """Of the largest rank; its categories add up to what is allocated. Of a cell that failed not all is known."""
     if not row.memory or row.outcome in ("failed", "unlike"):
-        return [""] * len(HELD)
-    account = fullest(row.memory)
-    took = there(account, ranks)
-    on_cuda = (None, took.total) if isinstance(took, Measured) else (took.total, None)
-    sizes = [account.peak.peak, resident(row.memory), *on_cuda, account.reserved, hosts(row.memory)]
+        return [""] * len(MEMORY_COLUMNS)
+    account = largest_account(row.memory)
+    took = total_on_cuda(account, ranks)
+    on_cuda = (None, took.total) if isinstance(took, MeasuredCudaMemory) else (took.total, None)
+    sizes = [
+        account.peak.peak,
+        largest_resident_bytes(row.memory),
+        *on_cuda,
+        account.reserved,
+        largest_host_bytes(row.memory),
+    ]
     return ["" if s is None else str(s) for s in [*sizes, *(account.peak.held.get(c, 0) for c in CATEGORIES)]]

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from unipar.config import Precision
-from unipar.utils.table import blocks
+from unipar.utils.table import format_table_rows
 from unipar.utils.text import count_of
 
-Outcome = Literal["waits", "agrees", "disagrees", "refused", "absent", "failed"]
+VerdictOutcome = Literal["waits", "agrees", "disagrees", "refused", "absent", "failed"]
 
-_HEADS = {"refused": "refused: ", "absent": "", "failed": "failed: ", "waits": ""}
+_VERDICT_PREFIXES = {"refused": "refused: ", "absent": "", "failed": "failed: ", "waits": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Verdict:
     """One cell."""
 
     cell: str
-    outcome: Outcome
+    outcome: VerdictOutcome
     note: str = ""
     digits: int | None = None
     """Leading digits of the loss that are one process's, in every step; None: all bits are, or it did not run."""
@@ -109,38 +109,38 @@ class Verdicts:
 
     def table(self, width: int = 80) -> str:
         rows = ["\n".join(lines) for lines in self.blocks(width)]
-        said = [line for text in self.words() for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        said = [line for text in self.remark_lines() for line in textwrap.wrap(text, width, subsequent_indent="  ")]
         return "\n".join([*rows, "", *said])
 
     def blocks(self, width: int) -> list[list[str]]:
         """The lines of the header, then of each row."""
-        return blocks(
+        return format_table_rows(
             ("cell", "loss", "of allowed", "verdict"), [self._shown(r) for r in self.rows], right=(2,), width=width
         )
 
     def _shown(self, row: Verdict) -> tuple[str, ...]:
         if row.outcome not in ("agrees", "disagrees"):
-            return row.cell, _HEADS[row.outcome] + (row.note or "waits")
+            return row.cell, _VERDICT_PREFIXES[row.outcome] + (row.note or "waits")
         digits = "same bits" if row.digits is None else count_of(row.digits, "digit")
         if row.outcome == "agrees":
             verdict = "agrees; the replay's bits" if row.bits else "agrees"
         else:
             kind = row.finding.kind if row.finding is not None and row.finding.kind else "no known kind of fault"
             verdict = f"DISAGREES: {kind}"
-        return row.cell, digits, _share(row.share), verdict
+        return row.cell, digits, _format_share(row.share), verdict
 
-    def words(self) -> list[str]:
+    def remark_lines(self) -> list[str]:
         """What the table means, and what is wrong."""
         if self.stopped:
             return [f"no verdict: {self.stopped}", *self.remarks]
-        lines = [line for row in self.rows for line in _case(row)]
+        lines = [line for row in self.rows for line in _describe_verdict(row)]
         ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
         if self.interrupted:
             lines.append("interrupted: cells without a verdict did not come to their end")
         elif not ran:
             lines.append("no verdict: no cell ran")
         elif all(row.outcome == "agrees" for row in ran):
-            lines += self._agreed(ran)
+            lines += self._agreement_lines(ran)
         return [
             *lines,
             *self.remarks,
@@ -150,7 +150,7 @@ class Verdicts:
             f"figures and curves: {self.out}/verify.html",
         ]
 
-    def _agreed(self, ran: Sequence[Verdict]) -> list[str]:
+    def _agreement_lines(self, ran: Sequence[Verdict]) -> list[str]:
         exact = sum(bool(row.bits) for row in ran)
         each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
         lines = [f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"]
@@ -161,15 +161,15 @@ class Verdicts:
 
     def to_json(self) -> dict[str, Any]:
         made = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
-        return {**made, "code": self.code, "cells": [_finite(asdict(row)) for row in self.rows]}
+        return {**made, "code": self.code, "cells": [_replace_infinities(asdict(row)) for row in self.rows]}
 
 
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
+def _replace_infinities(row: dict[str, Any]) -> dict[str, Any]:
     """JSON knows no infinity."""
     return row | {"share": None if row["share"] is None or not math.isfinite(row["share"]) else row["share"]}
 
 
-def _share(share: float | None) -> str:
+def _format_share(share: float | None) -> str:
     if share is None:
         return "-"
     if share >= 100 or math.isnan(share):
@@ -177,7 +177,7 @@ def _share(share: float | None) -> str:
     return f"{share:.2f}"
 
 
-def _case(row: Verdict) -> list[str]:
+def _describe_verdict(row: Verdict) -> list[str]:
     """A cell that parts, in sentences."""
     if row.outcome == "agrees" and row.note:
         return [f"{row.cell}: {row.note}"]

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from unipar.run_folder.layout import error_of
-from unipar.utils.files import write_whole
+from unipar.run_folder.layout import error_path
+from unipar.utils.files import write_file_atomically
 
-_ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "has been shut down")
+_PEER_GONE_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "has been shut down")
 """What a rank says when another one is gone."""
 
 
-_LATE = (
+_TIMEOUT_PATTERNS = (
     re.compile(r"Timed out waiting \d+ms for "),  # gloo
     re.compile(r"Application timeout caused pair closure|: timed out connecting: "),  # gloo
     re.compile(r"(?i)wait timeout after \d+ms|client socket has timed out|timed out after \d+ seconds waiting for"),
@@ -28,7 +28,7 @@ _LATE = (
 
 
 @dataclass(frozen=True)
-class Said:
+class RecordedError:
     """What a rank wrote down as its error."""
 
     time: float
@@ -37,12 +37,12 @@ class Said:
     traceback: str
 
     @property
-    def echo(self) -> bool:
-        return self.late or any(words in self.message for words in _ECHOES)
+    def caused_by_other_rank(self) -> bool:
+        return self.timed_out or any(words in self.message for words in _PEER_GONE_WORDS)
 
     @property
-    def late(self) -> bool:
-        return is_late(self.message)
+    def timed_out(self) -> bool:
+        return is_timeout(self.message)
 
     @property
     def line(self) -> str:
@@ -50,36 +50,38 @@ class Said:
         return f"{self.kind}: {first}" if first else self.kind
 
 
-def said_by(run: Path, rank: int) -> Said | None:
+def read_error(run: Path, rank: int) -> RecordedError | None:
     try:
-        return Said(**json.loads(error_of(run, rank).read_text("utf-8")))
+        return RecordedError(**json.loads(error_path(run, rank).read_text("utf-8")))
     except FileNotFoundError:
         return None
 
 
-def is_late(text: str) -> bool:
-    return any(pattern.search(text) for pattern in _LATE)
+def is_timeout(text: str) -> bool:
+    return any(pattern.search(text) for pattern in _TIMEOUT_PATTERNS)
 
 
-_AROUND = (__file__, contextlib.__file__)
+_FILES_TO_HIDE = (__file__, contextlib.__file__)
 
 
-def record(run: Path, rank: int, error: BaseException) -> None:
+def write_error(run: Path, rank: int, error: BaseException) -> None:
     """Write down what went wrong, once: the first error is the one that counts."""
-    path = error_of(run, rank)
+    path = error_path(run, rank)
     if path.exists():
         return
     said = {
         "time": time.time(),
         "kind": type(error).__name__,
         "message": str(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, _theirs(error.__traceback__))),
+        "traceback": "".join(
+            traceback.format_exception(type(error), error, _without_hidden_frames(error.__traceback__))
+        ),
     }
-    write_whole(path, json.dumps(said))
+    write_file_atomically(path, json.dumps(said))
 
 
-def _theirs(frames: TracebackType | None) -> TracebackType | None:
+def _without_hidden_frames(frames: TracebackType | None) -> TracebackType | None:
     """Less the frames of this file and what it is called through."""
-    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename in _AROUND:
+    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename in _FILES_TO_HIDE:
         frames = frames.tb_next
     return frames

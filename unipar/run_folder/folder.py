@@ -13,24 +13,24 @@ from typing import Any
 
 from unipar.errors import ConfigError, OutExists
 
-MARKS = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
+RUN_FILES = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
 """What a run's folder holds: files, and the keys that they have, one set of them at least."""
 
 
-BESIDE = ("compare", "worlds", "verify", "scale")
+FOLDERS_THAT_STAY = ("compare", "worlds", "verify", "scale")
 """What may lie in it before a run, and stays when the run is overwritten."""
 
 
-def look(out: Path, *, overwrite: bool) -> None:
+def check_run_folder(out: Path, *, overwrite: bool) -> None:
     """Raise unless a run may be written to `out`."""
     if not os.path.lexists(out):
-        _look_above(out)
+        _check_parent_folder(out)
         return
     if not out.is_dir():
-        raise OutExists(f"out: {out} is {_kind(out)}; name another folder (out: ..., or --out DIR)")
+        raise OutExists(f"out: {out} is {_describe_path(out)}; name another folder (out: ..., or --out DIR)")
     if not os.access(out, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"out: {out} may not be written to; {_ANOTHER}")
-    taken = _taken(out)
+        raise ConfigError(f"out: {out} may not be written to; {_NAME_ANOTHER_FOLDER}")
+    taken = _files_in_the_way(out)
     if not taken:
         return
     if not overwrite:
@@ -38,32 +38,32 @@ def look(out: Path, *, overwrite: bool) -> None:
             f"out: {out} is there already; keep it and write elsewhere (out: another/folder, or --out DIR), "
             "or write over it (--overwrite, or launch(..., overwrite=True))"
         )
-    if strange := _strange(out):
+    if strange := _why_not_a_run(out):
         raise OutExists(
             f"out: {out} holds no run of ours ({strange}), so it is not overwritten; "
             "name another folder, or remove it yourself"
         )
 
 
-_ANOTHER = "name a folder in which you may write (out: ..., or --out DIR)"
+_NAME_ANOTHER_FOLDER = "name a folder in which you may write (out: ..., or --out DIR)"
 
 
-def _look_above(out: Path) -> None:
+def _check_parent_folder(out: Path) -> None:
     """Whether the nearest folder that is there would take it."""
     above = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
     if not above.is_dir():
-        raise ConfigError(f"out: {out} cannot be made: {above} is {_kind(above)}; {_ANOTHER}")
+        raise ConfigError(f"out: {out} cannot be made: {above} is {_describe_path(above)}; {_NAME_ANOTHER_FOLDER}")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"out: {out} cannot be made: {above} may not be written to; {_ANOTHER}")
+        raise ConfigError(f"out: {out} cannot be made: {above} may not be written to; {_NAME_ANOTHER_FOLDER}")
 
 
-def _kind(path: Path) -> str:
+def _describe_path(path: Path) -> str:
     return "a link that leads nowhere" if path.is_symlink() and not path.exists() else "a file"
 
 
-def _strange(out: Path) -> str:
+def _why_not_a_run(out: Path) -> str:
     """Why this folder is not one of a run; empty: it is one."""
-    for name, choices in MARKS.items():
+    for name, choices in RUN_FILES.items():
         if not (out / name).is_file():
             return f"no {name} in it"
         try:
@@ -75,7 +75,7 @@ def _strange(out: Path) -> str:
     return ""
 
 
-def only_ours(out: Path, whose: str, names: Collection[str]) -> list[str]:
+def check_folder_content(out: Path, whose: str, names: Collection[str]) -> list[str]:
     """What lies there: a verb's own files, `names` and world-*, and nothing else."""
     there = sorted(path.name for path in out.iterdir())
     strange = [name for name in there if name not in names and not name.startswith("world-")]
@@ -84,9 +84,9 @@ def only_ours(out: Path, whose: str, names: Collection[str]) -> list[str]:
     return there
 
 
-def make_room(out: Path, whose: str, names: Collection[str], earlier: str, *, overwrite: bool) -> None:
+def clear_own_files(out: Path, whose: str, names: Collection[str], earlier: str, *, overwrite: bool) -> None:
     """A verb's own files of an earlier time may go when that is said; nothing else does."""
-    there = only_ours(out, whose, names)
+    there = check_folder_content(out, whose, names)
     if there and not overwrite:
         raise OutExists(f"{out} holds an earlier {earlier}: give --overwrite to replace it, or another out")
     for name in there:
@@ -98,40 +98,42 @@ def make_room(out: Path, whose: str, names: Collection[str], earlier: str, *, ov
 
 
 @contextmanager
-def made(out: Path, config: str, launch: str, *, overwrite: bool) -> Generator[None]:
+def create_run_folder(out: Path, config: str, launch: str, *, overwrite: bool) -> Generator[None]:
     """A folder with nothing in it but what this run is; until the body ends it is this run's alone."""
-    with owned(out):
-        look(out, overwrite=overwrite)
-        with writing(out):
-            for path in sorted(_taken(out), key=lambda path: path.name in MARKS):  # what tells that it is ours, last
+    with lock_folder(out):
+        check_run_folder(out, overwrite=overwrite)
+        with explain_write_errors(out):
+            for path in sorted(
+                _files_in_the_way(out), key=lambda path: path.name in RUN_FILES
+            ):  # what tells that it is ours, last
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-            for name, text in zip(MARKS, (config, launch), strict=True):
+            for name, text in zip(RUN_FILES, (config, launch), strict=True):
                 (out / name).write_text(text, encoding="utf-8")
         yield
 
 
 @contextmanager
-def writing(out: Path) -> Generator[None]:
+def explain_write_errors(out: Path) -> Generator[None]:
     """What the system refuses, in a sentence."""
     try:
         yield
     except OSError as e:
         where = e.filename if e.filename and str(e.filename) != str(out) else None
         at = f" at {where}" if where else ""
-        raise ConfigError(f"out: {out} cannot be written{at} ({e.strerror}); {_ANOTHER}") from None
+        raise ConfigError(f"out: {out} cannot be written{at} ({e.strerror}); {_NAME_ANOTHER_FOLDER}") from None
 
 
-def _taken(out: Path) -> list[Path]:
-    return [path for path in out.iterdir() if path.name not in BESIDE]
+def _files_in_the_way(out: Path) -> list[Path]:
+    return [path for path in out.iterdir() if path.name not in FOLDERS_THAT_STAY]
 
 
 @contextmanager
-def owned(out: Path) -> Generator[None]:
+def lock_folder(out: Path) -> Generator[None]:
     """The folder, made if need be, is this process's alone until the body ends."""
-    with writing(out):
+    with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -12,9 +12,9 @@ from typing import Final
 
 from typing_extensions import override
 
-from unipar.run_folder.layout import beat_of
+from unipar.run_folder.layout import heartbeat_path
 
-PHASES: Final = ("start", "data", "forward", "backward", "update", "evaluate", "between", "waiting", "end")
+STEP_PHASES: Final = ("start", "data", "forward", "backward", "update", "evaluate", "between", "waiting", "end")
 """In the order in which a step meets them; `start` and `waiting` are never counted as silence."""
 
 
@@ -24,17 +24,17 @@ _ROW = struct.Struct("<qqd")
 _PACK, _NOW = _ROW.pack_into, time.monotonic
 
 
-_CODE = {phase: i for i, phase in enumerate(PHASES)}
+_PHASE_NUMBERS = {phase: i for i, phase in enumerate(STEP_PHASES)}
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     step: int
     phase: str
     when: float  # time.monotonic(), one clock for all processes of a machine
 
 
-class Heart:
+class HeartbeatWriter:
     """The writing end; `mark` costs about a microsecond."""
 
     def __init__(self, path: Path) -> None:
@@ -43,18 +43,18 @@ class Heart:
             file.flush()
             self._map = mmap.mmap(file.fileno(), _ROW.size)
         self.step = 0
-        self.heed: Callable[[str], None] | None = None
+        self.on_phase: Callable[[str], None] | None = None
         """Told of each phase, too."""
 
-        self.mark("start")
+        self.set_phase("start")
 
-    def mark(self, phase: str) -> None:
-        _PACK(self._map, 0, self.step, _CODE[phase], _NOW())
-        if self.heed is not None:
-            self.heed(phase)
+    def set_phase(self, phase: str) -> None:
+        _PACK(self._map, 0, self.step, _PHASE_NUMBERS[phase], _NOW())
+        if self.on_phase is not None:
+            self.on_phase(phase)
 
 
-def feel(path: Path) -> Beat | None:
+def read_heartbeat(path: Path) -> Heartbeat | None:
     """The last sign of life; None before the first."""
     try:
         raw = path.read_bytes()
@@ -63,10 +63,10 @@ def feel(path: Path) -> Beat | None:
     if len(raw) < _ROW.size:
         return None
     step, phase, when = _ROW.unpack(raw)
-    return Beat(step, PHASES[phase], when) if when else None
+    return Heartbeat(step, STEP_PHASES[phase], when) if when else None
 
 
-_WHERE = {
+_PHASE_IN_WORDS = {
     "start": "while it was built",
     "data": "while it read the data of step {}",
     "forward": "in the forward of step {}",
@@ -80,17 +80,17 @@ _WHERE = {
 
 
 @dataclass(frozen=True)
-class At:
+class LastPhase:
     """Where a rank was, by its own last sign."""
 
     phase: str
     step: int
 
     @classmethod
-    def of(cls, run: Path, rank: int) -> At | None:
-        beat = feel(beat_of(run, rank))
+    def of(cls, run: Path, rank: int) -> LastPhase | None:
+        beat = read_heartbeat(heartbeat_path(run, rank))
         return None if beat is None else cls(beat.phase, beat.step)
 
     @override
     def __str__(self) -> str:
-        return _WHERE[self.phase].format(self.step)
+        return _PHASE_IN_WORDS[self.phase].format(self.step)

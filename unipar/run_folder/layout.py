@@ -5,25 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def beat_of(run: Path, rank: int) -> Path:
+def heartbeat_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.beat"
 
 
-def ledger_of(run: Path, rank: int) -> Path:
+def ledger_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.jsonl"
 
 
-def prints_of(run: Path) -> Path:
+def stdout_path(run: Path) -> Path:
     return run / "rank-0.out"
 
 
-def error_of(run: Path, rank: int) -> Path:
+def error_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.error.json"
 
 
-def stack_of(run: Path, rank: int) -> Path:
+def stack_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.stack"
 
 
-def log_of(run: Path, rank: int) -> Path:
+def log_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.log"

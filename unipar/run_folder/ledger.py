@@ -17,7 +17,7 @@ class Ledger:
         self._file = path.open("a", encoding="utf-8")
 
     def note(self, event: str, **fields: Any) -> None:
-        row = {"event": event, "time": time.time(), **{name: _plain(value) for name, value in fields.items()}}
+        row = {"event": event, "time": time.time(), **{name: _finite_or_none(value) for name, value in fields.items()}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -44,6 +44,6 @@ class Ledger:
         return path.read_bytes()[-1:] in (b"", b"\n")
 
 
-def _plain(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     """JSON knows no NaN and no infinity: null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

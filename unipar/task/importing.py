@@ -15,30 +15,30 @@ from unipar.errors import TaskError
 from unipar.task.location import CodeLocation
 
 
-class Reached(BaseException):
+class LaunchReached(BaseException):
     """A worker that imports the user's file came to the `launch` that started it: nothing after it is its own."""
 
 
 @dataclass
-class _Import:
+class _TaskImport:
     earlier: list[str]
     """Run folders of the launches before ours, in their order."""
 
 
-_import: _Import | None = None
+_current_import: _TaskImport | None = None
 
 
-def importing() -> bool:
+def is_importing_task() -> bool:
     """Whether a worker is reading the user's file right now."""
-    return _import is not None
+    return _current_import is not None
 
 
-def pass_launch() -> str:
+def next_earlier_run() -> str:
     """Called by `launch` and `join` in a file that a worker imports: an earlier run's folder, or Reached."""
-    assert _import is not None
-    if not _import.earlier:
-        raise Reached
-    return _import.earlier.pop(0)
+    assert _current_import is not None
+    if not _current_import.earlier:
+        raise LaunchReached
+    return _current_import.earlier.pop(0)
 
 
 def fetch_definition(where: CodeLocation, earlier: Sequence[str]) -> Any:
@@ -65,7 +65,7 @@ def _import_module(name: str, earlier: Sequence[str]) -> ModuleType:
         raise TaskError(f"there is no module {name!r} on the path")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        with _upto_launch(earlier):  # an import statement would take back what stands before the launch
+        with _until_launch(earlier):  # an import statement would take back what stands before the launch
             spec.loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)
@@ -76,16 +76,16 @@ def _import_module(name: str, earlier: Sequence[str]) -> ModuleType:
 
 
 @contextmanager
-def _upto_launch(earlier: Sequence[str]) -> Generator[None]:
+def _until_launch(earlier: Sequence[str]) -> Generator[None]:
     """The body imports the user's code; what it defined before a launch of its own remains."""
-    global _import
-    _import = _Import(list(earlier))
+    global _current_import
+    _current_import = _TaskImport(list(earlier))
     try:
         yield
-    except Reached:
+    except LaunchReached:
         pass
     finally:
-        _import = None
+        _current_import = None
 
 
 def _import_file(file: str, earlier: Sequence[str]) -> ModuleType:
@@ -101,7 +101,7 @@ def _import_file(file: str, earlier: Sequence[str]) -> ModuleType:
     folder = str(Path(file).parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    with _upto_launch(earlier):
+    with _until_launch(earlier):
         spec.loader.exec_module(module)
     imported_files[file] = module
     return module

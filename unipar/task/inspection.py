@@ -13,12 +13,12 @@ from unipar.utils.text import closest
 if TYPE_CHECKING:
     from unipar.task.location import CodeLocation
 
-_NEEDED = ("model", "data", "loss")
+_NEEDED_METHODS = ("model", "data", "loss")
 
 
-def look(where: CodeLocation, args: Mapping[str, Any], path: Sequence[str]) -> None:
+def check_task_code(where: CodeLocation, args: Mapping[str, Any], path: Sequence[str]) -> None:
     """Raise unless the file is there, parses, and holds the class with what a task needs."""
-    file = Path(where.file) if where.file else file_of(str(where.module), path)
+    file = Path(where.file) if where.file else find_module_file(str(where.module), path)
     if file is None:
         raise TaskError(f"task.use: there is no module {where.module!r} on the path")
     if not file.is_file():
@@ -32,13 +32,13 @@ def look(where: CodeLocation, args: Mapping[str, Any], path: Sequence[str]) -> N
         raise TaskError(f"{file}: {e}") from None
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     if where.name not in classes:
-        _absent(where.name, file, tree, list(classes))
+        _check_class_name(where.name, file, tree, list(classes))
         return
-    _whole(classes[where.name], classes, file)
-    _fit(classes[where.name], args)
+    _check_methods(classes[where.name], classes, file)
+    _check_arguments(classes[where.name], args)
 
 
-def file_of(module: str, path: Sequence[str]) -> Path | None:
+def find_module_file(module: str, path: Sequence[str]) -> Path | None:
     tail = module.replace(".", "/")
     for folder in path:
         for found in (Path(folder) / f"{tail}.py", Path(folder) / tail / "__init__.py"):
@@ -47,9 +47,9 @@ def file_of(module: str, path: Sequence[str]) -> Path | None:
     return None
 
 
-def _absent(name: str, file: Path, tree: ast.Module, classes: list[str]) -> None:
+def _check_class_name(name: str, file: Path, tree: ast.Module, classes: list[str]) -> None:
     bound = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-    if name in bound | _assigned(tree) or any(
+    if name in bound | _assigned_names(tree) or any(
         isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(tree)
     ):
         return  # imported there from elsewhere, or another name of something: the worker will see
@@ -58,20 +58,22 @@ def _absent(name: str, file: Path, tree: ast.Module, classes: list[str]) -> None
     raise TaskError(f"task.use: {file} has no class {name}{hint}")
 
 
-def _assigned(node: ast.Module | ast.ClassDef) -> set[str]:
+def _assigned_names(node: ast.Module | ast.ClassDef) -> set[str]:
     """Names that are bound by `=` in the body itself, not in what is below it."""
     targets = [t for n in node.body if isinstance(n, ast.Assign) for t in n.targets]
     targets += [n.target for n in node.body if isinstance(n, ast.AnnAssign) and n.value is not None]
     return {inner.id for t in targets for inner in ast.walk(t) if isinstance(inner, ast.Name)}
 
 
-def _whole(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file: Path) -> None:
+def _check_methods(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file: Path) -> None:
     """Methods of the class and of its bases in the same file; a base from elsewhere may hold the rest."""
     have: set[str] = set()
     todo = [node]
     while todo:
         now = todo.pop()
-        have |= {n.name for n in now.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)} | _assigned(now)
+        have |= {n.name for n in now.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)} | _assigned_names(
+            now
+        )
         for base in now.bases:
             name = ast.unparse(base).rpartition(".")[2]
             known = classes.get(name)
@@ -79,12 +81,12 @@ def _whole(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file: Path) 
                 todo.append(known)
             elif name not in ("Task", "ABC", "object"):
                 return
-    lacking = [f"{m}()" for m in _NEEDED if m not in have]
+    lacking = [f"{m}()" for m in _NEEDED_METHODS if m not in have]
     if lacking:
         raise TaskError(f"task.use: {node.name} in {file} lacks {', '.join(lacking)}")
 
 
-def _fit(node: ast.ClassDef, args: Mapping[str, Any]) -> None:
+def _check_arguments(node: ast.ClassDef, args: Mapping[str, Any]) -> None:
     """Compare task.args with the constructor's parameters, where it has one of its own."""
     made = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     if made is None or made.args.kwarg is not None:

@@ -42,7 +42,7 @@ class CodeLocation:
         return cls(name, file=str(Path(file).resolve()))
 
     @classmethod
-    def used(cls, use: str) -> Self:
+    def from_config(cls, use: str) -> Self:
         """From the config's `file.py:Class` or `package.module:Class`."""
         place, colon, name = use.rpartition(":")
         if not colon or not name.isidentifier() or not place:

@@ -18,18 +18,18 @@ from typing import Any
 
 from unipar.errors import TaskError
 
-_HEAD = 8
+_LENGTH_BYTES = 8
 """Bytes that say how many follow: whoever forks while we write keeps the pipe open behind us."""
 
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
-_IN_MEMORY = (io.BytesIO, io.StringIO)
+_IN_MEMORY_FILES = (io.BytesIO, io.StringIO)
 
-_handed = b""
+_pickled_task = b""
 """What this worker's parent gave it."""
 
 
-def typed(thing: Any) -> bool:
+def is_without_file(thing: Any) -> bool:
     """Whether it was typed in where no file holds it: a notebook, a prompt, `-c`, or a script from stdin."""
     if getattr(thing, "__module__", "") != "__main__":
         return False
@@ -42,11 +42,11 @@ def typed(thing: Any) -> bool:
     return getattr(main, "__spec__", None) is None and (file is None or not Path(file).exists())
 
 
-def called(thing: Any) -> str:
+def describe_name(thing: Any) -> str:
     return getattr(thing, "__qualname__", "") or repr(thing)
 
 
-def packed(name: str, thing: Any) -> bytes:
+def pickle_task(name: str, thing: Any) -> bytes:
     """`thing` with all that it holds; TaskError, before anything was started, where it cannot be taken along."""
     if find_spec("cloudpickle") is None:
         raise TaskError(
@@ -57,7 +57,7 @@ def packed(name: str, thing: Any) -> bytes:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportImplicitOverride] - the parent has no types
-            if why := _stays(obj):
+            if why := _why_not_picklable(obj):
                 raise TypeError(f"it holds {why}")
             return super().reducer_override(obj)
 
@@ -72,40 +72,40 @@ def packed(name: str, thing: Any) -> bytes:
     return made.getvalue()
 
 
-def _stays(thing: Any) -> str:
+def _why_not_picklable(thing: Any) -> str:
     """What is this process's own, and what cloudpickle would copy all the same; empty for the rest."""
     if isinstance(thing, io.IOBase):
-        return "" if isinstance(thing, _IN_MEMORY) or thing in (sys.stdout, sys.stderr) else "an open file"
+        return "" if isinstance(thing, _IN_MEMORY_FILES) or thing in (sys.stdout, sys.stderr) else "an open file"
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor) and thing.device.type != "cpu":
         return f"a tensor on {thing.device}"
     return ""
 
 
-def handed() -> Any:
+def unpickle_task() -> Any:
     """In a worker: what its parent packed."""
-    assert _handed, "nothing was handed to this process"
+    assert _pickled_task, "nothing was handed to this process"
     import cloudpickle  # pyright: ignore[reportMissingImports] - an extra
 
-    return cloudpickle.loads(_handed)
+    return cloudpickle.loads(_pickled_task)
 
 
-def receive(fd: int) -> None:
+def receive_task(fd: int) -> None:
     """In a worker: read all of it."""
-    global _handed
+    global _pickled_task
     with os.fdopen(fd, "rb") as pipe:
-        _handed = pipe.read(int.from_bytes(pipe.read(_HEAD)))
+        _pickled_task = pipe.read(int.from_bytes(pipe.read(_LENGTH_BYTES)))
 
 
-def send(data: bytes, fds: Sequence[int]) -> None:
+def send_task(data: bytes, fds: Sequence[int]) -> None:
     """To workers that have only just begun; closes the pipes. A pipe holds little, so a thread does it."""
-    threading.Thread(target=_write, args=(data, fds), name="parcel", daemon=True).start()
+    threading.Thread(target=_write_to_pipes, args=(data, fds), name="parcel", daemon=True).start()
 
 
-def _write(data: bytes, fds: Sequence[int]) -> None:
-    whole = memoryview(len(data).to_bytes(_HEAD) + data)
+def _write_to_pipes(data: bytes, fds: Sequence[int]) -> None:
+    whole = memoryview(len(data).to_bytes(_LENGTH_BYTES) + data)
     for fd in fds:
         with suppress(BrokenPipeError), os.fdopen(fd, "wb", buffering=0) as pipe:  # a worker that is gone needs nothing
             at = 0
             while at < len(whole):
-                at += pipe.write(whole[at : at + _CHUNK]) or 0
+                at += pipe.write(whole[at : at + _CHUNK_BYTES]) or 0

@@ -13,8 +13,8 @@ from unipar.config.config import TaskUse
 from unipar.errors import TaskError
 from unipar.task.importing import fetch_definition
 from unipar.task.location import CodeLocation
-from unipar.task.pickled import called, handed, packed, typed
-from unipar.task.task import FUNCTIONS, Functions, Task
+from unipar.task.pickled import describe_name, is_without_file, pickle_task, unpickle_task
+from unipar.task.task import TASK_FUNCTIONS, FunctionTask, Task
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,27 @@ class TaskRef:
     ) -> Self:
         path, args = tuple(p or str(Path.cwd()) for p in sys.path), use.args if use else {}
         if functions:
-            absent = [name for name in FUNCTIONS[:3] if name not in functions]
+            absent = [name for name in TASK_FUNCTIONS[:3] if name not in functions]
             if task is not None or absent:
                 way = "a task and functions were both given" if task is not None else f"{absent[0]}= is missing"
                 raise TaskError(f"{way}: give a task, or model=, loss= and data=")
-            if any(typed(f) for f in functions.values()):
-                names = ", ".join(f"{name}={called(f)}" for name, f in functions.items())
-                return cls(path=path, earlier=tuple(earlier)).carrying(names, dict(functions))
+            if any(is_without_file(f) for f in functions.values()):
+                names = ", ".join(f"{name}={describe_name(f)}" for name, f in functions.items())
+                return cls(path=path, earlier=tuple(earlier)).with_pickled(names, dict(functions))
             found = {name: CodeLocation.of(f) for name, f in functions.items()}
             return cls(functions=found, path=path, earlier=tuple(earlier))
-        if task is not None and typed(task):
-            _whole(task, called(task))
-            return cls(args=args, path=path, earlier=tuple(earlier)).carrying(called(task), task)
+        if task is not None and is_without_file(task):
+            _check_task_class(task, describe_name(task))
+            return cls(args=args, path=path, earlier=tuple(earlier)).with_pickled(describe_name(task), task)
         if task is not None:
             return cls(CodeLocation.of(task), args=args, path=path, earlier=tuple(earlier))
         if use is None:
             raise TaskError("there is no task: give the config task.use, or launch a task= or model=, loss= and data=")
-        return cls(CodeLocation.used(use.use), args=args, path=path, earlier=tuple(earlier))
+        return cls(CodeLocation.from_config(use.use), args=args, path=path, earlier=tuple(earlier))
 
-    def carrying(self, names: str, thing: Any) -> Self:
+    def with_pickled(self, names: str, thing: Any) -> Self:
         """With something that other processes cannot find by name."""
-        parcel = packed(names, thing)
+        parcel = pickle_task(names, thing)
         told = f"{names}: {len(parcel)} bytes, {hashlib.sha256(parcel).hexdigest()[:16]}"
         return replace(self, carried=told, parcel=parcel)
 
@@ -84,27 +84,27 @@ class TaskRef:
             carried=data["carried"],
         )
 
-    def look(self) -> None:
+    def check_code(self) -> None:
         """What can be seen without importing: the file is there, the class is in it and whole."""
-        from unipar.task.inspection import look
+        from unipar.task.inspection import check_task_code
 
         if self.task is not None:
-            look(self.task, self.args, self.path)
+            check_task_code(self.task, self.args, self.path)
 
     def load(self) -> Task:
         """The task itself, in a process of its own: imports the user's code."""
         sys.path[:0] = [p for p in self.path if p not in sys.path]
         if self.carried:
-            thing = handed()
-            return Functions(thing) if isinstance(thing, dict) else _made(thing, self.args, thing.__name__)
+            thing = unpickle_task()
+            return FunctionTask(thing) if isinstance(thing, dict) else _create_task(thing, self.args, thing.__name__)
         if self.functions:
-            return Functions({name: fetch_definition(where, self.earlier) for name, where in self.functions.items()})
+            return FunctionTask({name: fetch_definition(where, self.earlier) for name, where in self.functions.items()})
         assert self.task is not None
-        return _made(fetch_definition(self.task, self.earlier), self.args, self.task.shown)
+        return _create_task(fetch_definition(self.task, self.earlier), self.args, self.task.shown)
 
 
-def _made(found: Any, args: Mapping[str, Any], shown: str) -> Task:
-    _whole(found, shown)
+def _create_task(found: Any, args: Mapping[str, Any], shown: str) -> Task:
+    _check_task_class(found, shown)
     try:
         return found(**args)
     except TypeError as e:
@@ -113,7 +113,7 @@ def _made(found: Any, args: Mapping[str, Any], shown: str) -> Task:
         raise
 
 
-def _whole(found: Any, shown: str) -> None:
+def _check_task_class(found: Any, shown: str) -> None:
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise TaskError(f"{shown} is {found!r}; a class that derives from unipar.Task is wanted")
     unwritten = sorted(getattr(found, "__abstractmethods__", ()))

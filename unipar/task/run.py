@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from unipar.data.feed import Feed
-    from unipar.data.stream_feed import Stream
+    from unipar.data.feed import MicrobatchFeed
+    from unipar.data.stream_feed import StreamFeed
 
 
 @final
@@ -35,7 +35,7 @@ class Share:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """What a step gave: its number from 1, and the global batch's loss on the steps that log."""
 
     step: int
@@ -98,7 +98,7 @@ class Run(ABC):
 
     @property
     @abstractmethod
-    def feed(self) -> Feed | Stream:
+    def feed(self) -> MicrobatchFeed | StreamFeed:
         """The run's own data, read from the task when first asked for."""
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Run(ABC):
         """Yield shares of a loader of the script's own, whose dataset, collate_fn and workers are taken."""
 
     @abstractmethod
-    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> Outcome:
+    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
         """Do one optimizer step (forward, backward, accumulate, clip, update), of one part by a loss of its own."""
 
     @abstractmethod

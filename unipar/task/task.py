@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unipar.task.run import Run
 
 
-FUNCTIONS = ("model", "loss", "data", "weight", "collate", "validation", "metrics", "groups")
+TASK_FUNCTIONS = ("model", "loss", "data", "weight", "collate", "validation", "metrics", "groups")
 """What the functional form of `launch` takes; the first three are needed."""
 
 
@@ -82,13 +82,13 @@ class Task(ABC):
         for share in run.batches():
             run.step(share)
 
-    def gives(self, name: str) -> bool:
+    def defines(self, name: str) -> bool:
         """Whether the task defines an optional method itself."""
         return getattr(type(self), name) is not getattr(Task, name)
 
 
 @final
-class Functions(Task):
+class FunctionTask(Task):
     """A task made of functions: what `launch(config, model=, loss=, data=)` trains."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
@@ -129,5 +129,5 @@ class Functions(Task):
         return self._functions["groups"](model) if "groups" in self._functions else None
 
     @override
-    def gives(self, name: str) -> bool:
+    def defines(self, name: str) -> bool:
         return name in self._functions

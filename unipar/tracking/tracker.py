@@ -45,18 +45,18 @@ TRACKERS = PluginGroup(
 )
 
 
-def names() -> list[str]:
+def tracker_names() -> list[str]:
     """Return the names of all trackers that are installed."""
     return TRACKERS.names()
 
 
 @cache
-def find(name: str) -> type[Tracker]:
+def find_tracker(name: str) -> type[Tracker]:
     """Return the class by the name that `log.to` gives it; the libraries that it needs may be missing."""
     return TRACKERS.find(name)
 
 
-def require(name: str) -> None:
+def require_tracker(name: str) -> None:
     """Raise unless what the tracker needs is installed. Imports none of it."""
-    tracker = find(name)
+    tracker = find_tracker(name)
     TRACKERS.require(name, tracker.requires, tracker.hint)

@@ -10,17 +10,17 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from unipar.tracking.tracker import find, require
+from unipar.tracking.tracker import find_tracker, require_tracker
 
-PATIENCE = 30.0
+TRACKER_TIMEOUT_SECONDS = 30.0
 """Seconds that a run waits for a tracker to begin, and to write what is left at the end."""
 
 
-Note = Callable[..., None]
+NoteEvent = Callable[..., None]
 
 
 @final
-class Trackers:
+class TrackerWriter:
     """Written by rank 0 alone; empty elsewhere. One that fails is left out, and said to be: the ledger has it all."""
 
     def __init__(
@@ -29,15 +29,15 @@ class Trackers:
         run: Path,
         rank: int,
         config: Mapping[str, Any] | None = None,
-        note: Note | None = None,
+        note: NoteEvent | None = None,
     ) -> None:
         self._note = note
         wanted = dict.fromkeys(to) if rank == 0 else {}
         for name in wanted:
-            require(name)
-        self._scribes = [_Scribe(name, run, config or {}) for name in wanted]
+            require_tracker(name)
+        self._scribes = [_TrackerThread(name, run, config or {}) for name in wanted]
         for scribe in self._scribes:
-            scribe.begun.wait(PATIENCE)
+            scribe.begun.wait(TRACKER_TIMEOUT_SECONDS)
         self._look()
 
     def write(self, step: int, named: Mapping[str, float]) -> None:
@@ -49,9 +49,9 @@ class Trackers:
         for scribe in self._scribes:
             scribe.pages.put(None)
         for scribe in self._scribes:
-            scribe.join(PATIENCE)
+            scribe.join(TRACKER_TIMEOUT_SECONDS)
             if scribe.is_alive():
-                scribe.fault = f"had not written everything {PATIENCE:g} s after the last step"
+                scribe.fault = f"had not written everything {TRACKER_TIMEOUT_SECONDS:g} s after the last step"
         self._look()
         self._scribes = []
 
@@ -66,7 +66,7 @@ class Trackers:
 
 
 @final
-class _Scribe(threading.Thread):
+class _TrackerThread(threading.Thread):
     """A tracker at work: a slow disk or network keeps it waiting, and not the training."""
 
     def __init__(self, called: str, run: Path, config: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class _Scribe(threading.Thread):
     def run(self) -> None:
         doing = "could not begin"
         try:
-            tracker = find(self.called)(self._run, self._config)
+            tracker = find_tracker(self.called)(self._run, self._config)
             self.begun.set()
             doing = "could not write"
             while (page := self.pages.get()) is not None:

@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from unipar.backend import Engine, Mark
-from unipar.config import Config, Sizes
-from unipar.data.dataset import source_of
-from unipar.data.feed import Sown
-from unipar.data.order import Key
-from unipar.data.stream import Whole, loaded
+from unipar.config import BatchSizes, Config
+from unipar.data.dataset import data_source_of
+from unipar.data.feed import SeededDataset
+from unipar.data.order import SampleKey
+from unipar.data.stream import WholeStream, wrap_in_workers
 from unipar.distributed.world import World
-from unipar.engines.batch import moved
-from unipar.engines.state import share_buffers
+from unipar.engines.batch import to_device
+from unipar.engines.state import broadcast_module_buffers
 from unipar.errors import TaskError
 from unipar.task import Task
-from unipar.utils.seeding import mix, sow
+from unipar.utils.seeding import mix_seed, seed_all
 
-_EMPTY = "validation() has no samples"
+_NO_SAMPLES = "validation() has no samples"
 
 
-def refuse_between(done: int, every: int) -> None:
+def refuse_unsynced_evaluation(done: int, every: int) -> None:
     """Ranks that step by themselves hold one model only now and then."""
     if done % every:
         raise TaskError(
@@ -45,7 +45,7 @@ class Evaluation:
         engine: Engine,
         world: World,
         config: Config,
-        sizes: Sizes,
+        sizes: BatchSizes,
         mark: Mark,
     ) -> None:
         self.mark = mark
@@ -54,49 +54,53 @@ class Evaluation:
         given = task.validation()
         if given is None:
             raise TaskError("there is nothing to evaluate: give the task validation(), a dataset, or leave eval out")
-        collate = task.collate if task.gives("collate") else None
-        self.source = source_of(given, collate, task.collate, config, sizes)
+        collate = task.collate if task.defines("collate") else None
+        self.source = data_source_of(given, collate, task.collate, config, sizes)
         self.most = config.eval.batches * sizes.total if config.eval.batches is not None else None
         if not self.source.streams:
             if len(self.source) == 0:
-                raise TaskError(_EMPTY)
+                raise TaskError(_NO_SAMPLES)
             self.most = min(len(self.source), self.most or len(self.source))
         self.sums: dict[str, list[float]] = {}
 
     def __call__(self) -> dict[str, float]:
         for module in self.modules:
-            share_buffers(module)
+            broadcast_module_buffers(module)
         self.sums = {}
-        for i, (batch, samples) in enumerate(self._streamed() if self.source.streams else self._indexed()):
+        for i, (batch, samples) in enumerate(
+            self._stream_batches() if self.source.streams else self._map_style_batches()
+        ):
             self.mark("evaluate")  # each batch is a sign of life
-            sow(mix(self.seed, 4, self.world.rank + i * self.world.size))
-            found = self.engine.evaluate(self._metrics, moved(batch, self.device))
+            seed_all(mix_seed(self.seed, 4, self.world.rank + i * self.world.size))
+            found = self.engine.evaluate(self._metrics, to_device(batch, self.device))
             self._add(found, self._weight(batch, samples) if samples else None)
         return self._means()
 
-    def _indexed(self) -> Iterator[tuple[Any, int]]:
+    def _map_style_batches(self) -> Iterator[tuple[Any, int]]:
         """This rank's batches and their samples; 0: the others wait for this one, so it runs, and is not added."""
         assert self.most is not None
         size, rank, micro = self.world.size, self.world.rank, self.sizes.micro
         keys = [(0, i) for i in range(self.most)]
-        chunks: list[list[Key]] = [keys[i : i + micro] for i in range(0, self.most, micro)]
+        chunks: list[list[SampleKey]] = [keys[i : i + micro] for i in range(0, self.most, micro)]
         rounds = -(-len(chunks) // size)
         mine = [chunks[i] if i < len(chunks) else chunks[0] for i in range(rank, rounds * size, size)]
         loader: DataLoader[Any] = DataLoader(
-            Sown(self.source.dataset, self.seed),
+            SeededDataset(self.source.dataset, self.seed),
             batch_sampler=mine,  # pyright: ignore[reportArgumentType] - keys, not ints
             collate_fn=self.source.collate,
             num_workers=self.source.settings.workers,
-            **self.source.taken,
+            **self.source.loader_arguments,
         )
         for i, batch in enumerate(loader):
             yield batch, len(mine[i]) if rank + i * size < len(chunks) else 0
 
-    def _streamed(self) -> Iterator[tuple[Any, int]]:
+    def _stream_batches(self) -> Iterator[tuple[Any, int]]:
         """The same of a stream, which every rank reads as a whole."""
         size, micro = self.world.size, self.sizes.micro
-        rounds = Sizes(total=micro * size, micro=micro, accumulate=1, ranks=size)
-        for portion in loaded(Whole(self.source, rounds, self.world.rank, self.seed, most=self.most), self.source):
+        rounds = BatchSizes(total=micro * size, micro=micro, accumulate=1, ranks=size)
+        for portion in wrap_in_workers(
+            WholeStream(self.source, rounds, self.world.rank, self.seed, most=self.most), self.source
+        ):
             if portion.fault:
                 raise TaskError(portion.fault.replace("data()", "validation()"))
             ((batch, plan),) = portion.micros

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unipar.engines.batch import walked
+from unipar.engines.batch import map_tensors
 
-BUCKETS = 8
+SKETCH_NUMBERS = 8
 """Numbers in a sketch."""
 
 
 @final
-class Sketches:
+class TensorSketcher:
     """Linear sketches: each element, with a sign of its own, is added to one of a few sums.
 
     The sketch of a sum is the sum of the sketches, also over ranks that hold a range each; and the
@@ -30,12 +30,12 @@ class Sketches:
         self._keep = keep
         self._signs: dict[tuple[str, int, tuple[int, int], torch.device], Tensor] = {}
 
-    def of(self, name: str, numel: int, where: tuple[int, int], tensor: Tensor) -> Tensor:
+    def sketch_range(self, name: str, numel: int, where: tuple[int, int], tensor: Tensor) -> Tensor:
         """Of the range `where` of a tensor called `name` that has `numel` elements in all."""
         signed = tensor.detach().reshape(-1).double() * self._sign(name, numel, where, tensor.device)
-        front = where[0] % BUCKETS
-        back = -(front + signed.numel()) % BUCKETS
-        return torch.nn.functional.pad(signed, (front, back)).view(-1, BUCKETS).sum(0).cpu()
+        front = where[0] % SKETCH_NUMBERS
+        back = -(front + signed.numel()) % SKETCH_NUMBERS
+        return torch.nn.functional.pad(signed, (front, back)).view(-1, SKETCH_NUMBERS).sum(0).cpu()
 
     def _sign(self, name: str, numel: int, where: tuple[int, int], device: torch.device) -> Tensor:
         key = (name, numel, where, device)
@@ -49,60 +49,60 @@ class Sketches:
         return signs
 
 
-def whole(sketches: Sketches, name: str, tensor: Tensor) -> Tensor:
+def sketch_whole_tensor(sketches: TensorSketcher, name: str, tensor: Tensor) -> Tensor:
     """Of a tensor that is all here."""
-    return sketches.of(name, tensor.numel(), (0, tensor.numel()), tensor)
+    return sketches.sketch_range(name, tensor.numel(), (0, tensor.numel()), tensor)
 
 
-def tensors_in(thing: Any) -> list[Tensor]:
+def collect_tensors(thing: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(t: Tensor) -> Tensor:
         found.append(t)
         return t
 
-    walked(thing, note)
+    map_tensors(thing, note)
     return found
 
 
-_AT_ONCE = 1 << 18
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WHOLE = (1 << 64) - 1
+_ELEMENTS_PER_CHUNK = 1 << 18
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MASK_64_BITS = (1 << 64) - 1
 
 
-def exact(tensor: Tensor, first: int) -> int:
+def hash_tensor_range(tensor: Tensor, first: int) -> int:
     """Of a range of a larger tensor that begins at `first`: added up over all ranges, one number for the same bits."""
     t = tensor.detach().reshape(-1)
     if t.is_complex():
         t, first = torch.view_as_real(t).reshape(-1), 2 * first
-    bits = t.view(_BITS[t.element_size()])
+    bits = t.view(_INTEGER_DTYPES[t.element_size()])
     total = 0
-    for start in range(0, len(bits), _AT_ONCE):
-        part = bits[start : start + _AT_ONCE].to(torch.int64)
+    for start in range(0, len(bits), _ELEMENTS_PER_CHUNK):
+        part = bits[start : start + _ELEMENTS_PER_CHUNK].to(torch.int64)
         places = torch.arange(first + start, first + start + len(part), device=part.device)
         mixed = (part + places * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D
         total += int(((mixed ^ (mixed >> 29)) * 0x369DEA0F31A53F85).sum())
-    return total & _WHOLE
+    return total & _MASK_64_BITS
 
 
-def marked(keys: Iterable[tuple[int, int]]) -> int:
+def hash_sample_keys(keys: Iterable[tuple[int, int]]) -> int:
     """Which samples, in whatever order: added up over all ranks, one number."""
-    return sum(hash(key) for key in keys) & _WHOLE
+    return sum(hash(key) for key in keys) & _MASK_64_BITS
 
 
-def fingerprint(batch: Any) -> str:
+def fingerprint_batch(batch: Any) -> str:
     """The same for two batches that hold the same, in whatever precision; empty: nothing in it that can be read."""
-    tensors = [t for t in tensors_in(batch) if t.layout == torch.strided and not t.is_nested]
+    tensors = [t for t in collect_tensors(batch) if t.layout == torch.strided and not t.is_nested]
     if not tensors:
         return ""
     made = hashlib.blake2b(digest_size=8)
     for t in tensors:
         made.update(repr(tuple(t.shape)).encode())
-        made.update(_bytes(t.detach()))
+        made.update(_fingerprint_bytes(t.detach()))
     return made.hexdigest()
 
 
-def _bytes(t: Tensor) -> bytes:
+def _fingerprint_bytes(t: Tensor) -> bytes:
     if t.is_complex():
         t = torch.view_as_real(t)
     if t.is_floating_point():

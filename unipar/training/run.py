@@ -11,30 +11,38 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from unipar.backend import Engine, Fn, Micro, Piece, Read
-from unipar.config import Config, Sizes
-from unipar.data.dataset import agree_on, training_source
-from unipar.data.feed import Feed
-from unipar.data.order import Plan
-from unipar.data.stream import STATED
-from unipar.data.stream_feed import Stream
+from unipar.config import BatchSizes, Config
+from unipar.data.dataset import check_same_sample_count, training_data_source
+from unipar.data.feed import MicrobatchFeed
+from unipar.data.order import MicrobatchPlan
+from unipar.data.stream import STREAM_PROMISES
+from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.world import World
-from unipar.engines.batch import moved
-from unipar.engines.learning_rate import factor
+from unipar.engines.batch import to_device
+from unipar.engines.learning_rate import schedule_factor
 from unipar.errors import TaskError
-from unipar.run_folder.heartbeat import Heart
+from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Run, Share, Task
-from unipar.task.run import Outcome, Position
-from unipar.tracking.writer import Trackers
-from unipar.training.evaluation import Evaluation, refuse_between
-from unipar.training.parts import ActivePart, Trained, flat, pieces_of, reported, restore_parts, together
-from unipar.training.stopping import Boundary
-from unipar.utils.seeding import BEGUN, sow_torch, stirred
+from unipar.task.run import Position, StepOutcome
+from unipar.tracking.writer import TrackerWriter
+from unipar.training.evaluation import Evaluation, refuse_unsynced_evaluation
+from unipar.training.parts import (
+    ActivePart,
+    TrainedPart,
+    collect_step_values,
+    combine_recorded_parts,
+    flatten_logged_step,
+    iterate_pieces,
+    restore_parts,
+)
+from unipar.training.stopping import StopAgreement
+from unipar.utils.seeding import MIX_START, mix_into, seed_torch
 
 if TYPE_CHECKING:
-    from unipar.memory.recording.step_log import Logged
+    from unipar.memory.recording.step_log import StepMemory
 
-Heed = Callable[[Sequence[tuple[Any, Plan]]], None]
+BatchObserver = Callable[[Sequence[tuple[Any, MicrobatchPlan]]], None]
 
 
 @final
@@ -44,14 +52,14 @@ class TrainingRun(Run):
     def __init__(
         self,
         task: Task,
-        parts: Mapping[str, Trained],
+        parts: Mapping[str, TrainedPart],
         world: World,
         config: Config,
-        sizes: Sizes,
+        sizes: BatchSizes,
         *,
         ledger: Ledger,
-        heart: Heart,
-        trackers: Trackers,
+        heart: HeartbeatWriter,
+        trackers: TrackerWriter,
     ) -> None:
         self.task, self._parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
         self.rank, self.size, self.device = world.rank, world.size, world.device
@@ -61,30 +69,30 @@ class TrainingRun(Run):
         self._active: ActivePart | None = None
         self._evaluating = False
         self._ledger, self._heart, self._trackers = ledger, heart, trackers
-        self._mark = heart.mark
+        self._mark = heart.set_phase
         self._loss: Fn = task.loss
         self._seed, self._every = config.train.seed, config.log.every
-        self._sown = stirred(BEGUN, self._seed, 3)
+        self._loss_seed = mix_into(MIX_START, self._seed, 3)
         self._schedule = config.train.schedule
         self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
-        self._collate = task.collate if task.gives("collate") else None
-        self._weighs = task.gives("weight")
-        self._boundary = Boundary(world)
-        self._feed: Feed | Stream | None = None
+        self._collate = task.collate if task.defines("collate") else None
+        self._weighs = task.defines("weight")
+        self._stop_agreement = StopAgreement(world)
+        self._feed: MicrobatchFeed | StreamFeed | None = None
         self._steps = config.train.steps
-        self._spare: Any = None
+        self._batch_with_weight: Any = None
         self._seeds: tuple[int, ...] = ()
-        self._stepped: list[ActivePart] = []
+        self._parts_stepped: list[ActivePart] = []
         self._due = False
         """Whether the share at hand is one that logs."""
 
-        self._next_seed = self._filled = self._samples = 0
+        self._next_seed = self._shares_since_log = self._samples = 0
         self._cuda = self.device.type == "cuda"
         self._since = time.perf_counter()
         self._evaluation: Evaluation | None = None
-        self._gate: Callable[[int], None] | None = None
-        self._heed: Heed | None = None
-        self._logged: Logged | None = None
+        self._boundary_hook: Callable[[int], None] | None = None
+        self._batch_observer: BatchObserver | None = None
+        self._step_memory: StepMemory | None = None
 
     # What the run is over
 
@@ -98,9 +106,9 @@ class TrainingRun(Run):
 
     @property
     @override
-    def feed(self) -> Feed | Stream:
+    def feed(self) -> MicrobatchFeed | StreamFeed:
         if self._feed is None:
-            self._feed = self._fed(self.task.data())
+            self._feed = self._make_feed(self.task.data())
         return self._feed
 
     @property
@@ -112,21 +120,21 @@ class TrainingRun(Run):
         """Stand before the step after `step` ones: part of taking state in."""
         self.done = step
 
-    def _fed(self, given: Any) -> Feed | Stream:
-        source = training_source(given, self._collate, self.task.collate, self.config, self.sizes)
+    def _make_feed(self, given: Any) -> MicrobatchFeed | StreamFeed:
+        source = training_data_source(given, self._collate, self.task.collate, self.config, self.sizes)
         if source.length is not None:
-            agree_on(source.length, self.world)
+            check_same_sample_count(source.length, self.world)
         pin = self.device.type == "cuda"
         if source.streams:
-            self._ledger.note("data", said=f"a stream: {STATED[source.settings.stream]}")
-            return Stream(source, self.sizes, self.world, self._seed, pin=pin)
-        return Feed(source, self.sizes, self.rank, self._seed, pin=pin)
+            self._ledger.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
+            return StreamFeed(source, self.sizes, self.world, self._seed, pin=pin)
+        return MicrobatchFeed(source, self.sizes, self.rank, self._seed, pin=pin)
 
     # What it trains
 
     @property
     @override
-    def parts(self) -> Mapping[str, Trained]:
+    def parts(self) -> Mapping[str, TrainedPart]:
         return self._parts
 
     @property
@@ -136,7 +144,7 @@ class TrainingRun(Run):
 
     @override
     def pieces(self) -> Iterator[Piece]:
-        return pieces_of(self._parts)
+        return iterate_pieces(self._parts)
 
     @override
     def restore(self, read: Read) -> None:
@@ -164,44 +172,44 @@ class TrainingRun(Run):
 
     @override
     def over(self, loader: Any) -> Iterator[Share]:
-        self._feed = self._fed(loader)
+        self._feed = self._make_feed(loader)
         return self._shares(self._feed)
 
     @override
-    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> Outcome:
+    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
             raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it was given {share!r}")
-        active = self._chosen(part, loss)
+        active = self._select_part(part, loss)
         trained = active.trained
         number = self.done + 1
         self._heart.step = number
         self._next_seed = self.rank
         self._loss = loss or self.task.loss
         steps = self._steps or self.steps
-        rate = factor(self._schedule, self.done - trained.skipped, steps)
+        rate = schedule_factor(self._schedule, self.done - trained.skipped, steps)
         self._active, self._seeds = active, active.seeds
         try:
             with active:
-                out = trained.engine.step(self._fn, share.micros, rate, self._mark)
+                out = trained.engine.step(self._seeded_loss, share.micros, rate, self._mark)
         finally:
             self._active = None
-        trained.took(number, out, rate)
-        if not self._stepped:
-            self._filled, self._samples = self._filled + 1, share.samples
-        self._due = self._filled == self._every or number == steps or number == 1
+        trained.add_step(number, out, rate)
+        if not self._parts_stepped:
+            self._shares_since_log, self._samples = self._shares_since_log + 1, share.samples
+        self._due = self._shares_since_log == self._every or number == steps or number == 1
         said = trained.report() if self._due or (out.skipped and not self._scales) else None
         if out.skipped:
             trained.skip(number, expected=self._scales)
             self._ledger.note("skipped", step=number)
         if self._sync_every and (number % self._sync_every == 0 or number == steps):
             trained.engine.take_mean()
-        self._stepped.append(active)
+        self._parts_stepped.append(active)
         if len(self._members) == 1:  # with several, the share is over when the loop asks for the next
             self._end_share()
         self._mark("between")
-        return Outcome(number, said)
+        return StepOutcome(number, said)
 
-    def _chosen(self, part: str | None, loss: Fn | None) -> ActivePart:
+    def _select_part(self, part: str | None, loss: Fn | None) -> ActivePart:
         """Return the part that a call of `run.step` means."""
         if part is None:
             if len(self._members) == 1:
@@ -214,7 +222,7 @@ class TrainingRun(Run):
         if loss is None and chosen is not self._first:
             own = self._first.trained.name
             raise TaskError(f"run.step(part={part!r}) has no loss: the task's own is that of {own!r}; give loss=")
-        if chosen in self._stepped:
+        if chosen in self._parts_stepped:
             raise TaskError(
                 f"the loop called run.step(part={part!r}) twice for one share; at most once for each part is wanted"
             )
@@ -228,7 +236,7 @@ class TrainingRun(Run):
     @override
     def evaluate(self) -> dict[str, float]:
         if self._sync_every and self.done != self.steps:
-            refuse_between(self.done, self._sync_every)
+            refuse_unsynced_evaluation(self.done, self._sync_every)
         if self._evaluation is None:
             told = (self.task, [part.module for part in self._parts.values()], self.engine, self.world)
             self._evaluation = Evaluation(*told, self.config, self.sizes, mark=self._mark)
@@ -251,32 +259,32 @@ class TrainingRun(Run):
         for part in self._parts.values():
             part.record(steps)
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded_steps(self) -> dict[str, Any]:
         """This rank's shares (the ranks' sum is the loss) and the norms, of the steps done; of several parts, each."""
-        parts = {name: part.recorded() for name, part in self._parts.items()}
+        parts = {name: part.recorded_steps() for name, part in self._parts.items()}
         if len(parts) == 1:
             return {key: parts[self._first.trained.name][key] for key in ("loss", "norm")}
-        return together(parts, self.done) | {"parts": parts}
+        return combine_recorded_parts(parts, self.done) | {"parts": parts}
 
-    def heed(self, heed: Heed) -> None:
+    def on_batches(self, heed: BatchObserver) -> None:
         """Have `heed` called with what each step is given: this rank's microbatches and which samples they are."""
-        self._heed = heed
+        self._batch_observer = heed
 
-    def wait(self) -> None:
+    def mark_waiting(self) -> None:
         """Say that silence is meant: somebody else has the turn."""
         self._mark("waiting")
 
-    def read_from(self, feed: Feed) -> None:
+    def use_feed(self, feed: MicrobatchFeed) -> None:
         """Take the shares from there instead of the task's own data."""
         self._feed = feed
 
-    def gate(self, wait: Callable[[int], None]) -> None:
+    def at_boundary(self, wait: Callable[[int], None]) -> None:
         """Have `wait` called at every step boundary, with the number of steps done; the last one too."""
-        self._gate = wait
+        self._boundary_hook = wait
 
-    def log_memory(self, logged: Logged) -> None:
+    def attach_step_memory(self, logged: StepMemory) -> None:
         """Have the steps that log watched by this."""
-        self._logged = logged
+        self._step_memory = logged
 
     def finish(self) -> None:
         """After the loop: what is not yet reported of its last steps."""
@@ -288,23 +296,23 @@ class TrainingRun(Run):
 
     # How
 
-    def _pass(self, done: int) -> None:
+    def _pass_boundary(self, done: int) -> None:
         """A step boundary: where the turn of others is waited for, and a signal is heeded."""
-        if self._gate is not None:
-            self._gate(done)
+        if self._boundary_hook is not None:
+            self._boundary_hook(done)
         if done < self.steps:
-            self._boundary(done)
-            if self._logged is not None:
+            self._stop_agreement(done)
+            if self._step_memory is not None:
                 at = time.perf_counter()
-                self._logged.before(logs=self._logs(done + 1, self._filled + 1))
+                self._step_memory.before(logs=self._logs(done + 1, self._shares_since_log + 1))
                 self._since += time.perf_counter() - at  # no step's
 
-    def _shares(self, feed: Feed | Stream) -> Iterator[Share]:
+    def _shares(self, feed: MicrobatchFeed | StreamFeed) -> Iterator[Share]:
         every = self.config.eval.every
         ready = feed.batches(self.done)
         while self.done < self.steps:
             before = self.done
-            self._pass(before)
+            self._pass_boundary(before)
             self._heart.step = before + 1
             self._mark("data")
             yield self._share(next(ready), feed)
@@ -317,24 +325,26 @@ class TrainingRun(Run):
                 )
             if every and self.done % every == 0:
                 self.evaluate()
-        self._pass(self.done)
+        self._pass_boundary(self.done)
 
-    def _share(self, read: list[tuple[Any, Plan]], feed: Feed | Stream) -> Share:
+    def _share(self, read: list[tuple[Any, MicrobatchPlan]], feed: MicrobatchFeed | StreamFeed) -> Share:
         samples = feed.samples(self.done)
-        if self._heed is not None:
-            self._heed(read)
+        if self._batch_observer is not None:
+            self._batch_observer(read)
         if not self._weighs:
-            return Share([Micro(moved(batch, self.device), plan.weight) for batch, plan in read], samples)
+            return Share([Micro(to_device(batch, self.device), plan.weight) for batch, plan in read], samples)
         weights = [self._weight(batch, len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
         total = torch.tensor(sum(weights), dtype=torch.float64, device=self.device)
         whole = self.world.sum(total).item()
         if not whole > 0:
             raise TaskError(f"weight(batch) is {whole:g} over the whole global batch of step {self.done + 1}")
-        self._spare = next((b for (b, _), w in zip(read, weights, strict=True) if w > 0), self._spare)
-        if self._spare is None and 0.0 in weights:
-            self._spare = feed.spare(self._weight)
-        micros = [(b if w > 0 else self._spare, w / whole) for (b, _), w in zip(read, weights, strict=True)]
-        return Share([Micro(moved(batch, self.device), scale) for batch, scale in micros], samples)
+        self._batch_with_weight = next(
+            (b for (b, _), w in zip(read, weights, strict=True) if w > 0), self._batch_with_weight
+        )
+        if self._batch_with_weight is None and 0.0 in weights:
+            self._batch_with_weight = feed.batch_with_weight(self._weight)
+        micros = [(b if w > 0 else self._batch_with_weight, w / whole) for (b, _), w in zip(read, weights, strict=True)]
+        return Share([Micro(to_device(batch, self.device), scale) for batch, scale in micros], samples)
 
     def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self.task.weight(batch)
@@ -342,9 +352,9 @@ class TrainingRun(Run):
             raise TaskError(f"weight(batch) is {float(weight):g}; a number that is not negative is wanted")
         return float(samples if weight is None else weight)
 
-    def _fn(self, model: nn.Module, batch: Any) -> Tensor:
+    def _seeded_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, under PyTorch's random numbers of this step's microbatch, whichever rank computes it."""
-        sow_torch(stirred(self._sown, self.done, self._next_seed, *self._seeds) >> 1, cuda=self._cuda)
+        seed_torch(mix_into(self._loss_seed, self.done, self._next_seed, *self._seeds) >> 1, cuda=self._cuda)
         self._next_seed += self.size
         loss: Any = self._loss(model, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -357,9 +367,9 @@ class TrainingRun(Run):
 
     def _end_share(self) -> None:
         """Count the share's step, if a part had one with it, and write down what parts gave when that is due."""
-        if not self._stepped:
+        if not self._parts_stepped:
             return
-        self._stepped.clear()
+        self._parts_stepped.clear()
         number = self.done = self.done + 1
         if not self._due:
             return
@@ -367,16 +377,16 @@ class TrainingRun(Run):
             if part.steps:  # it had no step in this share
                 part.report()
         now = time.perf_counter()
-        seconds, self._filled = (now - self._since) / self._filled, 0
+        seconds, self._shares_since_log = (now - self._since) / self._shares_since_log, 0
         scale = self.config.train.lr_scale.factor(self.sizes.total)
-        row = reported(self._parts, scale) | {"samples": self._samples, "seconds": seconds}
-        if self._logged is not None:
-            row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._logged.after()]
-            if self._logged.lost:
-                self._ledger.note("memory", said=f"watched no more: {self._logged.lost}")
-                self._logged = None
+        row = collect_step_values(self._parts, scale) | {"samples": self._samples, "seconds": seconds}
+        if self._step_memory is not None:
+            row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._step_memory.after()]
+            if self._step_memory.lost:
+                self._ledger.note("memory", said=f"watched no more: {self._step_memory.lost}")
+                self._step_memory = None
         self._ledger.note("step", step=number, of=self.steps, **row)
-        self._trackers.write(number, flat(row))
+        self._trackers.write(number, flatten_logged_step(row))
         self._since = time.perf_counter()  # what was written down took time of its own
 
     def _tell(self, event: str, named: Mapping[str, float]) -> None:

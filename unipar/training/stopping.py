@@ -15,54 +15,58 @@ from unipar.errors import Stopped
 if TYPE_CHECKING:
     from unipar.distributed.world import World
 
-SAME = 1.0
+SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which two signals are one."""
 
-_asked: float | None = None
-_before: dict[int, Any] = {}
+_stop_requested_at: float | None = None
+_previous_handlers: dict[int, Any] = {}
 """The handlers that were there, while ours are."""
 
 
 @contextmanager
-def listening() -> Generator[None]:
+def stop_on_signals() -> Generator[None]:
     """SIGTERM and SIGINT ask this run for a stop instead of ending the process at once."""
-    global _asked
-    _asked = None
+    global _stop_requested_at
+    _stop_requested_at = None
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may take signals
         return
-    _before.update({number: signal.signal(number, _ask) for number in (signal.SIGTERM, signal.SIGINT)})
+    _previous_handlers.update(
+        {number: signal.signal(number, _handle_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    )
     try:
         yield
     finally:
-        for number, handler in _before.items():
+        for number, handler in _previous_handlers.items():
             signal.signal(number, handler)
-        _before.clear()
+        _previous_handlers.clear()
 
 
-def _ask(number: int, frame: FrameType | None) -> None:
+def _handle_signal(number: int, frame: FrameType | None) -> None:
     """A second time, a while after the first, it means what it would mean without us."""
-    global _asked
-    if _asked is not None and time.monotonic() - _asked < SAME:  # launchers pass on what the terminal sent already
+    global _stop_requested_at
+    if (
+        _stop_requested_at is not None and time.monotonic() - _stop_requested_at < SAME_SIGNAL_SECONDS
+    ):  # launchers pass on what the terminal sent already
         return
-    if _asked is not None and _before:
-        for which, handler in _before.items():
+    if _stop_requested_at is not None and _previous_handlers:
+        for which, handler in _previous_handlers.items():
             signal.signal(which, handler)
         signal.raise_signal(number)
-    _asked = time.monotonic()
+    _stop_requested_at = time.monotonic()
 
 
-def asked() -> bool:
-    return _asked is not None
+def stop_requested() -> bool:
+    return _stop_requested_at is not None
 
 
-def ask() -> None:
+def request_stop() -> None:
     """Another rank was asked: so is this one."""
-    global _asked
-    _asked = time.monotonic() if _asked is None else _asked
+    global _stop_requested_at
+    _stop_requested_at = time.monotonic() if _stop_requested_at is None else _stop_requested_at
 
 
-class Boundary:
+class StopAgreement:
     """Called before each step. A rank that was asked says where it stands; all stop after the largest, and one more.
 
     Nobody waits for anybody: a rank may be inside a collective that needs this one.
@@ -71,11 +75,11 @@ class Boundary:
     def __init__(self, world: World) -> None:
         self._world = world
         self._said = False
-        self._last: int | None = None
+        self._last_step: int | None = None
 
     def __call__(self, step: int) -> None:
         """`step` steps are done."""
-        if _asked is not None:
+        if _stop_requested_at is not None:
             self._agree(step)
 
     def _agree(self, step: int) -> None:
@@ -88,8 +92,8 @@ class Boundary:
             if world.device.type == "cuda":
                 world.synchronize()  # the device may be steps behind
             world.store.set(keys[world.rank], str(step))
-        if self._last is None and world.store.check(keys):
-            self._last = max(int(world.store.get(key)) for key in keys) + 1
-        if self._last is not None and step >= self._last:
+        if self._last_step is None and world.store.check(keys):
+            self._last_step = max(int(world.store.get(key)) for key in keys) + 1
+        if self._last_step is not None and step >= self._last_step:
             world.barrier()  # all have read it: the store may live in a rank that leaves first
             raise Stopped(f"stopped by a signal after step {step}")

@@ -14,7 +14,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unipar"
 
 
-def path_of_tools() -> str:
+def path_with_scripts() -> str:
     """Return PATH with this environment's scripts first: what came from PyPI is found without activating anything."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
@@ -35,7 +35,7 @@ def whole(file: Path) -> Generator[Path]:
         raise
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_file_atomically(file: Path, text: str) -> None:
     """Write all of a file or nothing; where it cannot be written, what was there stays and the error names `file`."""
     try:
         with whole(file) as partial:

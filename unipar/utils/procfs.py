@@ -39,34 +39,34 @@ def process_state(pid: int) -> str:
 
 def anonymous_memory(key: str = "VmRSS") -> int:
     """Return the bytes of this process that are no pages of files; of `VmHWM` the most so far."""
-    rows = _status()
-    return (_kib(rows[key]) - _kib(rows["RssFile"])) * 1024
+    rows = _status_fields()
+    return (_first_number(rows[key]) - _first_number(rows["RssFile"])) * 1024
 
 
 _peak_forgotten = [0]
 """The largest peak before the kernel was told to forget it."""
 
 
-def peak_rss() -> int:
+def peak_resident_bytes() -> int:
     """Return the most memory this process ever held, in bytes. (getrusage counts what the parent held at the fork.)"""
-    return max(_peak_forgotten[0], _kib(_status()["VmHWM"]) * 1024)
+    return max(_peak_forgotten[0], _first_number(_status_fields()["VmHWM"]) * 1024)
 
 
-def forget_peak() -> None:
+def reset_resident_peak() -> None:
     """Let `VmHWM` begin anew: from here on it is the most since now."""
-    _peak_forgotten[0] = peak_rss()
+    _peak_forgotten[0] = peak_resident_bytes()
     Path("/proc/self/clear_refs").write_text("5", "ascii")
 
 
-def _status() -> dict[str, str]:
+def _status_fields() -> dict[str, str]:
     return dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("ascii").splitlines())
 
 
-def _kib(said: str) -> int:
+def _first_number(said: str) -> int:
     return int(said.split()[0])
 
 
-def memory_available() -> int:
+def available_memory_bytes() -> int:
     """Return bytes of free memory: the machine's, or what the control group leaves where that is less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
     machine = int(fields["MemAvailable"].split()[0]) * 1024
@@ -80,9 +80,9 @@ def memory_left() -> int:
     """Return bytes that this process can still have on the host: what its limit, its group and the machine leave."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
-        return memory_available()
+        return available_memory_bytes()
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-    return max(0, min(memory_available(), limit - pages * resource.getpagesize()))
+    return max(0, min(available_memory_bytes(), limit - pages * resource.getpagesize()))
 
 
 def cores_per_rank(ranks: int) -> int:

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 _MASK = 2**64 - 1
-BEGUN = 0x9E3779B97F4A7C15
+MIX_START = 0x9E3779B97F4A7C15
 
 
-def mix(*numbers: int) -> int:
+def mix_seed(*numbers: int) -> int:
     """One 63-bit number from several; neighbours come out far apart."""
-    return stirred(BEGUN, *numbers) >> 1
+    return mix_into(MIX_START, *numbers) >> 1
 
 
-def stirred(state: int, *numbers: int) -> int:
+def mix_into(state: int, *numbers: int) -> int:
     """`mix` on its way, from BEGUN on: what many mixes begin with is stirred in once."""
     for number in numbers:
         state = (state ^ number) * 0xBF58476D1CE4E5B9 & _MASK
@@ -26,14 +26,14 @@ def stirred(state: int, *numbers: int) -> int:
     return state
 
 
-def sow(seed: int, *, cuda: bool = True) -> None:
+def seed_all(seed: int, *, cuda: bool = True) -> None:
     """Seed every generator that a user's code may draw from."""
-    sow_torch(seed, cuda=cuda)
+    seed_torch(seed, cuda=cuda)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-def sow_torch(seed: int, *, cuda: bool = True) -> None:
+def seed_torch(seed: int, *, cuda: bool = True) -> None:
     """PyTorch's alone: the others cost 15 us, which is too much for every microbatch."""
     torch.default_generator.manual_seed(seed)
     if cuda and torch.cuda.is_initialized():

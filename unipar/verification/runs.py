@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from unipar.backend.cells import ONE, at
+from unipar.backend.cells import ONE, config_in_cell
 from unipar.config import Config, Precision
 from unipar.config.sections.optimizer import Clip
 from unipar.config.settled import SettledConfig
 from unipar.verification.worker.jobs import Job, RunKey
 
-LOOK, EXACT, BASE = RunKey("look"), RunKey("one process", precision="fp64"), RunKey("one process")
-SHARES, MICROS = RunKey("shares", bitwise=True), RunKey("micros", bitwise=True)
+TASK_PROBE_NAME, FP64_RUN_NAME, BASE_RUN_NAME = (
+    RunKey("look"),
+    RunKey("one process", precision="fp64"),
+    RunKey("one process"),
+)
+SHARES_REPLAY_NAME, MICROBATCH_REPLAY_NAME = RunKey("shares", bitwise=True), RunKey("micros", bitwise=True)
 
 SHARES_CONFIGURED, MICROS_CONFIGURED, SHARES_EXACT = (
     RunKey("shares"),
@@ -23,7 +27,7 @@ SHARES_CONFIGURED, MICROS_CONFIGURED, SHARES_EXACT = (
 
 
 @dataclass(frozen=True)
-class Runs:
+class RunPlan:
     """What is run of a config whose number of ranks is settled."""
 
     settled: SettledConfig
@@ -47,40 +51,45 @@ class Runs:
     def accumulate(self) -> int:
         return self.settled.sizes.accumulate
 
-    def one(self, precision: Precision | None = None) -> SettledConfig:
+    def one_process_config(self, precision: Precision | None = None) -> SettledConfig:
         """One process without a wrapper, through the same microbatches one after another."""
-        config = at(self.config, ONE).changed({"train.precision": precision or self.precision})
+        config = config_in_cell(self.config, ONE).changed({"train.precision": precision or self.precision})
         return SettledConfig.of(config, ONE, 1, self.settled.device)
 
-    def references(self) -> list[list[Job]]:
+    def reference_jobs(self) -> list[list[Job]]:
         """Two worlds of one process, side by side."""
-        one, exactly = self.one(), bitwise(self.one())
-        others = [self._run(RunKey("one process", micro=m), _cut(one, self._total, m)) for m in self._cuts()]
+        one, exactly = self.one_process_config(), with_bitwise_arithmetic(self.one_process_config())
+        others = [
+            self._run(RunKey("one process", micro=m), _with_micro_size(one, self._total, m)) for m in self._cuts()
+        ]
         return [
             [
-                Job(key=LOOK, kind="look", settled=self.one("fp64"), steps=0),
-                self._run(EXACT, self.one("fp64")),
-                self.replay(MICROS, exactly),
+                Job(key=TASK_PROBE_NAME, kind="look", settled=self.one_process_config("fp64"), steps=0),
+                self._run(FP64_RUN_NAME, self.one_process_config("fp64")),
+                self.replay_job(MICROBATCH_REPLAY_NAME, exactly),
             ],
-            [self._run(BASE, one), *others, self.replay(SHARES, exactly)],
+            [self._run(BASE_RUN_NAME, one), *others, self.replay_job(SHARES_REPLAY_NAME, exactly)],
         ]
 
-    def cut_alike(self) -> list[list[Job]]:
+    def replay_jobs_cut_alike(self) -> list[list[Job]]:
         """More replays, for a task whose numbers depend on how a batch is cut: nothing else is cut alike."""
         return [
-            [self.replay(SHARES_CONFIGURED, self.one())],
-            [self.replay(MICROS_CONFIGURED, self.one()), self.replay(SHARES_EXACT, self.one("fp64"))],
+            [self.replay_job(SHARES_CONFIGURED, self.one_process_config())],
+            [
+                self.replay_job(MICROS_CONFIGURED, self.one_process_config()),
+                self.replay_job(SHARES_EXACT, self.one_process_config("fp64")),
+            ],
         ]
 
-    def cells(self, configs: Mapping[str, SettledConfig]) -> list[Job]:
+    def cell_jobs(self, configs: Mapping[str, SettledConfig]) -> list[Job]:
         """Each as it is configured, and once more by the arithmetic that a replay can repeat to the bit."""
         jobs: list[Job] = []
         for name, settled in configs.items():
             jobs.append(self._run(RunKey("cell", name), settled))
-            jobs.append(self._run(RunKey("cell", name, bitwise=True), bitwise(settled)))
+            jobs.append(self._run(RunKey("cell", name, bitwise=True), with_bitwise_arithmetic(settled)))
         return jobs
 
-    def replay(self, key: RunKey, settled: SettledConfig, *, apart: bool = False) -> Job:
+    def replay_job(self, key: RunKey, settled: SettledConfig, *, apart: bool = False) -> Job:
         """Return a replay in the order that `key` says, up to the step that it says; all steps without one."""
         steps = key.step or self.steps
         made = Job(key=key, kind="replay", settled=settled, steps=steps, ranks=self.ranks, order=key.kind)
@@ -101,18 +110,18 @@ class Runs:
         return sorted((smaller[:2] + larger)[:2])
 
 
-def bitwise(settled: SettledConfig) -> SettledConfig:
+def with_bitwise_arithmetic(settled: SettledConfig) -> SettledConfig:
     """The optimizer by for-loop, the norm summed in fp64: what does not depend on how tensors are split."""
     clip = settled.config.train.clipping
     loops = {"train.optimizer.fused": False, "train.optimizer.foreach": False}
     return settled.changed({**loops, "train.clip": None if clip is None else Clip(max=clip.max, norm="fp64")})
 
 
-def recut(settled: SettledConfig, accumulate: int) -> SettledConfig:
+def with_accumulation(settled: SettledConfig, accumulate: int) -> SettledConfig:
     """The same global batch in so many microbatches on each rank."""
     total = settled.sizes.total
-    return _cut(settled, total, total // (settled.ranks * accumulate))
+    return _with_micro_size(settled, total, total // (settled.ranks * accumulate))
 
 
-def _cut(settled: SettledConfig, total: int, micro: int) -> SettledConfig:
+def _with_micro_size(settled: SettledConfig, total: int, micro: int) -> SettledConfig:
     return settled.changed({"batch.total": total, "batch.micro": micro, "batch.accumulate": None})

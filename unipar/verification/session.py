@@ -8,144 +8,146 @@ from typing import Any
 
 from unipar.config.settled import SettledConfig
 from unipar.errors import Stopped, UniparError
-from unipar.results.agreement import agreement
+from unipar.results.agreement import measure_agreement
 from unipar.results.verdicts import Verdict, Verdicts
 from unipar.utils.text import first_few
 from unipar.verification import second_look
-from unipar.verification.judgement.judge import Held, judge
-from unipar.verification.judgement.record import Record, put_together, same_bits
-from unipar.verification.judgement.tolerance import measured
+from unipar.verification.judgement.judge import Judgement, judge
+from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise
+from unipar.verification.judgement.tolerance import measure_tolerance
 from unipar.verification.runs import (
-    BASE,
-    EXACT,
-    LOOK,
-    MICROS,
+    BASE_RUN_NAME,
+    FP64_RUN_NAME,
+    MICROBATCH_REPLAY_NAME,
     MICROS_CONFIGURED,
-    SHARES,
     SHARES_CONFIGURED,
     SHARES_EXACT,
-    Runs,
+    SHARES_REPLAY_NAME,
+    TASK_PROBE_NAME,
+    RunPlan,
 )
 from unipar.verification.worker.jobs import RunKey
-from unipar.verification.world_pool import Result, Worlds, grouped
+from unipar.verification.world_pool import JobResult, WorldPool, group_jobs_by_library
 
-RANDOM = (
+RANDOM_DATA_TEXT = (
     "the data is random at each read: the same samples, read twice under the same seeds, were others. Draw in the "
     "dataset from the global generators of torch, random or numpy, which unipar seeds for each sample"
 )
 
-Show = Callable[[Verdicts, str], None]
+ShowProgress = Callable[[Verdicts, str], None]
 
 
-class Proof:
+class VerificationSession:
     """One proof from start to end; `now` is what is known so far."""
 
     def __init__(
-        self, runs: Runs, worlds: Worlds, configs: Mapping[str, SettledConfig], now: Verdicts, show: Show
+        self, runs: RunPlan, worlds: WorldPool, configs: Mapping[str, SettledConfig], now: Verdicts, show: ShowProgress
     ) -> None:
-        self._runs, self._worlds, self._configs, self.now, self._show = runs, worlds, dict(configs), now, show
-        self._records: dict[RunKey, Record] = {}
-        self._looked: dict[str, Any] = {}
-        self._found: dict[RunKey, Held] = {}
+        self._runs, self._worlds, self._configs, self.verdicts, self._show = runs, worlds, dict(configs), now, show
+        self._records: dict[RunKey, RunRecord] = {}
+        self._task_facts: dict[str, Any] = {}
+        self._disagreements: dict[RunKey, Judgement] = {}
 
     def run(self) -> Verdicts:
         try:
             self._references()
-            if not self.now.stopped:
+            if not self.verdicts.stopped:
                 self._cells()
                 self._second_look()
         except (KeyboardInterrupt, Stopped):
-            self.now = replace(self.now, interrupted=True)
-        return self.now
+            self.verdicts = replace(self.verdicts, interrupted=True)
+        return self.verdicts
 
     # One process
 
     def _references(self) -> None:
-        self._worlds.play(self._runs.references(), self._reference, side_by_side=2)
-        if not self._looked["again"]:
-            rows = [replace(row, note="was not run") if row.outcome == "waits" else row for row in self.now.rows]
-            self.now = replace(self.now, stopped=RANDOM, rows=rows)
+        self._worlds.run_jobs(self._runs.reference_jobs(), self._take_reference, side_by_side=2)
+        if not self._task_facts["again"]:
+            rows = [replace(row, note="was not run") if row.outcome == "waits" else row for row in self.verdicts.rows]
+            self.verdicts = replace(self.verdicts, stopped=RANDOM_DATA_TEXT, rows=rows)
             return
-        self.now = replace(self.now, remarks=remarks(self._looked))
+        self.verdicts = replace(self.verdicts, remarks=describe_task(self._task_facts))
         if self._cut_matters:
-            self._worlds.play(self._runs.cut_alike(), self._reference, side_by_side=2)
-            self._say_how_much()
-        self._allow()
+            self._worlds.run_jobs(self._runs.replay_jobs_cut_alike(), self._take_reference, side_by_side=2)
+            self._add_cut_remark()
+        self._measure_tolerance()
 
-    def _reference(self, key: RunKey, result: Result) -> None:
+    def _take_reference(self, key: RunKey, result: JobResult) -> None:
         if isinstance(result, UniparError):
             raise result  # what one process cannot do is no verdict on any cell
-        if key == LOOK:
-            self._looked = result[0]
+        if key == TASK_PROBE_NAME:
+            self._task_facts = result[0]
         else:
-            self._records[key] = put_together(result)
-        self._show(self.now, f"{key}: done")
+            self._records[key] = combine_ranks(result)
+        self._show(self.verdicts, f"{key}: done")
 
     @property
     def _cut_matters(self) -> bool:
-        return bool(self._looked["draws"] or self._looked["apart"])
+        return bool(self._task_facts["draws"] or self._task_facts["apart"])
 
-    def _say_how_much(self) -> None:
+    def _add_cut_remark(self) -> None:
         """One process through other microbatches, held to the replay: not a cell's fault."""
-        one, alike = self._records[EXACT], self._records[SHARES_EXACT].losses
+        one, alike = self._records[FP64_RUN_NAME], self._records[SHARES_EXACT].losses
         off = max(abs(a - b) for r in [one, *self._other_cuts] for a, b in zip(r.losses, alike, strict=True))
-        why, *others = self.now.remarks[::-1]
+        why, *others = self.verdicts.remarks[::-1]
         why += f"; one process that cuts batches in another way is off by up to {off:.1e}, so cells are held to one "
-        self.now = replace(self.now, remarks=[*others[::-1], why + "that cuts them as they do"])
+        self.verdicts = replace(self.verdicts, remarks=[*others[::-1], why + "that cuts them as they do"])
 
     @property
-    def _other_cuts(self) -> list[Record]:
+    def _other_cuts(self) -> list[RunRecord]:
         """One process through microbatches of other sizes than the config's."""
         return [record for key, record in self._records.items() if key.micro is not None]
 
-    def _allow(self) -> None:
-        records, exact = self._records, self._records[EXACT]
+    def _measure_tolerance(self) -> None:
+        records, exact = self._records, self._records[FP64_RUN_NAME]
         if self._cut_matters:
             base, exact = records[SHARES_CONFIGURED], records[SHARES_EXACT]
-            others = [records[MICROS_CONFIGURED], records[SHARES], records[MICROS], exact]
+            others = [records[MICROS_CONFIGURED], records[SHARES_REPLAY_NAME], records[MICROBATCH_REPLAY_NAME], exact]
         else:
-            base = records[BASE]
-            others = [*self._other_cuts, records[SHARES], records[MICROS]]
+            base = records[BASE_RUN_NAME]
+            others = [*self._other_cuts, records[SHARES_REPLAY_NAME], records[MICROBATCH_REPLAY_NAME]]
             if self._runs.config.train.precision != self._runs.precision:
                 others.append(exact)  # a stand-in: its own rounding counts as well
-        self._allowance = measured(base, others, exact, self._runs.config.train.precision)
+        self._tolerance = measure_tolerance(base, others, exact, self._runs.config.train.precision)
         one = {str(key): {"loss": r.losses, "norm": [n[0] for n in r.norms]} for key, r in records.items()}
-        allowed = {"loss": self._allowance.losses, "norm": self._allowance.norms}
-        noise = sorted(self._allowance.noise)
+        allowed = {"loss": self._tolerance.losses, "norm": self._tolerance.norms}
+        noise = sorted(self._tolerance.noise)
         said = [f"judged by gradient, for theirs is rounding noise: {', '.join(noise)}"] if noise else []
-        self.now = replace(self.now, one=one, allowed=allowed, remarks=[*self.now.remarks, *said])
+        self.verdicts = replace(self.verdicts, one=one, allowed=allowed, remarks=[*self.verdicts.remarks, *said])
 
     # Cells
 
     def _cells(self) -> None:
-        self._worlds.play(grouped(self._runs.cells(self._configs)), self._cell)
+        self._worlds.run_jobs(group_jobs_by_library(self._runs.cell_jobs(self._configs)), self._take_cell_result)
 
-    def _cell(self, key: RunKey, result: Result) -> None:
+    def _take_cell_result(self, key: RunKey, result: JobResult) -> None:
         row = self._verdict(key)
         if isinstance(result, UniparError):
             if row.outcome != "failed":
-                self._put(replace(row, outcome="failed", note=str(result)), f"failed: {str(result).splitlines()[0]}")
+                self._replace_row(
+                    replace(row, outcome="failed", note=str(result)), f"failed: {str(result).splitlines()[0]}"
+                )
             return
-        record = put_together(result)
-        found = judge(record, self._allowance, self._records[SHARES])
+        record = combine_ranks(result)
+        found = judge(record, self._tolerance, self._records[SHARES_REPLAY_NAME])
         if key.bitwise:
-            orders = ("shares", self._records[SHARES]), ("micros", self._records[MICROS])
-            bits = next((order for order, replay in orders if same_bits(record, replay)), "")
+            orders = ("shares", self._records[SHARES_REPLAY_NAME]), ("micros", self._records[MICROBATCH_REPLAY_NAME])
+            bits = next((order for order, replay in orders if equals_bitwise(record, replay)), "")
             row = replace(row, bits=bits)
             if bits or found.agrees or row.outcome in ("disagrees", "failed"):
-                self._put(row, "has the replay's bits" if bits else "adds in an order of its own")
+                self._replace_row(row, "has the replay's bits" if bits else "adds in an order of its own")
                 return
         row = self._row(row, record, found)
-        self._put(row, f"{row.outcome}: {row.worst}" if row.outcome == "disagrees" else row.outcome)
+        self._replace_row(row, f"{row.outcome}: {row.worst}" if row.outcome == "disagrees" else row.outcome)
         if not found.agrees:
-            self._found[key] = found
+            self._disagreements[key] = found
 
     def _verdict(self, key: RunKey) -> Verdict:
         """Return what is known so far of the cell that a run is of."""
-        return next(row for row in self.now.rows if row.cell == key.cell)
+        return next(row for row in self.verdicts.rows if row.cell == key.cell)
 
-    def _row(self, row: Verdict, record: Record, found: Held) -> Verdict:
-        near = agreement(record.losses, self._allowance.base.losses, 1.0)
+    def _row(self, row: Verdict, record: RunRecord, found: Judgement) -> Verdict:
+        near = measure_agreement(record.losses, self._tolerance.base.losses, 1.0)
         return replace(
             row,
             outcome="agrees" if found.agrees else "disagrees",
@@ -156,22 +158,24 @@ class Proof:
             norms=[norms[0] for norms in record.norms],
         )
 
-    def _put(self, row: Verdict, line: str) -> None:
-        self.now = replace(self.now, rows=[row if old.cell == row.cell else old for old in self.now.rows])
-        self._show(self.now, f"{row.cell} {line}")
+    def _replace_row(self, row: Verdict, line: str) -> None:
+        self.verdicts = replace(
+            self.verdicts, rows=[row if old.cell == row.cell else old for old in self.verdicts.rows]
+        )
+        self._show(self.verdicts, f"{row.cell} {line}")
 
     # Those that part
 
     def _second_look(self) -> None:
-        looks = second_look.Looks(
-            self._runs, self._worlds, self._configs, self._looked, lambda line: self._show(self.now, line)
+        looks = second_look.SecondLook(
+            self._runs, self._worlds, self._configs, self._task_facts, lambda line: self._show(self.verdicts, line)
         )
-        for key, finding in looks.findings(self._found, self._allowance):
+        for key, finding in looks.findings(self._disagreements, self._tolerance):
             row = replace(self._verdict(key), finding=finding)
-            self._put(row, f"parts at step {finding.step}: {finding.kind or 'no known kind'}")
+            self._replace_row(row, f"parts at step {finding.step}: {finding.kind or 'no known kind'}")
 
 
-def remarks(looked: Mapping[str, Any]) -> list[str]:
+def describe_task(looked: Mapping[str, Any]) -> list[str]:
     """What a look at the task has shown, as sentences."""
     said: list[str] = []
     if quiet := looked["quiet"]:

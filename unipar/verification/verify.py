@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import checks, registry
-from unipar.backend.cells import ONE, alone
+from unipar.backend.cells import ONE, is_single_process
 from unipar.config import Cell
 from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
@@ -17,16 +17,16 @@ from unipar.config.source import Given
 from unipar.errors import ConfigError
 from unipar.launcher.cells import Entrants, select_cells
 from unipar.launcher.prepare import Prepared, prepare
-from unipar.launcher.processes.signals import terminable
-from unipar.results.live_table import Board
+from unipar.launcher.processes.signals import sigterm_as_interrupt
+from unipar.results.live_table import LiveTable
 from unipar.results.verdicts import Verdict, Verdicts
 from unipar.run_folder import folder
 from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.utils.procfs import cores_per_rank
 
-STEPS = 10
-NAMES = ("verify.json", "verify.svg", "verify.html")
+DEFAULT_STEPS = 10
+VERIFY_FILE_NAMES = ("verify.json", "verify.svg", "verify.html")
 
 
 def verify(
@@ -46,10 +46,10 @@ def verify(
     """
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
     assert prepared.ref is not None
-    source, settled = prepared.source, _settled(prepared, world)
+    source, settled = prepared.source, _with_rank_count(prepared, world)
     said = settled.config.train
-    entrants = of_ranks(settled, tuple(cells) or settled.config.compare.cells)
-    wanted = min(steps or STEPS, said.steps or steps or STEPS)
+    entrants = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)
+    wanted = min(steps or DEFAULT_STEPS, said.steps or steps or DEFAULT_STEPS)
     out = source.out / "verify"
     first = Verdicts(
         name=source.name,
@@ -57,32 +57,34 @@ def verify(
         precision=said.precision,
         ranks=settled.ranks,
         steps=wanted,
-        rows=[Verdict(cell=row.cell, outcome=_outcome(row.outcome), note=row.note) for row, _ in entrants.values()],
+        rows=[
+            Verdict(cell=row.cell, outcome=_initial_outcome(row.outcome), note=row.note) for row, _ in entrants.values()
+        ],
     )
     configs = {name: at for name, (row, at) in entrants.items() if row.outcome == "waits" and at is not None}
-    with folder.owned(out):
-        folder.make_room(out, "verify", NAMES, "proof", overwrite=overwrite)
-        now = _proved(settled, prepared.ref, configs, first) if configs else first
+    with folder.lock_folder(out):
+        folder.clear_own_files(out, "verify", VERIFY_FILE_NAMES, "proof", overwrite=overwrite)
+        now = _run_session(settled, prepared.ref, configs, first) if configs else first
         _write(out, now)
     return now
 
 
-def of_ranks(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
+def select_multi_rank_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
     """Compare's cells; what is one process has no ranks that could be held to one."""
     found = select_cells(settled, patterns)
     del found[str(ONE)]
     for name, (row, at) in found.items():
-        if row.outcome == "waits" and alone(Cell.parse(name)):
+        if row.outcome == "waits" and is_single_process(Cell.parse(name)):
             note = "it is one process, and verify holds several ranks to one; `unipar compare` runs it"
             found[name] = replace(row, outcome="refused", note=note), at
     return found
 
 
-def _outcome(said: str) -> Any:
+def _initial_outcome(said: str) -> Any:
     return said if said in ("waits", "refused", "absent") else "failed"
 
 
-def _settled(prepared: Prepared, world: int | None) -> SettledConfig:
+def _with_rank_count(prepared: Prepared, world: int | None) -> SettledConfig:
     """Return the config in the number of ranks of every cell, with nothing between steps."""
     said = prepared.source.config.parallel.data
     number = world or (said if isinstance(said, int) else max(2, prepared.ranks().number))
@@ -94,25 +96,27 @@ def _settled(prepared: Prepared, world: int | None) -> SettledConfig:
     return prepared.settled(number).changed({"eval": Eval(), "log.to": ()})
 
 
-def _proved(settled: SettledConfig, ref: TaskRef, configs: Mapping[str, SettledConfig], first: Verdicts) -> Verdicts:
-    from unipar.verification.runs import Runs
-    from unipar.verification.session import Proof
-    from unipar.verification.world_pool import worlds
+def _run_session(
+    settled: SettledConfig, ref: TaskRef, configs: Mapping[str, SettledConfig], first: Verdicts
+) -> Verdicts:
+    from unipar.verification.runs import RunPlan
+    from unipar.verification.session import VerificationSession
+    from unipar.verification.world_pool import open_world_pool
 
-    runs = Runs(settled, first.steps)
-    one = runs.one()
-    checks.check_cell(one.config, registry.find(one.cell.backend), one.cell)
+    runs = RunPlan(settled, first.steps)
+    one = runs.one_process_config()
+    checks.check_cell(one.config, registry.find_backend(one.cell.backend), one.cell)
     threads = cores_per_rank(first.ranks)  # in one process too: the same arithmetic
     backends = {one.cell.backend, *(at.cell.backend for at in configs.values())}
-    with terminable(), Board() as board:
+    with sigterm_as_interrupt(), LiveTable() as board:
         board.show(first, "starts")
-        with worlds(Path(first.out), ref, backends, threads) as made:
-            return Proof(runs, made, configs, first, board.show).run()
+        with open_world_pool(Path(first.out), ref, backends, threads) as made:
+            return VerificationSession(runs, made, configs, first, board.show).run()
 
 
 def _write(out: Path, now: Verdicts) -> None:
-    from unipar.report.pages.verification import drawn, page
+    from unipar.report.pages.verification import draw_verification, render_verification
 
     (out / "verify.json").write_text(json.dumps(now.to_json(), indent=2, allow_nan=True) + "\n", encoding="utf-8")
-    (out / "verify.svg").write_text(drawn(now), encoding="utf-8")
-    (out / "verify.html").write_text(page(now), encoding="utf-8")
+    (out / "verify.svg").write_text(draw_verification(now), encoding="utf-8")
+    (out / "verify.html").write_text(render_verification(now), encoding="utf-8")

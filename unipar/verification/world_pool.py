@@ -13,23 +13,23 @@ from typing import Any
 
 from unipar.backend import Backend, registry
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
-from unipar.launcher.processes.forkserver import Zygote
-from unipar.launcher.processes.group import Crew
+from unipar.launcher.processes.forkserver import ForkServer
+from unipar.launcher.processes.group import WorkerGroup
 from unipar.task.reference import TaskRef
-from unipar.verification.worker.jobs import ENTRY, JOBS, Job, RunKey, result_of
+from unipar.verification.worker.jobs import JOBS_ENTRY, JOBS_FILE_NAME, Job, RunKey, job_result_path
 
-Result = list[dict[str, Any]] | UniparError
+JobResult = list[dict[str, Any]] | UniparError
 """What each rank wrote down, or why the run came to nothing."""
 
-Said = Callable[[RunKey, Result], None]
+OnResult = Callable[[RunKey, JobResult], None]
 """Called with each job's key and result when it is there."""
 
 
 @dataclass
-class _World:
+class _RunningWorld:
     """One crew at work, and how far it has come."""
 
-    crew: Crew
+    group: WorkerGroup
     folder: Path
     jobs: Sequence[Job]
     size: int
@@ -38,37 +38,41 @@ class _World:
     """Then its folder stays, for the logs that the error names."""
 
 
-class Worlds:
+class WorldPool:
     """Enter it; then `play` jobs."""
 
-    def __init__(self, folder: Path, ref: TaskRef, zygote: Zygote, threads: int) -> None:
+    def __init__(self, folder: Path, ref: TaskRef, zygote: ForkServer, threads: int) -> None:
         self._folder, self._ref, self._zygote, self._threads = folder, ref, zygote, threads
         self._number = 0
 
-    def play(self, batches: Iterable[Sequence[Job]], said: Said, side_by_side: int = 1) -> dict[RunKey, Result]:
+    def run_jobs(
+        self, batches: Iterable[Sequence[Job]], said: OnResult, side_by_side: int = 1
+    ) -> dict[RunKey, JobResult]:
         """Each batch of jobs in a world of its own, some at a time; what a dead world leaves undone has another."""
         waiting = [list(jobs) for jobs in batches if jobs]
-        found: dict[RunKey, Result] = {}
+        found: dict[RunKey, JobResult] = {}
         while waiting:
             now, waiting = waiting[:side_by_side], waiting[side_by_side:]
-            left = self._together(now, found, said)
+            left = self._run_side_by_side(now, found, said)
             waiting = left + waiting
         return found
 
-    def _together(self, batches: list[list[Job]], found: dict[RunKey, Result], said: Said) -> list[list[Job]]:
-        worlds: list[_World] = []
+    def _run_side_by_side(
+        self, batches: list[list[Job]], found: dict[RunKey, JobResult], said: OnResult
+    ) -> list[list[Job]]:
+        worlds: list[_RunningWorld] = []
         left: list[list[Job]] = []
         try:
             for jobs in batches:
-                opened = self._begun(jobs)
+                opened = self._create_world(jobs)
                 worlds.append(opened)
-                opened.crew.__enter__()
+                opened.group.__enter__()
             going = list(worlds)
             while going:
                 for world in list(going):
                     fault: UniparError | None = None
                     try:
-                        ended = world.crew.poll(0.1 / len(going))
+                        ended = world.group.poll(0.1 / len(going))
                     except Stopped:
                         raise
                     except UniparError as e:
@@ -76,69 +80,69 @@ class Worlds:
                     self._collect(world, found, said)
                     if ended:
                         going.remove(world)
-                        left += self._ended(world, fault, found, said)
+                        left += self._close_world(world, fault, found, said)
         finally:
             for world in worlds:
-                world.crew.__exit__()
+                world.group.__exit__()
                 if not world.died:
                     shutil.rmtree(world.folder, ignore_errors=True)
         return left
 
-    def _begun(self, jobs: Sequence[Job]) -> _World:
+    def _create_world(self, jobs: Sequence[Job]) -> _RunningWorld:
         self._number += 1
         folder = self._folder / f"world-{self._number}"
         folder.mkdir(parents=True)
         told = {"task": self._ref.to_json(), "jobs": [job.to_json() for job in jobs]}
-        (folder / JOBS).write_text(json.dumps(told), encoding="utf-8")
+        (folder / JOBS_FILE_NAME).write_text(json.dumps(told), encoding="utf-8")
         settled = jobs[0].settled
-        crew = Crew.of(
+        crew = WorkerGroup.of(
             settled,
-            registry.find(settled.cell.backend),
+            registry.find_backend(settled.cell.backend),
             folder,
-            ENTRY,
+            JOBS_ENTRY,
             {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads))},
             parcel=self._ref.parcel,
             zygote=self._zygote,
         )
-        return _World(crew, folder, jobs, settled.ranks)
+        return _RunningWorld(crew, folder, jobs, settled.ranks)
 
-    def _collect(self, world: _World, found: dict[RunKey, Result], said: Said) -> None:
+    def _collect(self, world: _RunningWorld, found: dict[RunKey, JobResult], said: OnResult) -> None:
         """What has come since the last look."""
         import torch
 
         while world.done < len(world.jobs):
-            files = [result_of(world.folder, world.done, rank) for rank in range(world.size)]
+            files = [job_result_path(world.folder, world.done, rank) for rank in range(world.size)]
             if not all(file.exists() for file in files):
                 return
             ranks: list[dict[str, Any]] = [torch.load(file, weights_only=True) for file in files]
             for file in files:
                 file.unlink()
-            self._found(world.jobs[world.done].key, _result(ranks), found, said)
+            self._note_result(world.jobs[world.done].key, _result_or_error(ranks), found, said)
             world.done += 1
 
-    def _ended(
-        self, world: _World, fault: UniparError | None, found: dict[RunKey, Result], said: Said
+    def _close_world(
+        self, world: _RunningWorld, fault: UniparError | None, found: dict[RunKey, JobResult], said: OnResult
     ) -> list[list[Job]]:
         if world.done == len(world.jobs):
             return []
         key = world.jobs[world.done].key
-        self._found(key, fault or WorkerFailed(f"the world of {key} ended without a result"), found, said)
+        self._note_result(key, fault or WorkerFailed(f"the world of {key} ended without a result"), found, said)
         rest = list(world.jobs[world.done + 1 :])
         return [rest] if rest else []
 
-    def _found(self, key: RunKey, result: Result, found: dict[RunKey, Result], said: Said) -> None:
+    def _note_result(self, key: RunKey, result: JobResult, found: dict[RunKey, JobResult], said: OnResult) -> None:
         found[key] = result
         said(key, result)
 
 
-def _result(ranks: list[dict[str, Any]]) -> Result:
+def _result_or_error(ranks: list[dict[str, Any]]) -> JobResult:
     for rank in ranks:
         if "error" in rank:
             return rebuild(rank["kind"], rank["error"]) or WorkerFailed(rank["error"])
     return ranks
 
 
-def grouped(jobs: Iterable[Job]) -> list[list[Job]]:
+def group_jobs_by_library(jobs: Iterable[Job]) -> list[list[Job]]:
     """By library and what it is told when its world is made."""
     found: dict[str, list[Job]] = {}
     for job in jobs:
@@ -149,19 +153,25 @@ def grouped(jobs: Iterable[Job]) -> list[list[Job]]:
 
 
 @contextmanager
-def worlds(folder: Path, ref: TaskRef, names: Iterable[str], threads: int) -> Generator[Worlds]:
+def open_world_pool(folder: Path, ref: TaskRef, names: Iterable[str], threads: int) -> Generator[WorldPool]:
     """One process imports what all these backends need; workers are its forks."""
-    backends = {name: registry.find(name) for name in names}
-    with Zygote(sorted({module for b in backends.values() for module in _modules(b)})) as zygote:
-        yield Worlds(folder, ref, zygote, threads)
+    backends = {name: registry.find_backend(name) for name in names}
+    with ForkServer(sorted({module for b in backends.values() for module in _modules_to_import(b)})) as zygote:
+        yield WorldPool(folder, ref, zygote, threads)
 
 
-def _modules(backend: Backend) -> list[str]:
+def _modules_to_import(backend: Backend) -> list[str]:
     home = type(backend).__module__
-    return ["torch", "torch._dynamo", "torch.distributed.fsdp", "unipar.verification.worker.entry", *_engine(home)]
+    return [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "unipar.verification.worker.entry",
+        *_engine_module(home),
+    ]
 
 
-def _engine(home: str) -> list[str]:
+def _engine_module(home: str) -> list[str]:
     from importlib.util import find_spec
 
     return [f"{home}.engine"] if find_spec(f"{home}.engine") is not None else []

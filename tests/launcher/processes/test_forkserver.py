@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.world import FOUND, ROOT, eventually, read_pid, runs, short_folder
-from unipar.launcher.processes.forkserver import Zygote, ZygoteFailed
-from unipar.launcher.processes.group import Crew
+from tests.support.world import PYTHONPATH_VARIABLE, ROOT, eventually, is_running, read_pid, short_folder
+from unipar.launcher.processes.forkserver import ForkServer, ForkServerFailed
+from unipar.launcher.processes.group import WorkerGroup
 
 
 @pytest.fixture(autouse=True)
@@ -25,35 +25,35 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None]:
 
 def test_it_ends_with_its_context() -> None:
     """And only then."""
-    with Zygote(["json"]) as zygote:
+    with ForkServer(["json"]) as zygote:
         pid = zygote.pid
-        assert runs(pid)
-    assert not runs(pid)
+        assert is_running(pid)
+    assert not is_running(pid)
 
 
 def test_what_cannot_be_imported() -> None:
     """The library's own error is shown."""
-    with pytest.raises(ZygoteFailed, match="No module named 'no_such_module'"), Zygote(["no_such_module"]):
+    with pytest.raises(ForkServerFailed, match="No module named 'no_such_module'"), ForkServer(["no_such_module"]):
         pass
 
 
 def test_threads_are_refused() -> None:
     """A fork would take one thread along and leave the locks of the others behind."""
     with (
-        pytest.raises(ZygoteFailed, match="2 threads; what was imported starts some"),
-        Zygote(["tests.support.threaded"], FOUND),
+        pytest.raises(ForkServerFailed, match="2 threads; what was imported starts some"),
+        ForkServer(["tests.support.threaded"], PYTHONPATH_VARIABLE),
     ):
         pass
 
 
 def test_forks_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has its parent's modules and nothing of the worlds before it; environment and folder are the asker's."""
-    with Zygote(["tests.support.entries"], FOUND) as zygote:
+    with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as zygote:
         monkeypatch.chdir(tmp_path)  # after it has started
         for name in ("first", "second"):
             (tmp_path / name).mkdir()
-            more = {**FOUND, "NAMED": name}
-            crew = Crew(tmp_path / name, 1, "tests.support.entries:remembers", environment=more, zygote=zygote)
+            more = {**PYTHONPATH_VARIABLE, "NAMED": name}
+            crew = WorkerGroup(tmp_path / name, 1, "tests.support.entries:remembers", environment=more, zygote=zygote)
             with crew:
                 crew.wait()
             assert (tmp_path / name / "remembered").read_text("utf-8") == f"['{name}'] {tmp_path} True"
@@ -73,21 +73,23 @@ with Zygote(["tests.entries"]) as zygote:
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     """kill -9: zygote and forks."""
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], env={**os.environ, **FOUND}, cwd=ROOT)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)], env={**os.environ, **PYTHONPATH_VARIABLE}, cwd=ROOT
+    )
     fork, zygote = read_pid(tmp_path / "up-0"), read_pid(tmp_path / "zygote")
     parent.kill()
     parent.wait()
-    eventually(lambda: not runs(fork) and not runs(zygote), "something lives on")
+    eventually(lambda: not is_running(fork) and not is_running(zygote), "something lives on")
 
 
 def test_a_zygote_that_was_killed(tmp_path: Path) -> None:
     """Asking it is an error with a sentence, and its forks still end with their crew."""
-    with Zygote(["tests.support.entries"], FOUND) as zygote:
-        crew = Crew(tmp_path, 1, "tests.support.entries:sleeps", environment=FOUND, zygote=zygote)
+    with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as zygote:
+        crew = WorkerGroup(tmp_path, 1, "tests.support.entries:sleeps", environment=PYTHONPATH_VARIABLE, zygote=zygote)
         crew.__enter__()
         fork = read_pid(tmp_path / "up-0")
         os.kill(zygote.pid, signal.SIGKILL)
-        with pytest.raises(ZygoteFailed, match=r"^the zygote is gone \(-9\)$"):
+        with pytest.raises(ForkServerFailed, match=r"^the zygote is gone \(-9\)$"):
             crew.kill()
-        eventually(lambda: not runs(fork), "the fork lives on")
-        assert crew.pids == {}
+        eventually(lambda: not is_running(fork), "the fork lives on")
+        assert crew.running_pids == {}

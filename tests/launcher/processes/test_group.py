@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.world import FOUND, ROOT, SOON, eventually, read_pid, runs, short_folder
+from tests.support.world import PYTHONPATH_VARIABLE, ROOT, SOON, eventually, is_running, read_pid, short_folder
 from unipar.errors import NonFinite, Stopped, WorkerFailed
 from unipar.launcher.processes import group
-from unipar.launcher.processes.forkserver import Zygote
-from unipar.launcher.processes.group import Crew, worker_environment
-from unipar.launcher.processes.process import Process
-from unipar.launcher.processes.worker_arguments import Orders
+from unipar.launcher.processes.forkserver import ForkServer
+from unipar.launcher.processes.group import WorkerGroup, build_worker_environment
+from unipar.launcher.processes.process import WorkerProcess
+from unipar.launcher.processes.worker_arguments import WorkerArguments
 
-Make = Callable[..., Crew]
+Make = Callable[..., WorkerGroup]
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Generator[Zygote]:
-    with Zygote(["tests.support.entries"], FOUND) as ready:
+def zygote() -> Generator[ForkServer]:
+    with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as ready:
         yield ready
 
 
@@ -41,15 +41,22 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Path]:
 def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """A crew of two that runs one of tests/entries.py: new interpreters, or forks of a zygote."""
 
-    def make(entry: str, size: int = 2, *, run: Path | None = None, **more: object) -> Crew:
+    def make(entry: str, size: int = 2, *, run: Path | None = None, **more: object) -> WorkerGroup:
         starter = request.getfixturevalue("zygote") if request.param == "forked" else None
         run = run or tmp_path
-        return Crew(run, size, f"tests.support.entries:{entry}", environment=FOUND, zygote=starter, **more)  # type: ignore[arg-type]
+        return WorkerGroup(
+            run,
+            size,
+            f"tests.support.entries:{entry}",
+            environment=PYTHONPATH_VARIABLE,
+            zygote=starter,
+            **more,  # type: ignore[arg-type]
+        )
 
     return make
 
 
-def failure(crew: Crew) -> WorkerFailed:
+def failure(crew: WorkerGroup) -> WorkerFailed:
     with pytest.raises(WorkerFailed) as raised, crew:
         crew.wait()
     return raised.value
@@ -61,7 +68,7 @@ def failure(crew: Crew) -> WorkerFailed:
 def test_each_rank_knows_its_place(crew: Make, tmp_path: Path) -> None:
     """Rank and size arrive, threads are shared out, each rank leads a session and has a temporary folder."""
     with crew("fine") as started:
-        pids = started.pids
+        pids = started.running_pids
         started.wait()
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     for rank in (0, 1):
@@ -70,22 +77,22 @@ def test_each_rank_knows_its_place(crew: Make, tmp_path: Path) -> None:
         assert f"'OMP': '{threads}'" in said
         assert f"-{rank}'" in said
         assert "'sid': True" in said
-    assert not any(runs(pid) for pid in pids.values())
+    assert not any(is_running(pid) for pid in pids.values())
 
 
 def test_threads_that_the_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """OMP_NUM_THREADS is set only where nobody set it."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert worker_environment(2, {})["OMP_NUM_THREADS"] == "7"
+    assert build_worker_environment(2, {})["OMP_NUM_THREADS"] == "7"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert worker_environment(10**6, {})["OMP_NUM_THREADS"] == "1"
+    assert build_worker_environment(10**6, {})["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
     """Where the log of a rank cannot be made: sockets, pipes and all."""
     before = sorted(os.listdir("/proc/self/fd"))
     (tmp_path / "rank-0.log").mkdir()
-    crew = Crew(tmp_path, 2, "tests.support.entries:fine", control=True)
+    crew = WorkerGroup(tmp_path, 2, "tests.support.entries:fine", control=True)
     with pytest.raises(IsADirectoryError) as raised:  # its frames keep alive what nobody closed
         crew.__enter__()
     assert sorted(os.listdir("/proc/self/fd")) == before
@@ -108,7 +115,7 @@ def test_two_crews_at_once(crew: Make, tmp_path: Path) -> None:
 
 def test_one_fails_and_all_stop(crew: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first failing rank is named with its error, its own traceback and its log; the others end when asked to."""
-    monkeypatch.setattr(group, "ENDING", 600.0)
+    monkeypatch.setattr(group, "SECONDS_TO_END", 600.0)
     began = time.monotonic()
     error = failure(crew("first_raises"))
     assert str(error) == f"rank 1 failed: ValueError: the batch is empty\n  its log: {tmp_path}/rank-1.log"
@@ -157,13 +164,13 @@ def test_a_known_abort_is_explained(crew: Make) -> None:
 
 def test_who_lost_a_peer_is_not_to_blame(crew: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that says first that its peer is gone waits for that peer's own error."""
-    monkeypatch.setattr(group, "ECHO", SOON)
+    monkeypatch.setattr(group, "SECONDS_FOR_LOST_RANK", SOON)
     assert str(failure(crew("echoes"))).startswith("rank 1 failed: KeyError: 'labels'\n")
 
 
 def test_a_peer_that_ended_too_early(crew: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the lost peer ended well, that is said."""
-    monkeypatch.setattr(group, "ECHO", SOON)
+    monkeypatch.setattr(group, "SECONDS_FOR_LOST_RANK", SOON)
     error = str(failure(crew("ends_early")))
     assert error.startswith("rank 0 failed: RuntimeError: Connection closed by peer")
     assert "rank 1 had ended before it, with exit code 0" in error
@@ -179,15 +186,15 @@ def test_a_deaf_rank_is_killed(crew: Make) -> None:
 def test_data_workers_end_with_their_rank(crew: Make, tmp_path: Path) -> None:
     """Of the rank that failed, and of the others."""
     failure(crew("with_helpers"))
-    assert not runs(read_pid(tmp_path / "helper-0"))
-    assert not runs(read_pid(tmp_path / "helper-1"))
+    assert not is_running(read_pid(tmp_path / "helper-0"))
+    assert not is_running(read_pid(tmp_path / "helper-1"))
 
 
 def test_what_a_good_rank_started_ends_too(crew: Make, tmp_path: Path) -> None:
     """A rank that ends well leaves no process either."""
     with crew("spawns") as started:
         started.wait()
-    assert not runs(read_pid(tmp_path / "helper-0"))
+    assert not is_running(read_pid(tmp_path / "helper-0"))
 
 
 def test_leaving_ends_all(crew: Make, tmp_path: Path) -> None:
@@ -196,14 +203,14 @@ def test_leaving_ends_all(crew: Make, tmp_path: Path) -> None:
 
     def fail() -> None:
         with crew("sleeps") as started:
-            pids.update(started.pids)
+            pids.update(started.running_pids)
             read_pid(tmp_path / "up-1")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert len(pids) == 2
-    assert not any(runs(pid) for pid in pids.values())
+    assert not any(is_running(pid) for pid in pids.values())
 
 
 # Asked to stop
@@ -240,7 +247,7 @@ def test_grace_ends(crew: Make, tmp_path: Path) -> None:
     assert time.monotonic() - began < SOON
 
 
-def _interrupted(crew: Crew, run: Path, sign: str, *signals: signal.Signals) -> None:
+def _interrupted(crew: WorkerGroup, run: Path, sign: str, *signals: signal.Signals) -> None:
     """Wait for the crew, and send this process signals once both ranks have made a sign."""
 
     def send() -> None:
@@ -272,8 +279,8 @@ def test_workers_outlive_the_thread_that_started_them(crew: Make, tmp_path: Path
     try:
         read_pid(tmp_path / "up-0")
         time.sleep(0.2)
-        assert len(started.pids) == 2
-        assert all(runs(pid) for pid in started.pids.values())
+        assert len(started.running_pids) == 2
+        assert all(is_running(pid) for pid in started.running_pids.values())
     finally:
         started.kill()
 
@@ -286,13 +293,13 @@ def test_the_kernel_is_asked_in_the_main_thread_only(tmp_path: Path, *, in_main:
     class Noted:
         pid = 1
 
-        def start(self, orders: Orders, environment: Mapping[str, str], log: int) -> Process:
-            seen.append(orders.mortal)
+        def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+            seen.append(orders.dies_with_thread)
             raise OSError
 
     def enter() -> None:
         with pytest.raises(OSError, match=r"^$"):
-            Crew(tmp_path, 1, "x:y", zygote=Noted()).__enter__()
+            WorkerGroup(tmp_path, 1, "x:y", zygote=Noted()).__enter__()
 
     if in_main:
         enter()
@@ -331,14 +338,16 @@ with Crew(Path(sys.argv[1]), 2, "tests.entries:with_helpers") as crew:
 def test_workers_die_with_their_parent(tmp_path: Path, *, stopped: bool) -> None:
     """kill -9: ranks, a stopped one too, data workers and temporary folders are gone."""
     (tmp_path / "stay").touch()
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], env={**os.environ, **FOUND}, cwd=ROOT)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)], env={**os.environ, **PYTHONPATH_VARIABLE}, cwd=ROOT
+    )
     helpers = [read_pid(tmp_path / f"helper-{rank}") for rank in (0, 1)]
     ranks = [os.getpgid(helper) for helper in helpers]
     if stopped:
         os.kill(ranks[0], signal.SIGSTOP)
     parent.kill()
     parent.wait()
-    eventually(lambda: not any(runs(pid) for pid in (*ranks, *helpers)), "something lives on")
+    eventually(lambda: not any(is_running(pid) for pid in (*ranks, *helpers)), "something lives on")
 
 
 # Words
@@ -347,20 +356,20 @@ def test_workers_die_with_their_parent(tmp_path: Path, *, stopped: bool) -> None
 def test_tell_and_hear(crew: Make) -> None:
     """What is told reaches every rank; what is heard comes in the order of ranks."""
     with crew("answers", control=True) as started:
-        started.tell(b"a")
-        started.tell(b"b")
-        assert started.hear(SOON) == [b"a0", b"a1"]
-        assert started.hear(SOON) == [b"b0", b"b1"]
+        started.send_to_all(b"a")
+        started.send_to_all(b"b")
+        assert started.receive_from_all(SOON) == [b"a0", b"a1"]
+        assert started.receive_from_all(SOON) == [b"b0", b"b1"]
         with pytest.raises(TimeoutError, match=r"^no word from rank 0, 1 for 0\.05 s$"):
-            started.hear(0.05)
-        started.tell(b"go")
+            started.receive_from_all(0.05)
+        started.send_to_all(b"go")
         started.wait()
 
 
 def test_a_rank_that_ends_says_nothing_more(crew: Make) -> None:
     """Waiting for its word would be for ever."""
     with pytest.raises(WorkerFailed, match=r"^rank \d ended without a word"), crew("mute", control=True) as started:
-        started.hear()
+        started.receive_from_all()
 
 
 # With torch
@@ -368,8 +377,10 @@ def test_a_rank_that_ends_says_nothing_more(crew: Make) -> None:
 
 def test_gloo_on_loopback_its_timeout_and_its_abort(tmp_path: Path) -> None:
     """Real groups: one sums and listens on loopback only; in one a rank hangs; in one they reduce different sizes."""
-    with Zygote(["torch", "unipar.distributed.rendezvous"], FOUND) as ready:
-        with Crew(tmp_path, 2, "tests.support.entries:reduces", environment=FOUND, zygote=ready) as started:
+    with ForkServer(["torch", "unipar.distributed.rendezvous"], PYTHONPATH_VARIABLE) as ready:
+        with WorkerGroup(
+            tmp_path, 2, "tests.support.entries:reduces", environment=PYTHONPATH_VARIABLE, zygote=ready
+        ) as started:
             started.wait()
         assert (tmp_path / "sum-0").read_text("utf-8") == "3.0"
         for rank in (0, 1):
@@ -378,8 +389,18 @@ def test_gloo_on_loopback_its_timeout_and_its_abort(tmp_path: Path) -> None:
             assert set(listens) == {"127.0.0.1"}
         (tmp_path / "hangs").mkdir()
         hung = failure(
-            Crew(tmp_path / "hangs", 2, "tests.support.entries:never_reduces", environment=FOUND, zygote=ready)
+            WorkerGroup(
+                tmp_path / "hangs",
+                2,
+                "tests.support.entries:never_reduces",
+                environment=PYTHONPATH_VARIABLE,
+                zygote=ready,
+            )
         )
-        error = failure(Crew(tmp_path, 2, "tests.support.entries:reduces_unequal", environment=FOUND, zygote=ready))
+        error = failure(
+            WorkerGroup(
+                tmp_path, 2, "tests.support.entries:reduces_unequal", environment=PYTHONPATH_VARIABLE, zygote=ready
+            )
+        )
     assert str(hung).startswith("rank 1 hung before the first step: rank 0 waited for the others until launch.timeout ")
     assert "compute it everywhere, times 0.0" in str(error)

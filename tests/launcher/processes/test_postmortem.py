@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from unipar.errors import WorkerFailed
-from unipar.launcher.processes.postmortem import verdict
-from unipar.run_folder.layout import error_of
+from unipar.launcher.processes.postmortem import find_first_failure
+from unipar.run_folder.layout import error_path
 
 OWN, ECHO = "ValueError: mine", "RuntimeError: Connection reset by peer"
 LATE = "RuntimeError: [buffer.cc:78] Timed out waiting 9ms for recv operation to complete"
@@ -47,7 +47,7 @@ def test_who_was_first(tmp_path: Path, said: dict[int, tuple[float, str]], ended
     for rank, (time, line) in said.items():
         kind, _, message = line.partition(": ")
         row = {"time": time, "kind": kind, "message": message, "traceback": line}
-        error_of(tmp_path, rank).write_text(json.dumps(row), encoding="utf-8")
-    error = verdict(tmp_path, 2, ended)
+        error_path(tmp_path, rank).write_text(json.dumps(row), encoding="utf-8")
+    error = find_first_failure(tmp_path, 2, ended)
     assert isinstance(error, WorkerFailed)
     assert error.rank == blamed

@@ -10,33 +10,35 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.world import FOUND, SOON, short_folder
+from tests.support.world import PYTHONPATH_VARIABLE, SOON, short_folder
 from unipar.errors import Hung, WorkerFailed
 from unipar.launcher.processes import watchdog
-from unipar.launcher.processes.forkserver import Zygote
-from unipar.launcher.processes.group import Crew
-from unipar.launcher.processes.watchdog import Watch, innermost
-from unipar.run_folder.heartbeat import Heart
-from unipar.run_folder.layout import beat_of
+from unipar.launcher.processes.forkserver import ForkServer
+from unipar.launcher.processes.group import WorkerGroup
+from unipar.launcher.processes.watchdog import HangDetector, parse_innermost_frame
+from unipar.run_folder.heartbeat import HeartbeatWriter
+from unipar.run_folder.layout import heartbeat_path
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Generator[Zygote]:
-    with Zygote(["tests.support.entries"], FOUND) as ready:
+def zygote() -> Generator[ForkServer]:
+    with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as ready:
         yield ready
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has as long as it needs to write down its stack."""
-    monkeypatch.setattr(watchdog, "DUMP", SOON)
+    monkeypatch.setattr(watchdog, "STACK_DUMP_SECONDS", SOON)
 
 
 @pytest.fixture
-def hung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zygote: Zygote) -> Generator[Callable[..., Hung]]:
+def hung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zygote: ForkServer) -> Generator[Callable[..., Hung]]:
     def watched(entry: str, waits: tuple[str, ...] = (), size: int = 2) -> Hung:
         named = f"tests.support.entries:{entry}"
-        crew = Crew(tmp_path, size, named, environment=FOUND, heartbeat=0.6, waits=waits, zygote=zygote)
+        crew = WorkerGroup(
+            tmp_path, size, named, environment=PYTHONPATH_VARIABLE, heartbeat=0.6, waits=waits, zygote=zygote
+        )
         began = time.monotonic()
         with pytest.raises(Hung) as raised, crew:
             crew.wait()
@@ -105,9 +107,11 @@ def test_who_kept_a_device_waiting(hung: Callable[..., Hung]) -> None:
     assert str(hung("watchdog")).startswith("rank 1 hung in step 1 (forward): rank 0 waited for the others until ")
 
 
-def test_a_rank_that_never_begins(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_begins(tmp_path: Path, zygote: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are as patient with the user's imports as with a collective, also where no heartbeat is watched."""
-    crew = Crew(tmp_path, 2, "tests.support.entries:never_begins", environment=FOUND, timeout=0.4, zygote=zygote)
+    crew = WorkerGroup(
+        tmp_path, 2, "tests.support.entries:never_begins", environment=PYTHONPATH_VARIABLE, timeout=0.4, zygote=zygote
+    )
     with short_folder(monkeypatch), pytest.raises(Hung) as raised, crew:
         crew.wait()
     assert raised.value.rank == 0
@@ -115,9 +119,9 @@ def test_a_rank_that_never_begins(tmp_path: Path, zygote: Zygote, monkeypatch: p
     assert "in never_begins\n" in str(raised.value)
 
 
-def test_both_wait(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_wait(tmp_path: Path, zygote: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """In collectives that do not fit each other: the timeout is shown as it is."""
-    crew = Crew(tmp_path, 2, "tests.support.entries:both_wait", environment=FOUND, zygote=zygote)
+    crew = WorkerGroup(tmp_path, 2, "tests.support.entries:both_wait", environment=PYTHONPATH_VARIABLE, zygote=zygote)
     with short_folder(monkeypatch), pytest.raises(WorkerFailed) as raised, crew:
         crew.wait()
     assert str(raised.value) == (
@@ -127,37 +131,39 @@ def test_both_wait(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_silence_that_is_meant(tmp_path: Path, zygote: Zygote) -> None:
+def test_silence_that_is_meant(tmp_path: Path, zygote: ForkServer) -> None:
     """Before step 1 is done, while waiting for a turn and at the end, a rank may be silent for longer."""
-    crew = Crew(tmp_path, 1, "tests.support.entries:patient", environment=FOUND, heartbeat=0.25, zygote=zygote)
+    crew = WorkerGroup(
+        tmp_path, 1, "tests.support.entries:patient", environment=PYTHONPATH_VARIABLE, heartbeat=0.25, zygote=zygote
+    )
     with crew:
         crew.wait()
 
 
 def test_no_heartbeat_no_deadline(tmp_path: Path) -> None:
     """null means never."""
-    watch = Watch(tmp_path, None)
+    watch = HangDetector(tmp_path, None)
     assert watch.every is None
-    assert watch.look({0: 1}) is None
+    assert watch.find_hang({0: 1}) is None
 
 
 def test_a_pause_of_the_whole_machine_is_forgiven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A watcher that was itself asleep knows nothing about the time in between."""
     slept, true = [0.0], time.monotonic
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: true() + slept[0], sleep=time.sleep))
-    monkeypatch.setattr(watchdog, "DUMP", 0.0)
-    heart = Heart(beat_of(tmp_path, 0))
+    monkeypatch.setattr(watchdog, "STACK_DUMP_SECONDS", 0.0)
+    heart = HeartbeatWriter(heartbeat_path(tmp_path, 0))
     heart.step = 5
-    heart.mark("forward")
-    watch = Watch(tmp_path, 1.0)
+    heart.set_phase("forward")
+    watch = HangDetector(tmp_path, 1.0)
     nobody = {0: 2**22 + 1}  # no such process: were it asked, it would not answer
-    assert watch.look(nobody) is None
+    assert watch.find_hang(nobody) is None
     slept[0] += 2.6  # longer than heartbeat, and than a look should take
-    assert watch.look(nobody) is None
+    assert watch.find_hang(nobody) is None
     slept[0] += 0.7
-    assert watch.look(nobody) is None
+    assert watch.find_hang(nobody) is None
     slept[0] += 0.7
-    assert watch.look(nobody) is not None
+    assert watch.find_hang(nobody) is not None
 
 
 def test_the_innermost_frame_of_a_dump() -> None:
@@ -169,5 +175,5 @@ def test_the_innermost_frame_of_a_dump() -> None:
         '  File "/home/me/train.py", line 12 in loss\n'
         '  File "/lib/unipar/loop.py", line 200 in step\n'
     )
-    assert str(innermost(dump)) == "/home/me/train.py:12 in loss"
-    assert innermost("Current thread 0x1 (most recent call first):\n  <no Python frame>\n") is None
+    assert str(parse_innermost_frame(dump)) == "/home/me/train.py:12 in loss"
+    assert parse_innermost_frame("Current thread 0x1 (most recent call first):\n  <no Python frame>\n") is None

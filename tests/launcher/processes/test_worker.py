@@ -13,16 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.world import FOUND, short_folder
+from tests.support.world import PYTHONPATH_VARIABLE, short_folder
 from unipar.errors import TaskError, WorkerFailed
-from unipar.launcher.processes.group import Crew
-from unipar.launcher.processes.worker_arguments import LOST, Orders
-from unipar.launcher.worker_stdout import Prints
-from unipar.run_folder.error_file import record
-from unipar.run_folder.layout import error_of, prints_of
+from unipar.launcher.processes.group import WorkerGroup
+from unipar.launcher.processes.worker_arguments import PARENT_GONE_EXIT_CODE, WorkerArguments
+from unipar.launcher.worker_stdout import WorkerStdout
+from unipar.run_folder.error_file import write_error
+from unipar.run_folder.layout import error_path, stdout_path
 
-ORDERS = Orders(
-    rank=1, size=2, parent=3, mortal=0, lifeline=4, control=5, run="/a b/c=d", entry="x:y", folder="/tmp/unipar-1"
+ORDERS = WorkerArguments(
+    rank=1,
+    size=2,
+    parent=3,
+    dies_with_thread=0,
+    parent_alive_fd=4,
+    control=5,
+    run="/a b/c=d",
+    entry="x:y",
+    folder="/tmp/unipar-1",
 )
 
 
@@ -35,27 +43,34 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None]:
 
 def test_orders_travel_as_words() -> None:
     """Paths with blanks and equals signs too; what is not given keeps its default."""
-    assert Orders.read(ORDERS.words()) == ORDERS
+    assert WorkerArguments.read(ORDERS.to_command_line()) == ORDERS
     assert ORDERS.listener == -1
 
 
 def test_a_worker_without_its_parent_ends_at_once() -> None:
     """A parent that died before the worker could ask the kernel to be told."""
-    command = [sys.executable, "-m", "unipar.launcher.processes.worker", *ORDERS.words()]
-    assert subprocess.run(command, env={**os.environ, **FOUND}, check=False).returncode == LOST == 113
+    command = [sys.executable, "-m", "unipar.launcher.processes.worker", *ORDERS.to_command_line()]
+    assert (
+        subprocess.run(command, env={**os.environ, **PYTHONPATH_VARIABLE}, check=False).returncode
+        == PARENT_GONE_EXIT_CODE
+        == 113
+    )
 
 
 def test_importing_the_worker_loads_no_torch() -> None:
     """Its first act must come soon."""
     code = "import sys, unipar.launcher.processes.worker; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **FOUND}, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, **PYTHONPATH_VARIABLE}, check=False).returncode
+        == 0
+    )
 
 
 def test_the_first_error_is_kept(tmp_path: Path) -> None:
     """What fails while a worker ends does not cover up why it ends."""
-    record(tmp_path, 0, TaskError("there is no loss"))
-    record(tmp_path, 0, RuntimeError("closing failed"))
-    said = json.loads(error_of(tmp_path, 0).read_text("utf-8"))
+    write_error(tmp_path, 0, TaskError("there is no loss"))
+    write_error(tmp_path, 0, RuntimeError("closing failed"))
+    said = json.loads(error_path(tmp_path, 0).read_text("utf-8"))
     assert (said["kind"], said["message"]) == ("TaskError", "there is no loss")
     assert said["traceback"] == "unipar.errors.TaskError: there is no loss\n"
     assert os.listdir(tmp_path) == ["rank-0.error.json"]
@@ -64,27 +79,27 @@ def test_the_first_error_is_kept(tmp_path: Path) -> None:
 def test_prints_go_two_ways(tmp_path: Path) -> None:
     """print reaches the log and whoever shows it; what libraries log stays in the log."""
     with (tmp_path / "log").open("w", encoding="utf-8") as log:
-        prints = Prints(log, tmp_path)
+        prints = WorkerStdout(log, tmp_path)
         with contextlib.redirect_stdout(prints):
             print("mine")
         handler = logging.StreamHandler(prints)
         handler.emit(logging.makeLogRecord({"msg": "a library's", "levelno": logging.INFO}))
         prints.flush()
-    assert prints_of(tmp_path).read_text("utf-8") == "mine\n"
+    assert stdout_path(tmp_path).read_text("utf-8") == "mine\n"
     assert (tmp_path / "log").read_text("utf-8") == "mine\na library's\n"
 
 
 def test_prints_are_a_stdout_like_any_other(tmp_path: Path) -> None:
     """Bytes go both ways, in their turn; what else a stdout has is the log's: other ranks have it too."""
     with (tmp_path / "log").open("w", encoding="utf-8") as log:
-        prints = Prints(log, tmp_path)
+        prints = WorkerStdout(log, tmp_path)
         prints.reconfigure(line_buffering=True)
         prints.write("a ")
         assert prints.buffer.write("ü\n".encode()) == 3
         prints.write("b\n")
         assert (log.line_buffering, prints.line_buffering, prints.mode) == (True, True, "w")
         prints.flush()
-    assert prints_of(tmp_path).read_text("utf-8") == "a ü\nb\n"
+    assert stdout_path(tmp_path).read_text("utf-8") == "a ü\nb\n"
     assert (tmp_path / "log").read_text("utf-8") == "a ü\nb\n"
 
 
@@ -94,7 +109,7 @@ def test_prints_are_a_stdout_like_any_other(tmp_path: Path) -> None:
 )
 def test_sys_exit(tmp_path: Path, how: str, code: str | None) -> None:
     """0 ends a rank well; anything else is a failure with its words."""
-    with Crew(tmp_path, 1, f"tests.support.entries:{how}", environment=FOUND) as crew:
+    with WorkerGroup(tmp_path, 1, f"tests.support.entries:{how}", environment=PYTHONPATH_VARIABLE) as crew:
         if code is None:
             crew.wait()
         else:
@@ -104,7 +119,7 @@ def test_sys_exit(tmp_path: Path, how: str, code: str | None) -> None:
 
 def test_output_is_in_the_ranks_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of Python and of what is below it; none of it on the terminal."""
-    with Crew(tmp_path, 2, "tests.support.entries:speaks", environment=FOUND) as crew:
+    with WorkerGroup(tmp_path, 2, "tests.support.entries:speaks", environment=PYTHONPATH_VARIABLE) as crew:
         crew.wait()
     assert sorted((tmp_path / "rank-1.log").read_text("utf-8").split()) == ["below", "err", "out"]
     assert capfd.readouterr() == ("", "")

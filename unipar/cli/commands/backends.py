@@ -6,14 +6,14 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 
-from unipar.backend.cells import cells
-from unipar.backend.installed import Seen, seen
-from unipar.backend.registry import find, names
-from unipar.cli.options import AsJson
-from unipar.utils.table import table
+from unipar.backend.cells import cells_of_backend
+from unipar.backend.installed import ImportProbe, probe_imports
+from unipar.backend.registry import backend_names, find_backend
+from unipar.cli.options import JsonOption
+from unipar.utils.table import format_table
 
 
-def backends(*, as_json: AsJson = False) -> None:
+def print_backends(*, as_json: JsonOption = False) -> None:
     """Who can train here, and in which cells.
 
     Of those that cannot, how to get them.
@@ -28,7 +28,7 @@ def backends(*, as_json: AsJson = False) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class BackendRow:
     """One backend, as data: what `--json` prints."""
 
     name: str
@@ -48,24 +48,24 @@ class Row:
     """Precisions that it cannot do, by name or shard/name, each with its sentence."""
 
 
-def rows() -> list[Row]:
+def rows() -> list[BackendRow]:
     """Every backend known; a library is imported in a process of its own."""
-    looked = seen(names())
-    return [_row(name, looked[name]) for name in looked]
+    looked = probe_imports(backend_names())
+    return [_backend_row(name, looked[name]) for name in looked]
 
 
-def _row(name: str, found: Seen) -> Row:
-    backend = find(name)
+def _backend_row(name: str, found: ImportProbe) -> BackendRow:
+    backend = find_backend(name)
     can = backend.capabilities
     hint = backend.hint or "it comes with unipar"
     broken = f"{found.broken} (install it again: {hint})" if found.broken else None
-    return Row(
+    return BackendRow(
         name=name,
         installed=found.version is not None,
         version=found.version,
         why=found.absent or broken,
         install=hint,
-        cells=[str(cell) for cell in cells(backend)],
+        cells=[str(cell) for cell in cells_of_backend(backend)],
         devices=list(can.devices),
         gaps={
             precision if shard is None else f"{shard}/{precision}": why for (shard, precision), why in can.gaps.items()
@@ -79,12 +79,12 @@ def list_backends(*, as_json: bool = False) -> None:
     if as_json:
         sys.stdout.write(json.dumps([asdict(row) for row in found], indent=2) + "\n")
     elif sys.stdout.isatty():
-        _draw(found)
+        _draw_backends(found)
     else:
-        sys.stdout.write(plain(found) + "\n")
+        sys.stdout.write(format_backends(found) + "\n")
 
 
-def plain(found: list[Row]) -> str:
+def format_backends(found: list[BackendRow]) -> str:
     """One line for each thing there is to say of a backend, for a pipe or a file."""
     lines = [
         line
@@ -96,10 +96,10 @@ def plain(found: list[Row]) -> str:
             *(("", f"no {precision}", why) for precision, why in row.gaps.items()),
         )
     ]
-    return table(("backend", "what", ""), lines, width=120)
+    return format_table(("backend", "what", ""), lines, width=120)
 
 
-def _draw(found: list[Row]) -> None:
+def _draw_backends(found: list[BackendRow]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

@@ -7,20 +7,20 @@ from typing import Annotated
 import typer
 
 from unipar.backend import cells
-from unipar.cli.options import File, InCell, Out, Overwrite, Sets, read_config_file
+from unipar.cli.options import BackendOption, ConfigArgument, OutOption, OverwriteOption, SetOption, read_config_file
 from unipar.config import Cell
-from unipar.config.source import Source
+from unipar.config.source import ConfigSource
 from unipar.errors import BackendNotFound, ConfigError, Unsupported
-from unipar.launcher.prepare import Plan, prepare
+from unipar.launcher.prepare import PreparedRun, prepare
 
 
-def check(
-    file: File,
-    cell: InCell = None,
-    sets: Sets = None,
-    out: Out = None,
+def check_run(
+    file: ConfigArgument,
+    cell: BackendOption = None,
+    sets: SetOption = None,
+    out: OutOption = None,
     *,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteOption = False,
     deep: Annotated[bool, typer.Option("--deep", help="Import the task's file as well.")] = False,
 ) -> None:
     """Say whether FILE would train here.
@@ -37,40 +37,40 @@ def check(
     typer.echo(checked(source, deep=deep, overwrite=overwrite))
 
 
-def check_config(source: Source, *, deep: bool = False, overwrite: bool = False) -> str:
+def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = False) -> str:
     """What the run will be, in a few lines; an error says why it cannot be."""
     config = source.config
-    plan = Plan.of(prepare(source, code="if named"), overwrite=overwrite)
-    compared = _cells(source)
+    plan = PreparedRun.of(prepare(source, code="if named"), overwrite=overwrite)
+    compared = _expand_compare_cells(source)
     settled, sizes = plan.settled, plan.settled.sizes
     ranks = "one process" if plan.size == 1 else f"{plan.size} ranks"
     because = f" ({plan.why})" if plan.why else ""
     rows = [
         ("cell", f"{settled.cell}, {ranks} on {settled.device}{because}"),
         ("batch", f"total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} x data {sizes.ranks}"),
-        ("task", _task(source, deep=deep)),
+        ("task", _describe_task(source, deep=deep)),
         ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),
         ("out", str(plan.out)),
     ]
     return "\n".join([f"{source.label}: good", *(f"  {what:<7}  {said}" for what, said in rows)])
 
 
-def _cells(source: Source) -> list[Cell]:
+def _expand_compare_cells(source: ConfigSource) -> list[Cell]:
     """What `compare` would run, each known by name."""
     try:
-        return cells.expand(source.config.compare.cells)
+        return cells.expand_cell_patterns(source.config.compare.cells)
     except (BackendNotFound, Unsupported, ConfigError) as e:
         place = source.origins.get("compare.cells")
         raise ConfigError(f"{source.label}: compare.cells{f' ({place})' if place else ''}: {e}") from None
 
 
-def _task(source: Source, *, deep: bool) -> str:
+def _describe_task(source: ConfigSource, *, deep: bool) -> str:
     task = source.config.task
     if task is None:
         return "none named here; a script gives it to unipar.launch"
     if not deep:
         return f"{task.use}, read but not imported (--deep imports it)"
-    from unipar.training.task_facts import loaded
+    from unipar.training.task_facts import load_task
 
-    loaded(source.config)
+    load_task(source.config)
     return f"{task.use}, imported and made"

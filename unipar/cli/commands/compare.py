@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from unipar.cli.options import Cells, File, Out, Overwrite, Sets, Sizes, print_result, read_config_file
+from unipar.cli.options import (
+    CellsOption,
+    ConfigArgument,
+    OutOption,
+    OverwriteOption,
+    SetOption,
+    WorldOption,
+    print_result,
+    read_config_file,
+)
 
 
 def compare(
-    file: File,
-    cells: Cells = None,
-    world: Sizes = None,
-    sets: Sets = None,
-    out: Out = None,
+    file: ConfigArgument,
+    cells: CellsOption = None,
+    world: WorldOption = None,
+    sets: SetOption = None,
+    out: OutOption = None,
     *,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """The same training in many cells.
 
@@ -26,8 +35,8 @@ def compare(
     """
     source = read_config_file(file, sets, out=out)
     from unipar.comparison.compare import compare as compared
-    from unipar.comparison.compare import onwards
+    from unipar.comparison.compare import suggest_next_commands
 
     sizes = int(world) if world is not None and world.isdecimal() else world
     found = compared(source, cells=cells or (), world=sizes, overwrite=overwrite)
-    print_result(found, "" if found.code or world else onwards(file))
+    print_result(found, "" if found.code or world else suggest_next_commands(file))

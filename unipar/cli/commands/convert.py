@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from unipar.cli.options import File, Sets, read_config_file
+from unipar.cli.options import ConfigArgument, SetOption, read_config_file
 
 
 def export(
-    file: File,
+    file: ConfigArgument,
     to: Annotated[
         str, typer.Option("--to", metavar="NAME", help="torchrun, deepspeed, accelerate, horovod.", show_default=False)
     ],
-    sets: Sets = None,
+    sets: SetOption = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Instead of ./CONFIG-NAME.")] = None,
     *,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
@@ -30,7 +30,7 @@ def export(
     unipar export configs/char_gpt.yaml --to deepspeed --set parallel.shard=gradients --out zero2
     """
     source = read_config_file(file, sets)
-    from unipar.conversion.export import export as exported
+    from unipar.conversion.export import export_script as exported
 
     typer.echo(str(exported(source, to, out, overwrite=overwrite)))
 
@@ -57,11 +57,11 @@ def import_(
     unipar import ds_config.json --set train.steps=1000 -o train.yaml
     unipar import accelerate.yaml --set train.epochs=3 --set batch.total=32 --set 'train.optimizer={lr: 3.0e-4}'
     """
-    from unipar.conversion.import_config import imported, write
+    from unipar.conversion.import_config import import_library_config, write_imported_config
 
-    made = imported(file, sets or (), world=world, leave=leave or ())
+    made = import_library_config(file, sets or (), world=world, leave=leave or ())
     if out is None:
         typer.echo(made.text, nl=False)
         return
-    write(made, out, overwrite=overwrite)
+    write_imported_config(made, out, overwrite=overwrite)
     typer.echo("\n".join([f"written: {out}", *(f"left out: {said}" for said in made.left_out)]))

@@ -13,31 +13,34 @@ from pydantic import BaseModel
 
 from unipar.backend import cells as backend_cells
 from unipar.backend import checks, registry, resources
-from unipar.backend.cells import cell_of, expand
-from unipar.cli.options import CELL, AsJson, File, Sets, apart, read_config_file
-from unipar.config import Cell, Config, Sizes
-from unipar.config.source import Source
+from unipar.backend.cells import cell_of, expand_cell_patterns
+from unipar.cli.options import CELLS_METAVAR, ConfigArgument, JsonOption, SetOption, read_config_file, split_at_commas
+from unipar.config import BatchSizes, Cell, Config
+from unipar.config.source import ConfigSource
 from unipar.errors import UniparError
 from unipar.utils.mappings import flatten
 from unipar.utils.text import show_value
 
 if TYPE_CHECKING:
-    from unipar.training.task_facts import Depth
+    from unipar.training.task_facts import TaskFacts
 
 
 def explain(
-    file: File,
+    file: ConfigArgument,
     cells: Annotated[
         list[str] | None,
         typer.Option(
-            "--cell", metavar=CELL, callback=apart, help="What its library is told; deepspeed/* for all of one."
+            "--cell",
+            metavar=CELLS_METAVAR,
+            callback=split_at_commas,
+            help="What its library is told; deepspeed/* for all of one.",
         ),
     ] = None,
-    sets: Sets = None,
+    sets: SetOption = None,
     *,
     compare: Annotated[bool, typer.Option("--compare", help="All cells of compare.cells.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Import the task and count what it is made of.")] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Every value, and where it came from.
 
@@ -60,14 +63,14 @@ def explain(
         typer.echo(found.plain())
 
 
-Rows = list[tuple[str, ...]]
+TextRows = list[tuple[str, ...]]
 
 
-WIDEST = 44
+MAX_COLUMN_WIDTH = 44
 
 
 @dataclass(frozen=True)
-class Value:
+class ExplainedValue:
     """One resolved value."""
 
     key: str
@@ -76,7 +79,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Told:
+class CellExplanation:
     """What holds in one cell."""
 
     cell: str
@@ -91,32 +94,36 @@ class Told:
 @dataclass(frozen=True)
 class Explanation:
     label: str
-    values: Sequence[Value]
-    follows: Sequence[Value]
+    values: Sequence[ExplainedValue]
+    follows: Sequence[ExplainedValue]
     """What no key says, and follows from several."""
 
-    cells: Sequence[Told]
+    cells: Sequence[CellExplanation]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str)
 
-    def tables(self) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
+    def tables(self) -> Iterator[tuple[str, tuple[str, ...], TextRows]]:
         """A title, a header and rows: the same for a terminal and for a pipe."""
-        yield self.label, ("key", "value", "from"), [(v.key, _text(v.value), v.origin) for v in self.values]
-        yield "what follows", ("what", "value", "from"), [(v.key, _text(v.value), v.origin) for v in self.follows]
+        yield self.label, ("key", "value", "from"), [(v.key, _explained_text(v.value), v.origin) for v in self.values]
+        yield (
+            "what follows",
+            ("what", "value", "from"),
+            [(v.key, _explained_text(v.value), v.origin) for v in self.follows],
+        )
         dtypes = [t for t in self.cells if t.dtypes]
         if dtypes:
             header = ("cell", *dtypes[0].dtypes)
             yield "what each thing is kept or done in", header, [(t.cell, *t.dtypes.values()) for t in dtypes]
         for t in self.cells:
-            rows: Rows = [(key, _text(value)) for key, value in flatten(t.told)]
+            rows: TextRows = [(key, _explained_text(value)) for key, value in flatten(t.told)]
             if t.note:
                 rows.insert(0, ("cannot run", t.note))
             yield t.cell, ("its library is told", "value"), rows or [("nothing", "PyTorch as it is")]
 
     def plain(self) -> str:
         """For a pipe or a file: a line for each row, however long."""
-        return "\n\n".join(f"{title}\n{_aligned([header, *rows])}" for title, header, rows in self.tables())
+        return "\n\n".join(f"{title}\n{_align_columns([header, *rows])}" for title, header, rows in self.tables())
 
     def draw(self) -> None:
         """To a terminal."""
@@ -135,89 +142,97 @@ class Explanation:
 
 
 def explain_config(
-    source: Source, cells: Sequence[str] = (), *, compare: bool = False, deep: bool = False
+    source: ConfigSource, cells: Sequence[str] = (), *, compare: bool = False, deep: bool = False
 ) -> Explanation:
     """All that is known of a run before it starts; `deep` imports the task and counts its parameters."""
     config = source.config
-    place = resources.found()
-    ranks = resources.ranks(config, place)
+    place = resources.find_foreign_place()
+    ranks = resources.count_ranks(config, place)
     sizes = config.batch.settle(ranks.number)
     depth = None
     if deep:
-        from unipar.training.task_facts import look_into
+        from unipar.training.task_facts import gather_task_facts
 
-        depth = look_into(config, sizes)
-    resolved = _resolved(source, ranks, sizes, depth)
-    values = [resolved.get(v.key, v) for v in _values(source)]
-    asked = expand(tuple(cells) + (config.compare.cells if compare else ()))
+        depth = gather_task_facts(config, sizes)
+    resolved = _resolve_open_values(source, ranks, sizes, depth)
+    values = [resolved.get(v.key, v) for v in _all_values(source)]
+    asked = expand_cell_patterns(tuple(cells) + (config.compare.cells if compare else ()))
     own = cell_of(config)
     parameters = depth.parameters if depth else None
     return Explanation(
         source.label,
         values,
-        list(_follows(config, sizes, own, depth)),
-        [_told(config, cell, own, parameters) for cell in asked or [own]],
+        list(_derived_values(config, sizes, own, depth)),
+        [_explain_cell(config, cell, own, parameters) for cell in asked or [own]],
     )
 
 
-def _values(source: Source) -> Iterator[Value]:
+def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
     """Every key of the config; of `options`, those of the backend that is used, and what was given for others."""
     config = source.config
-    for key, value in _leaves(config):
+    for key, value in _section_values(config):
         if key != "options":
-            yield Value(key, value, source.origins.get(key, "default"))
+            yield ExplainedValue(key, value, source.origins.get(key, "default"))
             continue
         for name in dict.fromkeys((config.backend, *config.options)):
-            options = registry.find(name).options.model_validate(config.options.get(name, {}))
-            for inner, v in _leaves(options, f"options.{name}."):
-                yield Value(inner, v, source.origins.get(inner, "default"))
+            options = registry.find_backend(name).options.model_validate(config.options.get(name, {}))
+            for inner, v in _section_values(options, f"options.{name}."):
+                yield ExplainedValue(inner, v, source.origins.get(inner, "default"))
 
 
-def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _section_values(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
     fields = type(section).model_fields
     for name in sorted(fields, key=lambda n: n != "name"):  # what a section is comes first
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from _section_values(value, f"{prefix}{name}.")
         elif isinstance(value, dict) and value and f"{prefix}{name}" != "options":
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _resolved(source: Source, ranks: resources.Ranks, sizes: Sizes, depth: Depth | None) -> dict[str, Value]:
+def _resolve_open_values(
+    source: ConfigSource, ranks: resources.RankCount, sizes: BatchSizes, depth: TaskFacts | None
+) -> dict[str, ExplainedValue]:
     """Values that the config leaves open, with how they came about."""
     config, origins = source.config, source.origins
-    made: dict[str, Value] = {}
+    made: dict[str, ExplainedValue] = {}
 
     def settled(key: str, value: Any, why: str) -> None:
         if why:
-            made[key] = Value(key, value, f"{origins.get(key, 'default')}; {why}")
+            made[key] = ExplainedValue(key, value, f"{origins.get(key, 'default')}; {why}")
 
     settled("parallel.data", ranks.number, ranks.why)
-    settled("device", *resources.device(config))
-    for key, value, why in _third(config, sizes):
-        made[key] = Value(key, value, f"derived: {why}")
+    settled("device", *resources.choose_device(config))
+    for key, value, why in _derived_batch_sizes(config, sizes):
+        made[key] = ExplainedValue(key, value, f"derived: {why}")
     if config.out is None:
-        made["out"] = Value("out", str(source.out), "derived: runs/ and the config's name")
+        made["out"] = ExplainedValue("out", str(source.out), "derived: runs/ and the config's name")
     if depth is not None:
         if config.train.steps is None and depth.per_epoch is not None:
             epochs = config.train.epochs
             why = f"derived: epochs x batches an epoch = {epochs} x {depth.per_epoch}"
-            made["train.steps"] = Value("train.steps", (epochs or 0) * depth.per_epoch, why)
+            made["train.steps"] = ExplainedValue("train.steps", (epochs or 0) * depth.per_epoch, why)
         if config.model.blocks == "auto":
             settled("model.blocks", list(depth.blocks), "auto: found in the model")
         for key, value in ((f"data.{name}", value) for name, value in depth.data.items()):
             if key in origins:
                 said = getattr(config.data, key.removeprefix("data."))
-                made[key] = Value(key, said, f"{origins[key]}; the task's DataLoader says {_text(value)}")
+                made[key] = ExplainedValue(
+                    key, said, f"{origins[key]}; the task's DataLoader says {_explained_text(value)}"
+                )
             else:
-                by = "the task's stream" if depth.streams and key == "data.shuffle" else "the task's DataLoader"
-                made[key] = Value(key, value, by)
+                by = (
+                    "the task's stream"
+                    if depth.stream_description and key == "data.shuffle"
+                    else "the task's DataLoader"
+                )
+                made[key] = ExplainedValue(key, value, by)
     return made
 
 
-def _third(config: Config, sizes: Sizes) -> Iterator[tuple[str, int, str]]:
+def _derived_batch_sizes(config: Config, sizes: BatchSizes) -> Iterator[tuple[str, int, str]]:
     """The numbers of the batch that were not given."""
     batch, n = config.batch, sizes.ranks
     if batch.total is None:
@@ -233,55 +248,57 @@ def _third(config: Config, sizes: Sizes) -> Iterator[tuple[str, int, str]]:
         yield "batch.accumulate", sizes.accumulate, why
 
 
-def _follows(config: Config, sizes: Sizes, own: Cell, depth: Depth | None) -> Iterator[Value]:
-    yield Value("cell", str(own), "derived: backend, parallel.shard and the backend's options")
-    place = resources.found()
-    yield Value("started by", place.launcher if place else "unipar", "derived: the environment's variables")
-    yield _rate(config, sizes)
+def _derived_values(config: Config, sizes: BatchSizes, own: Cell, depth: TaskFacts | None) -> Iterator[ExplainedValue]:
+    yield ExplainedValue("cell", str(own), "derived: backend, parallel.shard and the backend's options")
+    place = resources.find_foreign_place()
+    yield ExplainedValue("started by", place.launcher if place else "unipar", "derived: the environment's variables")
+    yield _full_learning_rate(config, sizes)
     if depth is not None:
-        yield Value("parameters", depth.parameters, f"the task's model(); {depth.trained:,} of them are trained")
-        if depth.streams:
-            yield Value("stream", config.data.stream, depth.streams)
+        yield ExplainedValue(
+            "parameters", depth.parameters, f"the task's model(); {depth.trainable_parameters:,} of them are trained"
+        )
+        if depth.stream_description:
+            yield ExplainedValue("stream", config.data.stream, depth.stream_description)
         if depth.per_epoch is not None:
             each = f"the task's data(); {depth.per_epoch:,} batches of {sizes.total} an epoch"
-            yield Value("samples", depth.samples, each)
+            yield ExplainedValue("samples", depth.samples, each)
 
 
-def _rate(config: Config, sizes: Sizes) -> Value:
+def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
     lr, scale = config.train.optimizer.lr, config.train.lr_scale
     if scale.rule == "none":
-        return Value("full learning rate", lr, "derived: train.optimizer.lr, not scaled")
+        return ExplainedValue("full learning rate", lr, "derived: train.optimizer.lr, not scaled")
     ratio = f"{sizes.total} / {scale.at_batch}"
     how = f"x batch.total / at_batch = {lr:g} x {ratio}"
     if scale.rule == "sqrt":
         how = f"x sqrt(batch.total / at_batch) = {lr:g} x sqrt({ratio})"
-    return Value("full learning rate", lr * scale.factor(sizes.total), f"derived: train.optimizer.lr {how}")
+    return ExplainedValue("full learning rate", lr * scale.factor(sizes.total), f"derived: train.optimizer.lr {how}")
 
 
-def _told(config: Config, cell: Cell, own: Cell, parameters: int | None) -> Told:
-    backend = registry.find(cell.backend)
+def _explain_cell(config: Config, cell: Cell, own: Cell, parameters: int | None) -> CellExplanation:
+    backend = registry.find_backend(cell.backend)
     try:
-        at = config if cell == own else backend_cells.at(config, cell)
-        note = registry.missing(backend) or ""
+        at = config if cell == own else backend_cells.config_in_cell(config, cell)
+        note = registry.why_not_installed(backend) or ""
         if not note:
-            checks.check(at)
+            checks.check_can_run(at)
     except UniparError as e:
-        return Told(str(cell), str(e), {}, {})
-    return Told(str(cell), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters))
+        return CellExplanation(str(cell), str(e), {}, {})
+    return CellExplanation(str(cell), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters))
 
 
-def _aligned(rows: Rows) -> str:
+def _align_columns(rows: TextRows) -> str:
     """Columns in line; a text that is longer than all others pushes on its own line alone."""
-    wide = [min(max(len(row[i]) for row in rows), WIDEST) for i in range(len(rows[0]))]
+    wide = [min(max(len(row[i]) for row in rows), MAX_COLUMN_WIDTH) for i in range(len(rows[0]))]
     return "\n".join("  ".join(text.ljust(wide[i]) for i, text in enumerate(row)).rstrip() for row in rows)
 
 
-def _text(value: Any) -> str:
+def _explained_text(value: Any) -> str:
     """A value as a config says it; text without quotes, as most of it is."""
     if isinstance(value, str):
         return value
     if isinstance(value, float):
         return f"{value:.12g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(_explained_text, value))}]"
     return show_value(value)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from unipar.backend.registry import find
+from unipar.backend.registry import find_backend
 
 
 def install(
@@ -29,7 +29,7 @@ def install(
 
 def install_backend(name: str, *, force: bool = False) -> str:
     """Builds and installs the library of a backend, anew with `force`; returns what was done."""
-    backend = find(name)
+    backend = find_backend(name)
     if threading.current_thread() is not threading.main_thread():
         return backend.install(force=force)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up as Ctrl-C does

@@ -25,6 +25,6 @@ def report(
     unipar report runs/quickstart
     unipar report runs/before runs/after --out change.html
     """
-    from unipar.report.build import reported
+    from unipar.report.build import write_pages
 
-    typer.echo("\n".join(reported(run, after, out)))
+    typer.echo("\n".join(write_pages(run, after, out)))

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from unipar.cli.options import File, InCell, Out, Overwrite, Sets, read_config_file
+from unipar.cli.options import BackendOption, ConfigArgument, OutOption, OverwriteOption, SetOption, read_config_file
 
 
-def run(file: File, cell: InCell = None, sets: Sets = None, out: Out = None, *, overwrite: Overwrite = False) -> None:
+def run(
+    file: ConfigArgument,
+    cell: BackendOption = None,
+    sets: SetOption = None,
+    out: OutOption = None,
+    *,
+    overwrite: OverwriteOption = False,
+) -> None:
     """Train what FILE says.
 
     \b
@@ -16,10 +23,10 @@ def run(file: File, cell: InCell = None, sets: Sets = None, out: Out = None, *, 
     torchrun --nproc-per-node 2 -m unipar run configs/char_gpt.yaml
     """
     source = read_config_file(file, sets, cell, out)
-    from unipar.backend.resources import found
+    from unipar.backend.resources import find_foreign_place
     from unipar.launcher.launch import launch
 
     report = launch(source, overwrite=overwrite)
-    place = found()
+    place = find_foreign_place()
     if place is None or place.rank == 0:  # the other ranks of a foreign world share this terminal
         typer.echo(str(report))

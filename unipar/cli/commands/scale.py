@@ -6,19 +6,27 @@ from typing import Annotated
 
 import typer
 
-from unipar.cli.options import Cells, File, Out, Overwrite, Sets, print_result, read_config_file
+from unipar.cli.options import (
+    CellsOption,
+    ConfigArgument,
+    OutOption,
+    OverwriteOption,
+    SetOption,
+    print_result,
+    read_config_file,
+)
 
 
 def scale(
-    file: File,
+    file: ConfigArgument,
     world: Annotated[
         str, typer.Option("--world", metavar="N,N,...", help="Sizes of worlds: 1,2,4.", show_default=False)
     ],
-    cells: Cells = None,
-    sets: Sets = None,
-    out: Out = None,
+    cells: CellsOption = None,
+    sets: SetOption = None,
+    out: OutOption = None,
     *,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """How much faster do more ranks train?
 

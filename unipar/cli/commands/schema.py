@@ -14,7 +14,7 @@ from unipar.config import Config
 from unipar.errors import ConfigError
 
 
-def schema(
+def build_schema(
     write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="Into a file instead.")] = None,
 ) -> None:
     """The config as JSON Schema, for editors.
@@ -34,7 +34,7 @@ def schema(
 
 def schema_text() -> str:
     """Of a config, with the options of every backend known."""
-    backends = [registry.find(name) for name in registry.names()]
+    backends = [registry.find_backend(name) for name in registry.backend_names()]
     optional = [b for b in backends if b.options.model_fields]
     refs, made = models_json_schema([(m, "validation") for m in (Config, *(b.options for b in optional))])
     whole = made["$defs"].pop("Config")
@@ -49,7 +49,7 @@ def schema_text() -> str:
         **{key: value for key, value in whole.items() if key != "title"},
         **made,
     }
-    return json.dumps(_plainer(told), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(_simplify_schema(told), indent=2, ensure_ascii=False) + "\n"
 
 
 def write_schema(file: Path) -> None:
@@ -59,13 +59,13 @@ def write_schema(file: Path) -> None:
         raise ConfigError(f"--write {file}: {e.strerror}") from None
 
 
-def _plainer(node: Any) -> Any:
+def _simplify_schema(node: Any) -> Any:
     """Without generated titles; and `anyOf` for a choice by `name`, which may be left out where there is a default."""
     if isinstance(node, list):
-        return [_plainer(x) for x in node]
+        return [_simplify_schema(x) for x in node]
     if not isinstance(node, dict):
         return node
-    made = {"anyOf" if key == "oneOf" else key: _plainer(value) for key, value in node.items()}
+    made = {"anyOf" if key == "oneOf" else key: _simplify_schema(value) for key, value in node.items()}
     if isinstance(made.get("title"), str) and "$schema" not in made:
         del made["title"]
     if isinstance(made.get("description"), str):

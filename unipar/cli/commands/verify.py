@@ -6,20 +6,28 @@ from typing import Annotated
 
 import typer
 
-from unipar.cli.options import Cells, File, Out, Overwrite, Sets, print_result, read_config_file
+from unipar.cli.options import (
+    CellsOption,
+    ConfigArgument,
+    OutOption,
+    OverwriteOption,
+    SetOption,
+    print_result,
+    read_config_file,
+)
 
 
 def verify(
-    file: File,
-    cells: Cells = None,
+    file: ConfigArgument,
+    cells: CellsOption = None,
     world: Annotated[int | None, typer.Option("--world", metavar="N", min=2, help="Ranks in each cell.")] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps; 10 without it.")
     ] = None,
-    sets: Sets = None,
-    out: Out = None,
+    sets: SetOption = None,
+    out: OutOption = None,
     *,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Do all cells give the numbers of one process, on this very task?
 

@@ -12,7 +12,7 @@ from unipar.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """A batch whose three numbers are settled: total = micro x accumulate x ranks."""
 
     total: int
@@ -41,34 +41,34 @@ class Batch(Section):
             raise ValueError(f"two of total, micro and accumulate are needed (or total alone); given: {said}")
         return self
 
-    def settle(self, ranks: int) -> Sizes:
+    def settle(self, ranks: int) -> BatchSizes:
         """The three numbers in a world of `ranks`; an error shows the arithmetic."""
         total, micro, accumulate = self.total, self.micro, self.accumulate
         if total is None:
             assert micro is not None
             assert accumulate is not None
-            return Sizes(micro * accumulate * ranks, micro, accumulate, ranks)
+            return BatchSizes(micro * accumulate * ranks, micro, accumulate, ranks)
         if micro is None:
             accumulate = accumulate or 1
             if total % (accumulate * ranks):
                 raise ConfigError(
                     f"batch.total ({total}) is not a multiple of accumulate x data "
-                    f"({accumulate} x {ranks} = {accumulate * ranks})" + _nearest(total, accumulate * ranks)
+                    f"({accumulate} x {ranks} = {accumulate * ranks})" + _suggest_totals(total, accumulate * ranks)
                 )
-            return Sizes(total, total // (accumulate * ranks), accumulate, ranks)
+            return BatchSizes(total, total // (accumulate * ranks), accumulate, ranks)
         if total % (micro * ranks):
             raise ConfigError(
                 f"batch.total ({total}) is not a multiple of micro x data "
-                f"({micro} x {ranks} = {micro * ranks})" + _nearest(total, micro * ranks)
+                f"({micro} x {ranks} = {micro * ranks})" + _suggest_totals(total, micro * ranks)
             )
         if accumulate is not None and total != micro * accumulate * ranks:
             raise ConfigError(
                 f"batch.total ({total}) is not micro x accumulate x data ({micro} x {accumulate} x {ranks} = "
                 f"{micro * accumulate * ranks}); leave one of the three out"
             )
-        return Sizes(total, micro, total // (micro * ranks), ranks)
+        return BatchSizes(total, micro, total // (micro * ranks), ranks)
 
 
-def _nearest(total: int, step: int) -> str:
+def _suggest_totals(total: int, step: int) -> str:
     near = [n for n in (total // step * step, (total // step + 1) * step) if n]
     return f"; the nearest totals are {' and '.join(map(str, near))}" if len(near) > 1 else f"; the least is {step}"

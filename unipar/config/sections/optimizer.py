@@ -49,11 +49,11 @@ class SGD(_Optimizer):
         return self
 
 
-_Share = Annotated[float, Field(ge=0, lt=1)]
+_Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Moments(_Optimizer):
-    betas: Annotated[tuple[_Share, _Share], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[_Fraction, _Fraction], Field(strict=False)] = (0.9, 0.999)
     """How long the two moments remember."""
 
     eps: PositiveFloat = 1e-8
@@ -70,7 +70,7 @@ class AdamW(_Moments):
     """Adam with decay apart from the gradient."""
 
 
-def _named(default: str) -> Discriminator:
+def _by_name(default: str) -> Discriminator:
     def which(value: object) -> str:
         name: object = value.get("name", default) if isinstance(value, dict) else getattr(value, "name", default)
         return str(name)
@@ -79,7 +79,7 @@ def _named(default: str) -> Discriminator:
 
 
 Optimizer = Annotated[
-    Annotated[SGD, Tag("sgd")] | Annotated[Adam, Tag("adam")] | Annotated[AdamW, Tag("adamw")], _named("adamw")
+    Annotated[SGD, Tag("sgd")] | Annotated[Adam, Tag("adam")] | Annotated[AdamW, Tag("adamw")], _by_name("adamw")
 ]
 
 
@@ -152,7 +152,7 @@ class Cosine(_Schedule):
 
 Schedule = Annotated[
     Annotated[Constant, Tag("constant")] | Annotated[Linear, Tag("linear")] | Annotated[Cosine, Tag("cosine")],
-    _named("constant"),
+    _by_name("constant"),
 ]
 
 

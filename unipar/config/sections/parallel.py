@@ -10,7 +10,7 @@ from unipar.config.cell import Shard
 from unipar.config.section import Section
 from unipar.errors import ConfigError
 
-NOT_YET = {
+UNSUPPORTED_KEYS = {
     "parallel.tensor": "tensor parallelism is not there yet",
     "parallel.pipeline": "pipeline parallelism is not there yet",
     "parallel.context": "context parallelism is not there yet",

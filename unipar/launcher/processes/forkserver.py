@@ -23,19 +23,19 @@ from typing import Any, NoReturn, Self, final
 from typing_extensions import override
 
 from unipar.errors import UniparError
-from unipar.launcher.processes.process import Process, Starter
-from unipar.launcher.processes.worker_arguments import Orders, die_with_parent
+from unipar.launcher.processes.process import WorkerProcess, WorkerStarter
+from unipar.launcher.processes.worker_arguments import WorkerArguments, die_with_parent
 
-MESSAGE = 1 << 17
-_FDS = ("lifeline", "listener", "control", "parcel")
+FORK_MESSAGE_BYTES = 1 << 17
+_FD_FIELDS = ("parent_alive_fd", "listener", "control", "pickled_task_fd")
 
 
-class ZygoteFailed(UniparError):
+class ForkServerFailed(UniparError):
     """What was to be imported cannot be, or the process is gone."""
 
 
 @final
-class Zygote(Starter):
+class ForkServer(WorkerStarter):
     """Entered, it is ready: `Crew(..., zygote=it)`."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -74,11 +74,11 @@ class Zygote(Starter):
         return self._popen.pid
 
     @override
-    def start(self, orders: Orders, environment: Mapping[str, str], log: int) -> Process:
-        fds = [fd for name in _FDS if (fd := getattr(orders, name)) >= 0]
+    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+        fds = [fd for name in _FD_FIELDS if (fd := getattr(orders, name)) >= 0]
         asked = {"orders": asdict(orders), "environment": dict(environment), "folder": os.getcwd()}
         said, passed = self._ask(asked, [log, *fds])
-        return _Forked(said["pid"], passed[0], self)
+        return _ForkedWorker(said["pid"], passed[0], self)
 
     def reap(self, pid: int) -> int:
         """The exit code of a fork that has ended."""
@@ -89,28 +89,28 @@ class Zygote(Starter):
             try:
                 socket.send_fds(self._socket, [json.dumps(question).encode()], fds)
             except (BrokenPipeError, ConnectionResetError):
-                raise ZygoteFailed(f"the zygote is gone ({self._popen.wait()})") from None
+                raise ForkServerFailed(f"the zygote is gone ({self._popen.wait()})") from None
             return self._answer()
 
     def _answer(self) -> tuple[dict[str, Any], list[int]]:
         try:
-            raw, fds, _, _ = socket.recv_fds(self._socket, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+            raw, fds, _, _ = socket.recv_fds(self._socket, FORK_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:  # it ended before it had read the question
             raw, fds = b"", list[int]()
         if not raw:
-            raise ZygoteFailed(f"the zygote is gone ({self._popen.wait()})")
+            raise ForkServerFailed(f"the zygote is gone ({self._popen.wait()})")
         said = json.loads(raw)
         if "error" in said:
-            raise ZygoteFailed(f"the zygote of {', '.join(self._modules)}: {said['error']}")
+            raise ForkServerFailed(f"the zygote of {', '.join(self._modules)}: {said['error']}")
         return said, fds
 
 
 @final
-class _Forked(Process):
+class _ForkedWorker(WorkerProcess):
     """A child of the zygote's."""
 
-    def __init__(self, pid: int, pidfd: int, zygote: Zygote) -> None:
-        self._pid, self._pidfd, self._zygote = pid, pidfd, zygote
+    def __init__(self, pid: int, pidfd: int, zygote: ForkServer) -> None:
+        self._pid, self._pidfd, self._fork_server = pid, pidfd, zygote
 
     @property
     @override
@@ -124,58 +124,58 @@ class _Forked(Process):
 
     @override
     def reap(self) -> int:
-        return self._zygote.reap(self._pid)
+        return self._fork_server.reap(self._pid)
 
 
 # The zygote's own side
 
 
-def main(words: list[str]) -> NoReturn:
+def run_fork_server(words: list[str]) -> NoReturn:
     die_with_parent(int(words[1]), signal.SIGKILL if words[2] == "1" else None)
     asked = socket.socket(fileno=int(words[0]))
     asked.set_inheritable(False)
     try:
         for module in ["unipar.launcher.processes.worker", *words[3:]]:
             importlib.import_module(module)
-        _say(asked, {"ready": _alone()})
+        _send_reply(asked, {"ready": _require_single_thread()})
     except BaseException:
-        _say(asked, {"error": traceback.format_exc()})
+        _send_reply(asked, {"error": traceback.format_exc()})
         os._exit(1)
     gc.freeze()  # the forks' collector leaves these pages alone: they stay shared, and it is quick
     while True:
-        raw, fds, _, _ = socket.recv_fds(asked, MESSAGE, 1 + len(_FDS), socket.MSG_CMSG_CLOEXEC)
+        raw, fds, _, _ = socket.recv_fds(asked, FORK_MESSAGE_BYTES, 1 + len(_FD_FIELDS), socket.MSG_CMSG_CLOEXEC)
         if not raw:
             os._exit(0)
         try:
-            _answer(asked, json.loads(raw), list(fds))
+            _handle_request(asked, json.loads(raw), list(fds))
         except Exception:
-            _say(asked, {"error": traceback.format_exc()})
+            _send_reply(asked, {"error": traceback.format_exc()})
         finally:
             for fd in fds:
                 os.close(fd)
 
 
-def _answer(asked: socket.socket, said: dict[str, Any], fds: list[int]) -> None:
+def _handle_request(asked: socket.socket, said: dict[str, Any], fds: list[int]) -> None:
     if "reap" in said:
         _, status = os.waitpid(said["reap"], 0)
-        _say(asked, {"code": os.waitstatus_to_exitcode(status)})
+        _send_reply(asked, {"code": os.waitstatus_to_exitcode(status)})
         return
     log, *rest = fds
-    orders = Orders(**said["orders"])
-    given = [name for name in _FDS if getattr(orders, name) >= 0]
+    orders = WorkerArguments(**said["orders"])
+    given = [name for name in _FD_FIELDS if getattr(orders, name) >= 0]
     orders = replace(orders, **dict(zip(given, rest, strict=True)))
-    _alone()
+    _require_single_thread()
     pid = os.fork()
     if pid == 0:
-        _live(asked, orders, said, log)
+        _become_worker(asked, orders, said, log)
     pidfd = os.pidfd_open(pid)
     try:
-        _say(asked, {"pid": pid}, [pidfd])
+        _send_reply(asked, {"pid": pid}, [pidfd])
     finally:
         os.close(pidfd)
 
 
-def _alone() -> int:
+def _require_single_thread() -> int:
     """A fork would lose every other thread, with the locks that it holds."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -183,11 +183,11 @@ def _alone() -> int:
     return threads
 
 
-def _say(asked: socket.socket, what: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    socket.send_fds(asked, [json.dumps(what).encode()[:MESSAGE]], fds)
+def _send_reply(asked: socket.socket, what: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    socket.send_fds(asked, [json.dumps(what).encode()[:FORK_MESSAGE_BYTES]], fds)
 
 
-def _live(asked: socket.socket, orders: Orders, said: dict[str, Any], log: int) -> NoReturn:
+def _become_worker(asked: socket.socket, orders: WorkerArguments, said: dict[str, Any], log: int) -> NoReturn:
     """In the fork: become what a new process would be."""
     os.setsid()
     asked.close()
@@ -201,8 +201,8 @@ def _live(asked: socket.socket, orders: Orders, said: dict[str, Any], log: int) 
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from unipar.launcher.processes import worker
 
-    worker.serve(orders)
+    worker.run_worker(orders)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_fork_server(sys.argv[1:])

@@ -23,39 +23,46 @@ from unipar.backend import Backend
 from unipar.config.settled import SettledConfig
 from unipar.errors import UniparError, WorkerFailed
 from unipar.launcher.processes import postmortem
-from unipar.launcher.processes.process import Fresh, Process, Starter, reap, send, send_all
-from unipar.launcher.processes.signals import Signals
-from unipar.launcher.processes.watchdog import Watch
-from unipar.launcher.processes.worker_arguments import Orders
-from unipar.run_folder.layout import log_of, stack_of
+from unipar.launcher.processes.process import (
+    SubprocessStarter,
+    WorkerProcess,
+    WorkerStarter,
+    reap_process,
+    send_signal,
+    send_signal_to_group,
+)
+from unipar.launcher.processes.signals import SignalReceiver
+from unipar.launcher.processes.watchdog import HangDetector
+from unipar.launcher.processes.worker_arguments import WorkerArguments
+from unipar.run_folder.layout import log_path, stack_path
 from unipar.task import pickled
 from unipar.utils.procfs import cores_per_rank
 
-ENDING = 3.0
+SECONDS_TO_END = 3.0
 """Seconds that the others have when one rank has failed."""
 
-ECHO = 1.0
+SECONDS_FOR_LOST_RANK = 1.0
 """Seconds to wait for the rank whose loss another one reports."""
 
-MESSAGE = 1 << 17
+CONTROL_MESSAGE_BYTES = 1 << 17
 """The longest message to or from a rank, in bytes."""
 
 
 @dataclass(eq=False)
-class _Rank:
+class _RankState:
     rank: int
     folder: str
     control: socket.socket | None = None
-    process: Process | None = None
+    process: WorkerProcess | None = None
     code: int | None = None
-    words: deque[bytes] = field(default_factory=deque[bytes])
+    messages: deque[bytes] = field(default_factory=deque[bytes])
 
     @property
     def alive(self) -> bool:
         return self.process is not None and self.code is None
 
 
-class Crew:
+class WorkerGroup:
     """Enter it to start the workers; when it is left, nothing of them is left."""
 
     def __init__(
@@ -71,19 +78,19 @@ class Crew:
         control: bool = False,
         waits: Sequence[str] = (),
         parcel: bytes = b"",
-        zygote: Starter | None = None,
+        zygote: WorkerStarter | None = None,
     ) -> None:
         self.run, self.size = run.resolve(), size
         self._entry, self._environment, self._grace, self._control = entry, environment or {}, grace, control
-        self._parcel = parcel
-        self._starter: Starter = zygote or Fresh()
+        self._pickled_task = parcel
+        self._starter: WorkerStarter = zygote or SubprocessStarter()
         name = f"unipar-{secrets.token_hex(4)}"
-        self._ranks = [_Rank(rank, f"{_short_folder()}/{name}-{rank}") for rank in range(size)]
-        self._watch = Watch(self.run, heartbeat, waits, timeout)
+        self._ranks = [_RankState(rank, f"{_short_temporary_folder()}/{name}-{rank}") for rank in range(size)]
+        self._hang_detector = HangDetector(self.run, heartbeat, waits, timeout)
         self._selector = selectors.DefaultSelector()
-        self._lifeline = -1
-        self._asked = ""
-        self._until = float("inf")
+        self._parent_alive_fd = -1
+        self._stop_reason = ""
+        self._stop_deadline = float("inf")
 
     @classmethod
     def of(
@@ -96,7 +103,7 @@ class Crew:
         *,
         control: bool = False,
         parcel: bytes = b"",
-        zygote: Starter | None = None,
+        zygote: WorkerStarter | None = None,
     ) -> Self:
         """Return the workers of a settled config, watched as its `launch` section says."""
         said = settled.config.launch
@@ -130,27 +137,29 @@ class Crew:
 
     def _start(self) -> None:
         mortal = int(threading.current_thread() is threading.main_thread())  # the signal follows the thread
-        environment = worker_environment(self.size, self._environment)
+        environment = build_worker_environment(self.size, self._environment)
         with ExitStack() as passed:  # what workers have of their own once they are started
-            reader, self._lifeline = os.pipe2(os.O_CLOEXEC)
+            reader, self._parent_alive_fd = os.pipe2(os.O_CLOEXEC)
             passed.callback(os.close, reader)
-            _lifelines[self._lifeline] = self
-            listener = passed.enter_context(_listening(self.size)) if self.size > 1 else None
+            _parent_alive_fds[self._parent_alive_fd] = self
+            listener = passed.enter_context(_open_listener(self.size)) if self.size > 1 else None
             pipes: list[int] = []
             for rank in self._ranks:
-                theirs = self._pair(rank, passed)
-                log = os.open(log_of(self.run, rank.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                theirs = self._open_control_socket(rank, passed)
+                log = os.open(
+                    log_path(self.run, rank.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+                )
                 passed.callback(os.close, log)
-                orders = Orders(
+                orders = WorkerArguments(
                     rank=rank.rank,
                     size=self.size,
                     parent=self._starter.pid,
-                    mortal=mortal,
-                    lifeline=reader,
+                    dies_with_thread=mortal,
+                    parent_alive_fd=reader,
                     listener=listener.fileno() if listener and rank.rank == 0 else -1,
                     port=listener.getsockname()[1] if listener else 0,
                     control=theirs,
-                    parcel=self._pipe(pipes, passed),
+                    pickled_task_fd=self._open_task_pipe(pipes, passed),
                     run=str(self.run),
                     entry=self._entry,
                     folder=rank.folder,
@@ -158,18 +167,18 @@ class Crew:
                 rank.process = self._starter.start(orders, environment, log)
                 self._selector.register(rank.process.pidfd, selectors.EVENT_READ, rank)
             if pipes:
-                pickled.send(self._parcel, pipes)
+                pickled.send_task(self._pickled_task, pipes)
 
-    def _pipe(self, pipes: list[int], passed: ExitStack) -> int:
+    def _open_task_pipe(self, pipes: list[int], passed: ExitStack) -> int:
         """The worker's end of a pipe that will bring what has no file, or -1."""
-        if not self._parcel:
+        if not self._pickled_task:
             return -1
         reader, writer = os.pipe2(os.O_CLOEXEC)
         passed.callback(os.close, reader)
         pipes.append(writer)
         return reader
 
-    def _pair(self, rank: _Rank, passed: ExitStack) -> int:
+    def _open_control_socket(self, rank: _RankState, passed: ExitStack) -> int:
         """The worker's end of its control socket, or -1."""
         if not self._control:
             return -1
@@ -179,22 +188,22 @@ class Crew:
         return theirs.fileno()
 
     @property
-    def pids(self) -> dict[int, int]:
+    def running_pids(self) -> dict[int, int]:
         """Of the ranks that still run."""
         return {r.rank: r.process.pid for r in self._ranks if r.process is not None and r.alive}
 
     def wait(self, tick: Callable[[], None] | None = None, every: float = 0.1) -> None:
         """Until all have ended well. SIGINT and SIGTERM ask them to stop; a second one ends them at once."""
-        with Signals() as signals:
+        with SignalReceiver() as signals:
             self._selector.register(signals, selectors.EVENT_READ)
             try:
                 while not self.poll(every if tick else None):
                     signals.drain()
-                    if len(signals.taken) > 1:
+                    if len(signals.received_signals) > 1:
                         self.kill()
-                        raise postmortem.halted(self.run, self.size, signals.taken[0].name)
-                    if signals.taken and not self._asked:
-                        self.stop(signals.taken[0].name)
+                        raise postmortem.make_stopped_error(self.run, self.size, signals.received_signals[0].name)
+                    if signals.received_signals and not self._stop_reason:
+                        self.stop(signals.received_signals[0].name)
                     if tick:
                         tick()
             finally:
@@ -202,28 +211,30 @@ class Crew:
 
     def poll(self, timeout: float | None = None) -> bool:
         """Watch until something happens, for at most `timeout` seconds; whether all have ended well."""
-        failed = self._look(self._patience(timeout))
-        if self._asked:
-            if failed and not all(postmortem.stopped(self.run, rank) for rank in failed):
-                self._until = min(self._until, time.monotonic() + ENDING)  # it will not reach a boundary any more
-            return self._stopping()
+        failed = self._handle_events(self._patience(timeout))
+        if self._stop_reason:
+            if failed and not all(postmortem.was_stopped(self.run, rank) for rank in failed):
+                self._stop_deadline = min(
+                    self._stop_deadline, time.monotonic() + SECONDS_TO_END
+                )  # it will not reach a boundary any more
+            return self._check_stopped()
         if failed:
-            raise self._fail(failed)
-        hung = self._watch.look(self.pids)
+            raise self._end_after_failure(failed)
+        hung = self._hang_detector.find_hang(self.running_pids)
         if hung is not None:
             self.kill()
             raise hung
-        return not self.pids
+        return not self.running_pids
 
     def stop(self, why: str) -> None:
         """Ask all ranks to stop at the next step boundary; `poll` and `wait` raise Stopped when they have."""
-        self._asked = why
-        self._until = time.monotonic() + self._grace
+        self._stop_reason = why
+        self._stop_deadline = time.monotonic() + self._grace
         for rank in self._ranks:
             if rank.process is not None and rank.alive:
-                send(rank.process, signal.SIGTERM)
+                send_signal(rank.process, signal.SIGTERM)
 
-    def tell(self, data: bytes) -> None:
+    def send_to_all(self, data: bytes) -> None:
         """To every rank's control socket; a rank that is gone hears nothing."""
         for rank in self._ranks:
             assert rank.control is not None
@@ -232,108 +243,111 @@ class Crew:
             except (BrokenPipeError, ConnectionResetError):
                 continue
 
-    def hear(self, timeout: float | None = None) -> list[bytes]:
+    def receive_from_all(self, timeout: float | None = None) -> list[bytes]:
         """The next message of each rank; TimeoutError when one has said nothing for so long."""
         until = time.monotonic() + timeout if timeout is not None else float("inf")
-        while not all(rank.words for rank in self._ranks):
-            mute = [rank for rank in self._ranks if not rank.words and not rank.alive]
+        while not all(rank.messages for rank in self._ranks):
+            mute = [rank for rank in self._ranks if not rank.messages and not rank.alive]
             if mute:
-                gone, log = mute[0].rank, str(log_of(self.run, mute[0].rank))
+                gone, log = mute[0].rank, str(log_path(self.run, mute[0].rank))
                 raise WorkerFailed(f"rank {gone} ended without a word\n  its log: {log}", rank=gone, log=log)
             left = until - time.monotonic()
             if left <= 0:
-                silent = ", ".join(str(rank.rank) for rank in self._ranks if not rank.words)
+                silent = ", ".join(str(rank.rank) for rank in self._ranks if not rank.messages)
                 raise TimeoutError(f"no word from rank {silent} for {timeout:g} s")
             self.poll(None if left == float("inf") else left)
-        return [rank.words.popleft() for rank in self._ranks]
+        return [rank.messages.popleft() for rank in self._ranks]
 
     def _patience(self, timeout: float | None) -> float | None:
-        waits = [w for w in (timeout, self._watch.every) if w is not None]
-        if self._asked:
-            waits.append(max(0.0, self._until - time.monotonic()))
+        waits = [w for w in (timeout, self._hang_detector.every) if w is not None]
+        if self._stop_reason:
+            waits.append(max(0.0, self._stop_deadline - time.monotonic()))
         return min(waits, default=None)
 
-    def _look(self, timeout: float | None) -> dict[int, int]:
+    def _handle_events(self, timeout: float | None) -> dict[int, int]:
         """What happened: messages are kept, ranks that ended are reaped; those that ended badly, with their codes."""
-        if not self.pids:
+        if not self.running_pids:
             return {}
         failed: dict[int, int] = {}
         events = self._selector.select(timeout)
         for key, _ in events:
             rank = key.data
-            if isinstance(rank, _Rank) and rank.control is not None and key.fileobj is rank.control:
+            if isinstance(rank, _RankState) and rank.control is not None and key.fileobj is rank.control:
                 self._receive(rank)
         for key, _ in events:
             rank = key.data
-            ended = isinstance(rank, _Rank) and rank.process is not None and key.fileobj == rank.process.pidfd
+            ended = isinstance(rank, _RankState) and rank.process is not None and key.fileobj == rank.process.pidfd
             if ended and (code := self._reap(rank)):
                 failed[rank.rank] = code
         return failed
 
-    def _receive(self, rank: _Rank) -> None:
+    def _receive(self, rank: _RankState) -> None:
         assert rank.control is not None
         try:
-            said = rank.control.recv(MESSAGE, socket.MSG_DONTWAIT)
+            said = rank.control.recv(CONTROL_MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except ConnectionResetError:
             said = b""
         if said:
-            rank.words.append(said)
+            rank.messages.append(said)
         else:
             self._selector.unregister(rank.control)
 
-    def _reap(self, rank: _Rank) -> int:
+    def _reap(self, rank: _RankState) -> int:
         assert rank.process is not None
         self._selector.unregister(rank.process.pidfd)
         rank.code = -signal.SIGKILL  # where nobody can tell
         try:
-            rank.code = reap(rank.process)
+            rank.code = reap_process(rank.process)
         finally:
             shutil.rmtree(rank.folder, ignore_errors=True)
         return rank.code
 
-    def _fail(self, failed: Mapping[int, int]) -> UniparError:
+    def _end_after_failure(self, failed: Mapping[int, int]) -> UniparError:
         """End the others and say who failed first."""
-        if all(postmortem.stopped(self.run, rank) for rank in failed):  # a signal came to the ranks, not to us
-            self._asked, self._until = "a signal to its ranks", time.monotonic() + self._grace
+        if all(postmortem.was_stopped(self.run, rank) for rank in failed):  # a signal came to the ranks, not to us
+            self._stop_reason, self._stop_deadline = "a signal to its ranks", time.monotonic() + self._grace
             while not self.poll():
                 pass
-        if postmortem.is_echo(self.run, failed):  # another one failed, and has not said so yet
-            failed = {**failed, **self._gather(ECHO)}
-            late = postmortem.late(self.run, failed)
-            if late is not None and (hung := self._watch.blame(self.pids, late)) is not None:
+        if postmortem.is_only_lost_peers(self.run, failed):  # another one failed, and has not said so yet
+            failed = {**failed, **self._reap_within(SECONDS_FOR_LOST_RANK)}
+            late = postmortem.find_timed_out_rank(self.run, failed)
+            if (
+                late is not None
+                and (hung := self._hang_detector.find_awaited_rank(self.running_pids, late)) is not None
+            ):
                 self.kill()
                 return hung
         well = [r.rank for r in self._ranks if r.code == 0]
-        error = postmortem.verdict(self.run, self.size, failed, well)
+        error = postmortem.find_first_failure(self.run, self.size, failed, well)
         for rank in self._ranks:
             if rank.process is not None and rank.alive:
-                send_all(rank.process, signal.SIGTERM)
-        self._gather(ENDING)
+                send_signal_to_group(rank.process, signal.SIGTERM)
+        self._reap_within(SECONDS_TO_END)
         self.kill()
         return error
 
-    def _gather(self, seconds: float) -> dict[int, int]:
+    def _reap_within(self, seconds: float) -> dict[int, int]:
         """Wait for the ends of those that still run; the bad ones."""
         until = time.monotonic() + seconds
         failed: dict[int, int] = {}
-        while self.pids and (left := until - time.monotonic()) > 0:
-            failed |= self._look(left)
+        while self.running_pids and (left := until - time.monotonic()) > 0:
+            failed |= self._handle_events(left)
         return failed
 
-    def _stopping(self) -> bool:
+    def _check_stopped(self) -> bool:
         """After we asked: whether all ended well all the same; Stopped when they stopped or would not."""
-        if self.pids and time.monotonic() < self._until:
+        if self.running_pids and time.monotonic() < self._stop_deadline:
             return False
         self.kill()
         if all(rank.code == 0 for rank in self._ranks):
             return True
-        raise postmortem.halted(self.run, self.size, self._asked)
+        raise postmortem.make_stopped_error(self.run, self.size, self._stop_reason)
 
     def kill(self) -> None:
         """End everything now; leave nothing."""
         for rank in self._ranks:
             if rank.process is not None and rank.alive:
-                send_all(rank.process, signal.SIGKILL)
+                send_signal_to_group(rank.process, signal.SIGKILL)
         with ExitStack() as stack:  # all of it, whatever fails on the way
             stack.callback(self._close)
             for rank in self._ranks:
@@ -344,38 +358,38 @@ class Crew:
         for rank in self._ranks:
             if rank.control is not None:
                 rank.control.close()
-            dump = stack_of(self.run, rank.rank)
+            dump = stack_path(self.run, rank.rank)
             if dump.exists() and not dump.stat().st_size:
                 dump.unlink()
-        if self._lifeline >= 0:
-            _lifelines.pop(self._lifeline, None)
-            os.close(self._lifeline)
-            self._lifeline = -1
+        if self._parent_alive_fd >= 0:
+            _parent_alive_fds.pop(self._parent_alive_fd, None)
+            os.close(self._parent_alive_fd)
+            self._parent_alive_fd = -1
 
 
-def worker_environment(size: int, more: Mapping[str, str]) -> dict[str, str]:
+def build_worker_environment(size: int, more: Mapping[str, str]) -> dict[str, str]:
     """This process's own, with a fair share of the cores, and whatever the backend's host gives."""
     return {"OMP_NUM_THREADS": str(cores_per_rank(size)), **os.environ, "PYTHONUNBUFFERED": "1", **more}
 
 
-def _listening(size: int) -> socket.socket:
+def _open_listener(size: int) -> socket.socket:
     """Made here, so that the port is known before any rank runs, and nobody can take it."""
     return socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
 
 
-def _short_folder() -> str:
+def _short_temporary_folder() -> str:
     """Paths of sockets end at 108 bytes."""
     usual = tempfile.gettempdir()
     return usual if len(usual) <= 40 else "/tmp"
 
 
-_lifelines: weakref.WeakValueDictionary[int, Crew] = weakref.WeakValueDictionary()
+_parent_alive_fds: weakref.WeakValueDictionary[int, WorkerGroup] = weakref.WeakValueDictionary()
 
 
-def _forked() -> None:
+def _close_in_fork() -> None:
     """A fork of this process must not keep the workers alive."""
-    for fd in _lifelines:
+    for fd in _parent_alive_fds:
         os.close(fd)
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_close_in_fork)

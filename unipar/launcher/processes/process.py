@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol, final
 
-from unipar.launcher.processes.worker_arguments import Orders
+from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.utils import procfs
 
-VANISH = 0.5
+SECONDS_TO_VANISH = 0.5
 """Seconds to wait until the kernel has taken away what was killed."""
 
 
-class Process(Protocol):
+class WorkerProcess(Protocol):
     """Until it is reaped its id is its own, so that signals reach no stranger."""
 
     @property
@@ -32,10 +32,10 @@ class Process(Protocol):
         ...
 
 
-class Starter(Protocol):
+class WorkerStarter(Protocol):
     """Starts one worker; `log` takes what it says."""
 
-    def start(self, orders: Orders, environment: Mapping[str, str], log: int) -> Process: ...
+    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess: ...
 
     @property
     def pid(self) -> int:
@@ -44,7 +44,7 @@ class Starter(Protocol):
 
 
 @final
-class Started:
+class ChildProcess:
     """A child of this process."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
@@ -57,22 +57,24 @@ class Started:
 
 
 @final
-class Fresh:
+class SubprocessStarter:
     """Starts each worker as a new interpreter."""
 
     @property
     def pid(self) -> int:
         return os.getpid()
 
-    def start(self, orders: Orders, environment: Mapping[str, str], log: int) -> Process:
-        passed = [fd for fd in (orders.lifeline, orders.listener, orders.control, orders.parcel) if fd >= 0]
+    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+        passed = [
+            fd for fd in (orders.parent_alive_fd, orders.listener, orders.control, orders.pickled_task_fd) if fd >= 0
+        ]
         popen = subprocess.Popen(
             [
                 sys.executable,
                 "-P",
                 "-m",
                 "unipar.launcher.processes.worker",
-                *orders.words(),
+                *orders.to_command_line(),
             ],  # -P: the folder we are in hides no module
             env=dict(environment),
             stdin=subprocess.DEVNULL,
@@ -81,35 +83,35 @@ class Fresh:
             pass_fds=passed,
             start_new_session=True,
         )
-        return Started(popen)
+        return ChildProcess(popen)
 
 
-def send(process: Process, number: signal.Signals) -> None:
+def send_signal(process: WorkerProcess, number: signal.Signals) -> None:
     """To the process alone."""
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process.pidfd, number)
 
 
-def send_all(process: Process, number: signal.Signals) -> None:
+def send_signal_to_group(process: WorkerProcess, number: signal.Signals) -> None:
     """To the process and everything that it started; only before it is reaped."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
-        send(process, number)  # a fork so young that it leads no group yet
+        send_signal(process, number)  # a fork so young that it leads no group yet
 
 
-def reap(process: Process) -> int:
+def reap_process(process: WorkerProcess) -> int:
     """Take the exit code of a process that has ended, and end what it left."""
-    send_all(process, signal.SIGKILL)
+    send_signal_to_group(process, signal.SIGKILL)
     code = process.reap()
     os.close(process.pidfd)
-    until = time.monotonic() + VANISH
-    while _lives(process.pid) and time.monotonic() < until:
+    until = time.monotonic() + SECONDS_TO_VANISH
+    while _group_is_running(process.pid) and time.monotonic() < until:
         time.sleep(0.002)
     return code
 
 
-def _lives(group: int) -> bool:
+def _group_is_running(group: int) -> bool:
     """Whether a process of this group still runs; one that is dead and waits for init does not."""
     try:
         os.killpg(group, 0)

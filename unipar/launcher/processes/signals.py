@@ -10,15 +10,15 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-ASKING = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Signals:
+class SignalReceiver:
     """While it is entered, signals are taken down instead of ending this process. Only the main thread can."""
 
     def __init__(self) -> None:
-        self.taken: list[signal.Signals] = []
-        self._before: dict[signal.Signals, Any] = {}
+        self.received_signals: list[signal.Signals] = []
+        self._previous_handlers: dict[signal.Signals, Any] = {}
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -29,27 +29,27 @@ class Signals:
         with suppress(BlockingIOError):
             os.read(self._reader, 64)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self.taken.append(signal.Signals(number))
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received_signals.append(signal.Signals(number))
         os.write(self._writer, b"!")
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in ASKING:
+            for number in STOP_SIGNALS:
                 before = signal.getsignal(number)
                 if before not in (None, signal.SIG_IGN):  # ignored, as under nohup: leave it so
-                    self._before[number] = signal.signal(number, self._take)
+                    self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         os.close(self._reader)
         os.close(self._writer)
 
 
 @contextmanager
-def terminable() -> Generator[None]:
+def sigterm_as_interrupt() -> Generator[None]:
     """SIGTERM ends the body as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield

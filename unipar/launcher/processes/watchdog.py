@@ -13,39 +13,39 @@ from pathlib import Path
 from typing_extensions import override
 
 from unipar.errors import Hung
-from unipar.run_folder.heartbeat import PHASES, Beat, feel
-from unipar.run_folder.layout import beat_of, log_of, stack_of
+from unipar.run_folder.heartbeat import STEP_PHASES, Heartbeat, read_heartbeat
+from unipar.run_folder.layout import heartbeat_path, log_path, stack_path
 from unipar.utils.procfs import process_state
 
-PATIENT = ("start", "waiting", "end")
+UNTIMED_PHASES = ("start", "waiting", "end")
 """Phases that may take as long as they like."""
 
 
-FIRST = (1, PHASES.index("update"))
+END_OF_FIRST_STEP = (1, STEP_PHASES.index("update"))
 """The first step may take as long as it likes: libraries compile and allocate in it."""
 
 
-WAITING = ("torch/distributed/", "torch/autograd/graph.py", f"{Path(__file__).parents[2]}/")
+WAITING_FILES = ("torch/distributed/", "torch/autograd/graph.py", f"{Path(__file__).parents[2]}/")
 """Files that a rank's stack ends in while it waits for its peers: from ours, in a store or for a device."""
 
 
-UNBORN = Beat(-1, "start", 0.0)
+NOT_STARTED = Heartbeat(-1, "start", 0.0)
 """Of a rank that has not begun: it imports the user's code."""
 
 
-SLACK = 1.0
+TIMEOUT_SLACK_SECONDS = 1.0
 """Seconds beyond `launch.timeout` in which a rank that waits may say so itself."""
 
 
-DUMP = 1.0
+STACK_DUMP_SECONDS = 1.0
 """Seconds that a rank has to write down its stack."""
 
 
-_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)')
+_FRAME_PATTERN = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)')
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     file: str
     line: str
     function: str
@@ -55,25 +55,25 @@ class Frame:
         return f"{self.file}:{self.line} in {self.function}"
 
 
-class Watch:
+class HangDetector:
     """Looks at the beats of a run's ranks now and then."""
 
     def __init__(
         self, run: Path, patience: float | None, waits: Sequence[str] = (), meeting: float | None = None
     ) -> None:
-        self._run, self._patience, self._waits = run, patience, (*WAITING, *waits)
-        self._meeting = meeting
+        self._run, self._patience, self._waiting_files = run, patience, (*WAITING_FILES, *waits)
+        self._meeting_timeout = meeting
         """Seconds that ranks which are ready to meet wait for those that still import the user's code."""
 
         self.every = min(1.0, (patience or meeting or 0.0) / 4) or None
         """Seconds between looks; None: never."""
 
-        self._since: dict[int, tuple[Beat, float]] = {}
+        self._since: dict[int, tuple[Heartbeat, float]] = {}
         self._looked = time.monotonic()
 
-    def look(self, pids: Mapping[int, int]) -> Hung | None:
+    def find_hang(self, pids: Mapping[int, int]) -> Hung | None:
         """The error, if one of these ranks has been silent for too long. `pids` are those that still run."""
-        if (absent := self._absent(pids)) is not None:
+        if (absent := self._find_unstarted_rank(pids)) is not None:
             return absent
         now = time.monotonic()
         if self._patience is None or self.every is None:
@@ -82,33 +82,33 @@ class Watch:
         if pause > 2 * self.every + 1.0:  # this process slept, so perhaps all did: count from here
             self._since.clear()
         self._looked = now
-        silent = [rank for rank in pids if self._silence(rank, now) > self._patience]
+        silent = [rank for rank in pids if self._silent_seconds(rank, now) > self._patience]
         if not silent:
             return None
-        beats = {rank: beat for rank in pids if (beat := feel(beat_of(self._run, rank))) is not None}
-        return self._name(pids, beats, _silent(max(now - beats[rank].when for rank in silent)))
+        beats = {rank: beat for rank in pids if (beat := read_heartbeat(heartbeat_path(self._run, rank))) is not None}
+        return self._name(pids, beats, _describe_silence(max(now - beats[rank].when for rank in silent)))
 
-    def _absent(self, pids: Mapping[int, int]) -> Hung | None:
+    def _find_unstarted_rank(self, pids: Mapping[int, int]) -> Hung | None:
         """The error, if one has waited too long for others to begin: rank 0 listens, so those that call it hang too."""
-        beats = {rank: feel(beat_of(self._run, rank)) for rank in pids}
+        beats = {rank: read_heartbeat(heartbeat_path(self._run, rank)) for rank in pids}
         ready = {rank: beat.when for rank, beat in beats.items() if beat is not None}
         unborn = {rank: pids[rank] for rank, beat in beats.items() if beat is None}
-        if self._meeting is None or not ready or not unborn:
+        if self._meeting_timeout is None or not ready or not unborn:
             return None
         first = min(ready, key=lambda rank: ready[rank])
-        late = time.monotonic() - ready[first] > self._meeting + SLACK
-        return self._name(unborn, dict.fromkeys(unborn, UNBORN), _in_vain(first)) if late else None
+        late = time.monotonic() - ready[first] > self._meeting_timeout + TIMEOUT_SLACK_SECONDS
+        return self._name(unborn, dict.fromkeys(unborn, NOT_STARTED), _describe_timeout(first)) if late else None
 
-    def blame(self, pids: Mapping[int, int], late: int) -> Hung | None:
+    def find_awaited_rank(self, pids: Mapping[int, int], late: int) -> Hung | None:
         """Rank `late` waited in vain until `launch.timeout`: which of these, that still run, it waited for; if told."""
-        beats = {rank: feel(beat_of(self._run, rank)) or UNBORN for rank in pids}
-        hung = self._name(pids, beats, _in_vain(late), waiting_too=False) if pids else None
+        beats = {rank: read_heartbeat(heartbeat_path(self._run, rank)) or NOT_STARTED for rank in pids}
+        hung = self._name(pids, beats, _describe_timeout(late), waiting_too=False) if pids else None
         return hung if hung is not None and hung.rank is not None else None
 
-    def _silence(self, rank: int, now: float) -> float:
+    def _silent_seconds(self, rank: int, now: float) -> float:
         """Seconds for which this rank's beat was seen to stand still, where it should not."""
-        beat = feel(beat_of(self._run, rank))
-        if beat is None or _order(beat) <= FIRST or beat.phase in PATIENT:
+        beat = read_heartbeat(heartbeat_path(self._run, rank))
+        if beat is None or _progress_order(beat) <= END_OF_FIRST_STEP or beat.phase in UNTIMED_PHASES:
             self._since.pop(rank, None)
             return 0.0
         known = self._since.get(rank)
@@ -116,87 +116,92 @@ class Watch:
             self._since[rank] = (beat, now if known is None and now - beat.when > 1.0 else beat.when)
         return now - self._since[rank][1]
 
-    def _name(self, pids: Mapping[int, int], beats: Mapping[int, Beat], why: str, *, waiting_too: bool = True) -> Hung:
+    def _name(
+        self, pids: Mapping[int, int], beats: Mapping[int, Heartbeat], why: str, *, waiting_too: bool = True
+    ) -> Hung:
         """All go silent together: find the one that the others wait for, though it may wait as well."""
         halted = [rank for rank in beats if process_state(pids[rank]) in ("T", "t")]
         if halted:
-            return self._hung(halted[0], beats, why, "it is stopped (by SIGSTOP or a debugger)", None)
+            return self._hung_error(halted[0], beats, why, "it is stopped (by SIGSTOP or a debugger)", None)
         stacks = dump_stacks(self._run, {rank: pids[rank] for rank in beats})
         least = min(beat.step for beat in beats.values())
         suspects = [rank for rank, beat in beats.items() if beat.step == least]
-        outside = [rank for rank in suspects if rank not in stacks or not self._waiting(stacks[rank])]
+        outside = [rank for rank in suspects if rank not in stacks or not self._is_waiting(stacks[rank])]
         if len(outside) != 1:  # accumulation goes through the phases more than once: stacks tell better
             among = outside or (suspects if waiting_too else [])
-            first = min((_order(beats[rank]) for rank in among), default=None)
-            outside = [rank for rank in among if _order(beats[rank]) == first]
+            first = min((_progress_order(beats[rank]) for rank in among), default=None)
+            outside = [rank for rank in among if _progress_order(beats[rank]) == first]
         if len(outside) != 1:
-            return self._untold(beats, stacks, why)
+            return self._unknown_rank_error(beats, stacks, why)
         rank = outside[0]
         at = stacks.get(rank)
         where = f"it is at {at}" if at else "it does not answer: it hangs in the kernel"
-        return self._hung(rank, beats, why, where, stack_of(self._run, rank) if at else None)
+        return self._hung_error(rank, beats, why, where, stack_path(self._run, rank) if at else None)
 
-    def _waiting(self, at: Frame) -> bool:
-        return any(part in at.file for part in self._waits)
+    def _is_waiting(self, at: StackFrame) -> bool:
+        return any(part in at.file for part in self._waiting_files)
 
-    def _hung(self, rank: int, beats: Mapping[int, Beat], why: str, where: str, stack: Path | None) -> Hung:
-        beat, log = beats[rank], log_of(self._run, rank)
-        text = f"rank {rank} hung {_at(beat, 'in ')}: {why}; {where}"
+    def _hung_error(self, rank: int, beats: Mapping[int, Heartbeat], why: str, where: str, stack: Path | None) -> Hung:
+        beat, log = beats[rank], log_path(self._run, rank)
+        text = f"rank {rank} hung {_describe_heartbeat(beat, 'in ')}: {why}; {where}"
         kept = stack.read_text("utf-8") if stack else ""
         return Hung(text + f"\n  its log: {log}", rank=rank, traceback=kept, log=str(log))
 
-    def _untold(self, beats: Mapping[int, Beat], stacks: Mapping[int, Frame], why: str) -> Hung:
+    def _unknown_rank_error(self, beats: Mapping[int, Heartbeat], stacks: Mapping[int, StackFrame], why: str) -> Hung:
         every = "".join(
-            f"\n  rank {rank}: {_at(beat)}, at {stacks.get(rank, 'an unknown place')}" for rank, beat in beats.items()
+            f"\n  rank {rank}: {_describe_heartbeat(beat)}, at {stacks.get(rank, 'an unknown place')}"
+            for rank, beat in beats.items()
         )
         return Hung(f"{why}, and which rank the others wait for cannot be told{every}")
 
 
-def _order(beat: Beat) -> tuple[int, int]:
-    return beat.step, PHASES.index(beat.phase)
+def _progress_order(beat: Heartbeat) -> tuple[int, int]:
+    return beat.step, STEP_PHASES.index(beat.phase)
 
 
-def _at(beat: Beat, inside: str = "") -> str:
+def _describe_heartbeat(beat: Heartbeat, inside: str = "") -> str:
     return f"{inside}step {beat.step} ({beat.phase})" if beat.step > 0 else "before the first step"
 
 
-def _in_vain(rank: int) -> str:
+def _describe_timeout(rank: int) -> str:
     return f"rank {rank} waited for the others until launch.timeout (make it larger if this may take so long)"
 
 
-def _silent(seconds: float) -> str:
+def _describe_silence(seconds: float) -> str:
     return f"no sign of life for {seconds:.0f} s"
 
 
-def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, Frame]:
+def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, StackFrame]:
     """Ask each rank for its stack; where its main thread is, for those that answered."""
-    sizes = {rank: _size(stack_of(run, rank)) for rank in pids}
+    sizes = {rank: _file_size(stack_path(run, rank)) for rank in pids}
     for pid in pids.values():
         try:
             os.kill(pid, signal.SIGUSR1)
         except ProcessLookupError:
             continue
-    until = time.monotonic() + DUMP
-    found: dict[int, Frame] = {}
+    until = time.monotonic() + STACK_DUMP_SECONDS
+    found: dict[int, StackFrame] = {}
     last: dict[int, int] = {}
     while len(found) < len(pids) and time.monotonic() < until:
         time.sleep(0.02)
         for rank in pids.keys() - found.keys():
-            size = _size(stack_of(run, rank))
+            size = _file_size(stack_path(run, rank))
             if size > sizes[rank] and size == last.get(rank):  # grown, and not growing any more
-                frame = innermost(stack_of(run, rank).read_bytes()[sizes[rank] :].decode("utf-8", "replace"))
+                frame = parse_innermost_frame(
+                    stack_path(run, rank).read_bytes()[sizes[rank] :].decode("utf-8", "replace")
+                )
                 if frame is not None:
                     found[rank] = frame
             last[rank] = size
     return found
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def innermost(dump: str) -> Frame | None:
+def parse_innermost_frame(dump: str) -> StackFrame | None:
     """Where the thread is that took the signal: the main one, unless it blocks signals."""
     _, _, current = dump.rpartition("Current thread")
-    match = _FRAME.search(current)
-    return Frame(match["file"], match["line"], match["function"]) if match else None
+    match = _FRAME_PATTERN.search(current)
+    return StackFrame(match["file"], match["line"], match["function"]) if match else None

@@ -17,65 +17,65 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, UniparError
-from unipar.launcher.processes.worker_arguments import Orders, die_with_parent, watch_lifeline
-from unipar.run_folder.error_file import record
-from unipar.run_folder.layout import stack_of
+from unipar.launcher.processes.worker_arguments import WorkerArguments, die_when_pipe_closes, die_with_parent
+from unipar.run_folder.error_file import write_error
+from unipar.run_folder.layout import stack_path
 from unipar.task import pickled
 
 if TYPE_CHECKING:
     from unipar.training.run import TrainingRun
 
 
-def main(words: list[str]) -> None:
-    serve(Orders.read(words))
+def run_worker_from_command_line(words: list[str]) -> None:
+    run_worker(WorkerArguments.read(words))
 
 
-def serve(orders: Orders) -> NoReturn:
+def run_worker(orders: WorkerArguments) -> NoReturn:
     """A worker's whole life."""
-    die_with_parent(orders.parent, signal.SIGKILL if orders.mortal else None)
-    watch_lifeline(orders.lifeline, orders.folder)
+    die_with_parent(orders.parent, signal.SIGKILL if orders.dies_with_thread else None)
+    die_when_pipe_closes(orders.parent_alive_fd, orders.folder)
     # From here on the lifeline does it, and takes data workers and the folder along. SIGCONT: a stopped process
     # cannot read; and a thread that started us may end without any harm.
     die_with_parent(orders.parent, signal.SIGCONT)
     run = Path(orders.run)
-    if orders.parcel >= 0:
-        pickled.receive(orders.parcel)
-    _own_folder(orders.folder)
+    if orders.pickled_task_fd >= 0:
+        pickled.receive_task(orders.pickled_task_fd)
+    _use_temporary_folder(orders.folder)
     faulthandler.enable()
-    stack = stack_of(run, orders.rank).open("w", encoding="utf-8")
+    stack = stack_path(run, orders.rank).open("w", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, stack)
     try:
-        _entry(orders.entry)(_place(orders), run, _control(orders.control))
+        _import_entry(orders.entry)(_place_of_worker(orders), run, _control_socket(orders.control))
     except SystemExit as e:
-        if code := _code(e):
-            record(run, orders.rank, e)
-        _leave(code)
+        if code := _exit_code(e):
+            write_error(run, orders.rank, e)
+        _exit_now(code)
     except BaseException as e:
-        fail(run, orders.rank, e)
-    _leave(0)
+        record_error_and_exit(run, orders.rank, e)
+    _exit_now(0)
 
 
-def fail(run: Path, rank: int, error: BaseException) -> NoReturn:
+def record_error_and_exit(run: Path, rank: int, error: BaseException) -> NoReturn:
     """Say why and go, before anything is closed: what a peer sees of our end must come after our own words."""
-    record(run, rank, error)
+    write_error(run, rank, error)
     traceback.print_exception(error)
-    _leave(error.code if isinstance(error, UniparError) else 1)
+    _exit_now(error.code if isinstance(error, UniparError) else 1)
 
 
 @contextlib.contextmanager
-def last_words(run: Path, rank: int, live: TrainingRun) -> Generator[None]:
+def exit_on_error(run: Path, rank: int, live: TrainingRun) -> Generator[None]:
     """Around a loop: its error ends this worker before what is around it is closed."""
-    from unipar.training.out_of_memory import explained
+    from unipar.training.out_of_memory import as_out_of_memory
 
     try:
         yield
     except (Stopped, SystemExit):
         raise  # in order: all ranks stop together, and close what they have open
     except BaseException as e:
-        fail(run, rank, explained(e, run, rank, live))
+        record_error_and_exit(run, rank, as_out_of_memory(e, run, rank, live))
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """Without the interpreter's end: threads of libraries that still wait would abort it, one time in six."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -83,7 +83,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _code(end: SystemExit) -> int:
+def _exit_code(end: SystemExit) -> int:
     if isinstance(end.code, int):
         return end.code & 0xFF
     if end.code is not None:
@@ -91,17 +91,17 @@ def _code(end: SystemExit) -> int:
     return 0 if end.code is None else 1
 
 
-def _own_folder(folder: str) -> None:
+def _use_temporary_folder(folder: str) -> None:
     os.environ["TMPDIR"] = folder
     tempfile.tempdir = None  # a forked worker may have its parent's
 
 
-def _entry(name: str) -> Any:
+def _import_entry(name: str) -> Any:
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
-def _place(orders: Orders) -> Place:
+def _place_of_worker(orders: WorkerArguments) -> Place:
     return Place(
         rank=orders.rank,
         size=orders.size,
@@ -113,11 +113,11 @@ def _place(orders: Orders) -> Place:
     )
 
 
-def _control(fd: int) -> socket.socket | None:
+def _control_socket(fd: int) -> socket.socket | None:
     return socket.socket(fileno=fd) if fd >= 0 else None
 
 
 if __name__ == "__main__":
     from unipar.launcher.processes import worker  # not this second copy of the module, which nobody else would find
 
-    worker.main(sys.argv[1:])
+    worker.run_worker_from_command_line(sys.argv[1:])

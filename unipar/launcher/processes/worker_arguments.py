@@ -11,23 +11,33 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 PR_SET_PDEATHSIG = 1
-LOST = 113
+PARENT_GONE_EXIT_CODE = 113
 """The exit code of a process whose parent was gone before it could begin."""
 
-_NUMBERS = ("rank", "size", "parent", "mortal", "lifeline", "listener", "port", "control", "parcel")
+_INTEGER_FIELDS = (
+    "rank",
+    "size",
+    "parent",
+    "dies_with_thread",
+    "parent_alive_fd",
+    "listener",
+    "port",
+    "control",
+    "pickled_task_fd",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
+class WorkerArguments:
     """Travels as words on the worker's command line: nobody else needs it, so it is not in the environment."""
 
     rank: int
     size: int
     parent: int
-    mortal: int
+    dies_with_thread: int
     """1: the kernel kills this process when the thread that started it ends, until the lifeline is watched."""
 
-    lifeline: int
+    parent_alive_fd: int
     """The reading end of a pipe whose other end only the parent has: when it closes, the parent is gone."""
 
     listener: int = -1
@@ -39,7 +49,7 @@ class Orders:
     control: int = -1
     """A socket to the parent, or -1."""
 
-    parcel: int = -1
+    pickled_task_fd: int = -1
     """The reading end of a pipe with what has no file to be found in, or -1."""
 
     run: str
@@ -49,13 +59,13 @@ class Orders:
     folder: str
     """This rank's temporary folder: it makes it, the parent removes it."""
 
-    def words(self) -> list[str]:
+    def to_command_line(self) -> list[str]:
         return [f"--{f.name}={getattr(self, f.name)}" for f in fields(self)]
 
     @classmethod
     def read(cls, words: list[str]) -> Self:
         said = dict(word.removeprefix("--").split("=", 1) for word in words)
-        numbers = {name: int(said.pop(name)) for name in _NUMBERS}
+        numbers = {name: int(said.pop(name)) for name in _INTEGER_FIELDS}
         return cls(**numbers, **said)  # pyright: ignore[reportArgumentType] - the rest is text
 
 
@@ -64,10 +74,10 @@ def die_with_parent(parent: int, by: signal.Signals | None) -> None:
     if by is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(by), 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(LOST)
+        os._exit(PARENT_GONE_EXIT_CODE)
 
 
-def watch_lifeline(fd: int, folder: str) -> None:
+def die_when_pipe_closes(fd: int, folder: str) -> None:
     """Make the temporary folder; when the parent is gone remove it, and end this process and all that it started."""
     os.set_inheritable(fd, False)
     making = threading.Lock()

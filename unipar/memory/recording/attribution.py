@@ -12,19 +12,28 @@ from typing import Any, Final
 import numpy as np
 
 from unipar.backend import Category
-from unipar.memory.account import CATEGORIES, PHASES, PRECEDENCE, Block, Phase, PhaseName
-from unipar.memory.sources.events import LARGEST, NAMES, RUNTIME, TENSOR, Named, Pool, Seen, Site
+from unipar.memory.account import CATEGORIES, CATEGORY_PRECEDENCE, MEMORY_PHASES, NamedBlock, PhaseName, PhasePeak
+from unipar.memory.sources.events import (
+    LARGEST_BLOCKS,
+    MEMORY_PHASE_OF,
+    RUNTIME,
+    TENSOR,
+    CallSite,
+    NamedStorage,
+    PoolPeaks,
+    SeenEvents,
+)
 
-HIDDEN: Final = 0.02
+HIDDEN_SHARE: Final = 0.02
 """The share of activations that autograd may not know of before it counts as nobody's."""
 
 
-POINTS: Final = 240
+CURVE_POINTS: Final = 240
 """Of a step's curve."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PhaseWindow:
     """One phase, from its mark to the next."""
 
     phase: str
@@ -35,19 +44,19 @@ class Window:
     """When it begins."""
 
     small: int
-    pool: Pool | None
+    pool: PoolPeaks | None
     seconds: float
 
 
-class Replay:
+class Attribution:
     """Every block's life, and its category."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: SeenEvents) -> None:
         self._seen = seen
         self._live = seen.events["live"]
         self._lives()
         self.windows = [
-            Window(a.phase, a.at, b.at, b.peak, a.live, a.small, b.pool, b.when - a.when)
+            PhaseWindow(a.phase, a.at, b.at, b.peak, a.live, a.small, b.pool, b.when - a.when)
             for a, b in pairwise(seen.marks)
         ]
         self._lows = [window.low for window in self.windows]
@@ -89,11 +98,11 @@ class Replay:
             if block is None:
                 continue
             before = found.get(block)
-            if before is None or PRECEDENCE[named.category] < PRECEDENCE[before[0]]:
+            if before is None or CATEGORY_PRECEDENCE[named.category] < CATEGORY_PRECEDENCE[before[0]]:
                 found[block] = named.category, named.name
         return found
 
-    def _block(self, by_address: dict[int, list[int]], named: Named) -> int | None:
+    def _block(self, by_address: dict[int, list[int]], named: NamedStorage) -> int | None:
         for block in by_address.get(named.address, ()):
             if self._start[block] < named.at <= self._end[block]:
                 return block
@@ -155,7 +164,7 @@ class Replay:
             return "unattributed" if block in self._hidden else "activations"
         return "runtime" if phase == "data" else "unattributed"  # what the task reads from
 
-    def _site(self, at: int) -> Site | None:
+    def _site(self, at: int) -> CallSite | None:
         i = bisect_right(self._site_lows, at) - 1
         return self._seen.sites[i] if i >= 0 and at < self._seen.sites[i].high else None
 
@@ -164,18 +173,20 @@ class Replay:
         """How many windows there are before the first step."""
         return next((i for i, w in enumerate(self.windows) if w.phase == "forward"), len(self.windows))
 
-    def phases(self, before: Sequence[Window], step: Sequence[Window]) -> Iterator[Phase]:
+    def phases(self, before: Sequence[PhaseWindow], step: Sequence[PhaseWindow]) -> Iterator[PhasePeak]:
         """Each that was met: of the building `before`, and of a step."""
-        for name in PHASES:
+        for name in MEMORY_PHASES:
             windows = before if name == "built" else step
-            if any(NAMES.get(w.phase) == name for w in windows):
+            if any(MEMORY_PHASE_OF.get(w.phase) == name for w in windows):
                 yield self.phase(name, windows)
 
-    def phase(self, name: PhaseName, windows: Sequence[Window]) -> Phase:
+    def phase(self, name: PhaseName, windows: Sequence[PhaseWindow]) -> PhasePeak:
         """The fullest moment of a phase, among the windows of a step or of the building."""
-        return self._at_peak(name, max((w for w in windows if NAMES.get(w.phase) == name), key=lambda w: w.peak))
+        return self._at_peak(
+            name, max((w for w in windows if MEMORY_PHASE_OF.get(w.phase) == name), key=lambda w: w.peak)
+        )
 
-    def _at_peak(self, name: PhaseName, window: Window) -> Phase:
+    def _at_peak(self, name: PhaseName, window: PhaseWindow) -> PhasePeak:
         at, live, small = window.low - 1, window.live, window.small
         if window.high > window.low:
             fullest = window.low + int(np.argmax(self._live[window.low : window.high]))
@@ -183,13 +194,13 @@ class Replay:
                 at, small = fullest, int(self._seen.events["small"][fullest])
         peak = window.peak - self._seen.base
         held: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        blocks: list[Block] = []
+        blocks: list[NamedBlock] = []
         for block in self._alive(at).tolist():
             category, said = self.category(block)
             size = int(self._asked[block])
             held[category] += size
             held["runtime"] += int(self._size[block]) - size  # what malloc rounds up
-            blocks.append(Block(category=category, name=said, size=size))
+            blocks.append(NamedBlock(category=category, name=said, size=size))
         held["runtime"] += small - self._seen.base_small
         held["runtime"] -= sum(size for i, size in self._freed if i <= at)
         rest = peak - sum(held.values())  # what came between two notes, and what sizes are too small by
@@ -197,11 +208,11 @@ class Replay:
         held["runtime"] += rounded
         held["unattributed"] += rest - rounded
         blocks.sort(key=lambda b: -b.size)
-        return Phase(
+        return PhasePeak(
             name=name,
             peak=peak,
             held={category: size for category, size in held.items() if size},
-            largest=tuple(blocks[:LARGEST]),
+            largest=tuple(blocks[:LARGEST_BLOCKS]),
             **({} if window.pool is None else asdict(window.pool)),
         )
 
@@ -221,7 +232,7 @@ class Replay:
         unknown = {b for b in found if self._address[self._start[b]] not in addresses}
         total = sum(int(self._asked[b]) for b in found)
         known = total - sum(int(self._asked[b]) for b in unknown)
-        if total - known > HIDDEN * total:
+        if total - known > HIDDEN_SHARE * total:
             asked = self._asked[came].tolist()
             places = [i for i, b in enumerate(came) if b in unknown]
             for window in self.windows:
@@ -235,7 +246,7 @@ class Replay:
         found = np.nonzero((self._start >= low) & (self._start < high))[0].tolist()
         return [b for b in found if int(self._seen.kinds[self._start[b]]) == TENSOR]
 
-    def curve(self, windows: Sequence[Window], seconds: Sequence[float]) -> Iterator[tuple[float, int]]:
+    def curve(self, windows: Sequence[PhaseWindow], seconds: Sequence[float]) -> Iterator[tuple[float, int]]:
         """A step's bytes by its time, of which each window has so many `seconds`; within one, by allocations.
 
         The highest point of each window is the peak that was measured in it, with the blocks too small to be noted.
@@ -243,10 +254,10 @@ class Replay:
         events = sum(window.high - window.low for window in windows)
         if not events:
             return
-        for window, (begins, ends) in zip(windows, pairwise(_shares(seconds)), strict=True):
+        for window, (begins, ends) in zip(windows, pairwise(_cumulative_shares(seconds)), strict=True):
             yield begins, window.live - self._seen.base
             count = window.high - window.low
-            points = min(count, max(1, round(POINTS * count / events)))
+            points = min(count, max(1, round(CURVE_POINTS * count / events)))
             inside: list[tuple[float, int]] = []
             for part in np.array_split(np.arange(window.low, window.high), points) if count else ():
                 along = (int(part[0]) + 1 - window.low) / (count + 1)
@@ -255,19 +266,19 @@ class Replay:
                 yield at, live - self._seen.base
         yield 1.0, int(self._live[windows[-1].high - 1]) - self._seen.base
 
-    def marked(self, windows: Sequence[Window], seconds: Sequence[float]) -> Iterator[tuple[float, str]]:
+    def marked(self, windows: Sequence[PhaseWindow], seconds: Sequence[float]) -> Iterator[tuple[float, str]]:
         """Where in it each phase begins."""
-        for window, begins in zip(windows, _shares(seconds), strict=False):
+        for window, begins in zip(windows, _cumulative_shares(seconds), strict=False):
             yield begins, window.phase
 
 
-def pace(shown: Sequence[Window], plain: Sequence[Sequence[Window]]) -> list[float]:
+def plain_step_seconds(shown: Sequence[PhaseWindow], plain: Sequence[Sequence[PhaseWindow]]) -> list[float]:
     """What each window takes in a plain step, where there is one with the same phases: other watching slows it down."""
     like = [step for step in plain if [window.phase for window in step] == [window.phase for window in shown]]
     return [min(window.seconds for window in same) for same in zip(*(like or [shown]), strict=True)]
 
 
-def _reaching(window: Window, points: Sequence[tuple[float, int]], middle: float) -> Iterable[tuple[float, int]]:
+def _reaching(window: PhaseWindow, points: Sequence[tuple[float, int]], middle: float) -> Iterable[tuple[float, int]]:
     """Return a window's points with the highest raised to the measured peak, which has the blocks of no note, too.
 
     Where there are no points, one in the middle shows a peak above what the window began with.
@@ -280,7 +291,7 @@ def _reaching(window: Window, points: Sequence[tuple[float, int]], middle: float
     return [(at, window.peak if i == highest else live) for i, (at, live) in enumerate(points)]
 
 
-def _shares(seconds: Sequence[float]) -> list[float]:
+def _cumulative_shares(seconds: Sequence[float]) -> list[float]:
     """From 0 to 1: where each begins, and where the last one ends."""
     total = sum(seconds) or 1.0
     return [min(1.0, at / total) for at in accumulate(seconds, initial=0.0)]

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-METHOD: Final = "each call of torch.distributed's operators"
+TRAFFIC_METHOD: Final = "each call of torch.distributed's operators"
 
-_SPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_KINDS: Final = {
+_NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_COLLECTIVE_OF_PREFIX: Final = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
@@ -29,7 +29,7 @@ _KINDS: Final = {
 
 
 @final
-class Sent(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """Adds up bytes by collective. A payload is the whole tensor that a call is about: of what a rank gives and what it
     gets the larger."""
 
@@ -42,19 +42,19 @@ class Sent(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it asks for what it sends itself, and that comes by here
         out = func(*args, **(kwargs or {}))
-        if (kind := kind_of(func._schema.name)) is not None:
-            self._found[kind] += max(_size(part) for part in (*args[:2], out))
+        if (kind := collective_of(func._schema.name)) is not None:
+            self._found[kind] += max(_tensor_bytes(part) for part in (*args[:2], out))
         return out
 
 
-def kind_of(operator: str) -> str | None:
+def collective_of(operator: str) -> str | None:
     """`c10d::_allgather_base_` is an all_gather; None where nothing is sent."""
     space, _, name = operator.partition("::")
     name = name.replace("_", "")
-    if space not in _SPACES:
+    if space not in _NAMESPACES:
         return None
-    return next((kind for begins, kind in _KINDS.items() if name.startswith(begins)), None)
+    return next((kind for begins, kind in _COLLECTIVE_OF_PREFIX.items() if name.startswith(begins)), None)
 
 
-def _size(part: Any) -> int:
+def _tensor_bytes(part: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(part) if isinstance(leaf, Tensor))

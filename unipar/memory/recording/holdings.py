@@ -9,26 +9,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from unipar.backend import Category, Engine
-from unipar.memory.account import PRECEDENCE
+from unipar.memory.account import CATEGORY_PRECEDENCE
 
 
-def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+def find_storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if tensor.layout == torch.strided and tensor.device.type != "meta":
         yield tensor.untyped_storage()
 
 
-def held(engines: Iterable[Engine], device: str) -> dict[Category, int]:
+def bytes_held_by(engines: Iterable[Engine], device: str) -> dict[Category, int]:
     """Bytes on `device`, cpu or cuda."""
     found: dict[int, tuple[Category, int]] = {}
     for engine in engines:
         for holding in engine.holdings():
-            for storage in storages(holding.tensor):
+            for storage in find_storages(holding.tensor):
                 if storage.device.type != device or not storage.nbytes():
                     continue
                 before = found.get(storage.data_ptr())
-                if before is None or PRECEDENCE[holding.category] < PRECEDENCE[before[0]]:
+                if before is None or CATEGORY_PRECEDENCE[holding.category] < CATEGORY_PRECEDENCE[before[0]]:
                     found[storage.data_ptr()] = holding.category, storage.nbytes()
     sums: dict[Category, int] = {}
     for category, size in found.values():

@@ -16,29 +16,29 @@ from torch import Tensor, nn
 
 from unipar.backend import Backend, Engine, Holding
 from unipar.distributed.world import World
-from unipar.memory.account import Account, Pass, Resident
-from unipar.memory.recording.attribution import Replay, pace
-from unipar.memory.recording.collectives import METHOD, Sent
-from unipar.memory.recording.holdings import storages
-from unipar.memory.sources.cuda import History
-from unipar.memory.sources.events import Named
-from unipar.memory.sources.malloc import Meter
-from unipar.memory.sources.pinned import Pinned
-from unipar.memory.sources.profiler import Profiled
-from unipar.memory.sources.source import Source
-from unipar.run_folder.heartbeat import Heart
+from unipar.memory.account import MemoryAccount, RecordingPass, ResidentMemory
+from unipar.memory.recording.attribution import Attribution, plain_step_seconds
+from unipar.memory.recording.collectives import TRAFFIC_METHOD, CollectiveCounter
+from unipar.memory.recording.holdings import find_storages
+from unipar.memory.sources.cuda import CudaHistory
+from unipar.memory.sources.events import NamedStorage
+from unipar.memory.sources.malloc import MallocMeter
+from unipar.memory.sources.pinned import PinnedMemory
+from unipar.memory.sources.profiler import ProfilerSource
+from unipar.memory.sources.source import EventSource
+from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.utils.procfs import anonymous_memory
 
-Given = ParamSpec("Given")
+MethodArguments = ParamSpec("MethodArguments")
 
 
-def _losing(
-    act: Callable[Concatenate[Watching, Given], None],
-) -> Callable[Concatenate[Watching, Given], None]:
+def _stop_on_error(
+    act: Callable[Concatenate[MemoryRecorder, MethodArguments], None],
+) -> Callable[Concatenate[MemoryRecorder, MethodArguments], None]:
     """What breaks in watching ends that, and not the training that is watched."""
 
     @wraps(act)
-    def acts(self: Watching, *args: Given.args, **kwargs: Given.kwargs) -> None:
+    def acts(self: MemoryRecorder, *args: MethodArguments.args, **kwargs: MethodArguments.kwargs) -> None:
         if self.lost:
             return
         try:
@@ -50,13 +50,13 @@ def _losing(
 
 
 @final
-class Watching:
+class MemoryRecorder:
     """From the base mark to the last watched step, in one memory or several: each has its source."""
 
-    def __init__(self, backend: Backend, sources: Sequence[Source]) -> None:
+    def __init__(self, backend: Backend, sources: Sequence[EventSource]) -> None:
         self._backend = backend
-        self._watched = [_Watched(source) for source in sources]
-        self._pinned = Pinned() if any(source.device == "cuda" for source in sources) else None
+        self._watched = [_RecordedMemory(source) for source in sources]
+        self._pinned = PinnedMemory() if any(source.device == "cuda" for source in sources) else None
         self._marks = 0
         self.ended = False
         """Whether nothing is counted any more."""
@@ -65,31 +65,31 @@ class Watching:
         """Why it ended before its time."""
 
         self._notes: list[str] = []
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._sent: Counter[str] = Counter()
         self._around: ExitStack | None = None
         self._holdings: Callable[[], Iterable[Holding]] = tuple
 
-    def begin(self, world: World, heart: Heart) -> None:
+    def begin(self, world: World, heart: HeartbeatWriter) -> None:
         """The base mark: the world has met, and nothing is built."""
         self._world, self._heart = world, heart
-        warm(world)
+        run_toy_step(world)
         self._anonymous = anonymous_memory()
         self._begin()
 
-    @_losing
+    @_stop_on_error
     def _begin(self) -> None:
         for watched in self._watched:
             watched.source.begin()
         self._anonymous = anonymous_memory()
         self._mark("start")
-        self._heart.heed = self._mark
+        self._heart.on_phase = self._mark
 
     def lose(self, error: Exception) -> None:
         """Nothing is seen any more, nor known of what was."""
         said = str(error).strip()
         self.lost = f"{type(error).__name__}: {said.splitlines()[0] if said else 'without a word'}"[:300]
-        self._heart.heed = None
+        self._heart.on_phase = None
         self.ended = True
         around, self._around = self._around, None
         with suppress(Exception):
@@ -99,7 +99,7 @@ class Watching:
             with suppress(Exception):
                 watched.source.end()
 
-    @_losing
+    @_stop_on_error
     def follow(self, engines: Iterable[Engine]) -> None:
         """Whose holdings are asked for: all is built."""
         held = list(engines)
@@ -123,8 +123,8 @@ class Watching:
         """Whether a step is watched just now."""
         return self._around is not None
 
-    @_losing
-    def before(self, how: Pass) -> None:
+    @_stop_on_error
+    def before(self, how: RecordingPass) -> None:
         """A step that is watched begins."""
         self._steps.append((how, self._marks, 0))
         self._around = ExitStack()
@@ -132,11 +132,11 @@ class Watching:
             for watched in self._watched:
                 self._around.enter_context(watched.source.places(self._backend.capabilities.sites))
         elif how == "saved":
-            self._around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _same))
+            self._around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _identity))
         elif how == "sent" and self._world.size > 1:
             self._around.enter_context(self._sending())
 
-    @_losing
+    @_stop_on_error
     def between(self, *, last: bool, error: BaseException | None = None) -> None:
         """It is over; after the last one nothing is counted any more."""
         assert self._around is not None
@@ -152,13 +152,13 @@ class Watching:
 
     def _end(self) -> None:
         self._mark("end")
-        self._heart.heed = None
+        self._heart.on_phase = None
         self.ended = True
         for watched in self._watched:
             watched.source.end()
 
-    @_losing
-    def cut(self, error: BaseException) -> None:
+    @_stop_on_error
+    def end_after_error(self, error: BaseException) -> None:
         """Something failed: what was seen until now is all there is."""
         self._name()
         if self.on:
@@ -166,7 +166,7 @@ class Watching:
         else:
             self._end()
 
-    @_losing
+    @_stop_on_error
     def _mark(self, phase: str) -> None:
         """A phase begins."""
         self._marks += 1
@@ -192,7 +192,10 @@ class Watching:
 
     @contextmanager
     def _sending(self) -> Generator[None]:
-        with self._backend.sends(self._world) if self._recorded else nullcontext({}) as apart, Sent(self._sent):
+        with (
+            self._backend.sends(self._world) if self._recorded else nullcontext({}) as apart,
+            CollectiveCounter(self._sent),
+        ):
             yield
         self._sent.update(apart)
 
@@ -200,42 +203,42 @@ class Watching:
     def _sent_by(self) -> str:
         if not any(how == "sent" for how, _, _ in self._steps):
             return ""
-        return f"{METHOD}, and {self._backend.capabilities.records}" if self._recorded else METHOD
+        return f"{TRAFFIC_METHOD}, and {self._backend.capabilities.records}" if self._recorded else TRAFFIC_METHOD
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._saved(tensor)
         return tensor
 
-    @_losing
+    @_stop_on_error
     def _saved(self, tensor: Tensor) -> None:
-        for storage in storages(tensor):
+        for storage in find_storages(tensor):
             for watched in self._watched:
                 watched.save(storage)
 
     def _name(self) -> None:
         now = [watched.source.at() for watched in self._watched]
         for holding in self._holdings():
-            for storage in storages(holding.tensor):
+            for storage in find_storages(holding.tensor):
                 if self._pinned is not None and storage.device.type == "cpu" and storage.is_pinned():
                     self._pinned.name(storage, holding)
                     continue
                 for watched, at in zip(self._watched, now, strict=True):
                     watched.name(at, storage, holding)
 
-    def read(self, folder: Path) -> Account | None:
+    def read(self, folder: Path) -> MemoryAccount | None:
         """A plain step is over, and its account is written down; watching goes on, unless it is lost."""
         self._mark("between")  # what came last has its name by now
         self.between(last=False)
         self._mark("between")
         return self._written(folder, None)
 
-    def written(self, folder: Path, resides: Resident | None = None) -> str:
+    def write_account(self, folder: Path, resides: ResidentMemory | None = None) -> str:
         """Its account, into the run's folder, once; or why there is none."""
         self._written(folder, resides)
         self._watched.clear()  # many events, which a collector would go through while steps are timed
         return self.lost
 
-    def _written(self, folder: Path, resides: Resident | None) -> Account | None:
+    def _written(self, folder: Path, resides: ResidentMemory | None) -> MemoryAccount | None:
         if self.lost:
             return None
         try:
@@ -253,7 +256,7 @@ class Watching:
         for watched in self._watched:
             watched.forget()
 
-    def account(self) -> Account:
+    def account(self) -> MemoryAccount:
         """What was seen, named: of the first memory, with what was sent; another is the host's beside it."""
         first, *beside = (watched.account(self._world, self._steps) for watched in self._watched)
         told = {"sent": dict(self._sent), "sent_by": self._sent_by, "notes": (*first.notes, *self._notes)}
@@ -265,23 +268,23 @@ class Watching:
         return first.model_copy(update={"pinned": pinned, "host": beside[0] if beside else None})
 
 
-def sources(device: torch.device) -> list[Source]:
+def choose_event_sources(device: torch.device) -> list[EventSource]:
     """What can be seen in this process: the memory of the device that trains comes first."""
     if device.type == "cuda":
-        return [History(), Meter()] if Meter.here() else [History()]
-    return [Meter() if Meter.here() else Profiled()]
+        return [CudaHistory(), MallocMeter()] if MallocMeter.here() else [CudaHistory()]
+    return [MallocMeter() if MallocMeter.here() else ProfilerSource()]
 
 
-Step = tuple[Pass, int, int]
+RecordedStep = tuple[RecordingPass, int, int]
 """How it was watched; its marks, from and to."""
 
 
-class _Watched:
+class _RecordedMemory:
     """One memory: its source, and what is known of its blocks beside that."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: EventSource) -> None:
         self.source = source
-        self._named: list[Named] = []
+        self._named: list[NamedStorage] = []
         self._saved: set[int] = set()
         self._saved_at: tuple[int, int] | None = None
         """Where the first forward of that pass begins and ends."""
@@ -302,16 +305,16 @@ class _Watched:
 
     def name(self, at: int, storage: torch.UntypedStorage, holding: Holding) -> None:
         if storage.device.type == self.source.device and (size := storage.nbytes()):
-            self._named.append(Named(at, storage.data_ptr(), size, holding.category, holding.name))
+            self._named.append(NamedStorage(at, storage.data_ptr(), size, holding.category, holding.name))
 
     def forget(self) -> None:
         self._named.clear()
 
-    def account(self, world: World, steps: Sequence[Step]) -> Account:
-        source, seen = self.source, self.source.seen()
+    def account(self, world: World, steps: Sequence[RecordedStep]) -> MemoryAccount:
+        source, seen = self.source, self.source.collect_events()
         seen.shared = world.size > 1 and world.device.type == source.device
-        seen.named = [Named(source.index(n.at), n.address, n.size, n.category, n.name) for n in self._named]
-        replay = Replay(seen)
+        seen.named = [NamedStorage(source.index(n.at), n.address, n.size, n.category, n.name) for n in self._named]
+        replay = Attribution(seen)
         saved = None
         if self._saved_at is not None:
             low, high = self._saved_at
@@ -320,9 +323,9 @@ class _Watched:
         first = steps[0][1] if steps else replay.built
         last = passes[-1][1] if passes else replay.windows[first:]
         shown = next((windows for how, windows in passes if how == "placed"), last)
-        seconds = pace(shown, [windows for how, windows in passes if how == "plain"])
+        seconds = plain_step_seconds(shown, [windows for how, windows in passes if how == "plain"])
         peaks = [max(window.peak for window in windows) for how, windows in passes if how in ("plain", "placed")]
-        return Account(
+        return MemoryAccount(
             rank=world.rank,
             method=source.method,
             device=source.device,
@@ -337,7 +340,7 @@ class _Watched:
         )
 
 
-def warm(world: World) -> None:
+def run_toy_step(world: World) -> None:
     """A toy step: what libraries make on first use is not the model's."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8)).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -349,5 +352,5 @@ def warm(world: World) -> None:
     world.sum(torch.ones(4096, device=world.device))
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

@@ -13,15 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from unipar.backend import Category
-from unipar.memory.sources.events import Site
+from unipar.memory.sources.events import CallSite
 
-_INSIDE: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_SKIPPED_FOLDERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
-Frame = tuple[str, str, int]
+CallFrame = tuple[str, str, int]
 """Of a call: its file, its function, its line."""
 
 
-def placed(frames: Iterable[Frame], sites: Mapping[str, Category], operation: str) -> tuple[str, Category | None]:
+def find_call_site(
+    frames: Iterable[CallFrame], sites: Mapping[str, Category], operation: str
+) -> tuple[str, Category | None]:
     """The nearest call that a library's sites name, with its category; else the nearest that is not torch's own."""
     nearest = ""
     before = f"{operation} in " if operation else ""
@@ -30,16 +32,16 @@ def placed(frames: Iterable[Frame], sites: Mapping[str, Category], operation: st
         for site, category in sites.items():
             if spelled.endswith(site):
                 return f"{before}{function}", category
-        if not nearest and not spelled.startswith(_INSIDE):
+        if not nearest and not spelled.startswith(_SKIPPED_FOLDERS):
             nearest = f"{before}{Path(file).name}:{line}"
     return nearest or operation, None
 
 
 @final
-class Places(TorchDispatchMode):
+class CallSiteRecorder(TorchDispatchMode):
     """Around a step: what each operation allocated, from which event to which, and who asked for it."""
 
-    def __init__(self, at: Callable[[], int], found: list[Site], sites: Mapping[str, Category]) -> None:
+    def __init__(self, at: Callable[[], int], found: list[CallSite], sites: Mapping[str, Category]) -> None:
         super().__init__()
         self._at, self._found, self._sites = at, found, sites
 
@@ -49,11 +51,13 @@ class Places(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         high = self._at()
         if high > low and (not self._found or self._found[-1].high <= low):
-            self._found.append(Site(low, high, *placed(_up(currentframe()), self._sites, str(func))))
+            self._found.append(
+                CallSite(low, high, *find_call_site(_outer_frames(currentframe()), self._sites, str(func)))
+            )
         return out
 
 
-def _up(frame: FrameType | None) -> Iterable[Frame]:
+def _outer_frames(frame: FrameType | None) -> Iterable[CallFrame]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
         frame = frame.f_back

@@ -11,27 +11,27 @@ import numpy as np
 import torch
 
 from unipar.backend import Category
-from unipar.memory.account import Device
-from unipar.memory.sources.call_sites import placed
-from unipar.memory.sources.events import TENSOR, Events, Mark, Pool, Seen, Site
-from unipar.memory.sources.malloc import NOTE
-from unipar.memory.sources.nvml import used
+from unipar.memory.account import DeviceMemory
+from unipar.memory.sources.call_sites import find_call_site
+from unipar.memory.sources.events import TENSOR, CallSite, EventArray, PhaseMark, PoolPeaks, SeenEvents
+from unipar.memory.sources.malloc import NOTE_DTYPE
+from unipar.memory.sources.nvml import query_bytes_used
 
-MOST: Final = 4_000_000
+MAX_HISTORY_ENTRIES: Final = 4_000_000
 """Entries that torch keeps: four or so for each block."""
 
-BLOCK: Final = 512
+CUDA_BLOCK_BYTES: Final = 512
 """torch's allocator gives multiples of this."""
 
-WHOLE: Final = 2**20
+UNSPLIT_REST_BYTES: Final = 2**20
 """Blocks above this may be larger by as much as this than what was asked for: torch splits off no smaller rest."""
 
 
-_TORCHS: Any = torch.cuda.memory  # what remembers is not public in torch, though documented there
+_TORCH_MEMORY: Any = torch.cuda.memory  # what remembers is not public in torch, though documented there
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class SizeSnapshot:
     """The true sizes of the blocks that are there when `at` events have come."""
 
     at: int
@@ -40,16 +40,16 @@ class Look:
 
 
 @final
-class History:
+class CudaHistory:
     """Of the device that this process uses."""
 
     method = "torch's CUDA allocator, by its own history and statistics"
     device = "cuda"
-    on: Device | None = None
+    on: DeviceMemory | None = None
 
     def __init__(self) -> None:
-        self._marks: list[Mark] = []
-        self._looks: list[Look] = []
+        self._marks: list[PhaseMark] = []
+        self._looks: list[SizeSnapshot] = []
         self._sites: Mapping[str, Category] = {}
         self._notes: list[str] = []
 
@@ -57,7 +57,7 @@ class History:
         """From here on torch remembers."""
         self._index = torch.cuda.current_device()
         self._stream = torch.cuda.current_stream().cuda_stream
-        _TORCHS._record_memory_history("all", context="alloc", stacks="python", max_entries=MOST)
+        _TORCH_MEMORY._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES)
         self._first = 0
         self._first = self.at()
         torch.cuda.reset_peak_memory_stats(self._index)
@@ -67,8 +67,8 @@ class History:
     def mark(self, phase: str) -> None:
         stats = self._stats()  # at one instant: other threads may free
         allocated = stats["allocated_bytes"]
-        pool = Pool(*(stats[f"{kind}_bytes"]["peak"] for kind in ("reserved", "active", "requested")))
-        self._marks.append(Mark(self._came(stats), phase, allocated["peak"], allocated["current"], 0, pool))
+        pool = PoolPeaks(*(stats[f"{kind}_bytes"]["peak"] for kind in ("reserved", "active", "requested")))
+        self._marks.append(PhaseMark(self._came(stats), phase, allocated["peak"], allocated["current"], 0, pool))
         torch.cuda.reset_peak_memory_stats(self._index)
         self._look()
 
@@ -83,18 +83,18 @@ class History:
 
     def end(self) -> None:
         self._count = self.at()
-        traces = _TORCHS._snapshot()["device_traces"]
-        _TORCHS._record_memory_history(None)
-        self._trace: list[Mapping[str, Any]] = list(came_and_went(traces[self._index]))
+        traces = _TORCH_MEMORY._snapshot()["device_traces"]
+        _TORCH_MEMORY._record_memory_history(None)
+        self._trace: list[Mapping[str, Any]] = list(allocation_entries(traces[self._index]))
         if len(self._trace) < self._count:
             self._notes.append(f"torch kept {len(self._trace)} of {self._count} events of its history, the last ones")
         others = [i for i in range(torch.cuda.device_count()) if i != self._index and torch.cuda.memory_allocated(i)]
         if others:
             self._notes.append(f"what lies on other devices ({', '.join(map(str, others))}) is not in it")
-        bytes_used, why = used(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
+        bytes_used, why = query_bytes_used(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
         if why:
             self._notes.append(f"what CUDA and NCCL take was not measured: {why}")
-        self.on = Device(
+        self.on = DeviceMemory(
             name=torch.cuda.get_device_name(self._index),
             reserved=torch.cuda.memory_reserved(self._index),
             used=bytes_used,
@@ -105,11 +105,11 @@ class History:
         """Unknown: torch keeps them. They do not count as notes of ours."""
         return 0
 
-    def seen(self) -> Seen:
+    def collect_events(self) -> SeenEvents:
         looks = [replace(look, at=self.index(look.at)) for look in self._looks]
         marks = [replace(mark, at=self.index(mark.at)) for mark in self._marks]
-        seen = told(self._trace, looks, marks, self._sites, base=self._base, stream=self._stream)
-        if off := drift(seen):
+        seen = events_from_trace(self._trace, looks, marks, self._sites, base=self._base, stream=self._stream)
+        if off := largest_drift(seen):
             self._notes.append(f"the history and the allocator's own count differ by up to {off} bytes")
         return seen
 
@@ -131,15 +131,15 @@ class History:
 
     def _look(self) -> None:
         segments = torch.cuda.memory_snapshot(include_traces=False)
-        self._looks.append(Look(self.at(), sizes_in(segments, self._index)))
+        self._looks.append(SizeSnapshot(self.at(), allocated_block_sizes(segments, self._index)))
 
 
-def came_and_went(trace: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+def allocation_entries(trace: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
     """Of a trace's entries those that change what is allocated: a block is given, or no longer wanted."""
     return (entry for entry in trace if entry["action"] in ("alloc", "free_requested"))
 
 
-def sizes_in(segments: Iterable[Mapping[str, Any]], device: int) -> dict[int, int]:
+def allocated_block_sizes(segments: Iterable[Mapping[str, Any]], device: int) -> dict[int, int]:
     """The allocated blocks of a snapshot: their true sizes by address. A segment's blocks lie one after another."""
     found: dict[int, int] = {}
     for segment in segments:
@@ -152,18 +152,18 @@ def sizes_in(segments: Iterable[Mapping[str, Any]], device: int) -> dict[int, in
     return found
 
 
-def told(
+def events_from_trace(
     trace: Sequence[Mapping[str, Any]],
-    looks: Sequence[Look],
-    marks: Sequence[Mark],
+    looks: Sequence[SizeSnapshot],
+    marks: Sequence[PhaseMark],
     sites: Mapping[str, Category],
     *,
     base: int,
     stream: int,
-) -> Seen:
+) -> SeenEvents:
     """All that a trace tells, whose marks and looks count its entries."""
-    events, slack = replayed(trace, looks, base)
-    return Seen(
+    events, slack = replay_trace(trace, looks, base)
+    return SeenEvents(
         events=events,
         kinds=np.full(len(events), TENSOR, dtype=np.int8),
         owners=["torch"] * len(events),
@@ -171,12 +171,14 @@ def told(
         base_small=0,
         thread=stream,
         marks=list(marks),
-        sites=list(sited(trace, sites)),
+        sites=list(call_sites_of_trace(trace, sites)),
         slack=slack,
     )
 
 
-def replayed(trace: Sequence[Mapping[str, Any]], looks: Sequence[Look], base: int) -> tuple[Events, list[int]]:
+def replay_trace(
+    trace: Sequence[Mapping[str, Any]], looks: Sequence[SizeSnapshot], base: int
+) -> tuple[EventArray, list[int]]:
     """Events as the meter notes them; of each block by how much it may be larger than that.
 
     A trace has the sizes that were asked for. The true one is known of a block that was there at a look; of another it
@@ -188,18 +190,18 @@ def replayed(trace: Sequence[Mapping[str, Any]], looks: Sequence[Look], base: in
     left = list(looks)
     for i, entry in enumerate(trace):
         while left and left[0].at <= i:
-            _settle(left.pop(0), open_at, older, sizes, slack)
-        address, size = entry["addr"], max(BLOCK, -(-entry["size"] // BLOCK) * BLOCK)
+            _apply_snapshot(left.pop(0), open_at, older, sizes, slack)
+        address, size = entry["addr"], max(CUDA_BLOCK_BYTES, -(-entry["size"] // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
         if entry["action"] == "alloc":
             open_at[address] = i
-            sizes[i], slack[i] = size, WHOLE if size > WHOLE else 0
+            sizes[i], slack[i] = size, UNSPLIT_REST_BYTES if size > UNSPLIT_REST_BYTES else 0
         elif (came := open_at.pop(address, None)) is not None:
             sizes[i] = -sizes[came]
         else:
             sizes[i] = -older.pop(address, size)
     for look in left:
-        _settle(look, open_at, older, sizes, slack)
-    events = np.zeros(len(trace), dtype=NOTE)
+        _apply_snapshot(look, open_at, older, sizes, slack)
+    events = np.zeros(len(trace), dtype=NOTE_DTYPE)
     events["address"] = [entry["addr"] for entry in trace]
     events["size"] = sizes
     events["live"] = base + np.cumsum(events["size"])
@@ -208,7 +210,9 @@ def replayed(trace: Sequence[Mapping[str, Any]], looks: Sequence[Look], base: in
     return events, slack
 
 
-def _settle(look: Look, open_at: Mapping[int, int], older: dict[int, int], sizes: list[int], slack: list[int]) -> None:
+def _apply_snapshot(
+    look: SizeSnapshot, open_at: Mapping[int, int], older: dict[int, int], sizes: list[int], slack: list[int]
+) -> None:
     for address, size in look.sizes.items():
         if (i := open_at.get(address)) is None:
             older[address] = size
@@ -216,15 +220,15 @@ def _settle(look: Look, open_at: Mapping[int, int], older: dict[int, int], sizes
             sizes[i], slack[i] = size, 0
 
 
-def drift(seen: Seen) -> int:
+def largest_drift(seen: SeenEvents) -> int:
     """How far replay and the allocator's own count of what is allocated are apart, at most, at the marks."""
     live = [seen.base, *seen.events["live"].tolist()]
     return max((abs(live[mark.at] - mark.live) for mark in seen.marks), default=0)
 
 
-def sited(trace: Sequence[Mapping[str, Any]], sites: Mapping[str, Category]) -> Iterable[Site]:
+def call_sites_of_trace(trace: Sequence[Mapping[str, Any]], sites: Mapping[str, Category]) -> Iterable[CallSite]:
     """The line that asked for each block; where Python was not there, for a backward above all, there is none."""
     for i, entry in enumerate(trace):
         if entry["action"] == "alloc":
             frames = ((f["filename"], f["name"], f["line"]) for f in entry.get("frames", ()))
-            yield Site(i, i + 1, *placed(frames, sites, ""))
+            yield CallSite(i, i + 1, *find_call_site(frames, sites, ""))

@@ -16,10 +16,10 @@ TENSOR, LIBRARY, RUNTIME = range(3)
 """Who asked for a block: torch for a tensor, another library, or Python."""
 
 
-LARGEST: Final = 12
+LARGEST_BLOCKS: Final = 12
 
 
-NAMES: Final[dict[str, PhaseName]] = {
+MEMORY_PHASE_OF: Final[dict[str, PhaseName]] = {
     "start": "built",
     "forward": "forward",
     "backward": "backward",
@@ -28,11 +28,11 @@ NAMES: Final[dict[str, PhaseName]] = {
 }
 
 
-Events = np.ndarray[Any, Any]
+EventArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolPeaks:
     """What CUDA's allocator counts beside what is allocated: the most since the last mark, in bytes."""
 
     reserved: int
@@ -41,7 +41,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class PhaseMark:
     """Where a phase begins."""
 
     at: int
@@ -55,12 +55,12 @@ class Mark:
     """What is allocated now, and how much of it in blocks too small to be noted."""
 
     small: int
-    pool: Pool | None = None
+    pool: PoolPeaks | None = None
     when: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedStorage:
     """A storage that somebody named when `at` blocks had come and gone."""
 
     at: int
@@ -71,7 +71,7 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class CallSite:
     """Who was at work while blocks from `low` to `high` came and went."""
 
     low: int
@@ -81,10 +81,10 @@ class Site:
 
 
 @dataclass
-class Seen:
+class SeenEvents:
     """All that was seen of one rank: what came and went, and what is known about it."""
 
-    events: Events
+    events: EventArray
     """As the meter notes them."""
 
     kinds: np.ndarray[Any, Any]
@@ -101,24 +101,26 @@ class Seen:
     shared: bool = False
     """Whether there are other ranks: what other threads allocate is for them."""
 
-    marks: list[Mark] = field(default_factory=list[Mark])
-    named: list[Named] = field(default_factory=list[Named])
-    sites: list[Site] = field(default_factory=list[Site])
+    marks: list[PhaseMark] = field(default_factory=list[PhaseMark])
+    named: list[NamedStorage] = field(default_factory=list[NamedStorage])
+    sites: list[CallSite] = field(default_factory=list[CallSite])
     slack: Sequence[int] = ()
     """Of each event by how much the block may be larger than is known; empty where all sizes are exact."""
 
 
-def askers(callers: Sequence[int], files: Sequence[tuple[int, int, str]]) -> tuple[np.ndarray[Any, Any], list[str]]:
+def classify_callers(
+    callers: Sequence[int], files: Sequence[tuple[int, int, str]]
+) -> tuple[np.ndarray[Any, Any], list[str]]:
     """Who asked for each block, and by which file's code."""
     names: dict[int, str] = {}
     for caller in set(callers):
         path = next((path for low, high, path in files if low <= caller < high), "")
         names[caller] = path.rpartition("/")[2]
     owners = [names[caller] for caller in callers]
-    return np.array([_kind(name) for name in owners], dtype=np.int8), owners
+    return np.array([_kind_of_library(name) for name in owners], dtype=np.int8), owners
 
 
-def _kind(name: str) -> int:
+def _kind_of_library(name: str) -> int:
     if name.startswith("libc10") and not name.startswith("libc10_cuda"):  # that keeps books on the device's memory
         return TENSOR
     return RUNTIME if "python" in name else LIBRARY

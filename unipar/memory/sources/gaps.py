@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
 
-AT_ONCE: Final = 3
+MAX_BLOCKS_AT_ONCE: Final = 3
 """How many blocks that went between two events are told apart."""
 
-MANY: Final = 40
+MAX_CANDIDATES: Final = 40
 """Of how many of each size at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BlockChange:
     """A block that came, or went."""
 
     address: int
@@ -33,29 +33,29 @@ class Change:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenBlock:
     """A block that nobody saw go."""
 
-    change: Change
+    change: BlockChange
     came: int
     gone: int
     """It went before this event: its address was given out again."""
 
 
-def whole(seen: Sequence[Change]) -> tuple[list[Change], list[int]]:
+def fill_gaps(seen: Sequence[BlockChange]) -> tuple[list[BlockChange], list[int]]:
     """All changes; and where among them each that was seen is, and the end."""
-    left = _unclosed(seen)
-    made: list[Change] = []
+    left = _blocks_never_freed(seen)
+    made: list[BlockChange] = []
     places: list[int] = []
-    open_now: list[_Open] = []
-    live = base(seen)
+    open_now: list[_OpenBlock] = []
+    live = bytes_before(seen)
     for i, change in enumerate(seen):
         if gap := change.live - change.size - live:
-            for address, size in _filled(gap, i, open_now):
+            for address, size in _missing_changes(gap, i, open_now):
                 live += size
-                made.append(Change(address, size, live, -1))
+                made.append(BlockChange(address, size, live, -1))
                 if size > 0:
-                    open_now.append(_Open(made[-1], i, len(seen)))
+                    open_now.append(_OpenBlock(made[-1], i, len(seen)))
         live = change.live
         if i in left:
             open_now.append(left[i])
@@ -64,30 +64,30 @@ def whole(seen: Sequence[Change]) -> tuple[list[Change], list[int]]:
     return made, [*places, len(made)]
 
 
-def base(seen: Sequence[Change]) -> int:
+def bytes_before(seen: Sequence[BlockChange]) -> int:
     """What the counter said before."""
     return seen[0].live - seen[0].size if seen else 0
 
 
-def _unclosed(seen: Sequence[Change]) -> dict[int, _Open]:
+def _blocks_never_freed(seen: Sequence[BlockChange]) -> dict[int, _OpenBlock]:
     """By their place the blocks that came, and were not seen to go."""
     last: dict[int, int] = {}
-    found: dict[int, _Open] = {}
+    found: dict[int, _OpenBlock] = {}
     for i, change in enumerate(seen):
         before = last.pop(change.address, None)
         if change.size > 0:
             last[change.address] = i
             if before is not None:
-                found[before] = _Open(seen[before], before, i)
-    found.update((i, _Open(seen[i], i, len(seen))) for i in last.values())
+                found[before] = _OpenBlock(seen[before], before, i)
+    found.update((i, _OpenBlock(seen[i], i, len(seen))) for i in last.values())
     return found
 
 
-def _filled(gap: int, now: int, open_now: list[_Open]) -> Iterable[tuple[int, int]]:
+def _missing_changes(gap: int, now: int, open_now: list[_OpenBlock]) -> Iterable[tuple[int, int]]:
     """The blocks that came or went unseen: address and size."""
     if gap > 0:
         return [(-now - 1, gap)]
-    gone = _gone(-gap, open_now)
+    gone = _blocks_of_total_size(-gap, open_now)
     if gone is None:
         return [(-now - 1, gap)]  # of nobody knows which
     for block in gone:
@@ -95,12 +95,12 @@ def _filled(gap: int, now: int, open_now: list[_Open]) -> Iterable[tuple[int, in
     return [(block.change.address, -block.change.size) for block in gone]
 
 
-def _gone(size: int, open_now: Sequence[_Open]) -> Sequence[_Open] | None:
+def _blocks_of_total_size(size: int, open_now: Sequence[_OpenBlock]) -> Sequence[_OpenBlock] | None:
     """Blocks of that size together: first those whose address was soonest given out again, then the youngest."""
     ordered = sorted(open_now, key=lambda block: (block.gone, -block.came))
     fitting = [block for block in ordered if block.change.size <= size]
-    for number in range(1, AT_ONCE + 1):
-        for blocks in combinations(fitting[:MANY] if number > 1 else fitting, number):
+    for number in range(1, MAX_BLOCKS_AT_ONCE + 1):
+        for blocks in combinations(fitting[:MAX_CANDIDATES] if number > 1 else fitting, number):
             if sum(block.change.size for block in blocks) == size:
                 return blocks
     return None

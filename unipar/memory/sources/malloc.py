@@ -14,23 +14,25 @@ from typing import Any, Final, final
 import numpy as np
 
 from unipar.backend import Category
-from unipar.memory.account import Device
-from unipar.memory.sources.call_sites import Places
-from unipar.memory.sources.events import RUNTIME, Events, Mark, Seen, Site, askers
+from unipar.memory.account import DeviceMemory
+from unipar.memory.sources.call_sites import CallSiteRecorder
+from unipar.memory.sources.events import RUNTIME, CallSite, EventArray, PhaseMark, SeenEvents, classify_callers
 
-MOST: Final = 1 << 23
+MAX_METER_NOTES: Final = 1 << 23
 """Notes that are kept; their room is touched only as they come."""
 
-NOTE: Final = np.dtype([(name, "i8") for name in ("address", "caller", "size", "live", "small", "thread", "asked")])
+NOTE_DTYPE: Final = np.dtype(
+    [(name, "i8") for name in ("address", "caller", "size", "live", "small", "thread", "asked")]
+)
 
 
 @final
-class Meter:
+class MallocMeter:
     """In the process that preloaded it: a source of events."""
 
     method = "malloc, counted by a preloaded meter"
     device = "cpu"
-    on: Device | None = None
+    on: DeviceMemory | None = None
 
     def __init__(self) -> None:
         assert self.here(), "it was not preloaded"
@@ -38,12 +40,12 @@ class Meter:
         for name, result in (("live", "q"), ("small", "q"), ("noted", "q"), ("peak", "q"), ("note", "Q")):
             getattr(self._lib, f"unipar_meter_{name}").restype = {"q": ctypes.c_int64, "Q": ctypes.c_uint64}[result]
         self._lib.unipar_meter_note.argtypes = [ctypes.c_int64]
-        self._marks: list[Mark] = []
-        self._sites: list[Site] = []
+        self._marks: list[PhaseMark] = []
+        self._sites: list[CallSite] = []
         self._low = 0
         """Notes before this one are folded."""
 
-        self._alive = np.empty(0, dtype=NOTE)
+        self._alive = np.empty(0, dtype=NOTE_DTYPE)
         """Of those, the blocks that were there when they were folded; and which of them the data brought."""
 
         self._read = np.empty(0, dtype=bool)
@@ -57,7 +59,7 @@ class Meter:
         """Blocks are noted from here on."""
         os.environ.pop("LD_PRELOAD", None)  # what this process starts is not measured
         self._small = self._lib.unipar_meter_small()
-        self._notes = self._lib.unipar_meter_note(MOST)
+        self._notes = self._lib.unipar_meter_note(MAX_METER_NOTES)
         if not self._notes:
             raise MemoryError("no addresses left for the meter's notes")
         os.register_at_fork(after_in_child=self._lib.unipar_meter_end)  # data workers
@@ -66,28 +68,28 @@ class Meter:
 
     def mark(self, phase: str) -> None:
         lib = self._lib
-        mark = Mark(self.at(), phase, lib.unipar_meter_peak(), lib.unipar_meter_live(), lib.unipar_meter_small())
+        mark = PhaseMark(self.at(), phase, lib.unipar_meter_peak(), lib.unipar_meter_live(), lib.unipar_meter_small())
         self._marks.append(mark)
 
     def at(self) -> int:
         """How many blocks came and went until now."""
         return self._lib.unipar_meter_noted()
 
-    def places(self, sites: Mapping[str, Category]) -> Places:
-        return Places(self.at, self._sites, sites)
+    def places(self, sites: Mapping[str, Category]) -> CallSiteRecorder:
+        return CallSiteRecorder(self.at, self._sites, sites)
 
     def end(self) -> None:
         self._lib.unipar_meter_end()
 
     @property
     def bytes(self) -> int:
-        return min(self.at(), MOST) * NOTE.itemsize
+        return min(self.at(), MAX_METER_NOTES) * NOTE_DTYPE.itemsize
 
-    def seen(self) -> Seen:
+    def collect_events(self) -> SeenEvents:
         events = self._events()
-        kinds, owners = askers(events["caller"].tolist(), code())
+        kinds, owners = classify_callers(events["caller"].tolist(), list_code_ranges())
         kinds[: len(self._read)][self._read] = RUNTIME
-        return Seen(
+        return SeenEvents(
             events=events,
             kinds=kinds,
             owners=owners,
@@ -101,13 +103,13 @@ class Meter:
     def index(self, at: int) -> int:
         return max(0, at - self._low + len(self._alive))
 
-    def _events(self) -> Events:
+    def _events(self) -> EventArray:
         """The blocks that were there, as if they came first, and all notes since."""
         high = self.at()
-        self._lost = self._lost or high - self._low > MOST
-        self._low = max(self._low, high - MOST)
-        raw: Any = (ctypes.c_char * (MOST * NOTE.itemsize)).from_address(self._notes)
-        since = np.frombuffer(raw, dtype=NOTE)[np.arange(self._low, high) % MOST]
+        self._lost = self._lost or high - self._low > MAX_METER_NOTES
+        self._low = max(self._low, high - MAX_METER_NOTES)
+        raw: Any = (ctypes.c_char * (MAX_METER_NOTES * NOTE_DTYPE.itemsize)).from_address(self._notes)
+        since = np.frombuffer(raw, dtype=NOTE_DTYPE)[np.arange(self._low, high) % MAX_METER_NOTES]
         return np.concatenate([self._alive, since])
 
     def fold(self) -> None:
@@ -118,17 +120,17 @@ class Meter:
         read[: len(self._read)] = self._read
         for mark, after in pairwise(self._marks):
             read[self.index(mark.at) : self.index(after.at)] |= mark.phase == "data"
-        alive, gone = folded(events)
+        alive, gone = find_live_blocks(events)
         self._small += gone
         self._alive, self._read, self._low = events[alive], read[alive], high
         self._marks, self._sites = self._marks[:0], self._sites[:0]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (f"of more than {MOST} notes the first are lost",) if self._lost else ()
+        return (f"of more than {MAX_METER_NOTES} notes the first are lost",) if self._lost else ()
 
 
-def folded(events: Events) -> tuple[np.ndarray[Any, Any], int]:
+def find_live_blocks(events: EventArray) -> tuple[np.ndarray[Any, Any], int]:
     """Which events are of blocks that are still there; and the bytes that went of blocks older than all of them."""
     order = np.argsort(events["address"], kind="stable")
     address, size = events["address"][order], events["size"][order]
@@ -138,7 +140,7 @@ def folded(events: Events) -> tuple[np.ndarray[Any, Any], int]:
     return alive, -int(size[first & (size < 0)].sum())
 
 
-def code() -> list[tuple[int, int, str]]:
+def list_code_ranges() -> list[tuple[int, int, str]]:
     """The files whose code this process runs: from, to, path."""
     found: list[tuple[int, int, str]] = []
     for line in Path("/proc/self/maps").read_text("utf-8").splitlines():

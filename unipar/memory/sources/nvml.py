@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def used(uuid: str) -> tuple[int | None, str]:
+def query_bytes_used(uuid: str) -> tuple[int | None, str]:
     """Return the bytes of this process on that GPU; or None, and why."""
     import pynvml  # the worker's side, on CUDA only
 
@@ -20,10 +20,10 @@ def used(uuid: str) -> tuple[int | None, str]:
             nvml.nvmlShutdown()
     except nvml.NVMLError as e:
         return None, f"NVML says: {e}"
-    return of_process(processes, os.getpid())
+    return bytes_of_process(processes, os.getpid())
 
 
-def of_process(processes: Iterable[Any], pid: int) -> tuple[int | None, str]:
+def bytes_of_process(processes: Iterable[Any], pid: int) -> tuple[int | None, str]:
     """Its bytes among those of all processes on a GPU."""
     found = [process.usedGpuMemory for process in processes if process.pid == pid]
     if not found:

@@ -9,8 +9,8 @@ from typing import final
 import torch
 
 from unipar.backend import Category, Holding
-from unipar.memory.account import Block, Phase, PhaseName
-from unipar.memory.sources.events import LARGEST, NAMES
+from unipar.memory.account import NamedBlock, PhaseName, PhasePeak
+from unipar.memory.sources.events import LARGEST_BLOCKS, MEMORY_PHASE_OF
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class PinnedMark:
     owned: int
     """The most since then that the allocator had of the system."""
 
-    named: dict[int, Block] = field(default_factory=dict[int, Block])
+    named: dict[int, NamedBlock] = field(default_factory=dict[int, NamedBlock])
     """What was named there, by address."""
 
 
 @final
-class Pinned:
+class PinnedMemory:
     """By the statistics of torch's allocator: no history tells of single blocks."""
 
     def __init__(self) -> None:
@@ -42,21 +42,21 @@ class Pinned:
 
     def name(self, storage: torch.UntypedStorage, holding: Holding) -> None:
         """At the last mark."""
-        block = Block(category=holding.category, name=holding.name, size=storage.nbytes())
+        block = NamedBlock(category=holding.category, name=holding.name, size=storage.nbytes())
         self._marks[-1].named.setdefault(storage.data_ptr(), block)
 
-    def phases(self, low: int, high: int) -> tuple[Phase, ...]:
+    def phases(self, low: int, high: int) -> tuple[PhasePeak, ...]:
         """Of the windows from one to another, each from its mark to the next."""
-        found: dict[PhaseName, Phase] = {}
+        found: dict[PhaseName, PhasePeak] = {}
         for mark, after in zip(self._marks[low:high], self._marks[low + 1 : high + 1], strict=True):
-            if (name := NAMES.get(mark.phase)) is not None:
-                phase = pinned(name, after.active, after.owned, mark.named | after.named)
+            if (name := MEMORY_PHASE_OF.get(mark.phase)) is not None:
+                phase = pinned_phase(name, after.active, after.owned, mark.named | after.named)
                 if name not in found or phase.peak > found[name].peak:
                     found[name] = phase
         return tuple(found.values())
 
 
-def pinned(name: PhaseName, active: int, owned: int, named: Mapping[int, Block]) -> Phase:
+def pinned_phase(name: PhaseName, active: int, owned: int, named: Mapping[int, NamedBlock]) -> PhasePeak:
     """A phase: what is named, what that is rounded up to (a power of two), what is kept for later, and the rest."""
     active = min(active, owned)  # torch below 2.13 forgets to count down what is given back
     held: dict[Category, int] = {}
@@ -65,6 +65,6 @@ def pinned(name: PhaseName, active: int, owned: int, named: Mapping[int, Block])
     rounded = sum((1 << (block.size - 1).bit_length()) - block.size for block in named.values())
     held["runtime"] = min(rounded, max(0, active - sum(held.values()))) + owned - active
     held["unattributed"] = owned - sum(held.values())
-    largest = sorted(named.values(), key=lambda b: -b.size)[:LARGEST]
+    largest = sorted(named.values(), key=lambda b: -b.size)[:LARGEST_BLOCKS]
     held = {category: size for category, size in held.items() if size}
-    return Phase(name=name, peak=owned, held=held, largest=tuple(largest))
+    return PhasePeak(name=name, peak=owned, held=held, largest=tuple(largest))

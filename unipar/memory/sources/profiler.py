@@ -15,27 +15,27 @@ from torch._C._profiler import _EventType, _RecordFunctionFast  # pyright: ignor
 from torch.profiler import ProfilerActivity, profile
 
 from unipar.backend import Category
-from unipar.memory.account import Device
-from unipar.memory.sources.call_sites import Places
-from unipar.memory.sources.events import TENSOR, Mark, Seen, Site
-from unipar.memory.sources.gaps import Change, base, whole
-from unipar.memory.sources.malloc import NOTE
+from unipar.memory.account import DeviceMemory
+from unipar.memory.sources.call_sites import CallSiteRecorder
+from unipar.memory.sources.events import TENSOR, CallSite, PhaseMark, SeenEvents
+from unipar.memory.sources.gaps import BlockChange, bytes_before, fill_gaps
+from unipar.memory.sources.malloc import NOTE_DTYPE
 
 _LIBRARY: Final = Path(torch.__file__).parent / "lib" / "libc10.so"
-_COUNTS: Final = "FLAGS_caffe2_report_cpu_memory_usage"
+_COUNT_ALL_THREADS: Final = "FLAGS_caffe2_report_cpu_memory_usage"
 """Whether the allocator's counter heeds all threads, and not those alone whose events are written down."""
 
-_HERE: Final = "unipar is here"
+_MARKER_RANGE: Final = "unipar is here"
 """A range of the profiler's that is over at once: the events before it came before."""
 
 
 @final
-class Profiled:
+class ProfilerSource:
     """Blocks of torch's tensors alone."""
 
     method = "torch's own allocator, by a profiler's events"
     device = "cpu"
-    on: Device | None = None
+    on: DeviceMemory | None = None
     bytes = 0
     notes = (
         "torch's tensors alone were seen: nothing that gloo, MKL or Python allocate for themselves",
@@ -43,10 +43,10 @@ class Profiled:
     )
 
     def __init__(self) -> None:
-        self._counts = ctypes.c_bool.in_dll(ctypes.CDLL(str(_LIBRARY)), _COUNTS)
+        self._counts = ctypes.c_bool.in_dll(ctypes.CDLL(str(_LIBRARY)), _COUNT_ALL_THREADS)
         self._now = 0
         self._phases: list[tuple[int, str, float]] = []
-        self._sites: list[Site] = []
+        self._sites: list[CallSite] = []
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def begin(self) -> None:
@@ -57,42 +57,42 @@ class Profiled:
         self._phases.append((self.at(), phase, time.perf_counter()))
 
     def at(self) -> int:
-        with _RecordFunctionFast(_HERE):
+        with _RecordFunctionFast(_MARKER_RANGE):
             self._now += 1
         return self._now
 
-    def places(self, sites: Mapping[str, Category]) -> Places:
-        return Places(self.at, self._sites, sites)
+    def places(self, sites: Mapping[str, Category]) -> CallSiteRecorder:
+        return CallSiteRecorder(self.at, self._sites, sites)
 
     def end(self) -> None:
         self._profile.__exit__(None, None, None)
         self._counts.value = False
 
-    def seen(self) -> Seen:
-        seen: list[Change] = []
+    def collect_events(self) -> SeenEvents:
+        seen: list[BlockChange] = []
         heres = [0]
         thread = 0
         for event in sorted(self._events(), key=lambda event: event.start_time_ns):
             if event.tag == _EventType.Allocation:
                 block = event.typed[1]
-                seen.append(Change(block.ptr, block.alloc_size, block.total_allocated, event.start_tid))
+                seen.append(BlockChange(block.ptr, block.alloc_size, block.total_allocated, event.start_tid))
             else:
                 heres.append(len(seen))
                 thread = event.start_tid
         assert len(heres) == self._now + 1, "the profiler lost a range"
-        changes, places = whole(seen)
+        changes, places = fill_gaps(seen)
         self._indices = [places[here] for here in heres]
         rows = [(c.address, 0, c.size, c.live, 0, c.thread, max(c.size, 0)) for c in changes]
-        events = np.array(rows, dtype=NOTE)
-        return Seen(
+        events = np.array(rows, dtype=NOTE_DTYPE)
+        return SeenEvents(
             events=events,
             kinds=np.full(len(rows), TENSOR, dtype=np.int8),
             owners=[""] * len(rows),
-            base=base(seen),
+            base=bytes_before(seen),
             base_small=0,
             thread=thread,
-            marks=self._marks([base(seen), *events["live"].tolist()]),
-            sites=[Site(self.index(s.low), self.index(s.high), s.place, s.category) for s in self._sites],
+            marks=self._marks([bytes_before(seen), *events["live"].tolist()]),
+            sites=[CallSite(self.index(s.low), self.index(s.high), s.place, s.category) for s in self._sites],
         )
 
     def index(self, at: int) -> int:
@@ -107,14 +107,14 @@ class Profiled:
             if event.tag == _EventType.Allocation:
                 if event.typed[1].device.type == "cpu":
                     yield event
-            elif event.name == _HERE:
+            elif event.name == _MARKER_RANGE:
                 yield event
 
-    def _marks(self, live: list[int]) -> list[Mark]:
+    def _marks(self, live: list[int]) -> list[PhaseMark]:
         """What the allocator's own counter said, before the first event and after each."""
         ats = [self.index(at) for at, *_ in self._phases]
         peaks = [live[0], *(max(live[a : b + 1]) for a, b in pairwise(ats))]
         return [
-            Mark(at, phase, peak, live[at], 0, when=when)
+            PhaseMark(at, phase, peak, live[at], 0, when=when)
             for at, (_, phase, when), peak in zip(ats, self._phases, peaks, strict=True)
         ]

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from unipar.backend import Category
-from unipar.memory.account import Device
-from unipar.memory.sources.events import Seen
+from unipar.memory.account import DeviceMemory
+from unipar.memory.sources.events import SeenEvents
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     """Begun once, at the base; marked at every phase; ended once; then asked for what it saw."""
 
     method: str
@@ -20,7 +20,7 @@ class Source(Protocol):
     device: str
     """Whose memory: cpu or cuda."""
 
-    on: Device | None
+    on: DeviceMemory | None
     """The GPU whose memory it is; known once it has ended."""
 
     def begin(self) -> None:
@@ -48,7 +48,7 @@ class Source(Protocol):
         """Of its own notes in the host's memory, as they are now."""
         ...
 
-    def seen(self) -> Seen:
+    def collect_events(self) -> SeenEvents:
         """All events, by their number: of marks and sites too. Only what others named is not in it."""
         ...
 

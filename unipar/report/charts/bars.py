@@ -6,37 +6,37 @@ from collections.abc import Sequence
 
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES
-from unipar.report.charts.svg import Drawing, Scale, marks, unit_of, wide
-from unipar.report.data.comparison import Seen, Told
-from unipar.report.data.headline import WORDS, halves, moves
+from unipar.report.charts.svg import AxisScale, Drawing, byte_unit_of, round_ticks, text_width
+from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.headline import CATEGORY_LABELS, category_differences, step_time_quartiles
 from unipar.utils.text import format_duration, format_size
 
-SMALL = 500
+NARROW_BELOW_PIXELS = 500
 """Below this width a name stands above its row, and not left of it."""
 
 
-FAR = 2.5
+OUTLIER_RATIO = 2.5
 """So many times the next one, and a bar would make all others unreadably short."""
 
 
-class Rows:
+class BarRows:
     """Names at the left, or above where it is narrow; values at the right; a scale between."""
 
     def __init__(self, names: Sequence[str], width: int, height: float, high: float, label: str, room: float) -> None:
-        self.small = width < SMALL
-        left = 0.0 if self.small else max((wide(n) for n in names), default=0) + 14
+        self.small = width < NARROW_BELOW_PIXELS
+        left = 0.0 if self.small else max((text_width(n) for n in names), default=0) + 14
         self.step = height + (18 if self.small else 0)
         self.top = 4.0
         bottom = self.top + self.step * len(names)
         self.drawing = Drawing(width, bottom + 24, label)
-        self.x = Scale(0, high or 1.0, left, width - room)
+        self.x = AxisScale(0, high or 1.0, left, width - room)
         self.bottom, self._names = bottom, names
 
     def y(self, i: int) -> float:
         """Where the row's own space begins."""
         return self.top + self.step * i + (18 if self.small else 0)
 
-    def name(self, i: int) -> None:
+    def draw_name(self, i: int) -> None:
         y = self.y(i)
         if self.small:
             self.drawing.text(0, y - 5, self._names[i], "name")
@@ -47,7 +47,7 @@ class Rows:
         """Lines behind what is drawn later, as far as their words have room."""
         free = 0.0
         for value, words in at:
-            x, half = self.x(value), wide(words) / 2
+            x, half = self.x(value), text_width(words) / 2
             start = max(x - half, 0)
             self.drawing.line((x, self.top), (x, self.bottom), "grid")
             if start >= free and start + 2 * half <= self.drawing.width:
@@ -55,82 +55,82 @@ class Rows:
                 free = start + 2 * half + 12
 
 
-def sizes(high: float, about: int = 5) -> list[tuple[float, str]]:
+def byte_ticks(high: float, about: int = 5) -> list[tuple[float, str]]:
     """Round numbers of bytes up to `high`, with their words."""
-    unit = unit_of(high)
-    return [(v, format_size(v) if v else "0") for v in marks(0, high, about, unit)]
+    unit = byte_unit_of(high)
+    return [(v, format_size(v) if v else "0") for v in round_ticks(0, high, about, unit)]
 
 
-def cut_short(told: Told, before: Told | None) -> tuple[float, list[str]]:
+def choose_bar_scale(told: ComparisonPageData, before: ComparisonPageData | None) -> tuple[float, list[str]]:
     """How far bars of memory reach; and the cells, few and far larger than all others, whose bars end there."""
-    old = {c.cell: c.peak for c in (before.measured if before is not None else [])}
-    by = {c.cell: max(c.peak, old.get(c.cell, 0)) for c in told.measured}
+    old = {c.cell: c.peak for c in (before.measured_cells if before is not None else [])}
+    by = {c.cell: max(c.peak, old.get(c.cell, 0)) for c in told.measured_cells}
     names = sorted(by, key=lambda name: by[name])
     for n in range(len(names) // 3, 0, -1):
-        if by[names[-n]] > FAR * by[names[-n - 1]]:
+        if by[names[-n]] > OUTLIER_RATIO * by[names[-n - 1]]:
             return by[names[-n - 1]] * 1.3, names[-n:]
     return by[names[-1]], []
 
 
-def stacked(told: Told, before: Told | None, width: int) -> str:
+def draw_memory_bars(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
     """Each cell's peak by category, the smallest first; of an earlier comparison, a thin bar below."""
-    cells = told.measured
-    old = {c.cell: c for c in (before.measured if before is not None else [])}
-    high, cut = cut_short(told, before)
-    names = [f"{c.cell} †" if c.own else c.cell for c in cells]
+    cells = told.measured_cells
+    old = {c.cell: c for c in (before.measured_cells if before is not None else [])}
+    high, cut = choose_bar_scale(told, before)
+    names = [f"{c.cell} †" if c.is_library_default else c.cell for c in cells]
     label = "Memory at the peak, by category"
     label += "".join(f"; the bar of {c.cell} is cut short, it is {format_size(c.peak)}" for c in cells if c.cell in cut)
-    rows = Rows(names, width, 38 if old else 30, high, label, 84)
-    rows.grid(sizes(high, 3 if rows.small else 5))
+    rows = BarRows(names, width, 38 if old else 30, high, label, 84)
+    rows.grid(byte_ticks(high, 3 if rows.small else 5))
     for i, cell in enumerate(cells):
-        rows.name(i)
-        end = _stack(rows, cell, rows.y(i) + 4, 20, "")
+        rows.draw_name(i)
+        end = _draw_stacked_bar(rows, cell, rows.y(i) + 4, 20, "")
         rows.drawing.text(end + 7, rows.y(i) + 18, format_size(cell.peak), "value")
         if (was := old.get(cell.cell)) is not None:
-            end = _stack(rows, was, rows.y(i) + 26, 5, "was ")
+            end = _draw_stacked_bar(rows, was, rows.y(i) + 26, 5, "was ")
             rows.drawing.text(end + 7, rows.y(i) + 33, format_size(was.peak), "faint")
     return str(rows.drawing)
 
 
-def _stack(rows: Rows, cell: Seen, y: float, height: float, whose: str) -> float:
+def _draw_stacked_bar(rows: BarRows, cell: CellPageData, y: float, height: float, whose: str) -> float:
     """Where it ends; one that goes beyond the scale has a gap before its end."""
-    assert cell.fullest is not None
-    held, total = cell.fullest.peak.held, 0
+    assert cell.fullest_account is not None
+    held, total = cell.fullest_account.peak.held, 0
     for category in CATEGORIES:
         if part := held.get(category, 0):
             start, end = rows.x(total), rows.x(total + part)
             total += part
             if start < rows.x.end:
-                tip = f"{whose}{cell.cell}, {WORDS[category]}: {format_size(part)}"
+                tip = f"{whose}{cell.cell}, {CATEGORY_LABELS[category]}: {format_size(part)}"
                 rows.drawing.rect(start, y, max(end - start - 1, 0.6), height, f"c-{category}", tip)
     if total > rows.x.high:
         for at in (rows.x.end - 26, rows.x.end - 18):
             corners = [(at, y + height + 2), (at + 8, y - 2), (at + 12, y - 2), (at + 4, y + height + 2)]
-            rows.drawing.area(corners, "break")
+            rows.drawing.polygon(corners, "break")
     return rows.x(total)
 
 
-def bridge(one: Seen, two: Seen, width: int) -> str:
+def draw_bridge(one: CellPageData, two: CellPageData, width: int) -> str:
     """From one cell's peak to another's: a row a category, which begins where the last one ended."""
-    moved = moves(one, two)
+    moved = category_differences(one, two)
     least = 0.004 * max(one.peak, two.peak)
     shown: list[tuple[Category | None, int]] = [(c, d) for c, d in moved.items() if abs(d) >= least]
     rest = sum(moved.values()) - sum(d for _, d in shown)
     shown += [(None, rest)] if rest else []
-    names = [one.cell, *(WORDS[c] if c else "all others" for c, _ in shown), two.cell]
+    names = [one.cell, *(CATEGORY_LABELS[c] if c else "all others" for c, _ in shown), two.cell]
     total, highest = one.peak, one.peak
     for _, delta in shown:
         total += delta
         highest = max(highest, total)
-    rows = Rows(names, width, 26, highest, f"What moved from {one.cell} to {two.cell}", 92)
+    rows = BarRows(names, width, 26, highest, f"What moved from {one.cell} to {two.cell}", 92)
     draw = rows.drawing
-    rows.grid(sizes(highest, 3 if rows.small else 5))
-    rows.name(0)
+    rows.grid(byte_ticks(highest, 3 if rows.small else 5))
+    rows.draw_name(0)
     draw.rect(rows.x.start, rows.y(0) + 4, rows.x(one.peak) - rows.x.start, 17, "whole")
     draw.text(draw.width, rows.y(0) + 17, format_size(one.peak), "value", "end")
     total = one.peak
     for i, (category, delta) in enumerate(shown, 1):
-        rows.name(i)
+        rows.draw_name(i)
         low, high = sorted((total, total + delta))
         tip = f"{names[i]}: {_signed(delta)}"
         draw.rect(rows.x(low), rows.y(i) + 4, max(rows.x(high) - rows.x(low), 1), 17, f"c-{category or 'runtime'}", tip)
@@ -139,7 +139,7 @@ def bridge(one: Seen, two: Seen, width: int) -> str:
         draw.text(draw.width, rows.y(i) + 17, _signed(delta), "value less" if delta < 0 else "value more", "end")
         total += delta
     last = len(names) - 1
-    rows.name(last)
+    rows.draw_name(last)
     draw.rect(rows.x.start, rows.y(last) + 4, rows.x(two.peak) - rows.x.start, 17, "whole")
     draw.text(draw.width, rows.y(last) + 17, format_size(two.peak), "value", "end")
     return str(draw)
@@ -149,14 +149,14 @@ def _signed(delta: int) -> str:
     return f"{'−' if delta < 0 else '+'}{format_size(abs(delta))}"
 
 
-def balance(told: Told, width: int) -> str:
+def draw_rank_balance(told: ComparisonPageData, width: int) -> str:
     """A dot a rank: how evenly a cell's ranks are filled."""
-    cells = told.measured
+    cells = told.measured_cells
     high = max(c.peak for c in cells)
-    rows = Rows([c.cell for c in cells], width, 26, high, "Each rank's peak", 70)
-    rows.grid(sizes(high, 3 if rows.small else 5))
+    rows = BarRows([c.cell for c in cells], width, 26, high, "Each rank's peak", 70)
+    rows.grid(byte_ticks(high, 3 if rows.small else 5))
     for i, cell in enumerate(cells):
-        rows.name(i)
+        rows.draw_name(i)
         peaks = [(a.rank, a.peak.peak) for a in cell.memory]
         y = rows.y(i) + 13
         least, most = min(p for _, p in peaks), max(p for _, p in peaks)
@@ -168,26 +168,26 @@ def balance(told: Told, width: int) -> str:
     return str(rows.drawing)
 
 
-def times(told: Told, before: Told | None, width: int) -> str:
+def draw_step_times(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
     """Every step as a dot, the middle half as a bar, the median as a line; the fastest first."""
-    cells = told.timed
-    old = {c.cell: c for c in (before.timed if before is not None else [])}
+    cells = told.timed_cells
+    old = {c.cell: c for c in (before.timed_cells if before is not None else [])}
     high = max(max(c.timed) for c in cells)
-    high = max([high, *(halves(old[c.cell])[1] for c in cells if c.cell in old)])
-    rows = Rows([c.cell for c in cells], width, 28, high, "Seconds a step", 70)
-    rows.grid([(v, format_duration(v) if v else "0") for v in marks(0, high, 3 if rows.small else 5)])
+    high = max([high, *(step_time_quartiles(old[c.cell])[1] for c in cells if c.cell in old)])
+    rows = BarRows([c.cell for c in cells], width, 28, high, "Seconds a step", 70)
+    rows.grid([(v, format_duration(v) if v else "0") for v in round_ticks(0, high, 3 if rows.small else 5)])
     for i, cell in enumerate(cells):
-        rows.name(i)
-        y, (low, top) = rows.y(i) + 14, halves(cell)
+        rows.draw_name(i)
+        y, (low, top) = rows.y(i) + 14, step_time_quartiles(cell)
         if (was := old.get(cell.cell)) is not None:
-            start, end = halves(was)
-            tip = f"before: {format_duration(was.middle)}"
+            start, end = step_time_quartiles(was)
+            tip = f"before: {format_duration(was.median_seconds)}"
             rows.drawing.rect(rows.x(start), y + 9, max(rows.x(end) - rows.x(start), 2), 3, "was", tip)
         half = f"{format_duration(low)} to {format_duration(top)}"
-        tip = f"{cell.cell}: median {format_duration(cell.middle)}, middle half {half}"
+        tip = f"{cell.cell}: median {format_duration(cell.median_seconds)}, middle half {half}"
         rows.drawing.rect(rows.x(low), y - 7, max(rows.x(top) - rows.x(low), 1), 14, "half", tip)
         for seconds in cell.timed:
             rows.drawing.dot((rows.x(seconds), y), 2.2, "step")
-        rows.drawing.line((rows.x(cell.middle), y - 9), (rows.x(cell.middle), y + 9), "median")
-        rows.drawing.text(width, y + 4, format_duration(cell.middle), "value", "end")
+        rows.drawing.line((rows.x(cell.median_seconds), y - 9), (rows.x(cell.median_seconds), y + 9), "median")
+        rows.drawing.text(width, y + 4, format_duration(cell.median_seconds), "value", "end")
     return str(rows.drawing)

@@ -8,82 +8,91 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from unipar.memory.account import Account
-from unipar.report.charts.bars import SMALL, sizes
-from unipar.report.charts.svg import LETTER, Drawing, Point, Scale, doubled, marks, unit_of, wide
-from unipar.report.data.comparison import Seen, Told
-from unipar.report.data.headline import ranked
-from unipar.results.agreement import tolerance
+from unipar.memory.account import MemoryAccount
+from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
+from unipar.report.charts.svg import (
+    LETTER_WIDTH,
+    AxisScale,
+    Drawing,
+    Point,
+    byte_unit_of,
+    power_of_two_ticks,
+    round_ticks,
+    text_width,
+)
+from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.headline import cells_to_rank
+from unipar.results.agreement import loss_tolerance
 from unipar.utils.text import format_size
 
-BINS = 240
+MAX_CURVE_POINTS = 240
 """A curve is drawn with so many points at most: the fullest of each stretch."""
 
-OUT = 3
+OWN_SCALE_RATIO = 3
 """A curve so many times higher than the middle one has a scale of its own."""
 
-SHADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+SHADE_BOUNDS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 """Where one shade of a difference ends and the next begins; below the first but not the same is a shade as well."""
 
 
-def drawable(cells: Sequence[Seen]) -> list[tuple[Seen, Account]]:
-    return [(c, c.fullest) for c in cells if c.fullest is not None and c.fullest.curve]
+def cells_with_curves(cells: Sequence[CellPageData]) -> list[tuple[CellPageData, MemoryAccount]]:
+    return [(c, c.fullest_account) for c in cells if c.fullest_account is not None and c.fullest_account.curve]
 
 
-def through(told: Told, before: Told | None, width: int) -> str:
+def draw_memory_through_step(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
     """A panel a cell, all to one scale: bytes along one step of its fullest rank."""
-    drawn = drawable(told.measured)
-    old = {c.cell: a for c, a in drawable(before.measured if before is not None else [])}
-    across = 1 if width < SMALL else 3
+    drawn = cells_with_curves(told.measured_cells)
+    old = {c.cell: a for c, a in cells_with_curves(before.measured_cells if before is not None else [])}
+    across = 1 if width < NARROW_BELOW_PIXELS else 3
     gap, left, high = 18, 62, 128
     each = (width - left - gap * (across - 1)) / across
     drawing = Drawing(width, math.ceil(len(drawn) / across) * (high + 46) + 4, "Memory along one step")
     tops = {c.cell: max(b for account in (a, old.get(c.cell)) if account for _, b in account.curve) for c, a in drawn}
-    common = max(top for top in tops.values() if top <= OUT * median(tops.values()))
+    common = max(top for top in tops.values() if top <= OWN_SCALE_RATIO * median(tops.values()))
     for i, (cell, account) in enumerate(drawn):
         column, row = i % across, i // across
         apart = tops[cell.cell] > common
-        x = Scale(0, 1, left + column * (each + gap), left + column * (each + gap) + each)
-        y = Scale(0, tops[cell.cell] if apart else common, row * (high + 46) + 34 + high, row * (high + 46) + 34)
+        x = AxisScale(0, 1, left + column * (each + gap), left + column * (each + gap) + each)
+        y = AxisScale(0, tops[cell.cell] if apart else common, row * (high + 46) + 34 + high, row * (high + 46) + 34)
         drawing.text(x.start, y.end - 20, cell.cell, "name")
-        _phases(drawing, account, x, y)
-        for value, words in [] if apart else sizes(y.high, 3):
+        _draw_phases(drawing, account, x, y)
+        for value, words in [] if apart else byte_ticks(y.high, 3):
             drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
             if column == 0:
                 drawing.text(left - 6, y(value) + 4, words, "tick", "end")
         if (was := old.get(cell.cell)) is not None:
-            drawing.way([(x(a), y(b)) for a, b in thinned(was.curve)], "curve before")
-        points = [(x(a), y(b)) for a, b in thinned(account.curve)]
-        drawing.area([(points[0][0], y.start), *points, (points[-1][0], y.start)], "under")
-        drawing.way(points, "curve", f"{cell.cell}: {format_size(cell.peak)} at the peak")
+            drawing.polyline([(x(a), y(b)) for a, b in thin_curve(was.curve)], "curve before")
+        points = [(x(a), y(b)) for a, b in thin_curve(account.curve)]
+        drawing.polygon([(points[0][0], y.start), *points, (points[-1][0], y.start)], "under")
+        drawing.polyline(points, "curve", f"{cell.cell}: {format_size(cell.peak)} at the peak")
         if apart:
             drawing.text(x.start + 6, y.start - 8, f"a scale of its own, up to {format_size(y.high)}", "tick")
     return str(drawing)
 
 
-def _phases(drawing: Drawing, account: Account, x: Scale, y: Scale) -> None:
+def _draw_phases(drawing: Drawing, account: MemoryAccount, x: AxisScale, y: AxisScale) -> None:
     for j, (at, phase) in enumerate(account.marks):
         end = account.marks[j + 1][0] if j + 1 < len(account.marks) else 1.0
         if j % 2:
             drawing.rect(x(at), y.end, x(end) - x(at), y.start - y.end, "phase")
-        if x(end) - x(at) >= wide(phase) - 4:
+        if x(end) - x(at) >= text_width(phase) - 4:
             drawing.text((x(at) + x(end)) / 2, y.end - 4, phase, "tick", "middle")
 
 
-def thinned(curve: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+def thin_curve(curve: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
     """The fullest point of each stretch, and the last; never more than BINS."""
-    if len(curve) <= BINS:
+    if len(curve) <= MAX_CURVE_POINTS:
         return list(curve)
     kept: dict[int, tuple[float, int]] = {}
     for at, held in curve:
-        place = min(int(at * (BINS - 1)), BINS - 2)
+        place = min(int(at * (MAX_CURVE_POINTS - 1)), MAX_CURVE_POINTS - 2)
         if place not in kept or held > kept[place][1]:
             kept[place] = (at, held)
     return [*(kept[place] for place in sorted(kept)), curve[-1]]
 
 
 @dataclass(frozen=True)
-class Line:
+class LineSeries:
     """A series by step."""
 
     tip: str
@@ -91,25 +100,27 @@ class Line:
     points: Sequence[tuple[int, float]]
 
 
-def losses(told: Told, width: int) -> str:
+def draw_losses(told: ComparisonPageData, width: int) -> str:
     """Of the one process as a line; the cells lie upon it where they agree."""
-    one = told.found.reference
+    one = told.comparison.reference
     rows = [c.row for c in told.cells if c.row.outcome == "ran" and c.row.losses]
-    series = [Line(row.cell, "loss one" if row is one else "loss", list(enumerate(row.losses, 1))) for row in rows]
-    return lines(series, width, "Loss by step")
+    series = [
+        LineSeries(row.cell, "loss one" if row is one else "loss", list(enumerate(row.losses, 1))) for row in rows
+    ]
+    return draw_lines(series, width, "Loss by step")
 
 
-def lines(series: Sequence[Line], width: int, label: str) -> str:
+def draw_lines(series: Sequence[LineSeries], width: int, label: str) -> str:
     """Upon one another; values that are not finite are left out."""
-    series = [Line(s.tip, s.kind, [(i, v) for i, v in s.points if math.isfinite(v)]) for s in series]
+    series = [LineSeries(s.tip, s.kind, [(i, v) for i, v in s.points if math.isfinite(v)]) for s in series]
     values = [v for s in series for _, v in s.points] or [0.0]
     count = max((i for s in series for i, _ in s.points), default=1)
-    small = width < SMALL
+    small = width < NARROW_BELOW_PIXELS
     drawing = Drawing(width, 226, label)
     low, high = min(values), max(values)
     room = (high - low) * 0.06 or 0.5
-    x, y = Scale(1, max(count, 2), 56, width - 10), Scale(low - room, high + room, 190, 10)
-    for value in marks(y.low, y.high, 4):
+    x, y = AxisScale(1, max(count, 2), 56, width - 10), AxisScale(low - room, high + room, 190, 10)
+    for value in round_ticks(y.low, y.high, 4):
         drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
         drawing.text(48, y(value) + 4, f"{value:.4g}", "tick", "end")
     for step in _steps(count, 5 if small else 12):
@@ -117,17 +128,17 @@ def lines(series: Sequence[Line], width: int, label: str) -> str:
     drawing.text(x.end, 224, "optimizer step", "tick", "end")
     for s in series:
         tip = f"{s.tip}: {s.points[0][1]:.4f} to {s.points[-1][1]:.4f}" if s.points else s.tip
-        drawing.way([(x(i), y(v)) for i, v in s.points], s.kind, tip)
+        drawing.polyline([(x(i), y(v)) for i, v in s.points], s.kind, tip)
     return str(drawing)
 
 
 def _steps(count: int, about: int) -> list[int]:
-    return sorted({1, *(int(v) for v in marks(1, count, about) if v >= 1 and v == int(v))})
+    return sorted({1, *(int(v) for v in round_ticks(1, count, about) if v >= 1 and v == int(v))})
 
 
-def parted(told: Told) -> list[tuple[str, list[float]]]:
+def loss_differences(told: ComparisonPageData) -> list[tuple[str, list[float]]]:
     """By cell, and by part where there are several: how far each loss is from one process's, relative above 1."""
-    one = told.found.reference
+    one = told.comparison.reference
     if one is None:
         return []
     made: list[tuple[str, list[float]]] = []
@@ -140,21 +151,21 @@ def parted(told: Told) -> list[tuple[str, list[float]]]:
     return made
 
 
-def shade(off: float) -> int:
+def shade_of(off: float) -> int:
     """0 for the same bits, then darker with each power of ten."""
-    return 0 if off == 0 else 1 + sum(off >= bound for bound in SHADES)
+    return 0 if off == 0 else 1 + sum(off >= bound for bound in SHADE_BOUNDS)
 
 
-def differences(told: Told, width: int) -> str:
+def draw_loss_differences(told: ComparisonPageData, width: int) -> str:
     """A row a cell, a square a step: the darker, the further from one process; a cross is beyond what is allowed."""
-    series = parted(told)
-    small = width < SMALL
-    left = 0.0 if small else max(wide(name) for name, _ in series) + 14
+    series = loss_differences(told)
+    small = width < NARROW_BELOW_PIXELS
+    left = 0.0 if small else max(text_width(name) for name, _ in series) + 14
     count = max(len(values) for _, values in series)
     bins = min(count, 40 if small else 100)
     each, step = (width - left) / bins, 40 if small else 24
     drawing = Drawing(width, step * len(series) + 34, "How far each loss is from one process's, by step")
-    allowed = tolerance(told.found.precision)
+    allowed = loss_tolerance(told.comparison.precision)
     for i, (name, values) in enumerate(series):
         y = step * i + (18 if small else 0)
         drawing.text(0 if small else left - 12, y - 5 if small else y + 15, name, "name", "start" if small else "end")
@@ -166,7 +177,7 @@ def differences(told: Told, width: int) -> str:
             said = f"{off:.1e}" if off else "the same bits"
             where = f"step {first + 1}" if last == first + 1 else f"steps {first + 1} to {last}"
             x = left + each * j
-            drawing.rect(x, y + 1, each - 1, 19, f"s{shade(off)}", f"{name}, {where}: {said}")
+            drawing.rect(x, y + 1, each - 1, 19, f"s{shade_of(off)}", f"{name}, {where}: {said}")
             if off > allowed:
                 drawing.line((x + 2, y + 4), (x + each - 3, y + 17), "cross")
                 drawing.line((x + 2, y + 17), (x + each - 3, y + 4), "cross")
@@ -178,38 +189,42 @@ def differences(told: Told, width: int) -> str:
     return str(drawing)
 
 
-def pareto(told: Told, before: Told | None, width: int) -> str:
+def draw_pareto(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
     """Samples a second against memory; the line joins the cells that no other beats in both."""
-    small = width < SMALL
-    cells = [c for c in told.measured if c.timed]
-    old = {c.cell: c for c in (before.measured if before is not None else []) if c.timed}
+    small = width < NARROW_BELOW_PIXELS
+    cells = [c for c in told.measured_cells if c.timed]
+    old = {c.cell: c for c in (before.measured_cells if before is not None else []) if c.timed}
 
-    def place(c: Seen, samples: int) -> tuple[float, float]:
-        return max(float(c.peak), 1.0), samples / c.middle
+    def place(c: CellPageData, samples: int) -> tuple[float, float]:
+        return max(float(c.peak), 1.0), samples / c.median_seconds
 
-    now = {c.cell: place(c, told.found.samples) for c in cells}
-    was = {n: place(c, before.found.samples) for n, c in old.items() if n in now} if before is not None else {}
+    now = {c.cell: place(c, told.comparison.samples) for c in cells}
+    was = {n: place(c, before.comparison.samples) for n, c in old.items() if n in now} if before is not None else {}
     xs, ys = zip(*now.values(), *was.values(), strict=True)
     below = 18 * len(cells) + 8 if small else 0
     drawing = Drawing(width, 372 + below, "Samples a second against memory at the peak")
     log = max(xs) / min(xs) > 4
-    x = Scale(min(xs) / 1.25 if log else 0, max(xs) * (1.25 if log else 1.12), 56, width - 12, log)
-    y = Scale(0 if min(ys) < 0.4 * max(ys) else 0.8 * min(ys), max(ys) * 1.08, 322, 14)
-    at = doubled(x.low, x.high, unit_of(x.high)) if log else [v for v, _ in sizes(x.high, 3 if small else 6)]
+    x = AxisScale(min(xs) / 1.25 if log else 0, max(xs) * (1.25 if log else 1.12), 56, width - 12, log)
+    y = AxisScale(0 if min(ys) < 0.4 * max(ys) else 0.8 * min(ys), max(ys) * 1.08, 322, 14)
+    at = (
+        power_of_two_ticks(x.low, x.high, byte_unit_of(x.high))
+        if log
+        else [v for v, _ in byte_ticks(x.high, 3 if small else 6)]
+    )
     for value in at:
         drawing.line((x(value), y.start), (x(value), y.end), "grid")
         drawing.text(
             x(value), y.start + 17, format_size(value) if value else "0", "tick", "middle" if value else "start"
         )
-    for value in marks(y.low, y.high, 5):
+    for value in round_ticks(y.low, y.high, 5):
         drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
         drawing.text(48, y(value) + 4, f"{value:g}", "tick", "end")
     drawing.text(x.end, y.start + 36, f"memory at the peak{', each step twice the last' if log else ''}", "tick", "end")
     drawing.text(x.start + 6, y.end + 4, "samples a second", "tick")
     places = {n: (x(a), y(b)) for n, (a, b) in now.items()}
     olden = [(x(a), y(b)) for a, b in was.values()]
-    best = front({c.cell: now[c.cell] for c in ranked(cells, told)})
-    drawing.way([places[n] for n in best], "front")
+    best = pareto_front({c.cell: now[c.cell] for c in cells_to_rank(cells, told)})
+    drawing.polyline([places[n] for n in best], "front")
     for name, (a, b) in was.items():
         drawing.line((x(a), y(b)), places[name], "arrow")
         drawing.dot((x(a), y(b)), 4, "point before", f"before, {name}: {format_size(a)}, {b:.1f} samples/s")
@@ -217,7 +232,9 @@ def pareto(told: Told, before: Told | None, width: int) -> str:
         kind = "point best" if name in best else "point"
         drawing.dot(places[name], 5, kind, f"{name}: {format_size(a)}, {b:.1f} samples/s")
     words = {n: str(i) for i, n in enumerate(now, 1)} if small else {n: n for n in now}
-    for name, (spot, anchor_end) in spots(places, words, x, y, [*olden, *along([places[n] for n in best])]).items():
+    for name, (spot, anchor_end) in label_positions(
+        places, words, x, y, [*olden, *points_along([places[n] for n in best])]
+    ).items():
         (px, py), (sx, sy) = places[name], spot
         if math.hypot(sx - px, sy - py) > 30:
             drawing.line((px, py), (sx, sy - 4), "link")
@@ -227,7 +244,7 @@ def pareto(told: Told, before: Told | None, width: int) -> str:
     return str(drawing)
 
 
-def front(places: dict[str, tuple[float, float]]) -> list[str]:
+def pareto_front(places: dict[str, tuple[float, float]]) -> list[str]:
     """The cells that none other beats in both, the smallest first."""
     best: list[str] = []
     for name in sorted(places, key=lambda n: (places[n][0], -places[n][1])):
@@ -236,7 +253,7 @@ def front(places: dict[str, tuple[float, float]]) -> list[str]:
     return best
 
 
-def along(way: Sequence[Point]) -> list[Point]:
+def points_along(way: Sequence[Point]) -> list[Point]:
     """Points every few pixels of a line."""
     made: list[Point] = []
     for (x1, y1), (x2, y2) in pairwise(way):
@@ -245,8 +262,8 @@ def along(way: Sequence[Point]) -> list[Point]:
     return made
 
 
-def spots(
-    places: dict[str, Point], words: dict[str, str], x: Scale, y: Scale, others: Sequence[Point] = ()
+def label_positions(
+    places: dict[str, Point], words: dict[str, str], x: AxisScale, y: AxisScale, others: Sequence[Point] = ()
 ) -> dict[str, tuple[Point, bool]]:
     """Where each point's words stand, and whether they end there: beside it, or where there is room near it."""
     taken = [(px - 6, py - 6, px + 6, py + 6) for px, py in places.values()]
@@ -260,15 +277,15 @@ def spots(
             for side in (1, -1)
         ]
         for spot, ends in options:
-            left = spot[0] - (LETTER * len(words[name]) if ends else 0)
-            box = (left - 2, spot[1] - 11, left + wide(words[name]) + 2, spot[1] + 3)
+            left = spot[0] - (LETTER_WIDTH * len(words[name]) if ends else 0)
+            box = (left - 2, spot[1] - 11, left + text_width(words[name]) + 2, spot[1] + 3)
             inside = box[0] >= x.start and box[2] <= x.end + 10 and box[1] >= y.end + 8 and box[3] <= y.start
-            if inside and not any(_meet(box, other) for other in taken):
+            if inside and not any(_boxes_overlap(box, other) for other in taken):
                 found[name] = spot, ends
                 taken.append(box)
                 break
     return found
 
 
-def _meet(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+def _boxes_overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

@@ -10,15 +10,15 @@ from typing import Literal
 
 from typing_extensions import override
 
-LETTER = 7.2
+LETTER_WIDTH = 7.2
 """How wide a letter is at most, about, in the size that drawings use; fonts differ."""
 
-Anchor = Literal["start", "middle", "end"]
+TextAnchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]
 
 
-def wide(words: str) -> float:
-    return LETTER * len(words)
+def text_width(words: str) -> float:
+    return LETTER_WIDTH * len(words)
 
 
 class Drawing:
@@ -28,31 +28,35 @@ class Drawing:
         self.width, self.height, self.label = width, height, label
         self._shapes: list[str] = []
 
-    def text(self, x: float, y: float, words: str, kind: str = "", anchor: Anchor = "start") -> None:
-        self._shapes.append(f'<text x="{x:.1f}" y="{y:.1f}"{_kind(kind)}{_anchor(anchor)}>{html.escape(words)}</text>')
+    def text(self, x: float, y: float, words: str, kind: str = "", anchor: TextAnchor = "start") -> None:
+        self._shapes.append(
+            f'<text x="{x:.1f}" y="{y:.1f}"{_class_attribute(kind)}{_anchor_attribute(anchor)}>{html.escape(words)}</text>'
+        )
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, tip: str = "") -> None:
         where = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
-        self._shapes.append(_with_tip("rect", where + _kind(kind), tip))
+        self._shapes.append(_with_tip("rect", where + _class_attribute(kind), tip))
 
     def line(self, start: Point, end: Point, kind: str) -> None:
         (x1, y1), (x2, y2) = start, end
-        self._shapes.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{_kind(kind)}/>')
+        self._shapes.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{_class_attribute(kind)}/>')
 
     def dot(self, at: Point, radius: float, kind: str, tip: str = "") -> None:
         where = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="{radius:g}"'
-        self._shapes.append(_with_tip("circle", where + _kind(kind), tip))
+        self._shapes.append(_with_tip("circle", where + _class_attribute(kind), tip))
 
-    def way(self, points: Sequence[Point], kind: str, tip: str = "") -> None:
+    def polyline(self, points: Sequence[Point], kind: str, tip: str = "") -> None:
         """A line through all points; one point alone is a dot."""
         if len(points) == 1:
             self.dot(points[0], 2, kind, tip)
         elif points:
             where = f'points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"'
-            self._shapes.append(_with_tip("polyline", where + _kind(kind), tip))
+            self._shapes.append(_with_tip("polyline", where + _class_attribute(kind), tip))
 
-    def area(self, points: Sequence[Point], kind: str) -> None:
-        self._shapes.append(f'<polygon points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"{_kind(kind)}/>')
+    def polygon(self, points: Sequence[Point], kind: str) -> None:
+        self._shapes.append(
+            f'<polygon points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"{_class_attribute(kind)}/>'
+        )
 
     @override
     def __str__(self) -> str:
@@ -60,11 +64,11 @@ class Drawing:
         return "\n".join([f"{head}>", *self._shapes, "</svg>"])
 
 
-def _kind(kind: str) -> str:
+def _class_attribute(kind: str) -> str:
     return f' class="{kind}"' if kind else ""
 
 
-def _anchor(anchor: Anchor) -> str:
+def _anchor_attribute(anchor: TextAnchor) -> str:
     return "" if anchor == "start" else f' text-anchor="{anchor}"'
 
 
@@ -73,7 +77,7 @@ def _with_tip(shape: str, attributes: str, tip: str) -> str:
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """From a figure's values to places in a drawing."""
 
     low: float
@@ -89,7 +93,7 @@ class Scale:
         return self.start + (self.end - self.start) * (at - low) / ((high - low) or 1.0)
 
 
-def marks(low: float, high: float, about: int = 5, unit: float = 1.0) -> list[float]:
+def round_ticks(low: float, high: float, about: int = 5, unit: float = 1.0) -> list[float]:
     """Round values between two others: steps of 1, 2 or 5, times a power of ten, times `unit`."""
     if not high > low:
         return [low]
@@ -100,12 +104,12 @@ def marks(low: float, high: float, about: int = 5, unit: float = 1.0) -> list[fl
     return [step * i for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def doubled(low: float, high: float, unit: float) -> list[float]:
+def power_of_two_ticks(low: float, high: float, unit: float) -> list[float]:
     """Marks for a logarithmic scale: powers of two times `unit`."""
     first, last = math.ceil(math.log2(low / unit) - 1e-9), math.floor(math.log2(high / unit) + 1e-9)
     return [unit * 2.0**i for i in range(first, last + 1)]
 
 
-def unit_of(size: float) -> float:
+def byte_unit_of(size: float) -> float:
     """The power of 1024 in which a number of bytes is said."""
     return next((float(u) for u in (2**30, 2**20, 2**10) if size >= 0.98 * u), 1.0)

@@ -13,20 +13,27 @@ from typing import Any, Self
 from unipar.backend import registry
 from unipar.config import Cell, Config
 from unipar.errors import ConfigError, ReportError, UniparError
-from unipar.memory.account import Account
+from unipar.memory.account import MemoryAccount
 from unipar.results.comparison import Comparison
-from unipar.results.files import CONFIG, asked_of, comparison_of, found, inner, mapping
-from unipar.results.row import Row
-from unipar.run_folder.layout import ledger_of
+from unipar.results.files import (
+    CONFIG_FILE,
+    find_result_file,
+    nested_mapping,
+    original_config_path,
+    parse_comparison,
+    read_mapping,
+)
+from unipar.results.row import CellResult
+from unipar.run_folder.layout import ledger_path
 from unipar.utils.mappings import flatten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class CellPageData:
     """One cell, with what lies in its folder."""
 
-    row: Row
-    memory: Sequence[Account]
+    row: CellResult
+    memory: Sequence[MemoryAccount]
     """Of its ranks, as the comparison has it: what only lies in the cell's folder was not measured whole."""
 
     config: Mapping[str, Any]
@@ -35,7 +42,7 @@ class Seen:
     says: str = ""
     """What its variant does otherwise, in its backend's words."""
 
-    own: bool = False
+    is_library_default: bool = False
     """Whether a size in it is its library's default and not ours."""
 
     parameters: int = 0
@@ -46,30 +53,30 @@ class Seen:
 
     @property
     def timed(self) -> list[float]:
-        return self.row.timed if self.row.outcome == "ran" else []
+        return self.row.timed_seconds if self.row.outcome == "ran" else []
 
     @property
-    def middle(self) -> float:
+    def median_seconds(self) -> float:
         return median(self.timed)
 
     @cached_property
-    def fullest(self) -> Account | None:
+    def fullest_account(self) -> MemoryAccount | None:
         """Of the rank that held most."""
         return max(self.memory, key=lambda a: a.peak.peak, default=None)
 
     @property
     def peak(self) -> int:
-        assert self.fullest is not None, self.cell
-        return self.fullest.peak.peak
+        assert self.fullest_account is not None, self.cell
+        return self.fullest_account.peak.peak
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class ComparisonPageData:
     """A comparison as its page shows it."""
 
     folder: Path
-    found: Comparison
-    cells: tuple[Seen, ...]
+    comparison: Comparison
+    cells: tuple[CellPageData, ...]
     versions: Mapping[str, str]
     machine: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -81,42 +88,42 @@ class Told:
     @classmethod
     def read(cls, place: Path) -> Self:
         """From a run folder, its folder `compare` or the file in that."""
-        kind, file = found(place)
+        kind, file = find_result_file(place)
         if kind != "comparison":
             raise ReportError(f"{place} holds a {kind}, and no comparison")
-        data = mapping(file, "comparison")
+        data = read_mapping(file, "comparison")
         problems: list[str] = []
-        compared, folder = comparison_of(file, data), file.parent
+        compared, folder = parse_comparison(file, data), file.parent
         of = data.get("of")
         of = of if isinstance(of, dict) else {}
-        asked = asked_of(folder, compared.name)
+        asked = original_config_path(folder, compared.name)
         return cls(
             folder=folder,
-            found=compared,
-            cells=tuple(_seen(folder, row, problems) for row in compared.rows),
-            versions={str(k): str(v) for k, v in inner(of, "versions").items()},
-            machine=inner(of, "machine"),
-            config=config_of(asked, problems) if asked.exists() else {},
+            comparison=compared,
+            cells=tuple(_read_cell_data(folder, row, problems) for row in compared.rows),
+            versions={str(k): str(v) for k, v in nested_mapping(of, "versions").items()},
+            machine=nested_mapping(of, "machine"),
+            config=read_config_keys(asked, problems) if asked.exists() else {},
             problems=tuple(problems),
         )
 
     @cached_property
-    def measured(self) -> list[Seen]:
+    def measured_cells(self) -> list[CellPageData]:
         """The cells whose memory is known, the smallest first; of those that failed it is not all."""
-        known = (c for c in self.cells if c.fullest is not None and c.row.outcome not in ("failed", "unlike"))
+        known = (c for c in self.cells if c.fullest_account is not None and c.row.outcome not in ("failed", "unlike"))
         return sorted(known, key=lambda c: c.peak)
 
     @property
-    def broken(self) -> list[Seen]:
+    def failed_cells(self) -> list[CellPageData]:
         """The cells that failed after something of their memory was written down."""
-        return [c for c in self.cells if c.fullest is not None and c.row.outcome == "failed"]
+        return [c for c in self.cells if c.fullest_account is not None and c.row.outcome == "failed"]
 
     @cached_property
-    def timed(self) -> list[Seen]:
+    def timed_cells(self) -> list[CellPageData]:
         """The cells whose steps were timed, the fastest first."""
-        return sorted((c for c in self.cells if c.timed), key=lambda c: c.middle)
+        return sorted((c for c in self.cells if c.timed), key=lambda c: c.median_seconds)
 
-    def cell(self, name: str) -> Seen | None:
+    def cell(self, name: str) -> CellPageData | None:
         return next((c for c in self.cells if c.cell == name), None)
 
     @property
@@ -124,26 +131,28 @@ class Told:
         return max((c.parameters for c in self.cells), default=0)
 
 
-def _seen(folder: Path, row: Row, problems: list[str]) -> Seen:
+def _read_cell_data(folder: Path, row: CellResult, problems: list[str]) -> CellPageData:
     try:
         cell = Cell.parse(row.cell)
     except ConfigError:
-        return Seen(row=row, memory=row.memory, config={})
+        return CellPageData(row=row, memory=row.memory, config={})
     at = folder / cell.slug
-    begun = _parameters(at, problems if row.outcome in ("ran", "unlike") else [])  # others may not have come to a start
-    seen = Seen(row=row, memory=row.memory, config={}, parameters=begun)
-    if (at / CONFIG).exists():
-        seen = replace(seen, config=config_of(at / CONFIG, problems))
+    begun = _read_parameter_count(
+        at, problems if row.outcome in ("ran", "unlike") else []
+    )  # others may not have come to a start
+    seen = CellPageData(row=row, memory=row.memory, config={}, parameters=begun)
+    if (at / CONFIG_FILE).exists():
+        seen = replace(seen, config=read_config_keys(at / CONFIG_FILE, problems))
     try:
-        variant = registry.find(cell.backend).capabilities.variants.get(cell.variant or "")
+        variant = registry.find_backend(cell.backend).capabilities.variants.get(cell.variant or "")
     except UniparError:  # a backend that is not known where the page is made
         variant = None
     return seen if variant is None else replace(seen, says=variant.says, own=variant.library_defaults)
 
 
-def config_of(file: Path, problems: list[str]) -> dict[str, Any]:
+def read_config_keys(file: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        data = mapping(file, "config")
+        data = read_mapping(file, "config")
     except ReportError as e:
         problems.append(str(e))
         return {}
@@ -153,9 +162,9 @@ def config_of(file: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _parameters(at: Path, problems: list[str]) -> int:
+def _read_parameter_count(at: Path, problems: list[str]) -> int:
     """As rank 0's first events say; 0 where they cannot be read, or it never began."""
-    file = ledger_of(at, 0)
+    file = ledger_path(at, 0)
     if not file.exists():
         return 0
     try:

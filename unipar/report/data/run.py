@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from unipar.errors import ReportError
-from unipar.memory.account import Account, accounts
-from unipar.report.data.comparison import config_of
-from unipar.results.files import CONFIG, inner, mapping
+from unipar.memory.account import MemoryAccount, read_accounts
+from unipar.report.data.comparison import read_config_keys
+from unipar.results.files import CONFIG_FILE, nested_mapping, read_mapping
 from unipar.results.run import Report
 from unipar.run_folder.ledger import Ledger
 
-_LEDGER = r"rank-(\d+)\.jsonl"
+_LEDGER_FILE_PATTERN = r"rank-(\d+)\.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class RunPageData:
     """A run as its page shows it."""
 
     folder: Path
@@ -30,13 +30,13 @@ class Ran:
     """Of rank 0: its logged steps."""
 
     ended: bool
-    died: str
+    failure: str
     """What a rank said at its end, where it failed."""
 
     peaks: Mapping[int, int | None]
     """By rank, the bytes that it ever held at its peak; None where it came to no end."""
 
-    memory: tuple[Account, ...]
+    memory: tuple[MemoryAccount, ...]
     watched: tuple[str, ...]
     """How memory was seen, in the ranks' words."""
 
@@ -55,35 +55,35 @@ class Ran:
     @classmethod
     def read(cls, ledger: Path) -> Self:
         folder, problems = ledger.parent, list[str]()
-        by = dict(_ranks(folder, problems))
+        by = dict(_read_ledgers(folder, problems))
         ranks = list(by.values())
         try:
             report = Report.of(folder, ranks)
         except (LookupError, TypeError, ValueError) as e:
             raise ReportError(f"{ledger} is no ledger that unipar wrote ({type(e).__name__}: {e})") from None
         launch = folder / "launch.json"
-        told = _launched(launch, problems) if launch.exists() else {}
-        config = config_of(folder / CONFIG, problems) if (folder / CONFIG).exists() else {}
+        told = _read_launch_file(launch, problems) if launch.exists() else {}
+        config = read_config_keys(folder / CONFIG_FILE, problems) if (folder / CONFIG_FILE).exists() else {}
         return cls(
             folder=folder,
             report=report,
             rows=tuple(row for row in ranks[0] if row["event"] == "step"),
             ended=any(row["event"] == "end" for row in ranks[0]),
-            died=_died(folder),
+            failure=_read_first_error(folder),
             peaks={rank: _peak(by.get(rank, ())) for rank in sorted({*range(report.size), *by})},
-            watched=tuple(_watched(by)),
-            memory=tuple(account for account in accounts(folder, problems) if account.phases),
+            watched=tuple(_describe_memory_recording(by)),
+            memory=tuple(account for account in read_accounts(folder, problems) if account.phases),
             config=config,
-            command=_command(folder, told, config),
-            versions={str(k): str(v) for k, v in inner(told, "versions").items()},
-            machine=inner(told, "machine"),
+            command=_command_to_repeat(folder, told, config),
+            versions={str(k): str(v) for k, v in nested_mapping(told, "versions").items()},
+            machine=nested_mapping(told, "machine"),
             problems=tuple(problems),
         )
 
 
-def _ranks(folder: Path, problems: list[str]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _read_ledgers(folder: Path, problems: list[str]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Each rank's events by its number; the first one's must be there, another that cannot be read is left out."""
-    numbers = sorted(int(m[1]) for file in folder.iterdir() if (m := re.fullmatch(_LEDGER, file.name)))
+    numbers = sorted(int(m[1]) for file in folder.iterdir() if (m := re.fullmatch(_LEDGER_FILE_PATTERN, file.name)))
     for rank in numbers:
         file = folder / f"rank-{rank}.jsonl"
         try:
@@ -110,7 +110,7 @@ def _peak(rows: Iterable[Mapping[str, Any]]) -> int | None:
     return next((int(row["peak_rss"]) for row in rows if row["event"] == "end" and row.get("peak_rss")), None)
 
 
-def _watched(ranks: Mapping[int, Iterable[Mapping[str, Any]]]) -> Iterator[str]:
+def _describe_memory_recording(ranks: Mapping[int, Iterable[Mapping[str, Any]]]) -> Iterator[str]:
     """What they said of how memory was seen, once; and who did, where not all say the same."""
     by: dict[str, list[int]] = {}
     for rank, rows in ranks.items():
@@ -120,15 +120,15 @@ def _watched(ranks: Mapping[int, Iterable[Mapping[str, Any]]]) -> Iterator[str]:
         yield said if len(whose) == len(ranks) else f"rank {', '.join(map(str, whose))}: {said}"
 
 
-def _launched(file: Path, problems: list[str]) -> dict[str, Any]:
+def _read_launch_file(file: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return mapping(file, "launch of a run")
+        return read_mapping(file, "launch of a run")
     except ReportError as e:
         problems.append(str(e))
         return {}
 
 
-def _died(folder: Path) -> str:
+def _read_first_error(folder: Path) -> str:
     """The first rank's words, by its own clock."""
     told: list[tuple[float, str]] = []
     for file in folder.glob("rank-*.error.json"):
@@ -140,11 +140,11 @@ def _died(folder: Path) -> str:
     return min(told)[1] if told else ""
 
 
-def _command(folder: Path, told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def _command_to_repeat(folder: Path, told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     script = told.get("script")
     if isinstance(script, list) and len(script) > 1:
         how, *words = map(str, script)
         return shlex.join(["python", *(["-m"] if how == "module" else []), *words])
     if not config.get("task.use"):
         return ""
-    return shlex.join(["unipar", "run", str(folder / CONFIG), "--out", str(folder), "--overwrite"])
+    return shlex.join(["unipar", "run", str(folder / CONFIG_FILE), "--out", str(folder), "--overwrite"])

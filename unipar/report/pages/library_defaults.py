@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unipar.config import Cell, Config
-from unipar.report.data.comparison import Seen, Told
-from unipar.report.data.headline import WORDS, moves
+from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.headline import CATEGORY_LABELS, category_differences
 from unipar.utils.text import format_size
 
 
-def own(told: Told, cell: Seen) -> str:
+def library_default_note(told: ComparisonPageData, cell: CellPageData) -> str:
     """Its peak beside that of the same cell without them, and of the plain one, where they were measured; and why."""
     says = f"† {cell.cell} runs {cell.says}, its default"
-    if cell not in told.measured:
+    if cell not in told.measured_cells:
         return f"{says}."
     says += f": {format_size(cell.peak)}"
     torch_alone = str(Cell(Config.model_fields["backend"].default))  # and nothing split
     without, plain = (
-        next((c for c in told.measured if c.cell == name), None)
+        next((c for c in told.measured_cells if c.cell == name), None)
         for name in (str(replace(Cell.parse(cell.cell), variant=None)), torch_alone)
     )
     beside = [(without, " without them")] if without is not None else []
@@ -26,18 +26,18 @@ def own(told: Told, cell: Seen) -> str:
     if not beside:
         return f"{says}."
     times = [f"{cell.peak / c.peak:.1f} times {c.cell}{words} ({format_size(c.peak)})" for c, words in beside]
-    return f"{says}, {' and '.join(times)}{_why(cell, beside[0][0], plain)}."
+    return f"{says}, {' and '.join(times)}{_describe_largest_category(cell, beside[0][0], plain)}."
 
 
-def _why(cell: Seen, other: Seen, plain: Seen | None) -> str:
+def _describe_largest_category(cell: CellPageData, other: CellPageData, plain: CellPageData | None) -> str:
     """What it holds more of than the other, above all; the plain cell's gradients are whole."""
-    moved = moves(other, cell)
+    moved = category_differences(other, cell)
     category = max(moved, key=lambda c: moved[c])
     if moved[category] <= 0 or cell.peak <= other.peak:
         return ""
-    assert cell.fullest is not None
-    says = f"; {format_size(cell.fullest.peak.held[category])} of it are {WORDS[category]}"
-    if category != "communication" or plain is None or plain.fullest is None:
+    assert cell.fullest_account is not None
+    says = f"; {format_size(cell.fullest_account.peak.held[category])} of it are {CATEGORY_LABELS[category]}"
+    if category != "communication" or plain is None or plain.fullest_account is None:
         return says
-    gradients = max(phase.held.get("gradients", 0) for phase in plain.fullest.phases)
+    gradients = max(phase.held.get("gradients", 0) for phase in plain.fullest_account.phases)
     return f"{says}, for {format_size(gradients)} of gradients" if gradients else says

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from unipar.memory.cuda_total import ASSUMED, there
-from unipar.report.pages.elements import listed, said
-from unipar.results.memory_tables import fullest, here
-from unipar.results.row import Row
+from unipar.memory.cuda_total import CUDA_ASSUMPTIONS, total_on_cuda
+from unipar.report.pages.elements import bullet_list, paragraph
+from unipar.results.memory_tables import bytes_on_this_machine, largest_account
+from unipar.results.row import CellResult
 from unipar.utils.text import format_size
 
-NONE = "–"
+_NO_VALUE = "–"
 
 
-def columns(*, cuda: bool, measured: bool) -> list[str]:
+def memory_column_heads(*, cuda: bool, measured: bool) -> list[str]:
     """The heads of those in which memory is always shown."""
     there = "measured" if cuda and measured else "predicted"
     return ["allocated here", "reserved here" if cuda else "resident here", f"on CUDA ({there})"]
 
 
-def meant(*, cuda: bool, measured: bool) -> str:
+def column_notes(*, cuda: bool, measured: bool) -> str:
     """What these columns are."""
-    return said(
+    return paragraph(
         "Allocated: measured, on the largest rank, beyond what it held before the model was built. Resident: the "
         "same as the system counts it, files left out; where memory was not measured the peak RSS of the timed "
         "run (~), which is no ranking. "
@@ -29,19 +29,19 @@ def meant(*, cuda: bool, measured: bool) -> str:
     )
 
 
-def assumptions() -> str:
+def cuda_assumptions() -> str:
     """Of what is predicted on CUDA."""
-    return "<h3>On CUDA: assumed, not measured</h3>" + listed(ASSUMED)
+    return "<h3>On CUDA: assumed, not measured</h3>" + bullet_list(CUDA_ASSUMPTIONS)
 
 
-def three(row: Row, ranks: int) -> list[str]:
+def memory_cells(row: CellResult, ranks: int) -> list[str]:
     """The columns in which memory is always shown, in its world of so many ranks."""
-    rss = f"~{format_size(max(row.peak_rss))}" if row.peak_rss else NONE
+    rss = f"~{format_size(max(row.peak_rss))}" if row.peak_rss else _NO_VALUE
     if not row.memory:
-        return [NONE, rss, NONE]
-    account, taken = fullest(row.memory), here(row.memory)
+        return [_NO_VALUE, rss, _NO_VALUE]
+    account, taken = largest_account(row.memory), bytes_on_this_machine(row.memory)
     return [
         format_size(account.peak.peak),
         rss if taken is None else format_size(taken),
-        format_size(there(account, ranks).total),
+        format_size(total_on_cuda(account, ranks).total),
     ]

@@ -8,67 +8,72 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unipar.memory.cuda_total import Measured, there
-from unipar.report.charts.bars import SMALL, sizes
-from unipar.report.charts.svg import Drawing, Scale, marks, wide
-from unipar.report.data.comparison import config_of
+from unipar.memory.cuda_total import MeasuredCudaMemory, total_on_cuda
+from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
+from unipar.report.charts.svg import AxisScale, Drawing, round_ticks, text_width
+from unipar.report.data.comparison import read_config_keys
 from unipar.report.pages.elements import (
-    again,
-    e,
-    figure,
-    installed,
-    keys_of,
-    listed,
-    located,
-    said,
-    section,
-    tabled,
-    together,
-    whole,
+    bullet_list,
+    config_listing,
+    describe_machine,
+    environment_tables,
+    escape,
+    html_figure,
+    html_page,
+    html_section,
+    html_table,
+    keep_units_together,
+    paragraph,
+    repeat_command_block,
 )
-from unipar.report.pages.memory_columns import assumptions, columns, meant, three
-from unipar.results.files import asked_of
-from unipar.results.memory_tables import fullest
-from unipar.results.row import HEADS
-from unipar.results.scaling import Kind, Scaling, World, percent
+from unipar.report.pages.memory_columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
+from unipar.results.files import original_config_path
+from unipar.results.memory_tables import largest_account
+from unipar.results.row import OUTCOME_PREFIXES
+from unipar.results.scaling import ScaledCell, Scaling, ScalingKind, format_percent
 from unipar.utils.text import count_of, format_duration, format_size
 
-NONE = "–"
-COLOURS = 6
+_NO_VALUE = "–"
+COLOUR_COUNT = 6
 """Lines of more cells begin with the first colour again, dashed."""
 
 
 @dataclass(frozen=True)
-class Shown:
+class ScalingFigure:
     """What a figure is of."""
 
     label: str
-    of: Callable[[World], float | None]
-    words: Callable[[float], str]
+    value_of: Callable[[ScaledCell], float | None]
+    format_value: Callable[[float], str]
     high: float
-    ideal: Callable[[World], float] | None = None
+    ideal: Callable[[ScaledCell], float] | None = None
 
 
-def page(found: Scaling, folder: Path) -> str:
+def render_scaling(found: Scaling, folder: Path) -> str:
     """All of it; in `folder` lies what was asked."""
     problems: list[str] = []
-    file = _asked(found, folder)
-    config = config_of(file, problems) if file is not None else {}
-    return whole(
+    file = _find_config_file(found, folder)
+    config = read_config_keys(file, problems) if file is not None else {}
+    return html_page(
         f"unipar {found.verb}: {found.name}",
         _head(found, problems),
-        [*_figures(found), _worlds(found), _configs(config), _how(found, again(_command(found, folder, file)))],
+        [
+            *_figure_sections(found),
+            _worlds(found),
+            _configs(config),
+            _method_section(found, repeat_command_block(_command_to_repeat(found, folder, file))),
+        ],
     )
 
 
-def _asked(found: Scaling, folder: Path) -> Path | None:
+def _find_config_file(found: Scaling, folder: Path) -> Path | None:
     """Its own config; of comparisons that of the smallest world, in which the others differ by their size alone."""
     smallest = min(world.ranks for world in found.worlds)
-    files = [asked_of(at, found.name) for at in (folder, folder / f"world-{smallest}")]
+    files = [original_config_path(at, found.name) for at in (folder, folder / f"world-{smallest}")]
     return next((file for file in files if file.exists()), None)
 
 
-def _command(found: Scaling, folder: Path, file: Path | None) -> str:
+def _command_to_repeat(found: Scaling, folder: Path, file: Path | None) -> str:
     if file is None or folder.name not in ("scale", "worlds"):
         return ""
     sizes = ",".join(map(str, sorted({world.ranks for world in found.worlds})))
@@ -78,17 +83,17 @@ def _command(found: Scaling, folder: Path, file: Path | None) -> str:
 
 
 def _configs(config: Mapping[str, Any]) -> str:
-    return section("configs", "Config", keys_of(config, "All keys of what was asked")) if config else ""
+    return html_section("configs", "Config", config_listing(config, "All keys of what was asked")) if config else ""
 
 
-def answer(found: Scaling) -> str:
+def scaling_headline(found: Scaling) -> str:
     """How near the widest worlds come to the ideal, the best cell first."""
     said: list[str] = []
     for kind in found.kinds:
-        last = [worlds[-1] for cell in found.cells if len(worlds := found.of(cell, kind)) > 1]
+        last = [worlds[-1] for cell in found.cells if len(worlds := found.timed_worlds(cell, kind)) > 1]
         by = {world: share for world in last if (share := found.efficiency(world)) is not None}
         best = sorted(by, key=lambda world: -by[world])
-        told = [f"{percent(by[world])} for {world.cell} on {count_of(world.ranks, 'rank')}" for world in best]
+        told = [f"{format_percent(by[world])} for {world.cell} on {count_of(world.ranks, 'rank')}" for world in best]
         said += [f"{kind} scaling: {', '.join(told)}"] if told else []
     return f"Of the ideal, {'; '.join(said)}." if said else "No cell ran in two worlds, so there is nothing to hold."
 
@@ -102,73 +107,78 @@ def _head(found: Scaling, problems: Sequence[str]) -> str:
     return "\n".join(
         [
             "<header>",
-            f'<p class="kicker">unipar {found.verb} · {e(" · ".join(facts))}</p>',
-            f"<h1>{e(together(answer(found)))}</h1>",
-            *(f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {e(line)}</p>' for line in found.verdict()),
-            f'<p class="where">Measured on {e(located(found.machine, found.versions))}.</p>',
-            *(said(text, "worry") for text in [f"On {found.shared()}.", *problems]),
+            f'<p class="kicker">unipar {found.verb} · {escape(" · ".join(facts))}</p>',
+            f"<h1>{escape(keep_units_together(scaling_headline(found)))}</h1>",
+            *(
+                f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {escape(line)}</p>'
+                for line in found.verdict()
+            ),
+            f'<p class="where">Measured on {escape(describe_machine(found.machine, found.versions))}.</p>',
+            *(paragraph(text, "worry") for text in [f"On {found.shared()}.", *problems]),
             "</header>",
         ]
     )
 
 
 def _key(found: Scaling) -> str:
-    items = "".join(f'<li><i class="{_line(i)}"></i>{e(cell)}</li>' for i, cell in enumerate(found.cells))
+    items = "".join(f'<li><i class="{_line_class(i)}"></i>{escape(cell)}</li>' for i, cell in enumerate(found.cells))
     return f'<ul class="key">{items}</ul>'
 
 
-def _line(i: int) -> str:
-    return f"w{i % COLOURS}" + (" again" if i >= COLOURS else "")
+def _line_class(i: int) -> str:
+    return f"w{i % COLOUR_COUNT}" + (" again" if i >= COLOUR_COUNT else "")
 
 
-def _figures(found: Scaling) -> Iterator[str]:
-    def ideal(world: World) -> float:
+def _figure_sections(found: Scaling) -> Iterator[str]:
+    def ideal(world: ScaledCell) -> float:
         return world.ranks / found.base(world).ranks
 
     worlds = found.worlds
-    faster = [v for w in worlds if (v := found.faster(w)) is not None]
+    faster = [v for w in worlds if (v := found.speed_up(w)) is not None]
     share = [v for w in worlds if (v := found.efficiency(w)) is not None]
     held = [v for w in worlds if (v := found.memory(w)) is not None]
-    yield _section(
+    yield _figure_section(
         found,
-        Shown("Speed-up", found.faster, lambda v: f"{v:.2f}", max([*map(ideal, worlds), *faster]), ideal),
+        ScalingFigure("Speed-up", found.speed_up, lambda v: f"{v:.2f}", max([*map(ideal, worlds), *faster]), ideal),
         "Samples a second in proportion to the smallest world. Dashed: the ideal, twice as much on twice the ranks.",
     )
-    yield _section(
+    yield _figure_section(
         found,
-        Shown("Efficiency", found.efficiency, percent, max([1.0, *share]), lambda _: 1.0),
+        ScalingFigure("Efficiency", found.efficiency, format_percent, max([1.0, *share]), lambda _: 1.0),
         "The speed-up in proportion to the ranks. Dashed: all of it.",
     )
     if held:
-        yield _section(
+        yield _figure_section(
             found,
-            Shown("Memory", found.memory, format_size, max(held)),
+            ScalingFigure("Memory", found.memory, format_size, max(held)),
             "What the fullest rank had allocated at its fullest moment, beyond what it held before training.",
         )
 
 
-def _section(found: Scaling, shown: Shown, words: str) -> str:
-    drawn = figure(lambda width: panels(found, shown, width), _table(found, shown))
-    return section(shown.label.lower(), shown.label, said(words), _key(found), drawn)
+def _figure_section(found: Scaling, shown: ScalingFigure, words: str) -> str:
+    drawn = html_figure(lambda width: draw_scaling_panels(found, shown, width), _table(found, shown))
+    return html_section(shown.label.lower(), shown.label, paragraph(words), _key(found), drawn)
 
 
-def _how(found: Scaling, repeated: str) -> str:
-    accounts = [(row.cell, fullest(row.memory)) for row in found.rows if row.memory]
+def _method_section(found: Scaling, repeated: str) -> str:
+    accounts = [(row.cell, largest_account(row.memory)) for row in found.rows if row.memory]
     methods, notes = {a.method for _, a in accounts}, {f"{name}: {note}" for name, a in accounts for note in a.notes}
-    return section(
+    return html_section(
         "how",
         "How it was measured",
-        listed([*sorted(methods), *found.remarks(), *sorted(notes)]),
-        assumptions() if accounts and not _measured(found) else "",
-        installed(found.machine, found.versions),
+        bullet_list([*sorted(methods), *found.remarks(), *sorted(notes)]),
+        cuda_assumptions() if accounts and not _is_all_measured(found) else "",
+        environment_tables(found.machine, found.versions),
         repeated,
     )
 
 
-def _measured(found: Scaling) -> bool:
+def _is_all_measured(found: Scaling) -> bool:
     """Whether no figure of CUDA is a prediction."""
     watched = [(row.memory, world.ranks) for world in found.worlds if (row := found.row(world)).memory]
-    return all(isinstance(there(fullest(accounts), ranks), Measured) for accounts, ranks in watched)
+    return all(
+        isinstance(total_on_cuda(largest_account(accounts), ranks), MeasuredCudaMemory) for accounts, ranks in watched
+    )
 
 
 def _worlds(found: Scaling) -> str:
@@ -184,58 +194,69 @@ def _worlds(found: Scaling) -> str:
         "efficiency",
     ]
     cuda = any(a.on is not None for row in found.rows for a in row.memory)
-    memory = ["cell", "scaling", "ranks", *columns(cuda=cuda, measured=_measured(found))]
+    memory = ["cell", "scaling", "ranks", *memory_column_heads(cuda=cuda, measured=_is_all_measured(found))]
     rows: list[list[str]] = []
     held: list[list[str]] = []
     for world in found.worlds:
-        row, rate = found.row(world), found.rate(world)
+        row, rate = found.row(world), found.samples_per_second(world)
         share = f"{world.micro} × {world.accumulate}"
         start = [world.cell, " and ".join(world.kinds), str(world.ranks), str(world.samples), share]
         if rate is None:
-            rows.append([*start, HEADS.get(row.outcome, "") + (row.note or row.outcome)])
+            rows.append([*start, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
             continue
-        faster, efficient = found.faster(world), found.efficiency(world)
-        told = [NONE if faster is None else f"{faster:.2f}", NONE if efficient is None else percent(efficient)]
-        held.append([*start[:3], *three(row, world.ranks)])
+        faster, efficient = found.speed_up(world), found.efficiency(world)
+        told = [
+            _NO_VALUE if faster is None else f"{faster:.2f}",
+            _NO_VALUE if efficient is None else format_percent(efficient),
+        ]
+        held.append([*start[:3], *memory_cells(row, world.ranks)])
         rows.append([*start, format_duration(world.samples / rate), f"{rate:.1f}", *told])
-    return section(
+    return html_section(
         "worlds",
         "Every world",
-        tabled(head, rows, "What each world took", (0, 1)),
-        tabled(memory, held, "Memory of its largest rank", (0, 1)),
-        meant(cuda=cuda, measured=_measured(found)),
+        html_table(head, rows, "What each world took", (0, 1)),
+        html_table(memory, held, "Memory of its largest rank", (0, 1)),
+        column_notes(cuda=cuda, measured=_is_all_measured(found)),
     )
 
 
-def _table(found: Scaling, shown: Shown) -> str:
+def _table(found: Scaling, shown: ScalingFigure) -> str:
     ranks = sorted({world.ranks for world in found.worlds})
     rows: list[list[str]] = []
     for cell in found.cells:
         for kind in found.kinds:
-            by = {world.ranks: shown.of(world) for world in found.of(cell, kind)}
-            rows.append([cell, kind, *(NONE if (v := by.get(n)) is None else shown.words(v) for n in ranks)])
-    return tabled(["cell", "scaling", *(count_of(n, "rank") for n in ranks)], rows, f"{shown.label} by ranks", (0, 1))
+            by = {world.ranks: shown.value_of(world) for world in found.timed_worlds(cell, kind)}
+            rows.append(
+                [cell, kind, *(_NO_VALUE if (v := by.get(n)) is None else shown.format_value(v) for n in ranks)]
+            )
+    return html_table(
+        ["cell", "scaling", *(count_of(n, "rank") for n in ranks)], rows, f"{shown.label} by ranks", (0, 1)
+    )
 
 
-def panels(found: Scaling, shown: Shown, width: int) -> str:
+def draw_scaling_panels(found: Scaling, shown: ScalingFigure, width: int) -> str:
     """Strong scaling at the left, weak at the right; below it where it is narrow. A line a cell."""
-    across, tall, gap = (1, 190, 56) if width < SMALL or len(found.kinds) == 1 else (2, 230, 56)
-    at = sizes(shown.high) if shown.ideal is None else [(v, shown.words(v)) for v in marks(0, shown.high, 4)]
-    left = max(wide(words) for _, words in at) + 12
+    across, tall, gap = (1, 190, 56) if width < NARROW_BELOW_PIXELS or len(found.kinds) == 1 else (2, 230, 56)
+    at = (
+        byte_ticks(shown.high)
+        if shown.ideal is None
+        else [(v, shown.format_value(v)) for v in round_ticks(0, shown.high, 4)]
+    )
+    left = max(text_width(words) for _, words in at) + 12
     each = (width - across * left - 20) / across
     drawing = Drawing(width, (tall + gap) * (len(found.kinds) // across), f"{shown.label} by ranks")
     ranks = sorted({world.ranks for world in found.worlds})
     for i, kind in enumerate(found.kinds):
         start, top = left + (i % across) * (each + left + 10), 26 + (i // across) * (tall + gap)
-        x = Scale(ranks[0], max(ranks[-1], ranks[0] + 1), start, start + each)
-        y = Scale(0, shown.high * 1.04, top + tall, top)
+        x = AxisScale(ranks[0], max(ranks[-1], ranks[0] + 1), start, start + each)
+        y = AxisScale(0, shown.high * 1.04, top + tall, top)
         drawing.text(start, top - 10, f"{kind} scaling, by ranks", "name")
         for value, words in at:
             drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
             drawing.text(start - 6, y(value) + 4, words, "tick", "end")
         free = 0.0
         for n in ranks:
-            half = wide(str(n)) / 2
+            half = text_width(str(n)) / 2
             if x(n) - half >= free:
                 drawing.text(x(n), top + tall + 18, str(n), "tick", "middle")
                 free = x(n) + half + 8
@@ -243,13 +264,15 @@ def panels(found: Scaling, shown: Shown, width: int) -> str:
     return str(drawing)
 
 
-def _lines(drawing: Drawing, found: Scaling, shown: Shown, kind: Kind, x: Scale, y: Scale) -> None:
+def _lines(
+    drawing: Drawing, found: Scaling, shown: ScalingFigure, kind: ScalingKind, x: AxisScale, y: AxisScale
+) -> None:
     own = [[w for w in found.worlds if w.cell == cell and kind in w.kinds] for cell in found.cells]
     if shown.ideal is not None:
-        drawing.way([(x(w.ranks), y(shown.ideal(w))) for w in max(own, key=len)], "ideal")
+        drawing.polyline([(x(w.ranks), y(shown.ideal(w))) for w in max(own, key=len)], "ideal")
     for i, cell in enumerate(found.cells):
-        points = [(w, v) for w in found.of(cell, kind) if (v := shown.of(w)) is not None]
-        drawing.way([(x(w.ranks), y(v)) for w, v in points], f"way {_line(i)}")
+        points = [(w, v) for w in found.timed_worlds(cell, kind) if (v := shown.value_of(w)) is not None]
+        drawing.polyline([(x(w.ranks), y(v)) for w, v in points], f"way {_line_class(i)}")
         for w, v in points:
-            tip = f"{cell}, {count_of(w.ranks, 'rank')}: {shown.words(v)}"
-            drawing.dot((x(w.ranks), y(v)), 4, f"at {_line(i)}", tip)
+            tip = f"{cell}, {count_of(w.ranks, 'rank')}: {shown.format_value(v)}"
+            drawing.dot((x(w.ranks), y(v)), 4, f"at {_line_class(i)}", tip)

@@ -8,19 +8,30 @@ from collections.abc import Sequence
 
 from unipar.results.verdicts import Verdict, Verdicts
 
-WIDTH, HEIGHT, LEFT, RIGHT = 860, 250, 76, 190
-COLORS = ("#1f6fb4", "#d2691e", "#2e8b57", "#8a4fb0", "#b0305c", "#6b6b2a", "#1b8a9a", "#9a6a3a", "#555555", "#c09000")
+FIGURE_PIXELS, HEIGHT, LEFT, RIGHT = 860, 250, 76, 190
+LINE_COLOURS = (
+    "#1f6fb4",
+    "#d2691e",
+    "#2e8b57",
+    "#8a4fb0",
+    "#b0305c",
+    "#6b6b2a",
+    "#1b8a9a",
+    "#9a6a3a",
+    "#555555",
+    "#c09000",
+)
 
 
-def drawn(now: Verdicts) -> str:
+def draw_verification(now: Verdicts) -> str:
     """Both panels, as one SVG."""
     rows = [row for row in now.rows if row.losses]
-    base = _base(now)
+    base = _one_process_losses(now)
     below = HEIGHT + 60
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{below + HEIGHT + 30}" '
-        f'viewBox="0 0 {WIDTH} {below + HEIGHT + 30}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{below + HEIGHT + 30}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{FIGURE_PIXELS}" height="{below + HEIGHT + 30}" '
+        f'viewBox="0 0 {FIGURE_PIXELS} {below + HEIGHT + 30}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{FIGURE_PIXELS}" height="{below + HEIGHT + 30}" fill="white"/>',
         *_losses(rows, base, 20),
         *_differences(rows, base, now.allowed.get("loss", []), below),
         "</svg>",
@@ -28,7 +39,7 @@ def drawn(now: Verdicts) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _base(now: Verdicts) -> list[float]:
+def _one_process_losses(now: Verdicts) -> list[float]:
     return next((run["loss"] for name, run in now.one.items() if name == "one process"), [])
 
 
@@ -70,7 +81,7 @@ def _differences(rows: Sequence[Verdict], base: Sequence[float], allowed: Sequen
 
 
 def _color(i: int, name: str) -> str:
-    return "#000000" if name == "one process" else COLORS[i % len(COLORS)]
+    return "#000000" if name == "one process" else LINE_COLOURS[i % len(LINE_COLOURS)]
 
 
 class _Panel:
@@ -80,14 +91,14 @@ class _Panel:
         self.top, self.steps, self.low, self.high = top, max(steps, 1), low, high
 
     def x(self, step: int) -> float:
-        inner = WIDTH - LEFT - RIGHT
+        inner = FIGURE_PIXELS - LEFT - RIGHT
         return LEFT + inner * (step - 1) / max(self.steps - 1, 1)
 
     def y(self, value: float) -> float:
         return self.top + 20 + (HEIGHT - 20) * (self.high - value) / (self.high - self.low)
 
     def frame(self, title: str, marks: Sequence[tuple[float, str]]) -> list[str]:
-        right, bottom = WIDTH - RIGHT, self.top + HEIGHT
+        right, bottom = FIGURE_PIXELS - RIGHT, self.top + HEIGHT
         made = [f'<text x="{LEFT}" y="{self.top + 8}" font-weight="bold">{html.escape(title)}</text>']
         for value, text in marks:
             y = self.y(value)
@@ -104,7 +115,7 @@ class _Panel:
         )
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         y = self.top + 24 + 14 * place
-        x = WIDTH - RIGHT + 14
+        x = FIGURE_PIXELS - RIGHT + 14
         return (
             f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"{dash}/>\n'
             f'<line x1="{x}" y1="{y - 4}" x2="{x + 18}" y2="{y - 4}" stroke="{color}" stroke-width="2"{dash}/>'
@@ -112,7 +123,7 @@ class _Panel:
         )
 
 
-def page(now: Verdicts) -> str:
+def render_verification(now: Verdicts) -> str:
     """Table, words and picture in one file that needs nothing else."""
     title = html.escape(f"unipar verify: {now.name}")
     return "\n".join(
@@ -123,7 +134,7 @@ def page(now: Verdicts) -> str:
             "pre{background:#f6f6f6;padding:1em;overflow-x:auto}svg{max-width:100%;height:auto}</style></head><body>",
             f"<h1>{title}</h1>",
             f"<pre>{html.escape(now.table(110))}</pre>",
-            drawn(now),
+            draw_verification(now),
             "</body></html>",
             "",
         ]

@@ -9,14 +9,14 @@ import numpy as np
 
 from unipar.config import Config
 from unipar.config.sections.optimizer import SGD, Adam, AdamW
-from unipar.verification.judgement.record import Record, Vector
+from unipar.verification.judgement.record import RunRecord, SketchVector
 
-Grads = Mapping[str, Vector]
+GradientSketches = Mapping[str, SketchVector]
 """Sketches by parameter."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class StateRule:
     """How the optimizer's state follows from gradients, so that gradients follow from its state."""
 
     kind: str
@@ -31,7 +31,7 @@ class Rule:
     """The clip."""
 
     @classmethod
-    def of(cls, config: Config, groups: Sequence[Mapping[str, object]]) -> Rule:
+    def of(cls, config: Config, groups: Sequence[Mapping[str, object]]) -> StateRule:
         wanted, clip = config.train.optimizer, config.train.clipping
         decay: dict[str, float] = {}
         for group in groups:
@@ -51,12 +51,14 @@ class Rule:
         return cls("weight", 1.0, 0.0, decay, limit)
 
 
-def gradients(run: Record, rule: Rule, step: int, rates: Mapping[str, float]) -> dict[str, Vector]:
+def gradients_from_state(
+    run: RunRecord, rule: StateRule, step: int, rates: Mapping[str, float]
+) -> dict[str, SketchVector]:
     """What a step (from 1) was given of each parameter, less the decay, before it was clipped by the run's own norm."""
     before, after = run.states[step - 1], run.states[step]
     norm = run.norms[step - 1][0]
     clip = 1.0 if rule.limit is None else min(1.0, rule.limit / (norm + 1e-6))
-    found: dict[str, Vector] = {}
+    found: dict[str, SketchVector] = {}
     for (name, kind), now in after.items():
         if kind != rule.kind or name not in rule.decay:
             continue
@@ -75,7 +77,7 @@ def gradients(run: Record, rule: Rule, step: int, rates: Mapping[str, float]) ->
 
 
 @dataclass(frozen=True)
-class Mix:
+class GradientMix:
     """A gradient as a sum of known ones."""
 
     parts: Mapping[tuple[int, int], float]
@@ -84,16 +86,21 @@ class Mix:
     stale: float
     """How much of the step before."""
 
-    left: float
+    unexplained_share: float
     """What none of them explains, in proportion to the whole."""
 
 
-def mixed(found: Grads, parts: Mapping[tuple[int, int], Grads], stale: Grads, names: Sequence[str]) -> Mix | None:
+def fit_gradient_mix(
+    found: GradientSketches,
+    parts: Mapping[tuple[int, int], GradientSketches],
+    stale: GradientSketches,
+    names: Sequence[str],
+) -> GradientMix | None:
     """The least squares over these parameters, each counting the same."""
     keys = sorted(parts)
     columns = [*(parts[k] for k in keys), *([stale] if stale else [])]
-    lines: list[Vector] = []
-    wanted: list[Vector] = []
+    lines: list[SketchVector] = []
+    wanted: list[SketchVector] = []
     for name in names:
         if name not in found:
             continue
@@ -107,14 +114,14 @@ def mixed(found: Grads, parts: Mapping[tuple[int, int], Grads], stale: Grads, na
     a, y = np.concatenate(lines), np.concatenate(wanted)
     answer = np.linalg.lstsq(a, y, rcond=1e-10)[0]
     rest = float(np.linalg.norm(y - a @ answer) / max(float(np.linalg.norm(y)), 1e-300))
-    return Mix(
+    return GradientMix(
         {k: float(c) for k, c in zip(keys, answer[: len(keys)], strict=True)},
         float(answer[len(keys)]) if stale else 0.0,
         rest,
     )
 
 
-def still(run: Record, base: Record, step: int) -> list[str]:
+def find_unmoved_parameters(run: RunRecord, base: RunRecord, step: int) -> list[str]:
     """Parameters that a step left where they were, though it moves them in one process."""
     found: list[str] = []
     for (name, kind), was in run.states[step - 1].items():

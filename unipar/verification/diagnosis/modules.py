@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from unipar.verification.judgement.record import Record
+from unipar.verification.judgement.record import RunRecord
 
-TIMES = 16.0
+ROUNDING_FACTOR = 16.0
 """How many times the rounding of one process a module's sketch may be off."""
 
-LEAST = 1e-5
+MIN_RELATIVE_DIFFERENCE = 1e-5
 """The least that counts as off, in proportion: rounding is amplified within one module too."""
 
 
 @dataclass(frozen=True)
-class Parting:
+class ModuleDifference:
     """The first place where a cell's numbers are others."""
 
     way: str
@@ -30,36 +30,38 @@ class Parting:
     """In proportion."""
 
 
-def partings(run: Record, own: Record, exact: Record, ranks: int) -> dict[str, Parting]:
+def find_module_differences(
+    run: RunRecord, own: RunRecord, exact: RunRecord, ranks: int
+) -> dict[str, ModuleDifference]:
     """By way, if there is one. `own` is a replay in the run's precision, `exact` one in fp64, of the same step."""
-    found: dict[str, Parting] = {}
-    wanted, true = _by_place(own.traced[0]), _by_place(exact.traced[0])
-    mine = [_by_place(rows) for rows in run.traced]
-    scale = _convention(mine, wanted, ranks)
-    counts = own.seen[-1][0].scales
+    found: dict[str, ModuleDifference] = {}
+    wanted, true = _index_rows(own.traced[0]), _index_rows(exact.traced[0])
+    mine = [_index_rows(rows) for rows in run.traced]
+    scale = _backward_scale(mine, wanted, ranks)
+    counts = own.batches[-1][0].scales
     for (way, at, call), row in wanted.items():
         if way in found or not counts[call]:  # one of weight 0 may be any
             continue
         micro, rank = divmod(call, ranks)
         other = mine[rank].get((way, at, micro)) if rank < len(mine) else None
         if other is None:
-            found[way] = Parting(way, row["module"], rank, micro, float("nan"))
+            found[way] = ModuleDifference(way, row["module"], rank, micro, float("nan"))
             continue
         factor = scale if way == "backward" else 1.0
         size = float(row["sketch"].norm())
         off = float((other["sketch"] / factor - row["sketch"]).norm())
         rounding = float((row["sketch"] - true[way, at, call]["sketch"]).norm()) if (way, at, call) in true else 0.0
-        if not off <= max(TIMES * rounding, LEAST * size):
-            found[way] = Parting(way, row["module"], rank, micro, off / size if size else float("inf"))
+        if not off <= max(ROUNDING_FACTOR * rounding, MIN_RELATIVE_DIFFERENCE * size):
+            found[way] = ModuleDifference(way, row["module"], rank, micro, off / size if size else float("inf"))
     return found
 
 
-def _by_place(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
+def _index_rows(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
     """In the order in which things happened; the last word of each place counts."""
     return {(row["way"], row["at"], row["call"]): row for row in rows}
 
 
-def _convention(
+def _backward_scale(
     mine: list[dict[tuple[str, str, int], Any]], wanted: dict[tuple[str, str, int], Any], ranks: int
 ) -> float:
     """Libraries differ in whether the loss is multiplied by the number of ranks before it goes backward."""

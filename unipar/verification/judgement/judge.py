@@ -7,18 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unipar.verification.judgement.record import Key, Record, Seen, Vector, distance
-from unipar.verification.judgement.tolerance import NOISE, Allowance, noise_share
+from unipar.verification.judgement.record import RankBatches, RunRecord, SketchVector, StateKey, tensor_distance
+from unipar.verification.judgement.tolerance import NOISE_GRADIENT_SHARE, Tolerance, gradient_share
 
-SLACK = 4.0
+SKETCH_FACTOR = 4.0
 """A sketch tells a length to a factor of two or so: it names the place, and is no verdict by itself."""
 
-EXACT = 1e-9
+FP64_TOLERANCE = 1e-9
 """Rates and weights are computed on the CPU, in fp64."""
 
 
 @dataclass(frozen=True)
-class Measure:
+class Measurement:
     """One thing, in one step or at the end."""
 
     what: str
@@ -50,14 +50,14 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Held:
+class Judgement:
     """What came of it."""
 
-    worst: Measure
-    first: Measure | None
+    worst: Measurement
+    first: Measurement | None
     """The first that is off by more than is allowed, in the order in which things happen; None: nothing is."""
 
-    parted: tuple[Key, ...] = ()
+    differing: tuple[StateKey, ...] = ()
     """Tensors that part in the step of `first`, in the model's order."""
 
     @property
@@ -65,81 +65,81 @@ class Held:
         return self.first is None
 
 
-def judge(run: Record, allowance: Allowance, replay: Record) -> Held:
+def judge(run: RunRecord, allowance: Tolerance, replay: RunRecord) -> Judgement:
     """The verdict counts series and the state at the end; sketches say where it began."""
-    series = [m for t in range(run.steps) for m in _series(run, allowance, replay, t)]
-    end = list(_end(run, allowance))
+    series = [m for t in range(run.steps) for m in _measure_step(run, allowance, replay, t)]
+    end = list(_measure_final_state(run, allowance))
     worst = max([*series, *end], key=lambda m: m.share)
     if worst.share <= 1.0:
-        return Held(worst, None)
+        return Judgement(worst, None)
     for t in range(run.steps):
         for measure in series:
             if measure.step == t + 1 and measure.share > 1.0:
-                return Held(worst, measure, differing_tensors(run, allowance, t + 1))
+                return Judgement(worst, measure, differing_tensors(run, allowance, t + 1))
         if gone := differing_tensors(run, allowance, t + 1):
-            off, allowed = _sketched(run, allowance, gone[0], t + 1)
-            return Held(worst, Measure(gone[0][1], t + 1, off, allowed, gone[0][0]), gone)
-    return Held(worst, worst, tuple((m.name, m.what) for m in end if m.share > 1.0))
+            off, allowed = _measure_sketch(run, allowance, gone[0], t + 1)
+            return Judgement(worst, Measurement(gone[0][1], t + 1, off, allowed, gone[0][0]), gone)
+    return Judgement(worst, worst, tuple((m.name, m.what) for m in end if m.share > 1.0))
 
 
-def _series(run: Record, allowance: Allowance, replay: Record, t: int) -> Iterator[Measure]:
+def _measure_step(run: RunRecord, allowance: Tolerance, replay: RunRecord, t: int) -> Iterator[Measurement]:
     base, step = allowance.base, t + 1
-    yield Measure("samples", step, float(_strange(run.seen[t], replay.seen[t])), 0.0)
-    yield Measure("sample weight", step, abs(sum(rank.weight for rank in run.seen[t]) - 1.0), EXACT)
-    yield Measure("loss", step, abs(run.losses[t] - base.losses[t]), allowance.losses[t])
+    yield Measurement("samples", step, float(_count_wrong_batches(run.batches[t], replay.batches[t])), 0.0)
+    yield Measurement("sample weight", step, abs(sum(rank.weight for rank in run.batches[t]) - 1.0), FP64_TOLERANCE)
+    yield Measurement("loss", step, abs(run.losses[t] - base.losses[t]), allowance.losses[t])
     norm = base.norms[t][0]
     mine = run.norms[t]
-    yield Measure("ranks' norms", step, max(mine) - min(mine), allowance.norms[t])
-    yield Measure("norm", step, max((abs(n - norm) for n in mine), key=_nan_last), allowance.norms[t])
+    yield Measurement("ranks' norms", step, max(mine) - min(mine), allowance.norms[t])
+    yield Measurement("norm", step, max((abs(n - norm) for n in mine), key=_nan_as_infinity), allowance.norms[t])
     for rank in run.rates[t]:
         for own, wanted in zip(rank, base.rates[t][0], strict=False):
-            yield Measure("rate", step, abs(own - wanted), EXACT * wanted)
+            yield Measurement("rate", step, abs(own - wanted), FP64_TOLERANCE * wanted)
 
 
-def _nan_last(value: float) -> float:
+def _nan_as_infinity(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def used(ranks: list[Seen]) -> Counter[str]:
+def count_used_batches(ranks: list[RankBatches]) -> Counter[str]:
     """How often each microbatch that counts was used; one of weight 0 may be any."""
     marks: Counter[str] = Counter()
     for rank in ranks:
-        marks.update(mark for mark, weight in rank.weighed if mark and weight != 0.0)
+        marks.update(mark for mark, weight in rank.weighted_fingerprints if mark and weight != 0.0)
     return marks
 
 
-def _strange(mine: list[Seen], wanted: list[Seen]) -> int:
+def _count_wrong_batches(mine: list[RankBatches], wanted: list[RankBatches]) -> int:
     """Microbatches too many or too few."""
-    one, other = used(mine), used(wanted)
+    one, other = count_used_batches(mine), count_used_batches(wanted)
     return sum(((one - other) + (other - one)).values())
 
 
-def differing_tensors(run: Record, allowance: Allowance, step: int) -> tuple[Key, ...]:
+def differing_tensors(run: RunRecord, allowance: Tolerance, step: int) -> tuple[StateKey, ...]:
     """Tensors of the state that are off after a step, by their sketches."""
     keys = [k for k in allowance.base.states[step] if k[0] not in allowance.noise]
-    gone: list[Key] = []
+    gone: list[StateKey] = []
     for key in keys:
-        off, allowed = _sketched(run, allowance, key, step)
-        if not off <= SLACK * allowed:
+        off, allowed = _measure_sketch(run, allowance, key, step)
+        if not off <= SKETCH_FACTOR * allowed:
             gone.append(key)
     return tuple(gone)
 
 
-def _sketched(run: Record, allowance: Allowance, key: Key, step: int) -> tuple[float, float]:
-    mine: Vector | None = run.states[step].get(key)
+def _measure_sketch(run: RunRecord, allowance: Tolerance, key: StateKey, step: int) -> tuple[float, float]:
+    mine: SketchVector | None = run.states[step].get(key)
     if mine is None:
         return math.nan, 0.0
-    apart: Vector = mine - allowance.base.states[step][key]
+    apart: SketchVector = mine - allowance.base.states[step][key]
     return float((apart**2).sum() ** 0.5), allowance.sketches[step].get(key, 0.0)
 
 
-def _end(run: Record, allowance: Allowance) -> Iterator[Measure]:
+def _measure_final_state(run: RunRecord, allowance: Tolerance) -> Iterator[Measurement]:
     base, last = allowance.base, run.steps
     for key, tensor in base.state.items():
         name, kind = key
         if key not in run.state:
-            yield Measure(kind, last, math.nan, 0.0, name)
+            yield Measurement(kind, last, math.nan, 0.0, name)
         elif name not in allowance.noise:
-            yield Measure(kind, last, distance(run.state[key], tensor), allowance.state[key], name)
+            yield Measurement(kind, last, tensor_distance(run.state[key], tensor), allowance.state[key], name)
         elif kind == "exp_avg_sq":
-            yield Measure("gradient", last, noise_share(run, name), NOISE, name)
+            yield Measurement("gradient", last, gradient_share(run, name), NOISE_GRADIENT_SHARE, name)

@@ -11,28 +11,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Vector = NDArray[np.float64]
-Key = tuple[str, str]
+SketchVector = NDArray[np.float64]
+StateKey = tuple[str, str]
 """A tensor of the state: its parameter's name, and weight or the optimizer's own word."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankBatches:
     """The microbatches of one rank in one step, by fingerprint."""
 
     given: tuple[str, ...]
     scales: tuple[float, ...]
     """Each one's weight over the global batch's."""
 
-    used: tuple[str, ...]
+    used_fingerprints: tuple[str, ...]
     """What the loss was computed on."""
 
     @property
-    def weighed(self) -> list[tuple[str, float]]:
+    def weighted_fingerprints(self) -> list[tuple[str, float]]:
         """What was used, with its weight; each given one counts once, and what nobody gave weighs no number."""
         left = list(zip(self.given, self.scales, strict=True))
         found: list[tuple[str, float]] = []
-        for mark in self.used:
+        for mark in self.used_fingerprints:
             at = next((i for i, (name, _) in enumerate(left) if name == mark), None)
             found.append((mark, math.nan) if at is None else left.pop(at))
         return found
@@ -40,11 +40,11 @@ class Seen:
     @property
     def weight(self) -> float:
         """Of all that was used."""
-        return sum(weight for _, weight in self.weighed)
+        return sum(weight for _, weight in self.weighted_fingerprints)
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """One run."""
 
     losses: list[float]
@@ -54,16 +54,16 @@ class Record:
     rates: list[list[list[float]]]
     """By step and rank, each group's."""
 
-    seen: list[list[Seen]]
+    batches: list[list[RankBatches]]
     """By step and rank."""
 
     prefixes: list[str]
     """By step, what the names of the part that was trained begin with; nothing, where the model is one."""
 
-    states: list[dict[Key, Vector]]
+    states: list[dict[StateKey, SketchVector]]
     """Sketches: before the first step, then after each."""
 
-    state: dict[Key, Tensor]
+    state: dict[StateKey, Tensor]
     """At the end, whole."""
 
     traced: list[list[dict[str, Any]]]
@@ -81,41 +81,41 @@ class Record:
         return sorted({kind for _, kind in self.state} - {"weight", "step"})
 
 
-def put_together(ranks: list[dict[str, Any]]) -> Record:
+def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
     """Shares are added, ranges joined."""
     steps = [list(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True)]
-    return Record(
+    return RunRecord(
         losses=[sum(rank["loss"] for rank in step) for step in steps],
         norms=[[rank["norm"] for rank in step] for step in steps],
         rates=[[rank["rates"] for rank in step] for step in steps],
-        seen=[[_seen(rank) for rank in step] for step in steps],
+        batches=[[_rank_batches(rank) for rank in step] for step in steps],
         prefixes=[step[0]["prefix"] for step in steps],
-        states=[_added(list(states)) for states in zip(*(rank["states"] for rank in ranks), strict=True)],
-        state=_joined([piece for rank in ranks for piece in rank["pieces"]]),
+        states=[_add_sketches(list(states)) for states in zip(*(rank["states"] for rank in ranks), strict=True)],
+        state=_join_pieces([piece for rank in ranks for piece in rank["pieces"]]),
         traced=[rank["traced"] for rank in ranks],
         shares=ranks[0]["shares"],
         groups=ranks[0]["groups"],
     )
 
 
-def _seen(step: dict[str, Any]) -> Seen:
+def _rank_batches(step: dict[str, Any]) -> RankBatches:
     given = tuple(mark for mark, _ in step["given"])
-    return Seen(given, tuple(scale for _, scale in step["given"]), tuple(step["seen"]))
+    return RankBatches(given, tuple(scale for _, scale in step["given"]), tuple(step["seen"]))
 
 
-def _added(states: list[dict[str, Tensor]]) -> dict[Key, Vector]:
-    whole: dict[Key, Vector] = {}
+def _add_sketches(states: list[dict[str, Tensor]]) -> dict[StateKey, SketchVector]:
+    whole: dict[StateKey, SketchVector] = {}
     for state in states:
         for text, sketch in state.items():
             name, _, kind = text.rpartition("|")
-            mine: Vector = sketch.numpy()
+            mine: SketchVector = sketch.numpy()
             whole[name, kind] = whole[name, kind] + mine if (name, kind) in whole else mine
     return whole
 
 
-def _joined(pieces: list[Any]) -> dict[Key, Tensor]:
+def _join_pieces(pieces: list[Any]) -> dict[StateKey, Tensor]:
     """A range that nobody holds is NaN, so that it equals nothing."""
-    whole: dict[Key, Tensor] = {}
+    whole: dict[StateKey, Tensor] = {}
     for name, kind, shape, (start, stop), tensor in pieces:
         if (name, kind) not in whole:
             whole[name, kind] = torch.full((int(torch.Size(shape).numel()),), math.nan, dtype=tensor.dtype)
@@ -123,13 +123,13 @@ def _joined(pieces: list[Any]) -> dict[Key, Tensor]:
     return whole
 
 
-def same_bits(one: Record, other: Record) -> bool:
+def equals_bitwise(one: RunRecord, other: RunRecord) -> bool:
     """Every weight and moment at the end; step counts are kept in different ways."""
     mine = {k: t for k, t in one.state.items() if k[1] != "step"}
     theirs = {k: t for k, t in other.state.items() if k[1] != "step"}
     return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[k]) for k, t in mine.items())
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def tensor_distance(one: Tensor, other: Tensor) -> float:
     """The length of the difference."""
     return float((one.double() - other.double()).norm())

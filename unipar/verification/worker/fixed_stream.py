@@ -10,14 +10,14 @@ from torch.utils.data import DataLoader
 
 from unipar.config.config import Data
 from unipar.config.settled import SettledConfig
-from unipar.data.dataset import Source, training_source
-from unipar.data.stream import sown
+from unipar.data.dataset import DataSource, training_data_source
+from unipar.data.stream import seeded_samples
 from unipar.errors import ConfigError
 from unipar.task import Task
-from unipar.training.fingerprint import fingerprint
+from unipar.training.fingerprint import fingerprint_batch
 
 
-def held(task: Task, settled: SettledConfig, steps: int) -> tuple[SettledConfig, bool | None]:
+def fix_stream_samples(task: Task, settled: SettledConfig, steps: int) -> tuple[SettledConfig, bool | None]:
     """The config for the task, whose `data()` has an index from now on; and whether the stream is the same again.
 
     None: it is no stream, and nothing is held.
@@ -25,12 +25,12 @@ def held(task: Task, settled: SettledConfig, steps: int) -> tuple[SettledConfig,
     original: Any = task.data
     config, sizes = settled.config, settled.sizes
 
-    def read() -> Source:
-        collate = task.collate if task.gives("collate") else None
-        return training_source(original(), collate, task.collate, config, sizes)
+    def read() -> DataSource:
+        collate = task.collate if task.defines("collate") else None
+        return training_data_source(original(), collate, task.collate, config, sizes)
 
-    def first(count: int, source: Source) -> list[Any]:
-        return list(islice(sown(source.dataset, config.train.seed, 0), count))
+    def first(count: int, source: DataSource) -> list[Any]:
+        return list(islice(seeded_samples(source.dataset, config.train.seed, 0), count))
 
     source = read()
     if not source.streams:
@@ -48,6 +48,8 @@ def held(task: Task, settled: SettledConfig, steps: int) -> tuple[SettledConfig,
     )
     vars(task)["data"] = lambda: loader
     count = min(len(samples), sizes.micro)
-    again = fingerprint(source.collate(samples[:count])) == fingerprint(source.collate(first(count, read())))
+    again = fingerprint_batch(source.collate(samples[:count])) == fingerprint_batch(
+        source.collate(first(count, read()))
+    )
     said = config.data.model_dump(exclude_unset=True, exclude={"stream"})
     return replace(settled, config=config.changed({"data": Data(**said)})), again

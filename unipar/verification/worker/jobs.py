@@ -12,8 +12,8 @@ from typing_extensions import override
 from unipar.config import Precision
 from unipar.config.settled import SettledConfig
 
-ENTRY: Final = "unipar.verification.worker.entry:run"
-JOBS: Final = "jobs.json"
+JOBS_ENTRY: Final = "unipar.verification.worker.entry:run_world_jobs"
+JOBS_FILE_NAME: Final = "jobs.json"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and a name for one who reads the file."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("key", "settled")}
-        told = {"config": self.settled.config.written(), "settled": self.settled.to_json()}
+        told = {"config": self.settled.config.json_for_ranks(), "settled": self.settled.to_json()}
         return {"name": str(self.key), "key": asdict(self.key)} | plain | told
 
     @classmethod
@@ -88,5 +88,5 @@ class Job:
         return cls(**plain, key=RunKey(**data["key"]), settled=settled)
 
 
-def result_of(folder: Path, job: int, rank: int) -> Path:
+def job_result_path(folder: Path, job: int, rank: int) -> Path:
     return folder / f"job-{job}-rank-{rank}.pt"

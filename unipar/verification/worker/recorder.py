@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from unipar.backend import Engine, Fn, Mark, Micro, Piece, Step
-from unipar.backend.engine import Around
-from unipar.training.fingerprint import Sketches, fingerprint
-from unipar.verification.worker.trace import Trace
+from unipar.backend.engine import DelegatingEngine
+from unipar.training.fingerprint import TensorSketcher, fingerprint_batch
+from unipar.verification.worker.trace import StepTrace
 
 
-class Notebook:
+class RunRecorder:
     """What all engines of a run did, in the order in which they did it: one of a model, or one of each of its parts."""
 
     def __init__(self, trace_at: int | None = None) -> None:
@@ -29,13 +29,13 @@ class Notebook:
         """Before the first step, then after each: a sketch of what this rank holds of each tensor."""
 
         self._trace_at = trace_at
-        self._sketches = Sketches()
+        self._sketches = TensorSketcher()
 
-    def watch(self, prefix: str, engine: Engine) -> Watched:
+    def record_engine(self, prefix: str, engine: Engine) -> RecordingEngine:
         self.engines[prefix] = engine
-        return Watched(self, prefix, engine)
+        return RecordingEngine(self, prefix, engine)
 
-    def open(self) -> None:
+    def record_initial_state(self) -> None:
         """Before the first step."""
         self.states.append(self._state())
 
@@ -50,22 +50,24 @@ class Notebook:
         found: dict[str, Tensor] = {}
         for piece in self.pieces():
             size = int(torch.Size(piece.shape).numel())
-            found[f"{piece.name}|{piece.kind}"] = self._sketches.of(piece.name, size, piece.where, piece.tensor)
+            found[f"{piece.name}|{piece.kind}"] = self._sketches.sketch_range(
+                piece.name, size, piece.where, piece.tensor
+            )
         return found
 
     def step(self, prefix: str, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         seen: list[str] = []
-        trace = Trace() if len(self.steps) + 1 == self._trace_at else None
+        trace = StepTrace() if len(self.steps) + 1 == self._trace_at else None
 
         def watched(model: nn.Module, batch: Any) -> Any:
             call = len(seen)
-            seen.append(fingerprint(batch))
+            seen.append(fingerprint_batch(batch))
             if trace is None:
                 return fn(model, batch)
-            with trace.on(model, call):
+            with trace.record_modules(model, call):
                 return fn(model, batch)
 
-        given = [(fingerprint(m.batch), m.scale) for m in micros]
+        given = [(fingerprint_batch(m.batch), m.scale) for m in micros]
         engine = self.engines[prefix]
         out = engine.step(watched, micros, factor, mark)
         if trace is not None:
@@ -78,10 +80,10 @@ class Notebook:
 
 
 @final
-class Watched(Around):
+class RecordingEngine(DelegatingEngine):
     """Writes down what the engine within does."""
 
-    def __init__(self, notebook: Notebook, prefix: str, inner: Engine) -> None:
+    def __init__(self, notebook: RunRecorder, prefix: str, inner: Engine) -> None:
         super().__init__(inner)
         self._notebook, self._prefix = notebook, prefix
 

@@ -12,35 +12,35 @@ from typing_extensions import override
 from unipar.backend import Holding, Part
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.placement import arrive
-from unipar.engines.wrapper import Open
-from unipar.training.fingerprint import Sketches, whole
+from unipar.engines.placement import broadcast_model
+from unipar.engines.wrapper import WrapperEngine
+from unipar.training.fingerprint import TensorSketcher, sketch_whole_tensor
 
-Grads = list[Tensor | None]
-ORDERS: dict[str, Literal["shares", "micros"]] = {
+GradientList = list[Tensor | None]
+ADDITION_ORDERS: dict[str, Literal["shares", "micros"]] = {
     "shares": "shares",  # each rank adds its microbatches, then the ranks are added
     "micros": "micros",  # each microbatch is added over the ranks, then the microbatches
 }
 
 
 @final
-class Replay(Open):
+class ReplayEngine(WrapperEngine):
     """Is given every rank's microbatches: those of the first, rank by rank, then those of the second."""
 
     def __init__(self, part: Part, config: Config, world: World, ranks: int, order: str, *, apart: bool) -> None:
-        arrive(part.module, world.device)
+        broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
-        self.ranks, self.order, self.divisor = ranks, ORDERS[order], float(ranks)
+        self.ranks, self.order, self.divisor = ranks, ADDITION_ORDERS[order], float(ranks)
         self._names = {id(p): n for n, p in part.module.named_parameters()}
-        self._apart, self._sketches = apart, Sketches()
+        self._apart, self._sketches = apart, TensorSketcher()
         self._begin()
         self.shares: list[dict[str, Any]] = []
         """If asked for, of every step: each microbatch's gradient as a sketch, and the norm of each rank's share."""
 
     def _begin(self) -> None:
         self._count = 0
-        self._sums: list[Grads] = []
-        self._total: Grads | None = None
+        self._sums: list[GradientList] = []
+        self._total: GradientList | None = None
         self._parts: dict[str, dict[str, Tensor]] = {}
 
     @override
@@ -49,12 +49,12 @@ class Replay(Open):
         yield
         micro, rank = divmod(self._count, self.ranks)
         self._count += 1
-        grads: Grads = [p.grad for p in self.trained]
+        grads: GradientList = [p.grad for p in self.trained]
         for p in self.trained:
             p.grad = None
         if self._apart:
             self._parts[f"{micro}.{rank}"] = {
-                self._names[id(p)]: whole(self._sketches, self._names[id(p)], g / self.ranks)
+                self._names[id(p)]: sketch_whole_tensor(self._sketches, self._names[id(p)], g / self.ranks)
                 for p, g in zip(self.trained, grads, strict=True)
                 if g is not None
             }
@@ -62,15 +62,15 @@ class Replay(Open):
             self._sums.append(grads)
             if rank == self.ranks - 1:
                 added = self._over_ranks(self._sums)
-                self._total = added if self._total is None else _added(self._total, added)
+                self._total = added if self._total is None else _add_gradients(self._total, added)
                 self._sums = []
         elif micro == 0:
             self._sums.append(grads)
         else:
-            self._sums[rank] = _added(self._sums[rank], grads)
+            self._sums[rank] = _add_gradients(self._sums[rank], grads)
 
     @override
-    def held_beside(self) -> Iterator[Holding]:
+    def extra_holdings(self) -> Iterator[Holding]:
         for grads in (*self._sums, self._total or []):
             for p, g in zip(self.trained, grads, strict=False):
                 if g is not None:
@@ -83,17 +83,17 @@ class Replay(Open):
             for g in self.base.param_groups
         ]
 
-    def _over_ranks(self, ranks: list[Grads]) -> Grads:
-        total = _each(ranks[0], self._divided)
+    def _over_ranks(self, ranks: list[GradientList]) -> GradientList:
+        total = _map_gradients(ranks[0], self._divided)
         for other in ranks[1:]:
-            total = _added(total, _each(other, self._divided))
+            total = _add_gradients(total, _map_gradients(other, self._divided))
         return total
 
     def _divided(self, grad: Tensor) -> Tensor:
         return grad / self.ranks
 
     @override
-    def reduced(self) -> None:
+    def finish_reduction(self) -> None:
         if self._apart:
             norms = [_norm(share) for share in self._sums] if self.order == "shares" else []
             self.shares.append({"parts": self._parts, "norms": norms})
@@ -103,20 +103,20 @@ class Replay(Open):
         self._begin()
 
 
-def _each(grads: Grads, change: Callable[[Tensor], Tensor]) -> Grads:
+def _map_gradients(grads: GradientList, change: Callable[[Tensor], Tensor]) -> GradientList:
     return [None if g is None else change(g) for g in grads]
 
 
-def _added(one: Grads, other: Grads) -> Grads:
+def _add_gradients(one: GradientList, other: GradientList) -> GradientList:
     return [b if a is None else a if b is None else a + b for a, b in zip(one, other, strict=True)]
 
 
-def _norm(grads: Grads) -> float:
+def _norm(grads: GradientList) -> float:
     return sum(float(g.double().square().sum()) for g in grads if g is not None) ** 0.5
 
 
-def build(ranks: int, order: str, *, apart: bool) -> Callable[[Part, Config, World], Replay]:
-    def made(part: Part, config: Config, world: World) -> Replay:
-        return Replay(part, config, world, ranks, order, apart=apart)
+def replay_builder(ranks: int, order: str, *, apart: bool) -> Callable[[Part, Config, World], ReplayEngine]:
+    def made(part: Part, config: Config, world: World) -> ReplayEngine:
+        return ReplayEngine(part, config, world, ranks, order, apart=apart)
 
     return made

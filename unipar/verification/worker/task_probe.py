@@ -11,24 +11,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
-from unipar.backend.precision import batch_as
+from unipar.backend.precision import batch_dtype
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
-from unipar.data.dataset import source_of
-from unipar.data.feed import Feed
+from unipar.data.dataset import data_source_of
+from unipar.data.feed import MicrobatchFeed
 from unipar.distributed.world import World
-from unipar.engines.batch import moved
-from unipar.engines.forward import Call, Held
+from unipar.engines.batch import to_device
+from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.model.create import create_parts
 from unipar.task import Task
-from unipar.training.fingerprint import fingerprint
-from unipar.utils.seeding import sow
+from unipar.training.fingerprint import fingerprint_batch
+from unipar.utils.seeding import seed_all
 
-SAME = 1e-9
+EQUAL_LOSS_TOLERANCE = 1e-9
 """How near two losses in fp64 are that should be equal."""
 
 
-def calmed(task: Task) -> list[str]:
+def disable_dropout(task: Task) -> list[str]:
     """From now on the task's model has no dropout; the names of what had some appear in the list once it is made."""
     names: list[str] = []
     original: Any = task.model
@@ -38,14 +38,14 @@ def calmed(task: Task) -> list[str]:
         names.clear()
         for part in made.values() if isinstance(made, dict) else [made]:
             if isinstance(part, nn.Module):
-                names.extend(_without_dropout(part))
+                names.extend(_zero_dropout(part))
         return made
 
     vars(task)["model"] = model
     return names
 
 
-def _without_dropout(module: nn.Module) -> Iterator[str]:
+def _zero_dropout(module: nn.Module) -> Iterator[str]:
     for name, inner in module.named_modules():
         if not inner.training:
             continue
@@ -60,26 +60,26 @@ def _without_dropout(module: nn.Module) -> Iterator[str]:
                 yield f"{name}.{key}" if name else key
 
 
-def looked(task: Task, settled: SettledConfig, world: World) -> dict[str, Any]:
+def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, Any]:
     """The config says fp64, so that what differs is not rounding."""
     config, sizes = settled.config, settled.sizes
-    collate = task.collate if task.gives("collate") else None
-    source = source_of(task.data(), collate, task.collate, config, sizes)
-    feed = Feed(source, sizes, 0, config.train.seed)
+    collate = task.collate if task.defines("collate") else None
+    source = data_source_of(task.data(), collate, task.collate, config, sizes)
+    feed = MicrobatchFeed(source, sizes, 0, config.train.seed)
     keys = next(feed.plans(0))[0].keys
-    again = fingerprint(feed.read(keys)) == fingerprint(feed.read(keys))
+    again = fingerprint_batch(feed.read(keys)) == fingerprint_batch(feed.read(keys))
     modules = create_parts(task.model, config, world)
     module = next(iter(modules.values())).to(world.device)
-    asked = _Loss(task, module, config, world)
+    asked = _TaskLoss(task, module, config, world)
     batch = feed.read(keys)
     found: dict[str, Any] = {
-        "readable": bool(fingerprint(batch)),
+        "readable": bool(fingerprint_batch(batch)),
         "again": again,
         "draws": False,
         "parts": list(modules),
-        "norms": [n for n, m in module.named_modules() if _of_batch(m)],
+        "norms": [n for n, m in module.named_modules() if _uses_batch_statistics(m)],
         "apart": None,
-        "optimizer": goes_by_wholes(task) if task.gives("optimizer") else None,
+        "optimizer": optimizer_uses_whole_tensors(task) if task.defines("optimizer") else None,
     }
     if len(modules) > 1:  # their losses are in the task's own loop
         return found
@@ -96,7 +96,7 @@ def looked(task: Task, settled: SettledConfig, world: World) -> dict[str, Any]:
     return found
 
 
-def goes_by_wholes(task: Task) -> bool:
+def optimizer_uses_whole_tensors(task: Task) -> bool:
     """Whether a step of the task's own optimizer on a tensor is another than on flat halves of it."""
     made = torch.Generator().manual_seed(0)
     weight, *grads = (torch.randn(8, 4, generator=made, dtype=torch.float64) for _ in range(3))
@@ -112,30 +112,30 @@ def goes_by_wholes(task: Task) -> bool:
 
     whole = stepped(lambda t: [t])
     try:
-        return not torch.allclose(whole, stepped(lambda t: t.flatten().chunk(2)), rtol=SAME, atol=0.0)
+        return not torch.allclose(whole, stepped(lambda t: t.flatten().chunk(2)), rtol=EQUAL_LOSS_TOLERANCE, atol=0.0)
     except (RuntimeError, ValueError, IndexError, AssertionError):
         return True  # it takes matrices only
 
 
-class _Loss:
+class _TaskLoss:
     """The task's loss on a model that stays as it is."""
 
     def __init__(self, task: Task, module: nn.Module, config: Config, world: World) -> None:
         self._task, self._module, self._world = task, module, world
-        self._cast = batch_as(config.train.precision)
+        self._cast = batch_dtype(config.train.precision)
 
     def __call__(self, batch: Any, seed: int) -> float:
-        call = Call(self._module, self._world.device, cast=self._cast)
+        call = ForwardCall(self._module, self._world.device, cast=self._cast)
         before = [(b, b.clone()) for b in self._module.buffers()]
-        sow(seed)
+        seed_all(seed)
         with torch.no_grad():
-            loss: Tensor = call(self._task.loss, Held(moved(batch, self._world.device)))
+            loss: Tensor = call(self._task.loss, OpaqueBatch(to_device(batch, self._world.device)))
             for buffer, was in before:
                 buffer.copy_(was)
         return float(loss)
 
 
-def _of_batch(module: nn.Module) -> bool:
+def _uses_batch_statistics(module: nn.Module) -> bool:
     """Whether it takes the mean over the samples that this rank sees."""
     return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
@@ -146,4 +146,4 @@ def _weight(task: Task, batch: Any, samples: int) -> float:
 
 
 def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= SAME * max(1.0, abs(a))
+    return abs(a - b) <= EQUAL_LOSS_TOLERANCE * max(1.0, abs(a))

@@ -10,20 +10,20 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from unipar.training.fingerprint import Sketches, tensors_in, whole
+from unipar.training.fingerprint import TensorSketcher, collect_tensors, sketch_whole_tensor
 
 
 @final
-class Trace:
+class StepTrace:
     """Rows in the order in which things happened."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._sketches = Sketches(keep=False)
+        self._sketches = TensorSketcher(keep=False)
         self._calls: Counter[tuple[int, str]] = Counter()
 
     @contextmanager
-    def on(self, model: nn.Module, call: int) -> Generator[None]:
+    def record_modules(self, model: nn.Module, call: int) -> Generator[None]:
         """While a loss is computed: the `call`-th of this step on this rank."""
         handles = [
             module.register_forward_hook(partial(self._forward, name or "(the model)", call))
@@ -37,7 +37,7 @@ class Trace:
 
     def _forward(self, name: str, call: int, module: nn.Module, given: Any, out: Any) -> None:
         self._calls[call, name] += 1
-        for i, tensor in enumerate(t for t in tensors_in(out) if t.is_floating_point()):
+        for i, tensor in enumerate(t for t in collect_tensors(out) if t.is_floating_point()):
             at = f"{name}#{self._calls[call, name]}.{i}"
             self._note("forward", name, at, call, tensor)
             if tensor.requires_grad:
@@ -45,5 +45,11 @@ class Trace:
 
     def _note(self, way: str, name: str, at: str, call: int, tensor: Tensor) -> None:
         self.rows.append(
-            {"way": way, "module": name, "at": at, "call": call, "sketch": whole(self._sketches, at, tensor.detach())}
+            {
+                "way": way,
+                "module": name,
+                "at": at,
+                "call": call,
+                "sketch": sketch_whole_tensor(self._sketches, at, tensor.detach()),
+            }
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant
-from unipar.backend.precision import stated
+from unipar.backend.precision import default_dtypes
 from unipar.config import Config, Section
 from unipar.distributed.place import Place
 
@@ -55,7 +55,7 @@ class Faulty(Backend):
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
-        return stated(config.train.precision)
+        return default_dtypes(config.train.precision)
 
     @override
     def join(self, config: Config, place: Place) -> World:

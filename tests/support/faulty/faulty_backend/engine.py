@@ -15,21 +15,21 @@ from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from unipar.backend import Engine, Fn, Holding, Mark, Micro, Part, Step
-from unipar.backend.engine import Around
+from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
-from unipar.data.feed import Feed
+from unipar.data.feed import MicrobatchFeed
 from unipar.distributed.world import World
-from unipar.engines.gradients import clipped
-from unipar.engines.learning_rate import factor
-from unipar.engines.placement import arrive
-from unipar.engines.wrapper import Open
+from unipar.engines.gradients import clip_gradients
+from unipar.engines.learning_rate import schedule_factor
+from unipar.engines.placement import broadcast_model
+from unipar.engines.wrapper import WrapperEngine
 
 
-class Healthy(Open):
+class Healthy(WrapperEngine):
     """Nothing is wrong."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        arrive(part.module, world.device)
+        broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
         self.config, self.divisor = config, float(world.size)
         self.ddp: Any = DistributedDataParallel(self.call, init_sync=False, gradient_as_bucket_view=True)
@@ -76,7 +76,7 @@ class AveragingTwice(Healthy):
     """By hand, after the library has done it."""
 
     @override
-    def reduced(self) -> None:
+    def finish_reduction(self) -> None:
         for p in self.trained:
             assert p.grad is not None
             p.grad.div_(self.world.size)
@@ -114,7 +114,7 @@ class ClipPerRankUnsaid(_ByHand):
     def norm(self) -> Tensor:
         clip_grad_norm_(self.trained, self.limit)
         self.average()
-        return clipped(self.trained, float("inf"))
+        return clip_gradients(self.trained, float("inf"))
 
 
 @final
@@ -124,7 +124,7 @@ class ClipOwnPart(Healthy):
     @override
     def norm(self) -> Tensor:
         mine = self.trained[self.world.rank :: self.world.size]
-        total = clipped(mine, float("inf"))
+        total = clip_gradients(mine, float("inf"))
         for p in self.trained:
             assert p.grad is not None
             p.grad.mul_((self.limit / (total + 1e-6)).clamp(max=1.0))
@@ -158,7 +158,7 @@ class SchedulePerProcess(Healthy):
         self.done += 1
         assert self.config.train.steps is not None
         ahead = self.done * self.world.size - 1
-        self.rates.set(self.optimizer, factor(self.config.train.schedule, ahead, self.config.train.steps))
+        self.rates.set(self.optimizer, schedule_factor(self.config.train.schedule, ahead, self.config.train.steps))
         super().update()
 
 
@@ -166,7 +166,7 @@ class SchedulePerProcess(Healthy):
 class SameSamples(Healthy):
     """Every rank reads what the first does."""
 
-    plans = staticmethod(Feed.plans)
+    plans = staticmethod(MicrobatchFeed.plans)
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
@@ -175,11 +175,11 @@ class SameSamples(Healthy):
             feed.rank = 0
             return SameSamples.plans(feed, start)
 
-        Feed.plans = first  # pyright: ignore[reportAttributeAccessIssue]
+        MicrobatchFeed.plans = first  # pyright: ignore[reportAttributeAccessIssue]
 
     @override
     def close(self) -> None:
-        Feed.plans = SameSamples.plans  # pyright: ignore[reportAttributeAccessIssue]
+        MicrobatchFeed.plans = SameSamples.plans  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @final
@@ -276,7 +276,7 @@ class Dies(Healthy):
 
 
 @final
-class LastMicrobatchDropped(Around):
+class LastMicrobatchDropped(DelegatingEngine):
     """A loop that ends one early."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
@@ -296,11 +296,11 @@ class HiddenBuffer(Healthy):
         self.hidden, self.thrice = torch.ones(1_250_000), torch.ones(750_000)
 
     @override
-    def held_beside(self) -> Iterator[Holding]:
+    def extra_holdings(self) -> Iterator[Holding]:
         yield Holding("buffers", "flat", self.thrice)
         yield Holding("masters", "w", self.thrice.view(750, 1000))
         yield Holding("masters", "v", self.thrice)
-        yield from super().held_beside()
+        yield from super().extra_holdings()
 
 
 @final
@@ -310,11 +310,11 @@ class Nameless(Healthy):
     asked = 0
 
     @override
-    def held_beside(self) -> Iterator[Holding]:
+    def extra_holdings(self) -> Iterator[Holding]:
         self.asked += 1
         if self.asked > 3 and dist.get_rank() == 1:
             raise ArithmeticError("it cannot be said\nof any tensor")
-        yield from super().held_beside()
+        yield from super().extra_holdings()
 
 
 KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {

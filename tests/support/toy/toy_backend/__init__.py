@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
-from unipar.backend.precision import stated
+from unipar.backend.precision import default_dtypes
 from unipar.config import Config
 from unipar.distributed.place import Place
 
@@ -30,7 +30,7 @@ class Toy(Backend):
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
-        return stated(config.train.precision)
+        return default_dtypes(config.train.precision)
 
     @override
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:

@@ -11,16 +11,16 @@ from typing_extensions import override
 from unipar.backend import Part
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.placement import arrive
-from unipar.engines.wrapper import Open
+from unipar.engines.placement import broadcast_model
+from unipar.engines.wrapper import WrapperEngine
 
 
 @final
-class ByHand(Open):
+class ByHand(WrapperEngine):
     divisor = 1.0
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        arrive(part.module, world.device)
+        broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
 
     @override
@@ -28,6 +28,6 @@ class ByHand(Open):
         return nullcontext()
 
     @override
-    def reduced(self) -> None:
+    def finish_reduction(self) -> None:
         for p in self.trained:
             p.grad = self.world.sum(torch.zeros_like(p) if p.grad is None else p.grad)
