@@ -63,7 +63,7 @@ matrix: setup $(DONE)/tests ## every launcher with every backend, really started
 	$(IN_VENV) $(BIN)/python -m tests.support.matrix $(ARGS)
 	@$(PYTEST) -m slow tests/launcher/test_slurm.py
 
-sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, exported scripts, widths of pages
+sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, scripts, tasks, pages
 	@$(PYTEST) -m sweep $(ARGS)
 
 compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU Adam and its disk: some minutes

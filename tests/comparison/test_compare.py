@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.forks import Forks
 from tests.support.task_text import TASK
 from tests.support.tiny import CONFIG
 from tests.support.world import eventually
@@ -244,7 +245,9 @@ SLOW = """
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_what_was_interrupted_goes_on_where_it_stopped(given: dict[str, Any], tmp_path: Path, sign: int) -> None:
+def test_what_was_interrupted_goes_on_where_it_stopped(
+    given: dict[str, Any], tmp_path: Path, sign: int, forks: Forks
+) -> None:
     """By Ctrl-C, or killed: the cell that had ended is kept with a note, the other one runs, and then all is there."""
     (tmp_path / "task.py").write_text("import os, time\n" + TASK.partition("    def train")[0].rstrip() + SLOW, "utf-8")
     (tmp_path / "x.yaml").write_text(json.dumps(given), encoding="utf-8")
@@ -266,7 +269,7 @@ def test_what_was_interrupted_goes_on_where_it_stopped(given: dict[str, Any], tm
     file = tmp_path / "out/compare/compare.json"
     first = json.loads(file.read_text("utf-8"))
     assert [(row["cell"], row["outcome"]) for row in first["cells"]] == [("single", "ran"), ("native/nothing", "waits")]
-    again = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
+    again = forks.unipar(words[3:], env, memory=True)
     assert again.returncode == 0, again.stderr
     assert "single starts" not in again.stderr
     told = json.loads(file.read_text("utf-8"))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conformance.cases import CASES, SIZES
+from tests.conformance.cases import CASES, OURS, SIZES, select_cases
 from tests.conformance.conftest import CellRunner
 from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2
+from unipar.backend import cells as backend_cells
+from unipar.backend import registry
+from unipar.backend.cells import is_single_process
 from unipar.config import Cell
 from unipar.errors import NonFinite
 
@@ -90,3 +93,15 @@ def test_bits(hall: CellRunner, name: str, cells: list[str]) -> None:
 def test_sizes_are_played() -> None:
     """The suite's worlds: one process, two, and four."""
     assert SIZES == (1, 2, 4)
+
+
+@pytest.mark.parametrize("library", OURS[1:])
+def test_what_make_test_plays_covers_all(library: str) -> None:
+    """In worlds of two each library plays each case that it has, and each of its cells plays three or more."""
+    cells = [
+        cell for cell in backend_cells.cells_of_backend(registry.find_backend(library)) if not is_single_process(cell)
+    ]
+    by_cell = {cell: {name for name in select_cases(cell, 2, whole=False) if 2 in CASES[name].sizes} for cell in cells}
+    assert min(map(len, by_cell.values())) >= 3
+    wanted = {name for name, case in CASES.items() if 2 in case.sizes and any(case.on(cell) for cell in cells)}
+    assert set[str]().union(*by_cell.values()) == wanted

@@ -19,11 +19,11 @@ from unipar.run_folder.ledger import Ledger
 
 CELLS = [
     ("torchrun", "deepspeed"),
-    ("accelerate launch", "accelerate"),
+    pytest.param("accelerate launch", "accelerate", marks=pytest.mark.sweep),
     pytest.param("deepspeed", "deepspeed", marks=pytest.mark.sweep),
     ("horovodrun", "horovod"),
     pytest.param("mpirun", "native", marks=pytest.mark.sweep),
-    ("by hand", "native"),
+    pytest.param("by hand", "native", marks=pytest.mark.sweep),
 ]
 """Each launcher and each backend; `make matrix` starts all of them together."""
 

@@ -54,7 +54,9 @@ def starts(page: str, folder: Path) -> list[subprocess.Popen[str]]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", ["ddp", *(pytest.param(page, marks=pytest.mark.sweep) for page in PAGES if page != "ddp")]
+)
 def test_the_same_losses(page: str, tmp_path: Path) -> None:
     """Before and after, step by step."""
     before, after = sides(block(page, "diff"))

@@ -31,7 +31,7 @@ print(round(report.losses[-1][1], 4), report.size)
 """
 
 
-@pytest.mark.parametrize("words", [["-"], ["-c", SCRIPT]], ids=["stdin", "-c"])
+@pytest.mark.parametrize("words", [pytest.param(["-"], marks=pytest.mark.sweep), ["-c", SCRIPT]], ids=["stdin", "-c"])
 def test_a_class_without_a_file(words: list[str], tmp_path: Path) -> None:
     """It trains in two ranks, with the globals that it uses; they were given after it."""
     done = subprocess.run(

@@ -56,7 +56,11 @@ def agreed(found: Verdicts) -> None:
 
 @pytest.mark.parametrize(
     ("task", "args"),
-    [(tasks.Distilled, {}), (tasks.Plain, {"tied": True}), (tasks.Tokens, {"count": 35})],
+    [
+        pytest.param(tasks.Distilled, {}, marks=pytest.mark.sweep),
+        pytest.param(tasks.Plain, {"tied": True}, marks=pytest.mark.sweep),
+        (tasks.Tokens, {"count": 35}),
+    ],
     ids=["frozen teacher", "tied weights", "token weights and a ragged batch"],
 )
 def test_a_healthy_engine_is_given_no_name(
