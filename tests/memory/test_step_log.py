@@ -53,7 +53,7 @@ class Squares(unipar.Task):
 
     def loss(self, model, batch):
         if self.apart:
-            assert not {"unipar.memory.logged", "unipar.memory.watching"} & set(sys.modules)
+            assert not {"unipar.memory.recording.step_log", "unipar.memory.recording.watcher"} & set(sys.modules)
         elif not KEPT:
             KEPT.append(torch.ones(2_500_000))
         return model(batch[0]).square().mean()

@@ -328,8 +328,8 @@ def test_a_crew_in_a_thread(crew: Make, tmp_path: Path) -> None:
 PARENT = """
 import sys
 from pathlib import Path
-from unipar.crew import Crew
-with Crew(Path(sys.argv[1]), 2, "tests.entries:with_helpers") as crew:
+from unipar.launcher.processes.group import WorkerGroup
+with WorkerGroup(Path(sys.argv[1]), 2, "tests.support.entries:with_helpers") as crew:
     crew.wait()
 """
 
