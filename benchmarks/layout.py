@@ -33,9 +33,17 @@ class Layout:
     def imports(self) -> dict[str, set[str]]:
         """Imported modules of these folders, by module."""
         return {
-            name: {module for module in self._resolved(imported_names(tree)) if module != name}
+            name: {
+                module
+                for module in self._resolved(imported_names(tree, functions=not self._is_description(name)))
+                if module != name
+            }
             for name, tree in self.trees.items()
         }
+
+    def _is_description(self, name: str) -> bool:
+        """Return whether a module is a backend's description, whose functions import its own engines when called."""
+        return not name.startswith("unipar.") and self.files[name].name == "__init__.py"
 
     def _resolved(self, names: Iterable[str]) -> set[str]:
         """Return the modules behind names: `from a import b` means a.b where that is a module, and a where it is not."""
@@ -92,10 +100,13 @@ def room_of(module: str) -> str | None:
     return rest.partition(".")[0] if first == "unipar" and rest not in ("", "__main__") else None
 
 
-def imported_names(tree: ast.AST) -> set[str]:
-    """Return every name that an import statement could load: `from a import b` is both a and a.b."""
+def imported_names(tree: ast.AST, *, functions: bool = True) -> set[str]:
+    """Return every name that an import statement could load: `from a import b` means a.b."""
     found: set[str] = set()
+    inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
     for node in ast.walk(tree):
+        if not functions and id(node) in inside:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

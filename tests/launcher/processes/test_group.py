@@ -39,7 +39,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Path]:
 
 @pytest.fixture(params=["fresh", "forked"])
 def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """A crew of two that runs one of tests/entries.py: new interpreters, or forks of a zygote."""
+    """A crew of two that runs one of tests/support/entries.py: new interpreters, or forks of a zygote."""
 
     def make(entry: str, size: int = 2, *, run: Path | None = None, **more: object) -> WorkerGroup:
         starter = request.getfixturevalue("zygote") if request.param == "forked" else None
