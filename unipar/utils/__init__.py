@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of training. May import `errors.py` only. No torch, but in `seeding.py`."""
+"""Small helpers that do not depend on training. They import `unipar.errors` only; `seeding.py` alone imports torch."""
