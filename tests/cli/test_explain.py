@@ -294,6 +294,6 @@ def test_check_sees_an_existing_run(source: ConfigSource) -> None:
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/config.json").write_text('{"batch": {}, "train": {}}', "utf-8")
     Path("runs/x/launch.json").write_text('{"task": {}}', "utf-8")
-    with pytest.raises(OutExists, match=r"^out: runs/x is there already"):
+    with pytest.raises(OutExists, match=r"^out: runs/x already exists"):
         check_config(source)
     assert check_config(source, overwrite=True).startswith("x.yaml: good")

@@ -308,7 +308,9 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
     assert [line.partition(" round")[0] for line in order] == [found.rows[i].cell for i in (1, 2, 0)]
     with pytest.raises(errors.OutExists) as e:
         scale(given, worlds=[2, 1])
-    assert str(e.value) == f"{out} holds an earlier scaling: give --overwrite to replace it, or another out"
+    assert (
+        str(e.value) == f"{out} holds an earlier scaling: give --overwrite to replace it, or name another folder (out)"
+    )
 
 
 def test_a_config_that_no_world_can_run(given: dict[str, Any], tmp_path: Path) -> None:

@@ -283,8 +283,8 @@ def test_out_exists(tmp_path: Path) -> None:
     with pytest.raises(OutExists) as raised:
         unipar.launch(CONFIG, task=Tiny, overrides={"out": str(tmp_path)})
     assert str(raised.value) == (
-        f"out: {tmp_path} is there already; keep it and write elsewhere (out: another/folder, or --out DIR), "
-        "or write over it (--overwrite, or launch(..., overwrite=True))"
+        f"out: {tmp_path} already exists; name another folder (out: another/folder, or --out DIR), "
+        "or overwrite it (--overwrite, or launch(..., overwrite=True))"
     )
     assert (tmp_path / "config.json").read_text("utf-8") == "old"
 
@@ -293,7 +293,9 @@ def test_out_exists(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_runs(tmp_path: Path) -> None:
     """overwrite=True does not remove somebody's photographs."""
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(OutExists, match=r"holds no run of ours \(no config.json in it\), so it is not overwritten"):
+    with pytest.raises(
+        OutExists, match=r"is not a run folder of unipar \(no config.json in it\), so it is not overwritten"
+    ):
         unipar.launch(CONFIG, task=Tiny, overrides={"out": str(tmp_path)}, overwrite=True)
     assert (tmp_path / "photo.jpg").exists()
 
@@ -313,7 +315,7 @@ def test_a_run_that_still_goes_on(tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text('{"task": {}}', "utf-8")
     owner = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(owner, fcntl.LOCK_EX)
-    with pytest.raises(OutExists, match="belongs to a run that still goes on; wait for its end"):
+    with pytest.raises(OutExists, match="is in use by a run that has not ended; wait for its end"):
         unipar.launch(CONFIG, task=Tiny, overrides={"out": str(tmp_path)}, overwrite=True)
     os.close(owner)
 

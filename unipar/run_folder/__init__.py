@@ -1,1 +1,1 @@
-"""The run folder, the only channel between a run's processes and whoever reads it: paths, ledger, heartbeat, error files, ownership."""
+"""The run folder, the only channel from a run's processes to its readers: paths, ledger, heartbeat, errors, lock."""

@@ -78,7 +78,7 @@ def available_memory_bytes() -> int:
 
 
 def memory_left() -> int:
-    """Return the bytes of host memory that its limit (RLIMIT_AS), its cgroup and the machine leave this process."""
+    """Return the bytes of host memory that this process can still allocate within RLIMIT_AS, cgroup and machine."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return available_memory_bytes()

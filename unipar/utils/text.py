@@ -28,7 +28,7 @@ def format_size(count: float) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Return a number with four decimal places, or "not finite" for None, which stands for NaN or infinity in a ledger."""
+    """Return a number with four decimal places, or "not finite" for None (a ledger's NaN or infinity)."""
     return "not finite" if value is None else f"{value:.4f}"
 
 
