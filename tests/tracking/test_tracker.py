@@ -164,13 +164,13 @@ class _Endless(_Kept):
         time.sleep(5)
 
 
-_STAYS = "training goes on without it, and the run folder has every number"
+_STAYS = "training continues without it, and the run folder has all metrics"
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (_Unborn, f"x could not begin (OSError: the server is gone); {_STAYS}"),
+        (_Unborn, f"x could not start (OSError: the server is gone); {_STAYS}"),
         (_Forgetful, f"x could not write (RuntimeError: the disk is full); {_STAYS}"),
         (_Endless, f"x had not written everything 0.2 s after the last step; {_STAYS}"),
     ],

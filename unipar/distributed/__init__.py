@@ -1,1 +1,1 @@
-"""Who this process is among others: launchers and their variables, the process group, rendezvous, GPUs counted without torch."""
+"""Place of this process among others: launchers' variables, process group, rendezvous, GPUs counted without torch."""

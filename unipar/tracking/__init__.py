@@ -1,1 +1,1 @@
-"""Where metrics go besides the run folder: TensorBoard, Weights & Biases, MLflow, plugins."""
+"""Trackers, to which metrics are written besides the run folder: TensorBoard, Weights & Biases, MLflow, plugins."""
