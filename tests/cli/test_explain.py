@@ -270,7 +270,7 @@ def test_check_without_a_task(source: ConfigSource) -> None:
             "parallel={shard: gradients, shard_over: 3}",
             ConfigError,
             "parallel.shard_over (3) does not divide the number of ranks (2): give a divisor of it, or leave "
-            "shard_over out, and all ranks split one copy",
+            "shard_over out, so that all ranks split one copy",
         ),
         (
             "compare.cells=[horovod/optimizer]",

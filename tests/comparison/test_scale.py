@@ -110,7 +110,7 @@ def test_a_world_that_copies_do_not_fill() -> None:
         list(select_worlds(split, [1, 2], [Cell("native", "parameters")], "cpu"))
     assert str(e.value) == (
         "parallel.shard_over (2) does not divide the number of ranks (1): give a divisor of it, or leave "
-        "shard_over out, and all ranks split one copy"
+        "shard_over out, so that all ranks split one copy"
     )
 
 
