@@ -266,8 +266,8 @@ def test_what_no_file_could_hold(value: object, shown: str) -> None:
     with pytest.raises(ConfigError) as e:
         given_source({"batch": {"total": 8}, "train": {"steps": 1}}, {"task.args.x": value})
     assert str(e.value) == (
-        f"overrides task.args.x: {shown} is not plain: a config holds text, finite numbers, true, false, null, lists, "
-        "and mappings whose keys are text"
+        f"overrides task.args.x: {shown} is not a plain value: a config holds text, finite numbers, true, false, "
+        "null, lists, and mappings whose keys are text"
     )
 
 
@@ -275,7 +275,7 @@ def test_a_mapping_that_holds_itself() -> None:
     """It would never end."""
     loop: dict[str, Any] = {}
     loop["x"] = loop
-    with pytest.raises(ConfigError, match=r"nested more than 32 deep$"):
+    with pytest.raises(ConfigError, match=r"nested more than 32 levels deep$"):
         given_source({"batch": {"total": 8}, "train": {"steps": 1}, "task": loop})
 
 

@@ -127,7 +127,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         # values that do not go together
         (
             {"train/optimizer": {"name": "sgd", "nesterov": True}},
-            "train.optimizer: nesterov: true looks ahead by the momentum, which is 0; give one (momentum: 0.9)",
+            "train.optimizer: nesterov: true needs a momentum, which is 0; give one (momentum: 0.9)",
         ),
         (
             {"train/optimizer": {"fused": True, "foreach": True}},
