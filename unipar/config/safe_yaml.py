@@ -122,6 +122,7 @@ class _ValueBuilder:
         self._values = 0
 
     def value(self, node: Node, path: KeyPath, above: tuple[Node, ...]) -> Any:
+        """Return the plain value of a node under `path`; `above` are the nodes that contain it."""
         self._values += 1
         line = node.start_mark.line + 1
         if any(node is x for x in above):

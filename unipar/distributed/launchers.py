@@ -130,12 +130,14 @@ class _LauncherEnvironment:
     environ: Mapping[str, str]
 
     def number(self, variable: str) -> int:
+        """Return the value of a variable as a number."""
         text = self.environ.get(variable, "")
         if not text.isdecimal():
             raise self._bad_variable(variable, "a number", repr(text) if text else "not set")
         return int(text)
 
     def text(self, variable: str, wanted: str) -> str:
+        """Return the value of a variable; `wanted` describes the value if the variable is not set."""
         if not (text := self.environ.get(variable, "").strip()):
             raise self._bad_variable(variable, wanted, "not set")
         return text

@@ -45,7 +45,7 @@ class Model(Section):
 
     recompute: Literal["none", "blocks", "selective"] = "none"
     """Activations that the backward pass computes again instead of keeping them. blocks: all in each block; selective:
-    all in each block except those of matrix products and attention."""
+    all in each block except those of matrix products, convolutions and attention."""
 
     compile: bool | Literal["blocks", "model"] | Compile = False
     """torch.compile on each block, or on the model; true: blocks if the model has any, else the model."""
