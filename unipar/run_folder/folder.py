@@ -86,7 +86,7 @@ def check_folder_content(out: Path, whose: str, names: Collection[str]) -> list[
 
 
 def clear_own_files(out: Path, whose: str, names: Collection[str], earlier: str, *, overwrite: bool) -> None:
-    """Delete the files of a command's earlier run if `overwrite` is true; raise OutExists otherwise."""
+    """Delete the files of a command's earlier run; raise OutExists if there are any and `overwrite` is false."""
     present = check_folder_content(out, whose, names)
     if present and not overwrite:
         raise OutExists(
