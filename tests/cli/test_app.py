@@ -345,7 +345,7 @@ def test_no_torch_before_a_process_starts(words: str) -> None:
     """What can be answered from text is answered in a moment: neither torch nor numpy is imported."""
     program = (
         f"import sys; sys.argv = ['unipar', *{words.split()!r}]\n"
-        "from unipar.cli import main\n"
+        "from unipar.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: print('loaded:', *[m for m in ('torch', 'numpy') if m in sys.modules])\n"
     )
