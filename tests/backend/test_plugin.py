@@ -64,8 +64,8 @@ def test_what_it_has_no_file_for(monkeypatch: pytest.MonkeyPatch) -> None:
     toy: Any = import_module("toy_backend").backend
     with pytest.raises(Unsupported) as e:
         toy.script(None)
-    assert str(e.value) == "toy: there is no script for it; `unipar export --help` names those that have one"
+    assert str(e.value) == "toy: this backend has no script; `unipar export --help` lists the backends that have one"
     assert toy.foreign_keys() == frozenset()
     with pytest.raises(Unsupported) as e:
         toy.read_foreign(None, {})
-    assert str(e.value) == "toy: it has no config of its own that could be read"
+    assert str(e.value) == "toy: this backend's library has no config that unipar can read"

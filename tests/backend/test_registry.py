@@ -21,7 +21,8 @@ def _cell(text: str) -> Cell:
 
 def test_cells_of_each() -> None:
     """Plain ones first, in the order of what they split."""
-    assert [str(c) for c in cells.expand_cell_patterns(("single", "native/*", "deepspeed/*", "horovod", "accelerate"))] == [
+    patterns = ("single", "native/*", "deepspeed/*", "horovod", "accelerate")
+    assert [str(c) for c in cells.expand_cell_patterns(patterns)] == [
         "single", "native/nothing", "native/optimizer", "native/gradients", "native/parameters", "deepspeed/nothing",
         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "horovod/nothing", "accelerate/nothing",
     ]  # fmt: skip
@@ -96,32 +97,32 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
     ("backend", "sections", "message"),
     [
         ("native", {"train": {"steps": 1, "precision": "bf16-master"}},
-         "native/nothing: train.precision: bf16-master cannot be had: DDP, as nn.DataParallel, keeps one copy of the "
-         "parameters, so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
+         "native/nothing: train.precision: bf16-master is not available: DDP, as nn.DataParallel, keeps one copy of "
+         "the parameters, so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
         ("native", {"parallel": {"data": 4, "shard_over": 2}},
-         "native/nothing: parallel.shard_over: 2 cannot be had here; what can: native/optimizer, native/gradients, "
+         "native/nothing: parallel.shard_over: 2 is not available here, only in native/optimizer, native/gradients, "
          "native/parameters"),
         ("deepspeed", {"train": {"steps": 1, "precision": "fp64"}, "parallel": {"shard": "gradients"}},
-         "deepspeed/gradients: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
+         "deepspeed/gradients: train.precision: fp64 is not available: ZeRO keeps its masters in fp32; use "
          "deepspeed/nothing, native/* or fp32"),
         ("horovod", {"train": {"steps": 1, "precision": "bf16-master"}},
-         "horovod/nothing: train.precision: bf16-master cannot be had: Horovod has no bf16 tensors; use bf16-mixed, "
+         "horovod/nothing: train.precision: bf16-master is not available: Horovod has no bf16 tensors; use bf16-mixed, "
          "native/parameters or deepspeed/*"),
         ("deepspeed", {"train": {"steps": 1, "precision": "fp16"}, "device": "cpu"},
          "deepspeed/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"),
         ("accelerate", {"parallel": {"shard": "optimizer"}},
-         "accelerate/optimizer: parallel.shard: optimizer is not there; accelerate has nothing, "
+         "accelerate/optimizer: parallel.shard: optimizer is not available; accelerate has nothing, "
          "optimizer (with options.accelerate.through: deepspeed), gradients, parameters"),
         ("accelerate", {"options": {"accelerate": {"through": "deepspeed"}}},
          "accelerate/nothing: options.accelerate.through: deepspeed has no effect, as nothing is split; leave it out"),
         ("accelerate", {"train": {"steps": 1, "precision": "fp64"}, "parallel": {"shard": "gradients"},
                         "options": {"accelerate": {"through": "deepspeed"}}},
-         "accelerate/gradients+zero: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
+         "accelerate/gradients+zero: train.precision: fp64 is not available: ZeRO keeps its masters in fp32; use "
          "deepspeed/nothing, native/* or fp32"),
         ("deepspeed", {"options": {"deepspeed": {"buckets": "library"}}},
          "deepspeed/nothing: options.deepspeed.buckets: library has no effect, as nothing is split; leave it out"),
         ("single", {"parallel": {"data": 2}},
-         "single: parallel.data: 2 contradicts it: single is one process"),
+         "single: parallel.data: 2 contradicts the cell: single is one process"),
     ],
 )  # fmt: skip
 def test_refusals(backend: str, sections: dict[str, Any], message: str) -> None:
@@ -136,8 +137,8 @@ def test_several_reasons_are_all_told() -> None:
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(_config(backend="single", parallel={"data": 2, "shard": "optimizer"}))
     assert e.value.reasons == (
-        "parallel.shard: optimizer is not there; single has nothing",
-        "parallel.data: 2 contradicts it: single is one process",
+        "parallel.shard: optimizer is not available; single has nothing",
+        "parallel.data: 2 contradicts the cell: single is one process",
     )
 
 

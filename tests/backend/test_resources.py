@@ -144,7 +144,9 @@ def test_a_launchers_other_world() -> None:
     """A world of another size than the config's is refused."""
     with pytest.raises(WorldMismatch) as e:
         resources.count_ranks(config(parallel={"data": 4}), place(2))
-    assert str(e.value) == "parallel.data: 4, but torchrun started 2 processes; give it 4, or say auto"
+    assert str(e.value) == (
+        "parallel.data: 4, but torchrun started 2 processes; start 4 processes, or set parallel.data: auto"
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,20 +156,20 @@ def test_a_launchers_other_world() -> None:
             {"device": "cuda"},
             2,
             0,
-            "native/nothing: parallel.data: 2 ranks on cuda; no GPU visible here; say device: cpu",
+            "native/nothing: parallel.data: 2 ranks on cuda; no GPU visible here; set device: cpu",
         ),
         (
             {},
             4,
             2,
-            "native/nothing: parallel.data: 4 ranks on cuda; 2 GPUs visible here; lower it, say device: cpu, "
-            "or share one GPU by device: cuda:0",
+            "native/nothing: parallel.data: 4 ranks on cuda; 2 GPUs visible here; lower it, set device: cpu, "
+            "or share one GPU with device: cuda:0",
         ),
         (
             {"device": "cuda:1"},
             1,
             1,
-            "native/nothing: device: cuda:1 is not there; one GPU visible here; say device: cpu",
+            "native/nothing: device: cuda:1 does not exist; one GPU visible here; set device: cpu",
         ),
     ],
 )

@@ -330,7 +330,7 @@ def test_the_neutral_key_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 0)
     neutral = NEUTRAL | ZERO3 | {"model": {"offload": "parameters"}}
     assert _refused({}, neutral | {"device": "cpu"}) == (
-        "model.offload: parameters needs CUDA: on the CPU all is in the host's memory; leave it out"
+        "model.offload: parameters needs CUDA: on the CPU everything is in host memory; leave it out"
     )
     assert _refused({}, neutral | {"device": "auto"}) == (
         "model.offload: parameters has no effect on the CPU, where they are; leave it out"

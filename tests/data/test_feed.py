@@ -160,7 +160,7 @@ def _collate(samples: list[Any]) -> Any:
          "sample: leave it out, and set data.shuffle"),
         (DataLoader(DATA, generator=torch.Generator()),
          "the DataLoader has a generator of its own; the order follows from train.seed: leave it out"),
-        (7, "data() returned int; a dataset with __getitem__ and __len__, a stream, or a DataLoader, is wanted"),
+        (7, "data() returned int; it must return a dataset with __getitem__ and __len__, a stream, or a DataLoader"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_taken_is_refused(given: Any, message: str) -> None:

@@ -130,7 +130,7 @@ def test_epochs_need_a_length() -> None:
         with pytest.raises(ConfigError) as e:
             stream.steps(2)
         assert str(e.value) == (
-            f"train.epochs: data() returned a stream that {why}, so nobody knows how many steps an epoch has; "
+            f"train.epochs: data() returned a stream that {why}, so the number of steps in an epoch is unknown; "
             "give train.steps instead"
         )
 
@@ -155,10 +155,10 @@ _ONE_PASS = (torch.tensor(float(i)) for i in range(4))
         (Numbers(0), {}, "data() has no samples"),
         (Numbers(3), {"ragged": "drop"},
          "data.ragged: drop leaves nothing: 3 samples do not fill one batch of 4"),
-        (_Lying(), {}, "len() of the stream says 9 samples, and epoch 1 gave more than that"),
-        (_Longer(), {}, "len() of the stream says 11 samples, and epoch 1 gave 10"),
-        (_Longer(), {"workers": 2}, "len() of the stream says 11 samples, and epoch 1 gave 10"),
-        (_ONE_PASS, {}, "the stream gave no samples in epoch 2: its __iter__ must begin anew each time"),
+        (_Lying(), {}, "len() of the stream says 9 samples, but epoch 1 gave more than that"),
+        (_Longer(), {}, "len() of the stream says 11 samples, but epoch 1 gave 10"),
+        (_Longer(), {"workers": 2}, "len() of the stream says 11 samples, but epoch 1 gave 10"),
+        (_ONE_PASS, {}, "the stream gave no samples in epoch 2: its __iter__ must start from the beginning each time"),
     ],
 )  # fmt: skip
 def test_what_a_stream_may_not_be(data: Any, keys: dict[str, Any], message: str) -> None:
@@ -244,7 +244,7 @@ def test_parts_from_a_later_step(ranks: list[dict[str, Any]]) -> None:
          "data.ragged: the ranks' parts of epoch 1 end at different steps, or within a batch (batch 3 has 3 of 4 "
          "samples); choose weigh or drop"),
         ("shards that lose some",
-         "len() of the stream says 11 samples, and its 2 shards gave 10 in epoch 1: shard(index, count) must give each "
+         "len() of the stream says 11 samples, but its 2 shards gave 10 in epoch 1: shard(index, count) must give each "
          "sample to one of them"),
     ],
 )  # fmt: skip
@@ -260,7 +260,7 @@ def test_ranks_that_do_not_see_the_same(ranks: list[dict[str, Any]], name: str) 
     assert said
     assert said <= {
         f"the stream is not the same on ranks {a} and {b}, and data.stream: whole takes each rank's samples from one "
-        "stream; if it splits itself by rank, say data.stream: own"
+        "stream; if it splits itself by rank, set data.stream: own"
         for a, b in ((0, 1), (1, 0))
     }
 
@@ -305,7 +305,7 @@ def test_a_run_over_a_stream(tmp_path: Path) -> None:
     assert samples == [4, 4, 4, 4, 4, 2] * 2
     rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     (said,) = (row["said"] for row in rows if row["event"] == "data")
-    assert said.startswith("a stream: every rank and worker reads all of it and keeps its own samples")
+    assert said.startswith("a stream: every rank and worker reads the whole stream and keeps its own samples")
     errors = [((weight - 3) * x / 10 + bias) ** 2 for x in range(13)]
     last = [row for row in rows if row["event"] == "eval"][-1]
     assert last["loss"] == pytest.approx(sum(errors) / 13, rel=1e-5)

@@ -55,7 +55,7 @@ def test_names_that_are_not_there() -> None:
     has = "it has embed, layers, layers.0, layers.0.0, layers.0.1, layers.1, layers.1.0, layers.1.1 and 7 more"
     with pytest.raises(ConfigError) as e:
         _blocks(["blocks.*"])
-    assert str(e.value) == f"model.blocks: nothing in the model is called 'blocks.*'; {has}"
+    assert str(e.value) == f"model.blocks: no module of the model is called 'blocks.*'; {has}"
     with pytest.raises(TaskError) as f:
         _blocks("auto", ["tail"])
     assert str(f.value) == f"blocks() names 'tail', which the model does not have; {has}"

@@ -190,7 +190,7 @@ def _more(groups: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (_none, "optimizer() returned 3; a torch.optim.Optimizer over the groups that it is given is wanted"),
+        (_none, "optimizer() returned 3; it must return a torch.optim.Optimizer over the groups that it is given"),
         (_first, "optimizer() leaves out '0.bias': give it all groups, or freeze the parameter"),
         (_more, "optimizer() holds a parameter that is in none of the groups that it was given"),
     ],

@@ -139,7 +139,7 @@ def test_what_fits_is_taken_where_it_may(tmp_path: Path) -> None:
     )
 
 
-_SUBSET = "leave such names out by only: [patterns]"
+_SUBSET = "leave such names out with only: [patterns]"
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_no_state_dict(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
         load_weights(_net(1), Weights(file=file))
     assert str(e.value) == (
-        f"model.weights: {file} holds no state dict: it has the keys epoch, optimizer; tensors by their names are "
-        "wanted, at the top or under state_dict, model_state_dict, model"
+        f"model.weights: {file} holds no state dict: it has the keys epoch, optimizer; it must hold tensors by name, "
+        "at the top level or under state_dict, model_state_dict, model"
     )
 
 
@@ -247,10 +247,10 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     (tmp_path / "d.pt").mkdir()
     file = _saved(tmp_path, "w.safetensors", {"module.body.0.weight": torch.ones(1)})
     validate_weight_file(Weights(file=file, only=("body.*",)), [tmp_path])
-    assert _refused(tmp_path / "x.pt", tmp_path) == "model.weights: DIR/x.pt is not there"
-    assert _refused(tmp_path / "d.pt", tmp_path) == "model.weights: DIR/d.pt is a folder; one file is wanted"
+    assert _refused(tmp_path / "x.pt", tmp_path) == "model.weights: DIR/x.pt does not exist"
+    assert _refused(tmp_path / "d.pt", tmp_path) == "model.weights: DIR/d.pt is a folder; it must be one file"
     assert _refused(tmp_path / "w.npz", tmp_path) == (
-        "model.weights: DIR/w.npz ends in .npz; a file in .safetensors, .pt, .pth, .bin is wanted"
+        "model.weights: DIR/w.npz ends in .npz; it must be one of .safetensors, .pt, .pth, .bin"
     )
     assert _refused(file, tmp_path, only=["body.*", "hed.*"]) == (
         "model.weights.only: 'hed.*' matches none of the names in DIR/w.safetensors (body.0.weight)"
@@ -307,7 +307,7 @@ def test_refused_before_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """No run folder is made."""
     monkeypatch.chdir(tmp_path)
     config = {"batch": {"total": 4}, "train": {"steps": 1}, "model": {"weights": "w.pt"}, "device": "cpu"}
-    with pytest.raises(ConfigError, match=r"w\.pt is not there$"):
+    with pytest.raises(ConfigError, match=r"w\.pt does not exist$"):
         start(config, task=Line)
     assert list(tmp_path.iterdir()) == []
 

@@ -114,7 +114,7 @@ class NoBlocks(Line):
          "in the task's blocks(), or leave recompute out"),
         ({"compile": "blocks"},
          "model.compile: blocks compiles block by block, and the model has no blocks: name them in model.blocks or in "
-         "the task's blocks(), or say model.compile: model"),
+         "the task's blocks(), or set model.compile: model"),
     ],
 )  # fmt: skip
 def test_a_model_without_blocks(model: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -156,15 +156,15 @@ def test_compiled_means_compiled(tmp_path: Path) -> None:
     ("sections", "message"),
     [
         ({"model": {"offload": "parameters"}, "parallel": {"shard": "parameters"}},
-         "native/parameters: model.offload: parameters needs CUDA: on the CPU all is in the host's memory; leave it "
+         "native/parameters: model.offload: parameters needs CUDA: on the CPU everything is in host memory; leave it "
          "out"),
         ({"model": {"sync_batchnorm": True}},
-         "native/nothing: model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm takes no tensor of the CPU; "
+         "native/nothing: model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm accepts no CPU tensors; "
          "leave it out"),
         ({"train": {"steps": 1, "precision": "fp16"}},
          "native/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"),
         ({"train": {"steps": 1, "sync_every": 2}, "parallel": {"shard": "gradients"}},
-         "native/gradients: train.sync_every: 2 cannot be had here; what can: native/nothing, single"),
+         "native/gradients: train.sync_every: 2 is not available here, only in native/nothing, single"),
     ],
 )  # fmt: skip
 def test_refused_on_the_cpu(sections: dict[str, Any], message: str) -> None:
@@ -186,7 +186,7 @@ def test_the_optimizer_alone_cannot_be_offloaded() -> None:
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(Config.model_validate(made))
     assert str(e.value) == (
-        "native/parameters: model.offload: optimizer cannot be had: FSDP2 moves parameters, gradients and the "
+        "native/parameters: model.offload: optimizer is not available: FSDP2 moves parameters, gradients and the "
         "optimizer's states together; say model.offload: parameters"
     )
 

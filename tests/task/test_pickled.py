@@ -78,8 +78,8 @@ def test_what_cannot_be_packed() -> None:
     with pytest.raises(TaskError) as e:
         pickle_task("Mine", {"lock": threading.Lock()})
     assert str(e.value) == (
-        "Mine cannot travel to other processes: cannot pickle '_thread.lock' object; let its methods make such a "
-        "thing, as each rank calls them for itself, or put it into a file and import it from there"
+        "Mine cannot be sent to other processes: cannot pickle '_thread.lock' object; create such objects in its "
+        "methods, which each rank calls for itself, or put it into a file and import it from there"
     )
 
 

@@ -113,7 +113,7 @@ def test_look_reads_the_encoding_that_a_file_names(tmp_path: Path) -> None:
 
 def test_look_at_what_is_not_there(tmp_path: Path) -> None:
     """A file, a module, a place that is none."""
-    with pytest.raises(TaskError, match=r"^task.use: the file .*absent.py is not there$"):
+    with pytest.raises(TaskError, match=r"^task.use: the file .*absent.py does not exist$"):
         TaskRef.of(None, TaskUse(use=f"{tmp_path}/absent.py:Mine"), {}).check_code()
     with pytest.raises(TaskError, match=r"^task.use: there is no module 'no.such' on the path$"):
         TaskRef.of(None, TaskUse(use="no.such:Mine"), {}).check_code()
@@ -181,7 +181,7 @@ def test_load_of_a_module_that_fails(tmp_path: Path) -> None:
 
 def test_load_refuses(tmp_path: Path) -> None:
     """A thing that is no task, a task that is not whole, arguments that do not fit."""
-    with pytest.raises(TaskError, match=r"mine.py:helper is 7; a class that derives from unipar.Task is wanted$"):
+    with pytest.raises(TaskError, match=r"mine.py:helper is 7; it must be a class that derives from unipar.Task$"):
         _ref(tmp_path, "helper = 7", "helper").load()
     (tmp_path / "b").mkdir()
     with pytest.raises(TaskError, match=r"mine.py:Lacking lacks data\(\), loss\(\)$"):
@@ -230,7 +230,7 @@ def test_a_task_or_functions() -> None:
     functions: dict[str, Any] = dict.fromkeys(("model", "loss", "data"), test_a_task_or_functions)
     with pytest.raises(TaskError, match=r"^a task and functions were both given: "):
         TaskRef.of(Task, None, functions)
-    with pytest.raises(TaskError, match=r"^there is no task: give the config task.use, or launch a task= or model="):
+    with pytest.raises(TaskError, match=r"^there is no task: set task.use in the config, or pass task=, or model="):
         TaskRef.of(None, None, {})
 
 
