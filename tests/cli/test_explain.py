@@ -11,7 +11,6 @@ import pytest
 from unipar.cli.commands.check import check_config
 from unipar.cli.commands.explain import Explanation, explain_config
 from unipar.config.source import ConfigSource, load_config_file
-from unipar.distributed import gpus
 from unipar.errors import ConfigError, OutExists, TaskError
 
 CONFIG = """\
@@ -121,7 +120,7 @@ def test_the_third_number(source: ConfigSource, batch: str, key: str, value: tup
 
 def test_auto_says_what_it_came_to(source: ConfigSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number and the device, with the reason beside the line."""
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 2)
+    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 2)
     found = rows(explain_config(changed(source, "parallel.data=auto")))
     assert found["parallel.data"] == (2, "--set; auto: no launcher, 2 GPUs visible here")
     assert found["device"] == ("cuda", "default; auto: 2 GPUs visible here")

@@ -16,7 +16,6 @@ from unipar import errors
 from unipar.comparison.request import parse_world_sizes
 from unipar.comparison.scale import scale, select_worlds
 from unipar.config import Cell, Config
-from unipar.distributed import gpus
 from unipar.report.pages.scaling import scaling_headline
 from unipar.results.row import CellResult
 from unipar.results.scaling import ScaledCell, Scaling
@@ -326,7 +325,7 @@ def test_a_config_that_no_world_can_run(given: dict[str, Any], tmp_path: Path) -
 def test_too_few_gpus(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names what asked for them."""
     given["device"] = "cuda"
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 1)
+    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 1)
     with pytest.raises(errors.Unsupported) as e:
         scale(given, worlds=[1, 2])
     assert str(e.value) == (

@@ -39,7 +39,7 @@ def python(script: str, folder: Path, *words: str) -> subprocess.CompletedProces
 
 TWICE = """
 import unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 
 first = unipar.launch(CONFIG, task=Tiny, overrides={"out": "a"})
 print("first", first.steps)
@@ -95,7 +95,7 @@ def test_functions_instead_of_a_task_and_one_rank_fails(tmp_path: Path) -> None:
     """Errors arrive where launch was called, with the rank's own traceback, also if nobody catches them."""
     script = """
 import torch, unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 
 def model(): return torch.nn.Linear(4, 1)
 def data(): return Tiny().data()
@@ -121,9 +121,9 @@ def test_stopped_by_a_signal(to: str, tmp_path: Path) -> None:
     """SIGTERM to the parent or to a rank: all ranks stop at one step boundary; what was logged is whole."""
     script = f"""
 import unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 if __name__ == "__main__":
-    task = {{"use": "{ROOT}/tests/tiny.py:Tiny", "args": {{"pause": 0.01}}}}
+    task = {{"use": "{ROOT}/tests/support/tiny.py:Tiny", "args": {{"pause": 0.01}}}}
     unipar.launch(CONFIG, overrides={{"out": "out", "train.steps": 100000, "task": task}})
 """
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
@@ -152,8 +152,8 @@ def test_a_rank_that_hangs_in_training(tmp_path: Path) -> None:
     """Its peer waits inside DDP's backward, and is not blamed."""
     script = f"""
 import unipar
-from tests.tiny import CONFIG
-task = {{"use": "{ROOT}/tests/tiny.py:Tiny", "args": {{"hangs_on": 1}}}}
+from tests.support.tiny import CONFIG
+task = {{"use": "{ROOT}/tests/support/tiny.py:Tiny", "args": {{"hangs_on": 1}}}}
 if __name__ == "__main__":
     try:
         unipar.launch(CONFIG, overrides={{"out": "out", "launch": {{"heartbeat": 1.0}}, "task": task}}, quiet=True)
@@ -162,7 +162,7 @@ if __name__ == "__main__":
 """
     done = python(script, tmp_path)
     assert done.stdout.startswith("rank 1 hung in step 4 (forward): no sign of life for 1 s; it is at "), done.stderr
-    assert re.search(r"tests/tiny.py:\d+ in loss\n", done.stdout)
+    assert re.search(r"tests/support/tiny.py:\d+ in loss\n", done.stdout)
 
 
 def test_a_backend_whose_library_is_broken(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_backend_whose_library_is_broken(tmp_path: Path) -> None:
     (broken / "__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open')", encoding="utf-8")
     script = f"""
 import sys, unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 if __name__ == "__main__":
     sys.path.insert(0, "{broken.parent}")
     try:
@@ -191,7 +191,7 @@ if __name__ == "__main__":
 JOINS = """
 import sys
 import unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 
 print("before")
 task = Tiny()

@@ -26,7 +26,7 @@ from unipar.tracking import tracker, writer
 from unipar.tracking.tracker import Tracker
 from unipar.tracking.writer import TrackerWriter
 
-TOY = Path(__file__).parent / "toy"
+TOY = Path(__file__).parents[1] / "support" / "toy"
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ _STAYS = "training goes on without it, and the run folder has every number"
 )
 def test_a_tracker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, said: str) -> None:
     """All steps are made, one sentence is written down, and the other tracker has everything."""
-    monkeypatch.setattr(tracker, "find_tracker", {"x": kind, "y": _Kept}.__getitem__)
+    monkeypatch.setattr("unipar.tracking.writer.find_tracker", {"x": kind, "y": _Kept}.__getitem__)
     monkeypatch.setattr(writer, "TRACKER_TIMEOUT_SECONDS", 0.2 if kind is _Endless else SOON)
     with running(Line(), tmp_path, log={"every": 1, "to": ["x", "y"]}) as run:
         run.task.train(run)
@@ -198,7 +198,7 @@ def test_a_slow_tracker_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest
             super().write(step, named)
 
     written = threading.Event()
-    monkeypatch.setattr(tracker, "find_tracker", {"x": Slow}.__getitem__)
+    monkeypatch.setattr("unipar.tracking.writer.find_tracker", {"x": Slow}.__getitem__)
     trackers = TrackerWriter(("x",), tmp_path, 0)
     for step in range(5):
         trackers.write(step, {"loss": 1.0})
@@ -218,7 +218,7 @@ def test_the_last_numbers_of_a_run_that_was_stopped(tmp_path: Path, monkeypatch:
                 signal.raise_signal(signal.SIGTERM)
                 run.step(share)
 
-    monkeypatch.setattr(tracker, "find_tracker", {"x": _Kept}.__getitem__)
+    monkeypatch.setattr("unipar.tracking.writer.find_tracker", {"x": _Kept}.__getitem__)
     with pytest.raises(Stopped), running(Interrupted(), tmp_path, log={"every": 1, "to": ["x"]}) as run:
         run.task.train(run)
     assert [step for step, _ in _Kept.pages] == [1, 0]
