@@ -91,7 +91,7 @@ def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"train": {"steps": 1, "sync_every": 2}},
          "train.sync_every: 2 cannot be had: nn.DataParallel is one process"),
         ({"model": {"offload": "parameters"}},
-         "model.offload: parameters cannot be had here; what can: deepspeed/optimizer, deepspeed/gradients, "
+         "model.offload: parameters is not available here, only in deepspeed/optimizer, deepspeed/gradients, "
          "deepspeed/parameters, native/parameters"),
         ({"parallel": {"shard_over": 2}},
          "parallel.shard_over: 2 is not available here, only in native/optimizer, native/gradients, native/parameters"),

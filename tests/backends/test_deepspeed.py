@@ -308,7 +308,7 @@ def test_the_neutral_key_is_obeyed(offload: str, shard: str, told: set[str]) -> 
         ("parameters", "gradients", {},
          "model.offload: parameters needs parallel.shard: parameters, as gradients leaves them whole on every rank"),
         ("optimizer", "nothing", {},
-         "model.offload: optimizer cannot be had here; what can: deepspeed/optimizer, deepspeed/gradients, "
+         "model.offload: optimizer is not available here, only in deepspeed/optimizer, deepspeed/gradients, "
          "deepspeed/parameters, native/parameters"),
         ("optimizer", "gradients", {"offload_optimizer": "none"},
          "options.deepspeed.offload_optimizer: none contradicts model.offload: optimizer, which is offload_optimizer: "

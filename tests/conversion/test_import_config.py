@@ -300,7 +300,10 @@ def test_its_deepspeed(tmp_path: Path) -> None:
             "num_machines (line 4): 4 machines; unipar starts processes",
         ),
         (YAML.replace("bf16\n", "fp8\n", 1), "mixed_precision (line 7): fp8 is not among no, fp16, bf16"),
-        (YAML + "fp8_config: {backend: TE}\n", "fp8_config (line 9): unipar has no fp8; --leave fp8_config goes on"),
+        (
+            YAML + "fp8_config: {backend: TE}\n",
+            "fp8_config (line 9): unipar has no fp8; leave it out with --leave fp8_config",
+        ),
         (YAML + "a: !!python/object:x {}\n", "line 9: the tag !!python/object:x is refused"),
         (YAML + "debug: true\ndebug: false\n", "line 10: the key 'debug' is there twice"),
         ("- 1\n", "line 1: a mapping of keys and values is wanted"),
