@@ -155,7 +155,8 @@ def test_load_of_a_module_stops_at_its_launch_too(tmp_path: Path, monkeypatch: p
     """`python -m pkg.train` without a guard: what stands before the launch is there, and part of its package."""
     text = (
         GOOD
-        + "from unipar.task.importing import next_earlier_run\nnext_earlier_run()\nraise SystemExit('past its own launch')\n"
+        + "from unipar.task.importing import next_earlier_run\n"
+        + "next_earlier_run()\nraise SystemExit('past its own launch')\n"
     )
     (tmp_path / "apkg").mkdir()
     (tmp_path / "apkg/__init__.py").touch()

@@ -84,7 +84,7 @@ class Backend(ABC):
     """Modules that must be importable."""
 
     hint: ClassVar[str] = ""
-    """Command to type if they are not."""
+    """Command to type if they are not importable."""
 
     capabilities: ClassVar[Capabilities]
     options: ClassVar[type[Section]] = NoOptions
@@ -149,7 +149,7 @@ class Backend(ABC):
         """Meet the other processes; assert that the library sees the same world."""
 
     def sends(self, world: World) -> AbstractContextManager[Mapping[str, int]]:
-        """Context manager around one step: count the bytes that the library sends without torch.distributed.
+        """Context manager: count the bytes that the library sends in one step without torch.distributed.
 
         Yield a mapping of collective -> payload bytes, filled on exit. All ranks enter and leave it together, in a
         world in which the variables of `recording` are set.

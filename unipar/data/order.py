@@ -12,7 +12,7 @@ from unipar.errors import ConfigError, TaskError
 from unipar.utils.seeding import mix_seed
 
 SampleKey = tuple[int, int]
-"""(epoch, index) of one sample."""
+"""Key of one sample: (epoch, index)."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def create_parts(make_model: Callable[[], Any], config: Config, world: World) ->
     check_part_names(config, parts)
     wanted = parameter_dtype(config.train.precision)
     for module in parts.values():
-        # not module.to(): it would take the imaginary part of a complex buffer
+        # not module.to(): it would drop the imaginary part of a complex buffer
         module._apply(partial(cast_if_float, dtype=wanted))  # pyright: ignore[reportPrivateUsage]
     _check_same_on_all_ranks(parts, world)
     return parts
@@ -104,8 +104,8 @@ def _create_on_meta(make_model: Callable[[], Any]) -> Any:
         with torch.device("meta"):
             return make_model()
     except Exception:  # an error that is not caused by meta is raised again on the CPU
-        made = _create_model(make_model)
-        return {name: m.to("meta") for name, m in made.items()} if isinstance(made, dict) else made.to("meta")
+        model = _create_model(make_model)
+        return {name: m.to("meta") for name, m in model.items()} if isinstance(model, dict) else model.to("meta")
 
 
 def _check_same_on_all_ranks(parts: Mapping[str, nn.Module], world: World) -> None:

@@ -64,7 +64,7 @@ def _groups_of_task(
     names = {id(p): n for n, p in module.named_parameters()}
     allowed = None if own else set(optimizer_arguments(config.train.optimizer, "cpu")) - {"fused", "foreach"}
     seen: set[str] = set()
-    made: list[ParameterGroup] = []
+    groups: list[ParameterGroup] = []
     for i, group in enumerate(given):
         params: Any = group.get("params")
         if params is None:
@@ -81,13 +81,13 @@ def _groups_of_task(
         if twice:
             raise TaskError(f"groups(): {twice[0]!r} is in two groups")
         seen.update(mine)
-        made.append(ParameterGroup(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
+        groups.append(ParameterGroup(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
     left = [n for n in trained if n not in seen]
     if left:
         raise TaskError(
             f"groups() leaves out {first_few(left, most=4)}: give every trained parameter a group, or freeze it"
         )
-    return tuple(g for g in made if g.names)
+    return tuple(g for g in groups if g.names)
 
 
 def optimizer_factory(
@@ -119,17 +119,18 @@ def _create_own_optimizer(
 ) -> Optimizer:
     """Return the task's optimizer; raise TaskError unless it covers exactly the parameters of the groups."""
     wanted = {id(p) for group in groups for p in group["params"]}
-    made: Any = own(groups)
-    if not isinstance(made, Optimizer):
+    optimizer: Any = own(groups)
+    if not isinstance(optimizer, Optimizer):
         raise TaskError(
-            f"optimizer() returned {made!r}; it must return a torch.optim.Optimizer over the groups that it is given"
+            f"optimizer() returned {optimizer!r}; it must return a torch.optim.Optimizer over the groups that it is "
+            "given"
         )
-    covered = {id(p) for group in made.param_groups for p in group["params"]}
+    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if left := [name for name, p in names.items() if id(p) in wanted - covered]:
         raise TaskError(f"optimizer() leaves out {left[0]!r}: give it all groups, or freeze the parameter")
     if covered - wanted:
         raise TaskError("optimizer() holds a parameter that is in none of the groups that it was given")
-    return made
+    return optimizer
 
 
 def _refuse_unused_settings(config: Config) -> None:

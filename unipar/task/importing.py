@@ -82,7 +82,7 @@ def _import_module(name: str, earlier: Sequence[str]) -> ModuleType:
 
 @contextmanager
 def _until_launch(earlier: Sequence[str]) -> Generator[None]:
-    """Context manager around an import of user code: end it at the `launch`, and keep what was defined before."""
+    """Context manager: end an import of user code at its `launch`, and keep what was defined before."""
     global _current_import
     _current_import = _TaskImport(list(earlier))
     try:

@@ -34,7 +34,7 @@ class TaskRef:
     """Names, size and digest of code that is in no file; empty if all code is in files."""
 
     parcel: bytes = field(default=b"", repr=False)
-    """That code, pickled; sent through a pipe, not as JSON."""
+    """Pickled form of that code; sent through a pipe, not as JSON."""
 
     @classmethod
     def of(
@@ -113,9 +113,8 @@ def _create_task(definition: Any, args: Mapping[str, Any], shown: str) -> Task:
     try:
         return definition(**args)
     except TypeError as e:
-        if (
-            e.__traceback__ is not None and e.__traceback__.tb_next is None
-        ):  # raised by the call itself, not inside the constructor
+        # without a next frame the call itself failed, not the constructor's body
+        if e.__traceback__ is not None and e.__traceback__.tb_next is None:
             raise TaskError(f"task.args do not fit {definition.__name__}: {e}") from None
         raise
 
