@@ -20,7 +20,7 @@ def _cell(text: str) -> Cell:
 
 
 def test_cells_of_each() -> None:
-    """Plain ones first, in the order of what they split."""
+    """Cells without a variant come first, in the order of `SHARDS`."""
     patterns = ("single", "native/*", "deepspeed/*", "horovod", "accelerate")
     assert [str(c) for c in cells.expand_cell_patterns(patterns)] == [
         "single", "native/nothing", "native/optimizer", "native/gradients", "native/parameters", "deepspeed/nothing",
@@ -51,14 +51,14 @@ def test_cells_of_each() -> None:
     ],
 )  # fmt: skip
 def test_cells_that_do_not_exist(text: str, kind: type[Exception], message: str) -> None:
-    """A refusal says which ones there are."""
+    """The error for an unknown cell or backend lists the known ones."""
     with pytest.raises(kind) as e:
         _cell(text)
     assert str(e.value) == message
 
 
 def test_a_variant_is_its_options() -> None:
-    """The cell sets the option; the option makes the cell; another plain cell takes it back."""
+    """A cell with a variant sets the variant's option; a cell without one removes the option."""
     library = cells.config_in_cell(_config(), _cell("deepspeed/gradients+library"))
     assert library.options == {"deepspeed": {"buckets": "library"}}
     assert str(cells.cell_of(library)) == "deepspeed/gradients+library"
@@ -66,7 +66,7 @@ def test_a_variant_is_its_options() -> None:
 
 
 def test_an_option_that_contradicts_the_cell() -> None:
-    """Neither wins."""
+    """An option and a cell that contradict each other are refused."""
     config = _config(options={"deepspeed": {"buckets": "scaled"}})
     with pytest.raises(ConfigError) as e:
         cells.config_in_cell(config, _cell("deepspeed/gradients+library"))
@@ -86,7 +86,7 @@ def test_an_option_that_contradicts_the_cell() -> None:
     ],
 )
 def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[int, int, int]) -> None:
-    """What two ranks do side by side, one process does one after another."""
+    """One process computes the microbatches of two ranks one after another."""
     config = cells.config_in_cell(_config(batch=batch, parallel={"data": 2}), _cell("single"))
     settled = config.batch.settle(1)
     assert (settled.total, settled.micro, settled.accumulate) == sizes
@@ -126,14 +126,14 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
     ],
 )  # fmt: skip
 def test_refusals(backend: str, sections: dict[str, Any], message: str) -> None:
-    """Each cell's gaps are sentences, known before any process starts."""
+    """Each limit of a cell is a sentence, known before any process starts."""
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(_config(backend=backend, **sections))
     assert str(e.value) == message
 
 
 def test_several_reasons_are_all_told() -> None:
-    """One refusal, two reasons."""
+    """One error lists all reasons."""
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(_config(backend="single", parallel={"data": 2, "shard": "optimizer"}))
     assert e.value.reasons == (
@@ -143,7 +143,7 @@ def test_several_reasons_are_all_told() -> None:
 
 
 def test_a_library_that_another_goes_through_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate is there, and DeepSpeed is not."""
+    """A missing DeepSpeed is named if Accelerate is to use it."""
     monkeypatch.setattr("unipar.utils.entry_points.find_spec", lambda name: None if name == "deepspeed" else name)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     through = _config(
         backend="accelerate", parallel={"shard": "gradients"}, options={"accelerate": {"through": "deepspeed"}}
@@ -157,7 +157,7 @@ def test_a_library_that_another_goes_through_may_be_missing(monkeypatch: pytest.
 
 
 def test_a_missing_library_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known, and not installed."""
+    """The error for a backend that is not installed names the command that installs it."""
     monkeypatch.setattr("unipar.utils.entry_points.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(BackendNotInstalled) as e:
         registry.load_backend("horovod")
