@@ -149,11 +149,11 @@ class StreamFeed:
     # Each rank reads its own part
 
     def _parts(self) -> Iterator[StreamBatch]:
-        apart = StreamPart(self.source, self.sizes, self.world.rank, self.seed)
+        part = StreamPart(self.source, self.sizes, self.world.rank, self.seed)
         spare: tuple[Any, list[SampleKey]] | None = None
         for epoch in count():
-            apart.epoch = epoch
-            ready = iter(wrap_in_workers(apart, self.source, pin=self.pin))
+            part.epoch = epoch
+            ready = iter(wrap_in_workers(part, self.source, pin=self.pin))
             read = 0
             for number in count():
                 held = list(islice(ready, self.sizes.accumulate))
