@@ -83,7 +83,7 @@ def check_weight_patterns(only: Sequence[str], names: Iterable[str], called: str
 
 
 def _check_link(file: Path, roots: Sequence[Path]) -> None:
-    """Raise ConfigError if the file is a link inside `roots`, the folders of this run, that leads out of all of them."""
+    """Raise ConfigError if the file is a link inside `roots`, this run's folders, that leads out of all of them."""
     real = file.resolve()
     inside = [root for root in roots if file.is_relative_to(root)]
     if inside and not any(real.is_relative_to(root.resolve()) for root in roots):
