@@ -1,4 +1,4 @@
-"""A backend from outside the tree is found, described and held to the suite like ours."""
+"""Backends from outside the tree: found, described and tested like those of unipar."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _run(*words: str, path: Path = TOY) -> subprocess.CompletedProcess[str]:
 
 
 def test_found() -> None:
-    """Its entry point is enough: `unipar backends` lists it."""
+    """An entry point is enough for `unipar backends` to list a backend."""
     out = _run("-m", "unipar", "backends")
     assert out.returncode == 0
     assert "toy/nothing" in out.stdout
 
 
 def test_suite() -> None:
-    """It passes the conformance suite in worlds of 2, with marks that it brings itself."""
+    """An outside backend passes the conformance suite in worlds of 2, with marks of its own."""
     words = ("-m", "pytest", "tests/conformance", "-q", "-p", "no:cacheprovider", "--cells", "toy")
     out = _run(*words, "--marks", "tests/support/toy/marks.toml", "-k", "nothing-2-")
     assert out.returncode == 0, out.stdout[-3000:]
@@ -50,7 +50,7 @@ def test_a_lying_mark_fails(tmp_path: Path) -> None:
 
 
 def test_an_unknown_backend_in_a_mark_stops_collection(tmp_path: Path) -> None:
-    """A mark cannot outlive the backend that it names."""
+    """A mark that names an unknown backend stops the collection of tests."""
     text = (TOY / "marks.toml").read_text("utf-8").replace("toy/*", "troy/*")
     (tmp_path / "marks.toml").write_text(text, "utf-8")
     out = _run("-m", "pytest", "tests/conformance", "-q", "--cells", "toy", "--marks", str(tmp_path / "marks.toml"))
@@ -59,13 +59,13 @@ def test_an_unknown_backend_in_a_mark_stops_collection(tmp_path: Path) -> None:
 
 
 def test_what_it_has_no_file_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A description that names no script and no config of its library refuses both in a sentence."""
+    """A description without a script and without a config of its library refuses both in a sentence."""
     monkeypatch.syspath_prepend(TOY)
     toy: Any = import_module("toy_backend").backend
     with pytest.raises(Unsupported) as e:
         toy.script(None)
-    assert str(e.value) == "toy: there is no script for it; `unipar export --help` names those that have one"
+    assert str(e.value) == "toy: this backend has no script; `unipar export --help` lists the backends that have one"
     assert toy.foreign_keys() == frozenset()
     with pytest.raises(Unsupported) as e:
         toy.read_foreign(None, {})
-    assert str(e.value) == "toy: it has no config of its own that could be read"
+    assert str(e.value) == "toy: this backend's library has no config that unipar can read"

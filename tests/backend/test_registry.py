@@ -20,8 +20,9 @@ def _cell(text: str) -> Cell:
 
 
 def test_cells_of_each() -> None:
-    """Plain ones first, in the order of what they split."""
-    assert [str(c) for c in cells.expand_cell_patterns(("single", "native/*", "deepspeed/*", "horovod", "accelerate"))] == [
+    """Cells without a variant come first, in the order of `SHARDS`."""
+    patterns = ("single", "native/*", "deepspeed/*", "horovod", "accelerate")
+    assert [str(c) for c in cells.expand_cell_patterns(patterns)] == [
         "single", "native/nothing", "native/optimizer", "native/gradients", "native/parameters", "deepspeed/nothing",
         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "horovod/nothing", "accelerate/nothing",
     ]  # fmt: skip
@@ -50,14 +51,14 @@ def test_cells_of_each() -> None:
     ],
 )  # fmt: skip
 def test_cells_that_do_not_exist(text: str, kind: type[Exception], message: str) -> None:
-    """A refusal says which ones there are."""
+    """The error for an unknown cell or backend lists the known ones."""
     with pytest.raises(kind) as e:
         _cell(text)
     assert str(e.value) == message
 
 
 def test_a_variant_is_its_options() -> None:
-    """The cell sets the option; the option makes the cell; another plain cell takes it back."""
+    """A cell with a variant sets the variant's option; a cell without one removes the option."""
     library = cells.config_in_cell(_config(), _cell("deepspeed/gradients+library"))
     assert library.options == {"deepspeed": {"buckets": "library"}}
     assert str(cells.cell_of(library)) == "deepspeed/gradients+library"
@@ -65,7 +66,7 @@ def test_a_variant_is_its_options() -> None:
 
 
 def test_an_option_that_contradicts_the_cell() -> None:
-    """Neither wins."""
+    """An option and a cell that contradict each other are refused."""
     config = _config(options={"deepspeed": {"buckets": "scaled"}})
     with pytest.raises(ConfigError) as e:
         cells.config_in_cell(config, _cell("deepspeed/gradients+library"))
@@ -85,7 +86,7 @@ def test_an_option_that_contradicts_the_cell() -> None:
     ],
 )
 def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[int, int, int]) -> None:
-    """What two ranks do side by side, one process does one after another."""
+    """One process computes the microbatches of two ranks one after another."""
     config = cells.config_in_cell(_config(batch=batch, parallel={"data": 2}), _cell("single"))
     settled = config.batch.settle(1)
     assert (settled.total, settled.micro, settled.accumulate) == sizes
@@ -96,21 +97,21 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
     ("backend", "sections", "message"),
     [
         ("native", {"train": {"steps": 1, "precision": "bf16-master"}},
-         "native/nothing: train.precision: bf16-master cannot be had: DDP, as nn.DataParallel, keeps one copy of the "
-         "parameters, so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
+         "native/nothing: train.precision: bf16-master is not available: DDP, as nn.DataParallel, keeps one copy of "
+         "the parameters, so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
         ("native", {"parallel": {"data": 4, "shard_over": 2}},
-         "native/nothing: parallel.shard_over: 2 cannot be had here; what can: native/optimizer, native/gradients, "
+         "native/nothing: parallel.shard_over: 2 is not available here, only in native/optimizer, native/gradients, "
          "native/parameters"),
         ("deepspeed", {"train": {"steps": 1, "precision": "fp64"}, "parallel": {"shard": "gradients"}},
-         "deepspeed/gradients: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
+         "deepspeed/gradients: train.precision: fp64 is not available: ZeRO keeps its masters in fp32; use "
          "deepspeed/nothing, native/* or fp32"),
         ("horovod", {"train": {"steps": 1, "precision": "bf16-master"}},
-         "horovod/nothing: train.precision: bf16-master cannot be had: Horovod has no bf16 tensors; use bf16-mixed, "
+         "horovod/nothing: train.precision: bf16-master is not available: Horovod has no bf16 tensors; use bf16-mixed, "
          "native/parameters or deepspeed/*"),
         ("deepspeed", {"train": {"steps": 1, "precision": "fp16"}, "device": "cpu"},
          "deepspeed/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"),
         ("accelerate", {"parallel": {"shard": "optimizer"}},
-         "accelerate/optimizer: parallel.shard: optimizer is not there; accelerate has nothing, "
+         "accelerate/optimizer: parallel.shard: optimizer is not available; accelerate has nothing, "
          "optimizer (with options.accelerate.through: deepspeed), gradients, parameters"),
         ("accelerate", {"options": {"accelerate": {"through": "deepspeed"}}},
          "accelerate/nothing: options.accelerate.through: deepspeed has no effect, as nothing is split; leave it out"),
@@ -121,28 +122,28 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
         ("deepspeed", {"options": {"deepspeed": {"buckets": "library"}}},
          "deepspeed/nothing: options.deepspeed.buckets: library has no effect, as nothing is split; leave it out"),
         ("single", {"parallel": {"data": 2}},
-         "single: parallel.data: 2 contradicts it: single is one process"),
+         "single: parallel.data: 2 contradicts the cell: single is one process"),
     ],
 )  # fmt: skip
 def test_refusals(backend: str, sections: dict[str, Any], message: str) -> None:
-    """Each cell's gaps are sentences, known before any process starts."""
+    """Each limit of a cell is a sentence, known before any process starts."""
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(_config(backend=backend, **sections))
     assert str(e.value) == message
 
 
 def test_several_reasons_are_all_told() -> None:
-    """One refusal, two reasons."""
+    """One error lists all reasons."""
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(_config(backend="single", parallel={"data": 2, "shard": "optimizer"}))
     assert e.value.reasons == (
-        "parallel.shard: optimizer is not there; single has nothing",
-        "parallel.data: 2 contradicts it: single is one process",
+        "parallel.shard: optimizer is not available; single has nothing",
+        "parallel.data: 2 contradicts the cell: single is one process",
     )
 
 
 def test_a_library_that_another_goes_through_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate is there, and DeepSpeed is not."""
+    """A missing DeepSpeed is named if Accelerate is to use it."""
     monkeypatch.setattr("unipar.utils.entry_points.find_spec", lambda name: None if name == "deepspeed" else name)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     through = _config(
         backend="accelerate", parallel={"shard": "gradients"}, options={"accelerate": {"through": "deepspeed"}}
@@ -156,7 +157,7 @@ def test_a_library_that_another_goes_through_may_be_missing(monkeypatch: pytest.
 
 
 def test_a_missing_library_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known, and not installed."""
+    """The error for a backend that is not installed names the command that installs it."""
     monkeypatch.setattr("unipar.utils.entry_points.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(BackendNotInstalled) as e:
         registry.load_backend("horovod")

@@ -50,12 +50,12 @@ def place(size: int, local: int | None = None) -> Place:
     ],
 )
 def test_what_cuda_visible_devices_leaves(choice: str | None, count: int) -> None:
-    """CUDA's own rules: the list ends at the first entry that is no GPU; one named twice shows nothing."""
+    """CUDA's rules hold: the list ends at the first invalid entry, and a GPU that is named twice hides all."""
     assert count_chosen_gpus(IDS, choice) == count
 
 
 def test_a_torch_without_cuda_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver alone trains nothing."""
+    """GPUs count as zero if torch was built without CUDA."""
     monkeypatch.setattr(distributed_gpus, "list_gpu_ids", lambda: IDS)
     monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: False)
     assert count_visible_gpus({}) == 0
@@ -65,7 +65,7 @@ def test_a_torch_without_cuda_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _nvml(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
-    """NVML as these functions have it; the list tells that it was shut down."""
+    """Replace functions of NVML; return a list that records the shutdown."""
     shut: list[str] = []
     told = {"nvmlInit": lambda: None, "nvmlShutdown": lambda: shut.append("shut down"), **functions}
     for name, function in told.items():
@@ -78,7 +78,7 @@ def _fails(*_: object) -> None:
 
 
 def test_gpus_in_the_order_of_their_bus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by its UUID; one that NVML cannot speak of counts all the same."""
+    """GPUs are listed by UUID; one whose UUID NVML cannot read counts all the same."""
 
     def uuid(index: int) -> str:
         if index == 1:
@@ -97,14 +97,14 @@ def test_gpus_in_the_order_of_their_bus(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("function", "ended"), [("nvmlInit", []), ("nvmlDeviceGetCount", ["shut down"])])
 def test_no_gpus_without_a_driver(function: str, ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its library is not there, or does not fit the kernel's part: no GPU can be used."""
+    """No GPU counts if NVML cannot start or cannot list devices."""
     shut = _nvml(monkeypatch, **{function: _fails})
     assert list_gpu_ids() == []
     assert shut == ended
 
 
 def test_what_torch_was_built_with() -> None:
-    """The version file and torch itself say the same."""
+    """The check without importing torch agrees with torch.version.cuda."""
     import torch
 
     assert torch_has_cuda() == (torch.version.cuda is not None)
@@ -129,22 +129,24 @@ def gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 def test_ranks_of_our_own(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], visible: int, ranks: RankCount
 ) -> None:
-    """A number is taken; auto is the visible GPUs, or one."""
+    """A number in the config is used; `auto` means one rank for each visible GPU, or one."""
     gpus(monkeypatch, visible)
     assert resources.count_ranks(config(**changes)) == ranks
 
 
 def test_ranks_of_a_launcher() -> None:
-    """auto takes the world that is there; the same number is no contradiction."""
+    """`auto` takes the size of the launcher's world; the same number in the config is accepted."""
     assert resources.count_ranks(config(), place(3)) == RankCount(3, "started by torchrun")
     assert resources.count_ranks(config(parallel={"data": 3}), place(3)) == RankCount(3, "started by torchrun")
 
 
 def test_a_launchers_other_world() -> None:
-    """A world of another size than the config's is refused."""
+    """A launcher's world of another size than the config's is refused."""
     with pytest.raises(WorldMismatch) as e:
         resources.count_ranks(config(parallel={"data": 4}), place(2))
-    assert str(e.value) == "parallel.data: 4, but torchrun started 2 processes; give it 4, or say auto"
+    assert str(e.value) == (
+        "parallel.data: 4, but torchrun started 2 processes; start 4 processes, or set parallel.data: auto"
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,27 +156,27 @@ def test_a_launchers_other_world() -> None:
             {"device": "cuda"},
             2,
             0,
-            "native/nothing: parallel.data: 2 ranks on cuda; no GPU visible here; say device: cpu",
+            "native/nothing: parallel.data: 2 ranks on cuda; no GPU visible here; set device: cpu",
         ),
         (
             {},
             4,
             2,
-            "native/nothing: parallel.data: 4 ranks on cuda; 2 GPUs visible here; lower it, say device: cpu, "
-            "or share one GPU by device: cuda:0",
+            "native/nothing: parallel.data: 4 ranks on cuda; 2 GPUs visible here; lower it, set device: cpu, "
+            "or share one GPU with device: cuda:0",
         ),
         (
             {"device": "cuda:1"},
             1,
             1,
-            "native/nothing: device: cuda:1 is not there; one GPU visible here; say device: cpu",
+            "native/nothing: device: cuda:1 does not exist; one GPU visible here; set device: cpu",
         ),
     ],
 )
 def test_too_few_devices(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], ranks: int, visible: int, sentence: str
 ) -> None:
-    """Refused with the numbers, before any process starts."""
+    """Too few GPUs are refused with the numbers, before any process starts."""
     gpus(monkeypatch, visible)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(Unsupported) as e:
@@ -183,7 +185,7 @@ def test_too_few_devices(
 
 
 def test_too_few_devices_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever hid the GPUs is reminded."""
+    """The error shows CUDA_VISIBLE_DEVICES if it is set."""
     gpus(monkeypatch, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(Unsupported, match=r"one GPU visible here \(CUDA_VISIBLE_DEVICES=3\); lower it"):
@@ -203,13 +205,13 @@ def test_too_few_devices_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> No
 def test_enough_devices(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], ranks: int, local: int | None, visible: int
 ) -> None:
-    """On the CPU always; one GPU a rank of this machine; one GPU shared, where the config says which."""
+    """The CPU always suffices; ranks need one GPU each on this machine, unless the config shares one."""
     gpus(monkeypatch, visible)
     resources.check_gpu_count(config(**changes), ranks, local)
 
 
 def test_what_auto_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA where there is any; what the config says needs no reason."""
+    """`device: auto` is CUDA if a GPU is visible, with the reason; a device in the config has no reason."""
     gpus(monkeypatch, 2)
     assert resources.choose_device(config()) == ("cuda", "auto: 2 GPUs visible here")
     assert resources.choose_device(config(device="cpu")) == ("cpu", "")
@@ -218,7 +220,7 @@ def test_what_auto_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_call_takes_all_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A config that says nothing of ranks or devices has a rank on each visible GPU."""
+    """A config without ranks and device runs one rank on each visible GPU."""
     monkeypatch.setattr(distributed_gpus, "list_gpu_ids", lambda: IDS)
     monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

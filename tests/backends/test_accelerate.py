@@ -90,7 +90,8 @@ def test_a_yaml_that_contradicts_is_refused(tmp_path: Path) -> None:
     """Both values, the way out, and nothing written."""
     done = launched(tmp_path, YAML.format(kind="MULTI_GPU", precision="'no'", more=""), "--set", "parallel.data=4")
     assert done.returncode != 0
-    assert "parallel.data: 4, but accelerate launch started 2 processes; give it 4, or say auto" in done.stderr
+    refusal = "accelerate launch started 2 processes; start 4 processes, or set parallel.data: auto"
+    assert f"parallel.data: 4, but {refusal}" in done.stderr
     done = launched(tmp_path, YAML.format(kind="MULTI_GPU", precision="bf16", more=""))
     assert done.returncode != 0
     assert (

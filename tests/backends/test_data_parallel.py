@@ -81,20 +81,20 @@ def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"device": "cpu"},
          "device: cpu cannot be had: nn.DataParallel is for CUDA devices; use native/nothing, or single"),
-        ({"parallel": {"data": 2}}, "parallel.data: 2 contradicts it: native/nothing+dp is one process"),
+        ({"parallel": {"data": 2}}, "parallel.data: 2 contradicts the cell: native/nothing+dp is one process"),
         ({"batch": {"total": 16, "micro": 8}},
          "batch: total 16 = micro 8 x accumulate 2 leaves some of 4 GPUs without a microbatch; lower batch.micro, or "
          "say device: cuda:0"),
         ({"train": {"steps": 1, "precision": "bf16-master"}},
-         "train.precision: bf16-master cannot be had: DDP, as nn.DataParallel, keeps one copy of the parameters, so "
+         "train.precision: bf16-master is not available: DDP, as nn.DataParallel, keeps one copy of the parameters, so "
          "there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
         ({"train": {"steps": 1, "sync_every": 2}},
          "train.sync_every: 2 cannot be had: nn.DataParallel is one process"),
         ({"model": {"offload": "parameters"}},
-         "model.offload: parameters cannot be had here; what can: deepspeed/optimizer, deepspeed/gradients, "
+         "model.offload: parameters is not available here, only in deepspeed/optimizer, deepspeed/gradients, "
          "deepspeed/parameters, native/parameters"),
         ({"parallel": {"shard_over": 2}},
-         "parallel.shard_over: 2 cannot be had here; what can: native/optimizer, native/gradients, native/parameters"),
+         "parallel.shard_over: 2 is not available here, only in native/optimizer, native/gradients, native/parameters"),
         ({"model": {"recompute": "blocks"}},
          "model.recompute: blocks cannot be had: nn.DataParallel's copies would call the original's forward; "
          "leave it out"),

@@ -308,7 +308,7 @@ def test_the_neutral_key_is_obeyed(offload: str, shard: str, told: set[str]) -> 
         ("parameters", "gradients", {},
          "model.offload: parameters needs parallel.shard: parameters, as gradients leaves them whole on every rank"),
         ("optimizer", "nothing", {},
-         "model.offload: optimizer cannot be had here; what can: deepspeed/optimizer, deepspeed/gradients, "
+         "model.offload: optimizer is not available here, only in deepspeed/optimizer, deepspeed/gradients, "
          "deepspeed/parameters, native/parameters"),
         ("optimizer", "gradients", {"offload_optimizer": "none"},
          "options.deepspeed.offload_optimizer: none contradicts model.offload: optimizer, which is offload_optimizer: "
@@ -329,7 +329,7 @@ def test_the_neutral_key_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 0)
     neutral = NEUTRAL | ZERO3 | {"model": {"offload": "parameters"}}
     assert _refused({}, neutral | {"device": "cpu"}) == (
-        "model.offload: parameters needs CUDA: on the CPU all is in the host's memory; leave it out"
+        "model.offload: parameters needs CUDA: on the CPU everything is in host memory; leave it out"
     )
     assert _refused({}, neutral | {"device": "auto"}) == (
         "model.offload: parameters has no effect on the CPU, where they are; leave it out"

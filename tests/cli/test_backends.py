@@ -84,7 +84,7 @@ def test_a_library_that_crashes(plugin: Path) -> None:
     """It takes its own process down, not this one."""
     (plugin / "toy_library.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", encoding="utf-8")
     assert installed.probe_imports(["toy"])["toy"] == ImportProbe(
-        broken="importing the library of toy ended in SIGSEGV"
+        broken="importing the library of toy was killed by SIGSEGV"
     )
 
 

@@ -176,7 +176,7 @@ def test_a_cell_that_cannot_run(source: ConfigSource) -> None:
     """Its sentence, in place of what its library would be told."""
     (told,) = explain_config(changed(source, "train.precision=fp64"), ["deepspeed/optimizer"]).cells
     assert told.note.startswith(
-        "deepspeed/optimizer: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32"
+        "deepspeed/optimizer: train.precision: fp64 is not available: ZeRO keeps its masters in fp32"
     )
     assert told.told == told.dtypes == {}
 
@@ -278,7 +278,7 @@ def test_check_without_a_task(source: ConfigSource) -> None:
             "x.yaml: compare.cells (--set): horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
         ),
         ("task.use=net.py:Nat", TaskError, "task.use: {folder}/net.py has no class Nat; did you mean Net?"),
-        ("task.use=nat.py:Net", TaskError, "task.use: the file {folder}/nat.py is not there"),
+        ("task.use=nat.py:Net", TaskError, "task.use: the file {folder}/nat.py does not exist"),
         ("task.args.widht=4", TaskError, "task.args.widht: Net has no such argument; did you mean 'width'?"),
     ],
 )

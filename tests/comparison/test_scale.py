@@ -331,8 +331,8 @@ def test_too_few_gpus(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(errors.Unsupported) as e:
         scale(given, worlds=[1, 2])
     assert str(e.value) == (
-        "native/nothing: --world: 2 ranks on cuda; one GPU visible here; lower it, say device: cpu, "
-        "or share one GPU by device: cuda:0"
+        "native/nothing: --world: 2 ranks on cuda; one GPU visible here; lower it, set device: cpu, "
+        "or share one GPU with device: cuda:0"
     )
 
 

@@ -246,22 +246,22 @@ def test_expand() -> None:
     [
         (
             {"backend": "horovod", "parallel": {"shard": "gradients"}},
-            "horovod/gradients: parallel.shard: gradients is not there; horovod has nothing",
+            "horovod/gradients: parallel.shard: gradients is not available; horovod has nothing",
         ),
         (
             {"train.precision": "bf16-master"},
-            "native/nothing: train.precision: bf16-master cannot be had: DDP, as nn.DataParallel, keeps one copy of "
+            "native/nothing: train.precision: bf16-master is not available: DDP, as nn.DataParallel, keeps one copy of "
             "the parameters, so there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*",
         ),
         (
             {"backend": "single", "parallel.data": 2},
-            "single: parallel.data: 2 contradicts it: single is one process",
+            "single: parallel.data: 2 contradicts the cell: single is one process",
         ),
         (
             {"backend": "horovod", "parallel.shard": "optimizer", "train.precision": "bf16-master"},
             "horovod/optimizer cannot run this config:\n"
-            "  - parallel.shard: optimizer is not there; horovod has nothing\n"
-            "  - train.precision: bf16-master cannot be had: Horovod has no bf16 tensors; use bf16-mixed, "
+            "  - parallel.shard: optimizer is not available; horovod has nothing\n"
+            "  - train.precision: bf16-master is not available: Horovod has no bf16 tensors; use bf16-mixed, "
             "native/parameters or deepspeed/*",
         ),
     ],

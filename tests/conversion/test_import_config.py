@@ -117,35 +117,35 @@ def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value:
     [
         (
             {"train_batch_size": "auto"},
-            "train_batch_size: \"auto\": say it with --set batch='{total: 32, micro: 4}'",
+            "train_batch_size: \"auto\": give it with --set batch='{total: 32, micro: 4}'",
         ),
         (
             {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
             "train_batch_size: 30 is not a multiple of train_micro_batch_size_per_gpu x gradient_accumulation_steps "
             "(4 x 2 = 8)",
         ),
-        ({"gradient_clipping": "auto"}, 'gradient_clipping: "auto": say it with --set train.clip=1.0'),
+        ({"gradient_clipping": "auto"}, 'gradient_clipping: "auto": give it with --set train.clip=1.0'),
         (
             {"optimizer": None},
-            "optimizer, which your script makes: say it with --set train.optimizer='{name: adamw, lr: 3.0e-4}'",
+            "optimizer, which your script makes: give it with --set train.optimizer='{name: adamw, lr: 3.0e-4}'",
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
-            'optimizer.params.lr: "auto": say it with --set train.optimizer.lr=3.0e-4',
+            'optimizer.params.lr: "auto": give it with --set train.optimizer.lr=3.0e-4',
         ),
         (
             {"optimizer": {"type": "Lamb", "params": {}}},
-            "optimizer.type: Lamb is not among sgd, adam and adamw; say what shall hold with --set train.optimizer=...",
+            "optimizer.type: Lamb is not among sgd, adam and adamw; choose a value with --set train.optimizer=...",
         ),
         (
             {"scheduler": {"type": "OneCycle", "params": {}}},
             "scheduler.type: OneCycle is not among WarmupLR, WarmupDecayLR, WarmupCosineLR; "
-            "say what shall hold with --set train.schedule=...",
+            "choose a value with --set train.schedule=...",
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
             "scheduler.params.warmup_type: log (DeepSpeed's default, a logarithm); unipar climbs linearly; "
-            "say what shall hold with --set train.schedule=...",
+            "choose a value with --set train.schedule=...",
         ),
         (
             {"zero_optimisation": {"stage": 2}},
@@ -159,17 +159,17 @@ def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value:
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
             "zero_optimization.zero_quantized_weights: ZeRO++ rounds weights, so the numbers are others; "
-            "--leave zero_optimization.zero_quantized_weights goes on without it",
+            "leave it out with --leave zero_optimization.zero_quantized_weights",
         ),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 are both enabled; leave one of them"),
         (
             {"autotuning": {"enabled": True}},
-            "autotuning: unipar tunes nothing; --leave autotuning goes on without it",
+            "autotuning: unipar tunes nothing; leave it out with --leave autotuning",
         ),
         ({"steps_per_print": 5, "train_batch_size": "many"}, "train_batch_size: 'many' is not a whole number"),
         (
             {"prescale_gradients": True},
-            "prescale_gradients: unipar divides as one process would; --leave prescale_gradients goes on without it",
+            "prescale_gradients: unipar divides as one process would; leave it out with --leave prescale_gradients",
         ),
     ],
 )
@@ -186,10 +186,10 @@ def test_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
         ds(tmp_path, {"zero_optimization": {"stage": 1}})
     assert sentence(e, tmp_path) == (
-        "ds_config.json cannot be carried as it is:\n"
-        "  - train_batch_size: say it with --set batch='{total: 32, micro: 4}'\n"
-        "  - optimizer, which your script makes: say it with --set train.optimizer='{name: adamw, lr: 3.0e-4}'\n"
-        "  - how long to train, which the file does not say: say it with --set train.steps=1000"
+        "ds_config.json cannot be converted as it is:\n"
+        "  - train_batch_size: give it with --set batch='{total: 32, micro: 4}'\n"
+        "  - optimizer, which your script makes: give it with --set train.optimizer='{name: adamw, lr: 3.0e-4}'\n"
+        "  - how long to train, which the file does not say: give it with --set train.steps=1000"
     )
 
 
@@ -197,8 +197,8 @@ def test_a_key_left_out_as_asked(tmp_path: Path) -> None:
     """`--leave` goes on without it and says so; one that is not there is a mistake."""
     told = {**LEAST, "autotuning": {"enabled": True}, "mystery": 1}
     made = ds(tmp_path, told, STEPS, leave=["autotuning", "mystery"])
-    assert "autotuning: unipar tunes nothing (left out as asked)" in made.left_out
-    assert "mystery: not known (left out as asked)" in made.left_out
+    assert "autotuning: unipar tunes nothing (left out by --leave)" in made.left_out
+    assert "mystery: not known (left out by --leave)" in made.left_out
     with pytest.raises(ConfigError) as e:
         ds(tmp_path, LEAST, STEPS, leave=["autotuning"])
     assert sentence(e, tmp_path) == "ds_config.json: --leave autotuning: the file has no such key"
@@ -209,7 +209,7 @@ def test_a_key_left_out_as_asked(tmp_path: Path) -> None:
 def test_there_and_back(tmp_path: Path) -> None:
     """What export wrote for DeepSpeed, imported, means what it meant."""
     told: dict[str, Any] = {
-        "task": {"use": f"{Path(__file__).parent}/traveller.py:Line"},
+        "task": {"use": f"{Path(__file__).parents[1]}/support/traveller.py:Line"},
         "backend": "deepspeed",
         "device": "cpu",
         "parallel": {"data": 2, "shard": "parameters"},
@@ -257,7 +257,7 @@ def test_an_accelerate_yaml(tmp_path: Path) -> None:
     """Ranks and precision are its own; batch, optimizer and length are asked for, as the script says them."""
     with pytest.raises(ConfigError) as e:
         yaml(tmp_path, YAML)
-    assert "batch, which your script says: say it with --set batch='{total: 32, micro: 4}'" in str(e.value)
+    assert "batch, which your script says: give it with --set batch='{total: 32, micro: 4}'" in str(e.value)
     assert said(yaml(tmp_path, YAML, *ASKED)) == {
         "backend": "accelerate",
         "parallel": {"data": 2},
@@ -300,7 +300,10 @@ def test_its_deepspeed(tmp_path: Path) -> None:
             "num_machines (line 4): 4 machines; unipar starts processes",
         ),
         (YAML.replace("bf16\n", "fp8\n", 1), "mixed_precision (line 7): fp8 is not among no, fp16, bf16"),
-        (YAML + "fp8_config: {backend: TE}\n", "fp8_config (line 9): unipar has no fp8; --leave fp8_config goes on"),
+        (
+            YAML + "fp8_config: {backend: TE}\n",
+            "fp8_config (line 9): unipar has no fp8; leave it out with --leave fp8_config",
+        ),
         (YAML + "a: !!python/object:x {}\n", "line 9: the tag !!python/object:x is refused"),
         (YAML + "debug: true\ndebug: false\n", "line 10: the key 'debug' is there twice"),
         ("- 1\n", "line 1: a mapping of keys and values is wanted"),

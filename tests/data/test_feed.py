@@ -1,4 +1,4 @@
-"""Each sample exactly once an epoch, in an order that no world changes; DataLoaders are taken or refused."""
+"""Samples of a map-style dataset: each once an epoch, in one order for all worlds; DataLoaders used or refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _source(given: Any, **sections: Any) -> DataSource:
 
 
 def _plans(ranks: int, micro: int, steps: int) -> list[list[list[MicrobatchPlan]]]:
-    """[rank][step][microbatch] of a world."""
+    """Return the plans of a world as [rank][step][microbatch]."""
     sizes = _config().model_copy().batch.model_copy(update={"micro": micro}).settle(ranks)
     made: list[list[list[MicrobatchPlan]]] = []
     for rank in range(ranks):
@@ -48,7 +48,7 @@ def _plans(ranks: int, micro: int, steps: int) -> list[list[list[MicrobatchPlan]
 
 
 def test_every_sample_once_an_epoch() -> None:
-    """Three batches of at most four are ten samples; the next epoch has another order."""
+    """Ten samples are read once an epoch, in batches of at most four; epochs differ in order."""
     batches = _order().batches(0)
     first = [i for _ in range(3) for i in next(batches)[1]]
     second = [i for _ in range(3) for i in next(batches)[1]]
@@ -57,7 +57,7 @@ def test_every_sample_once_an_epoch() -> None:
 
 
 def test_order_is_seed_and_epoch_alone() -> None:
-    """Starting at step 4 gives what step 4 of a whole run is."""
+    """A run that starts at step 4 reads what a whole run reads from step 4 on."""
     whole = _order().batches(0)
     skipped = [next(whole) for _ in range(7)][4:]
     late = _order().batches(4)
@@ -65,14 +65,14 @@ def test_order_is_seed_and_epoch_alone() -> None:
 
 
 def test_without_shuffling() -> None:
-    """Samples come as they lie."""
+    """Samples come in the dataset's order if they are not shuffled."""
     batches = _order(shuffle=False).batches(0)
     assert [next(batches) for _ in range(4)] == [(0, [0, 1, 2, 3]), (0, [4, 5, 6, 7]), (0, [8, 9]), (1, [0, 1, 2, 3])]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_worlds_train_on_the_same_global_batches(ranks: int) -> None:
-    """Worlds of 1, 2 and 4 read the same samples in the same step, and their weights add up to one."""
+    """Worlds of 1, 2 and 4 read the same samples in each step, and weights add up to one."""
     whole = _order().batches(0)
     for step in zip(*_plans(ranks, 1, 6), strict=True):
         epoch, batch = next(whole)
@@ -83,25 +83,25 @@ def test_worlds_train_on_the_same_global_batches(ranks: int) -> None:
 
 
 def test_an_empty_microbatch_is_a_real_sample_of_weight_zero() -> None:
-    """Two samples on four ranks: two ranks read one that does not count."""
+    """Two ranks without a sample read one that does not count."""
     last = [rank[2] for rank in _plans(4, 1, 3)]
     assert [plan.weight for (plan,) in last] == [0.5, 0.5, 0.0, 0.0]
     assert all(len(plan.keys) == 1 for (plan,) in last)
 
 
 def test_cut() -> None:
-    """Seven samples for two microbatches on two ranks: sizes differ by one at most."""
+    """Parts of a batch of seven differ in size by at most one."""
     assert split_batch(list(range(7)), 2, 2) == [[[0, 1], [2, 3]], [[4, 5], [6]]]
 
 
 @pytest.mark.parametrize(("ragged", "batches"), [("weigh", 3), ("drop", 2)])
 def test_ragged_epochs(ragged: str, batches: int) -> None:
-    """An epoch of ten samples in batches of four."""
+    """Ten samples in batches of four are three steps, or two with `drop`."""
     assert _order(ragged=ragged).per_epoch == batches
 
 
 def test_ragged_error_shows_the_arithmetic() -> None:
-    """`data.ragged: error` refuses what does not divide."""
+    """`data.ragged: error` refuses samples that do not fill all batches, with the numbers."""
     with pytest.raises(ConfigError) as e:
         _order(ragged="error")
     assert str(e.value) == (
@@ -110,19 +110,19 @@ def test_ragged_error_shows_the_arithmetic() -> None:
 
 
 def test_dropping_everything_is_refused() -> None:
-    """Three samples do not fill one batch of four."""
+    """`data.ragged: drop` is refused if it leaves no batch."""
     with pytest.raises(ConfigError, match=r"^data.ragged: drop leaves nothing: 3 samples do not fill one batch of 4$"):
         _order(samples=3, ragged="drop")
 
 
 def test_no_samples() -> None:
-    """An empty dataset has nothing to train on."""
+    """An empty dataset is refused."""
     with pytest.raises(TaskError, match=r"^data\(\) has no samples$"):
         _order(samples=0)
 
 
 def test_a_loader_is_taken() -> None:
-    """Its dataset, collate_fn, workers, order and drop_last are what a config without those keys means."""
+    """A DataLoader's dataset, collate_fn, workers, shuffling and drop_last are used."""
     loader = DataLoader(DATA, batch_size=2, shuffle=True, num_workers=2, drop_last=True, collate_fn=_collate, timeout=5)
     source = _source(loader)
     assert source.dataset is DATA
@@ -132,7 +132,7 @@ def test_a_loader_is_taken() -> None:
 
 
 def test_a_key_in_the_file_wins_over_the_loader() -> None:
-    """The loader shuffles; the config says not to."""
+    """Keys in the config override the DataLoader's shuffling and workers."""
     loader = DataLoader(DATA, batch_size=4, shuffle=True, num_workers=2)
     settings = _source(loader, data={"shuffle": False, "workers": 0}).settings
     assert (settings.shuffle, settings.workers) == (False, 0)
@@ -160,18 +160,18 @@ def _collate(samples: list[Any]) -> Any:
          "sample: leave it out, and set data.shuffle"),
         (DataLoader(DATA, generator=torch.Generator()),
          "the DataLoader has a generator of its own; the order follows from train.seed: leave it out"),
-        (7, "data() returned int; a dataset with __getitem__ and __len__, a stream, or a DataLoader, is wanted"),
+        (7, "data() returned int; it must return a dataset with __getitem__ and __len__, a stream, or a DataLoader"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_taken_is_refused(given: Any, message: str) -> None:
-    """Each with a sentence that says what to do."""
+    """A DataLoader with settings that unipar cannot use is refused, with the way out."""
     with pytest.raises(TaskError) as e:
         _source(given)
     assert str(e.value) == message
 
 
 def test_a_spare_is_a_sample_that_weighs() -> None:
-    """A rank whose microbatches are all masked computes the first sample that is not."""
+    """A rank whose microbatches have no weight computes the first sample that has some."""
     feed = MicrobatchFeed(_source(DATA), BatchSizes(4, 2, 1, 2), 0, 0)
     assert feed.batch_with_weight(lambda batch: float(batch[0] > 3))[0].item() == 4
     with pytest.raises(TaskError, match=r"^weight\(batch\) is 0 for every single sample of the data"):

@@ -1,4 +1,4 @@
-"""Streams: each sample once where it can be counted, the same batches in every world, and sentences where it cannot."""
+"""Streams: each sample once where it can be counted, equal batches in all worlds, errors as sentences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Step = list[tuple[Any, MicrobatchPlan]]
 
 
 def _alone(rank: int, size: int) -> World:
-    """A rank without the others, for what needs no collective."""
+    """Return the world of one rank without the others, for code that needs no collective."""
     place = Place(rank=rank, size=size, local_rank=rank, local_size=size, launcher="unipar")
     return World(place, torch.device("cpu"), None)
 
@@ -63,14 +63,14 @@ def _steps(stream: StreamFeed, steps: int, start: int = 0) -> list[Step]:
 
 
 def _read(steps: list[Step]) -> list[list[float]]:
-    """The samples that count, by step."""
+    """Return the samples that count, by step."""
     return [[x for batch, plan in step if plan.weight for x in batch.flatten().tolist()] for step in steps]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("size", "accumulate"), [(1, 1), (2, 1), (2, 2), (4, 1)])
 def test_worlds_train_on_the_same_global_batches(size: int, accumulate: int, workers: int) -> None:
-    """Two epochs of ten samples in batches of four, each sample once; weights of a batch add up to one."""
+    """Two epochs read each of ten samples once, in equal batches; weights of a batch add up to one."""
     ranks = [_steps(_stream(Numbers(), rank, size, accumulate=accumulate, workers=workers), 6) for rank in range(size)]
     for step, wanted in enumerate([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2):
         plans = [plan for rank in ranks for _, plan in rank[step]]
@@ -81,7 +81,7 @@ def test_worlds_train_on_the_same_global_batches(size: int, accumulate: int, wor
 
 
 def test_an_empty_share_is_a_real_sample_of_weight_zero() -> None:
-    """Two samples are left for four ranks."""
+    """Ranks without a sample in the last batch read one that does not count."""
     last = [_steps(_stream(Numbers(), rank, 4), 3)[2] for rank in range(4)]
     assert [(batch.tolist(), plan.weight) for ((batch, plan),) in last] == [
         ([8.0], 0.5), ([9.0], 0.5), ([8.0], 0.0), ([8.0], 0.0)
@@ -89,7 +89,7 @@ def test_an_empty_share_is_a_real_sample_of_weight_zero() -> None:
 
 
 def test_random_streams_do_not_depend_on_world_or_workers() -> None:
-    """Order and noise follow from seed, epoch and place; another epoch has others."""
+    """Order and noise depend on seed, epoch and position alone; epochs differ."""
     one = _read(_steps(_stream(Noisy(), 0, 1), 6))
     two = [_read(_steps(_stream(Noisy(), rank, 2, workers=2 * rank), 6)) for rank in range(2)]
     assert [a + b for a, b in zip(*two, strict=True)] == one
@@ -99,7 +99,7 @@ def test_random_streams_do_not_depend_on_world_or_workers() -> None:
 @pytest.mark.parametrize("data", [Numbers, Counted])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_later_start_is_the_same_run(data: type[Numbers], workers: int) -> None:
-    """What comes before it is read and left, with a len() or without."""
+    """A later start reads and skips earlier samples, with a len() or without."""
     whole = _read(_steps(_stream(data(), 1, 2), 8))
     for start in (1, 3, 5):
         late = _stream(data(), 1, 2, workers=workers)
@@ -109,7 +109,7 @@ def test_a_later_start_is_the_same_run(data: type[Numbers], workers: int) -> Non
 
 
 def test_ragged() -> None:
-    """The last two of ten samples: dropped, or refused with the arithmetic."""
+    """An incomplete last batch is dropped, or refused with the numbers."""
     assert _read(_steps(_stream(Numbers(), 0, 1, ragged="drop"), 3)) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
     with pytest.raises(TaskError) as e:
         _steps(_stream(Numbers(), 0, 1, ragged="error"), 3)
@@ -120,7 +120,7 @@ def test_ragged() -> None:
 
 
 def test_epochs_need_a_length() -> None:
-    """With a len() they are steps; else nobody knows before the end."""
+    """Epochs are converted to steps by len(); without it, the key is refused."""
     assert _stream(Counted(), 0, 1).steps(2) == 6
     assert _stream(Counted(), 0, 1, ragged="drop").steps(2) == 4
     for stream, why in (
@@ -130,7 +130,7 @@ def test_epochs_need_a_length() -> None:
         with pytest.raises(ConfigError) as e:
             stream.steps(2)
         assert str(e.value) == (
-            f"train.epochs: data() returned a stream that {why}, so nobody knows how many steps an epoch has; "
+            f"train.epochs: data() returned a stream that {why}, so the number of steps in an epoch is unknown; "
             "give train.steps instead"
         )
 
@@ -155,14 +155,14 @@ _ONE_PASS = (torch.tensor(float(i)) for i in range(4))
         (Numbers(0), {}, "data() has no samples"),
         (Numbers(3), {"ragged": "drop"},
          "data.ragged: drop leaves nothing: 3 samples do not fill one batch of 4"),
-        (_Lying(), {}, "len() of the stream says 9 samples, and epoch 1 gave more than that"),
-        (_Longer(), {}, "len() of the stream says 11 samples, and epoch 1 gave 10"),
-        (_Longer(), {"workers": 2}, "len() of the stream says 11 samples, and epoch 1 gave 10"),
-        (_ONE_PASS, {}, "the stream gave no samples in epoch 2: its __iter__ must begin anew each time"),
+        (_Lying(), {}, "len() of the stream says 9 samples, but epoch 1 gave more than that"),
+        (_Longer(), {}, "len() of the stream says 11 samples, but epoch 1 gave 10"),
+        (_Longer(), {"workers": 2}, "len() of the stream says 11 samples, but epoch 1 gave 10"),
+        (_ONE_PASS, {}, "the stream gave no samples in epoch 2: its __iter__ must start from the beginning each time"),
     ],
 )  # fmt: skip
 def test_what_a_stream_may_not_be(data: Any, keys: dict[str, Any], message: str) -> None:
-    """Found where it is read, worker or not."""
+    """A wrong stream is refused when it is read, with data workers and without."""
     with pytest.raises(TaskError) as e:
         _steps(_stream(data, 0, 1, **keys), 6)
     assert str(e.value) == message
@@ -177,8 +177,8 @@ def test_what_a_stream_may_not_be(data: Any, keys: dict[str, Any], message: str)
         (TensorDataset(torch.ones(4)), {"stream": "whole"},
          "data.stream: whole: data() returned a map-style dataset, which is divided by index; leave the key out"),
         (Numbers(), {"stream": "shards"},
-         "data.stream: shards: Numbers has no method shard(index, count) that returns a part of it; write one, say own "
-         "if it splits itself by rank and worker, or leave the key out"),
+         "data.stream: shards: Numbers has no method shard(index, count) that returns a part of it; write one, set "
+         "data.stream: own if it splits itself by rank and worker, or leave the key out"),
         (DataLoader(Numbers(), batch_size=3), {},
          "the DataLoader's batch_size is 3; it must be batch.total (4), batch.micro (4) or unset"),
         (DataLoader(Numbers(), batch_size=None), {},
@@ -186,14 +186,14 @@ def test_what_a_stream_may_not_be(data: Any, keys: dict[str, Any], message: str)
     ],
 )  # fmt: skip
 def test_keys_that_would_have_no_effect(data: Any, keys: dict[str, Any], message: str) -> None:
-    """A stream is not shuffled, a map-style dataset is no stream, and parts must be there."""
+    """Keys without effect are refused: shuffle for streams, stream for datasets; shards need a method."""
     with pytest.raises(UniparError) as e:
         _stream(data, 0, 1, **keys)
     assert str(e.value) == message
 
 
 def test_a_loader_over_a_stream() -> None:
-    """Its workers, collate_fn and drop_last are taken."""
+    """A DataLoader's workers, collate_fn and drop_last are used for a stream."""
     stream = _stream(DataLoader(Numbers(), batch_size=4, num_workers=1, drop_last=True), 0, 1)
     assert (stream.source.settings.workers, stream.source.settings.ragged) == (1, "drop")
     assert _read(_steps(stream, 3))[2] == [0, 1, 2, 3]
@@ -201,7 +201,7 @@ def test_a_loader_over_a_stream() -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks of a real world read of each stream of `tests.support.streams`."""
+    """Return what two ranks of a real world read of each stream of `tests.support.streams`."""
     run = tmp_path_factory.mktemp("streams")
     with WorkerGroup(run, 2, "tests.support.streams:play", environment=PYTHONPATH_VARIABLE, heartbeat=60.0) as crew:
         crew.wait()
@@ -209,7 +209,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def _epochs(ranks: list[dict[str, Any]], name: str) -> list[list[float]]:
-    """The samples of each epoch that was read whole, all ranks together."""
+    """Return the samples of each epoch that was read completely, of all ranks together."""
     found: dict[int, list[float]] = {}
     for steps in zip(*(rank[name]["seen"] for rank in ranks), strict=True):
         assert len({epoch for epoch, _, _ in steps}) == 1, "ranks are in different epochs"
@@ -220,19 +220,19 @@ def _epochs(ranks: list[dict[str, Any]], name: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("name", ["shards", "shards, workers", "own", "own, workers"])
 def test_parts_are_read_once(ranks: list[dict[str, Any]], name: str) -> None:
-    """Eleven samples in ragged parts on two ranks: every epoch has each of them once, and no rank runs ahead."""
+    """Every epoch has each of eleven samples once, on two ranks with parts of different sizes."""
     epochs = _epochs(ranks, name)
     assert len(epochs) >= 1
     assert epochs == [[float(n) for n in range(11)]] * len(epochs)
 
 
 def test_parts_that_are_cut_off(ranks: list[dict[str, Any]]) -> None:
-    """`drop` ends the epoch where a rank has no whole share left."""
+    """`drop` ends the epoch when a rank has no full share left."""
     assert _epochs(ranks, "shards, dropped") == [[0, 1, 2, 3, 4, 5, 6, 7]] * 4
 
 
 def test_parts_from_a_later_step(ranks: list[dict[str, Any]]) -> None:
-    """What comes before it is read, and left."""
+    """A later start reads and skips earlier samples."""
     for rank in ranks:
         assert [seen for _, seen, _ in rank["shards, dropped"]["seen"]][5:] == rank["shards, dropped"]["later"]
 
@@ -244,35 +244,35 @@ def test_parts_from_a_later_step(ranks: list[dict[str, Any]]) -> None:
          "data.ragged: the ranks' parts of epoch 1 end at different steps, or within a batch (batch 3 has 3 of 4 "
          "samples); choose weigh or drop"),
         ("shards that lose some",
-         "len() of the stream says 11 samples, and its 2 shards gave 10 in epoch 1: shard(index, count) must give each "
+         "len() of the stream says 11 samples, but its 2 shards gave 10 in epoch 1: shard(index, count) must give each "
          "sample to one of them"),
     ],
 )  # fmt: skip
 def test_parts_that_are_refused(ranks: list[dict[str, Any]], name: str, message: str) -> None:
-    """On all ranks together."""
+    """Parts that do not fit are refused on all ranks together."""
     assert [rank[name] for rank in ranks] == [{"error": message}] * 2
 
 
 @pytest.mark.parametrize("name", ["one that splits itself, unsaid", "another length on one rank"])
 def test_ranks_that_do_not_see_the_same(ranks: list[dict[str, Any]], name: str) -> None:
-    """The rank that comes last sees it, and its error ends the run."""
+    """Different streams on two ranks are found by the rank that comes last, whose error ends the run."""
     said = {rank[name].get("error") for rank in ranks} - {None}
     assert said
     assert said <= {
         f"the stream is not the same on ranks {a} and {b}, and data.stream: whole takes each rank's samples from one "
-        "stream; if it splits itself by rank, say data.stream: own"
+        "stream; if it splits itself by rank, set data.stream: own"
         for a, b in ((0, 1), (1, 0))
     }
 
 
 def test_random_order_in_a_real_world(ranks: list[dict[str, Any]]) -> None:
-    """The same on all ranks, so nothing is found to part, and every number comes once."""
+    """A random order is the same on all ranks, and every number comes once."""
     for epoch in _epochs(ranks, "whole"):
         assert sorted(int(x) for x in epoch) == list(range(11))
 
 
 def test_both_spellings_of_shard() -> None:
-    """Ours, and the one of Hugging Face's datasets."""
+    """The arguments of `shard` may be named as unipar or as Hugging Face's datasets name them."""
 
     class Theirs(Numbers):
         def shard(self, num_shards: int, index: int, contiguous: bool = True) -> Counted:
@@ -286,7 +286,7 @@ def test_both_spellings_of_shard() -> None:
 
 
 def test_a_digest_tells_samples_apart() -> None:
-    """By tensors, numbers and text, in whatever they are kept."""
+    """Digests differ by tensors, numbers and text, in any containers."""
     seen = [
         {"x": torch.ones(2), "y": 1}, {"x": torch.ones(2), "y": 2}, {"x": torch.zeros(2), "y": 1},
         [torch.ones(1, dtype=torch.bfloat16)], [torch.tensor(1j)], [torch.tensor(2j)], "a", ["a"], None,
@@ -296,7 +296,7 @@ def test_a_digest_tells_samples_apart() -> None:
 
 
 def test_a_run_over_a_stream(tmp_path: Path) -> None:
-    """Two epochs by its len(); evaluated from another stream; how it is read is in the ledger."""
+    """Epochs follow from len(), another stream is evaluated, and the ledger says how the data is read."""
     with running(Streamed(kind="Counted"), tmp_path, train={"epochs": 2}, eval={"every": 6}) as run:
         assert run.steps == 12
         samples = [share.samples for share in run.batches() if run.step(share)]
@@ -305,14 +305,14 @@ def test_a_run_over_a_stream(tmp_path: Path) -> None:
     assert samples == [4, 4, 4, 4, 4, 2] * 2
     rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     (said,) = (row["said"] for row in rows if row["event"] == "data")
-    assert said.startswith("a stream: every rank and worker reads all of it and keeps its own samples")
+    assert said.startswith("a stream: every rank and worker reads the whole stream and keeps its own samples")
     errors = [((weight - 3) * x / 10 + bias) ** 2 for x in range(13)]
     last = [row for row in rows if row["event"] == "eval"][-1]
     assert last["loss"] == pytest.approx(sum(errors) / 13, rel=1e-5)
 
 
 def test_an_evaluation_of_nothing(tmp_path: Path) -> None:
-    """An empty stream is said to be one."""
+    """An empty validation stream is refused."""
 
     class Empty(Streamed):
         @override
@@ -324,11 +324,11 @@ def test_an_evaluation_of_nothing(tmp_path: Path) -> None:
 
 
 def test_explained(tmp_path: Path) -> None:
-    """`explain --deep` says how it is read, and that the order is its own."""
+    """`explain --deep` shows how a stream is read, and that its order is its own."""
     file = tmp_path / "x.yaml"
     file.write_text(
-        f"task: {{use: '{Path(__file__).parent}/streams.py:Streamed', args: {{kind: Counted}}}}\ndevice: cpu\n"
-        "parallel: {data: 2}\nbatch: {total: 4}\ntrain: {epochs: 2}\n",
+        f"task: {{use: '{Path(__file__).parents[1]}/support/streams.py:Streamed', args: {{kind: Counted}}}}\n"
+        "device: cpu\nparallel: {data: 2}\nbatch: {total: 4}\ntrain: {epochs: 2}\n",
         "utf-8",
     )
     made = explain_config(load_config_file(file), deep=True)
@@ -350,7 +350,7 @@ def test_explained(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_streams_that_verify_refuses(sections: dict[str, Any], sentence: str) -> None:
-    """It trains one process on the same samples."""
+    """`verify` refuses streams that it cannot give to one process."""
     config = Config.model_validate({"batch": {"total": 4}} | sections)
     settled = SettledConfig.of(config, Cell("single"), 1, "cpu")
     with pytest.raises(ConfigError) as e:
@@ -359,7 +359,7 @@ def test_streams_that_verify_refuses(sections: dict[str, Any], sentence: str) ->
 
 
 def test_export_refuses_a_stream(tmp_path: Path) -> None:
-    """It would write a script that divides samples."""
+    """`export` refuses a stream, because a script divides samples by index."""
     file = tmp_path / "task.py"
     file.write_text(
         "import unipar\nfrom torch import nn\n\n\nclass Flow(unipar.Task):\n"

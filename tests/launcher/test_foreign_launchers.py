@@ -71,7 +71,8 @@ def test_a_world_of_another_size(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
     done = run(command("torchrun", "x.yaml", "--set", "parallel.data=4"), tmp_path)
     assert done.returncode != 0
-    assert "unipar: parallel.data: 4, but torchrun started 2 processes; give it 4, or say auto" in done.stderr
+    refusal = "parallel.data: 4, but torchrun started 2 processes; start 4 processes, or set parallel.data: auto"
+    assert f"unipar: {refusal}" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -169,9 +169,9 @@ def test_a_class_that_cannot_travel(held: str, why: str, kernel: Kernel) -> None
     said = kernel.run(
         f"class Holds(Mine):\n    held = {held}\nunipar.launch(CONFIG, task=Holds, overrides={{'out': 'never'}})"
     )
-    assert said.error.startswith(f"TaskError: Holds cannot travel to other processes: {why}")
+    assert said.error.startswith(f"TaskError: Holds cannot be sent to other processes: {why}")
     assert said.error.endswith(
-        "; let its methods make such a thing, as each rank calls them for itself, or put it into a file and import it "
+        "; create such objects in its methods, which each rank calls for itself, or put it into a file and import it "
         "from there"
     )
     assert kernel.run("os.path.exists('never')").result == "False"
@@ -199,8 +199,8 @@ def test_without_cloudpickle(kernel: Kernel) -> None:
         "with patch('unipar.task.pickled.find_spec', lambda name: None):\n    unipar.launch(CONFIG, task=Mine)"
     )
     assert said.error == (
-        "TaskError: Mine was defined in a prompt, a notebook or a -c command; to take it to other processes "
-        "cloudpickle is needed: pip install 'unipar[notebook]', or put it into a file and import it from there"
+        "TaskError: Mine was defined in a prompt, a notebook or a -c command; sending it to other processes needs "
+        "cloudpickle: pip install 'unipar[notebook]', or put it into a file and import it from there"
     )
 
 

@@ -1,4 +1,4 @@
-"""Repeated blocks are found by themselves, named by the task, or named by the config."""
+"""Repeated blocks: found in the model, named by the task, or named by the config."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _blocks(blocks: Any = "auto", names: list[str] | None = None) -> tuple[str, 
 
 
 def test_found() -> None:
-    """Three layers stand beside one another; what repeats inside them is not split again; the head is no block."""
+    """Layers of one class in a container are blocks; layers inside them and single layers are not."""
     assert find_repeated_modules(_Stack()) == ("layers.0", "layers.1", "layers.2")
 
 
 def test_a_frozen_part_is_found_too() -> None:
-    """A teacher has blocks of its own."""
+    """Blocks are found in several submodules."""
     model = nn.ModuleDict({"student": _Stack(), "teacher": nn.Sequential(_Stack())})
     assert find_repeated_modules(model) == (
         "student.layers.0",
@@ -44,18 +44,18 @@ def test_a_frozen_part_is_found_too() -> None:
 
 
 def test_none_named_and_the_tasks_own() -> None:
-    """The config wins over the task, the task over what is found; a block inside a block is left out."""
+    """The config wins over the task, and the task over the model; blocks inside blocks are left out."""
     assert _blocks("none", ["head"]) == ()
     assert _blocks(["layers.*"], ["head"]) == ("layers.0", "layers.1", "layers.2")
     assert _blocks("auto", ["head", "head.0"]) == ("head",)
 
 
 def test_names_that_are_not_there() -> None:
-    """The error lists what the model has."""
+    """The error for an unknown name lists the modules of the model."""
     has = "it has embed, layers, layers.0, layers.0.0, layers.0.1, layers.1, layers.1.0, layers.1.1 and 7 more"
     with pytest.raises(ConfigError) as e:
         _blocks(["blocks.*"])
-    assert str(e.value) == f"model.blocks: nothing in the model is called 'blocks.*'; {has}"
+    assert str(e.value) == f"model.blocks: no module of the model is called 'blocks.*'; {has}"
     with pytest.raises(TaskError) as f:
         _blocks("auto", ["tail"])
     assert str(f.value) == f"blocks() names 'tail', which the model does not have; {has}"

@@ -70,7 +70,7 @@ def test_matrices_alone_decay() -> None:
 
 
 def test_groups_keep_their_ratio() -> None:
-    """A group's own rate, the lr_scale and the schedule's factor multiply."""
+    """The rate of a group, the lr_scale and the schedule's factor are multiplied."""
 
     def groups(m: Any) -> Any:
         return [{"params": m[0].parameters()}, {"params": [*m[1].parameters(), *m[2].parameters()], "lr": 0.5}]
@@ -100,7 +100,7 @@ WRONG: list[tuple[Groups, str]] = [
 
 @pytest.mark.parametrize(("made", "message"), WRONG)
 def test_groups_that_are_wrong(made: Groups, message: str) -> None:
-    """PyTorch would take most of them without a word."""
+    """Wrong groups are refused, most of which PyTorch would accept silently."""
     with pytest.raises(TaskError) as e:
         _groups(made)
     assert str(e.value) == message
@@ -116,7 +116,7 @@ def test_groups_that_are_wrong(made: Groups, message: str) -> None:
     ],
 )
 def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
-    """fused: auto takes it where it is; a foreach that is asked for keeps it out."""
+    """`fused: auto` uses fused kernels where they exist, unless `foreach` is set."""
     task = _Task()
     config = _config(optimizer={"fused": fused, "foreach": foreach})
     module = task.model()
@@ -135,14 +135,14 @@ def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
     ],
 )
 def test_kernels_of_split_parameters(name: str, foreach: Any, device: str, split: bool, wanted: dict[str, Any]) -> None:
-    """PyTorch has no fused SGD for them; `foreach` is then as the config says."""
+    """Split parameters have no fused SGD in PyTorch; `foreach` is then as in the config."""
     optimizer = _config(optimizer={"name": name, "foreach": foreach}).train.optimizer
     told = optimizer_arguments(optimizer, device, split=split)
     assert {key: told[key] for key in ("fused", "foreach") if key in told} == wanted
 
 
 class _Owner(_Task):
-    """An optimizer made as the test says."""
+    """Task with an optimizer made by a given function."""
 
     def __init__(self, make: Callable[[Any], Any], groups: Groups | None = None) -> None:
         super().__init__(groups)
@@ -160,7 +160,7 @@ def _owned(make: Callable[[Any], Any], groups: Groups | None = None, **train: An
 
 
 def test_an_optimizer_of_the_tasks_own() -> None:
-    """It is given parameters, rates that are scaled, and decay; a group may hold keys of its own."""
+    """A task's own optimizer gets parameters, scaled rates, decay, and further keys of the groups."""
 
     def groups(m: Any) -> Any:
         return [{"params": m[0].parameters(), "nesterov": True}, {"params": m[1:].parameters(), "lr": 0.4}]
@@ -190,13 +190,13 @@ def _more(groups: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (_none, "optimizer() returned 3; a torch.optim.Optimizer over the groups that it is given is wanted"),
+        (_none, "optimizer() returned 3; it must return a torch.optim.Optimizer over the groups that it is given"),
         (_first, "optimizer() leaves out '0.bias': give it all groups, or freeze the parameter"),
         (_more, "optimizer() holds a parameter that is in none of the groups that it was given"),
     ],
 )
 def test_an_optimizer_that_is_none(make: Any, message: str) -> None:
-    """Over all groups, and nothing else."""
+    """A task's own optimizer must cover all groups and nothing else."""
     with pytest.raises(TaskError) as e:
         _owned(make, optimizer={"decay": "matrices"})
     assert str(e.value) == message
@@ -204,7 +204,7 @@ def test_an_optimizer_that_is_none(make: Any, message: str) -> None:
 
 @pytest.mark.parametrize(("key", "value", "shown"), [("name", "sgd", "sgd"), ("betas", [0.8, 0.9], "(0.8, 0.9)")])
 def test_keys_of_an_optimizer_that_is_not_made(key: str, value: Any, shown: str) -> None:
-    """They would have no effect."""
+    """Keys without effect on a task's own optimizer are refused."""
     with pytest.raises(TaskError) as e:
         _owned(torch.optim.RMSprop, optimizer={key: value})
     assert str(e.value) == (
@@ -214,7 +214,7 @@ def test_keys_of_an_optimizer_that_is_not_made(key: str, value: Any, shown: str)
 
 
 def test_schedules() -> None:
-    """Warm-up climbs to the full rate; linear and cosine reach `end` at the last of ten steps."""
+    """Warm-up rises to the full rate; linear and cosine reach `end` at the last of ten steps."""
     cosine, linear = Cosine(warmup=2, end=0.1), Linear(warmup=2)
     assert [schedule_factor(cosine, s, 10) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
     assert schedule_factor(cosine, 9, 10) == pytest.approx(0.1, abs=1e-15)
@@ -223,7 +223,7 @@ def test_schedules() -> None:
 
 
 def test_a_schedule_whose_warm_up_is_the_whole_run() -> None:
-    """Nothing divides by zero."""
+    """A warm-up as long as the run does not divide by zero."""
     assert [schedule_factor(Cosine(warmup=3), s, 3) for s in range(3)] == [
         pytest.approx(1 / 3),
         pytest.approx(2 / 3),

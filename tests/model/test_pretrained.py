@@ -1,4 +1,4 @@
-"""Weights from a file: what is taken, what is told, and what is refused before training."""
+"""Weights from a file: names that are loaded, reported and refused before training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from unipar.run_folder.ledger import Ledger
 
 
 class Net(nn.Module):
-    """A tied pair, a buffer that is saved, one that is not, and a norm with its counter."""
+    """Model with a tied pair, a persistent buffer, a non-persistent one, and a norm with its counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _equal(a: nn.Module, b: nn.Module) -> bool:
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.pth", "w.bin"])
 def test_every_kind_of_file(tmp_path: Path, name: str) -> None:
-    """Parameters, buffers and tied names; what is not saved stays."""
+    """Parameters, buffers and tied names are loaded from every file format."""
     net, other = _net(1), _net(2)
     wanted = Weights(file=_saved(tmp_path, name, other.state_dict()))
     validate_weight_file(wanted, [tmp_path])
@@ -76,7 +76,7 @@ def test_every_kind_of_file(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_prefixes_of_wrappers(tmp_path: Path, prefix: str) -> None:
-    """DDP's and torch.compile's, alone and together; one inside a name as well."""
+    """Prefixes of DDP and torch.compile are removed, alone and combined, also inside a name."""
     net, other = _net(1), _net(2)
     state = {f"{prefix}{n.replace('body.', 'body._orig_mod.')}": t for n, t in other.state_dict().items()}
     load_weights(net, Weights(file=_saved(tmp_path, "w.pt", state)))
@@ -85,14 +85,14 @@ def test_prefixes_of_wrappers(tmp_path: Path, prefix: str) -> None:
 
 @pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
 def test_weights_among_other_things(tmp_path: Path, key: str) -> None:
-    """A script's checkpoint holds them under one of three keys."""
+    """Weights are found under one of three keys of a checkpoint."""
     net, other = _net(1), _net(2)
     load_weights(net, Weights(file=_saved(tmp_path, "w.pt", {"epoch": 3, key: other.state_dict()})))
     assert _equal(net, other)
 
 
 def test_one_of_two_tied_names_is_enough(tmp_path: Path) -> None:
-    """safetensors files hold a shared tensor once."""
+    """A tied tensor is loaded by one of its names, as safetensors files hold it once."""
     net, other = _net(1), _net(2)
     state = {n: t for n, t in other.state_dict().items() if n != "head.weight"}
     assert load_weights(net, Weights(file=_saved(tmp_path, "w.safetensors", state))).loaded == 10
@@ -100,7 +100,7 @@ def test_one_of_two_tied_names_is_enough(tmp_path: Path) -> None:
 
 
 def test_another_dtype_is_cast(tmp_path: Path) -> None:
-    """bf16 in the file, fp32 in the model."""
+    """Values in bf16 are cast to the model's fp32."""
     net, other = _net(1), _net(2)
     load_weights(net, Weights(file=_saved(tmp_path, "w.pt", other.to(torch.bfloat16).state_dict())))
     assert net.embed.weight.dtype == torch.float32
@@ -108,7 +108,7 @@ def test_another_dtype_is_cast(tmp_path: Path) -> None:
 
 
 def test_a_subset_by_pattern(tmp_path: Path) -> None:
-    """The body alone; what was not asked for is as it was born, and is told."""
+    """Only names that match the patterns are loaded; the others keep their values and are reported."""
     net, born, other = _net(1), _net(1), _net(2)
     file = _saved(tmp_path, "w.pt", other.state_dict())
     loaded = load_weights(net, Weights(file=file, only=("body.0.*",)))
@@ -121,7 +121,7 @@ def test_a_subset_by_pattern(tmp_path: Path) -> None:
 
 
 def test_what_fits_is_taken_where_it_may(tmp_path: Path) -> None:
-    """`strict: false`: another head in the file, a body in both; all of it is told."""
+    """`strict: false` loads common names and reports all others; without it they are refused."""
     net, other = _net(1), _net(2)
     state = {n: t for n, t in other.state_dict().items() if not n.startswith(("head", "embed"))}
     file = _saved(tmp_path, "w.safetensors", state | {"classifier.weight": torch.ones(3, 4)})
@@ -139,7 +139,7 @@ def test_what_fits_is_taken_where_it_may(tmp_path: Path) -> None:
     )
 
 
-_SUBSET = "leave such names out by only: [patterns]"
+_SUBSET = "leave such names out with only: [patterns]"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ _SUBSET = "leave such names out by only: [patterns]"
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_model(tmp_path: Path, change: dict[str, Tensor], message: str) -> None:
-    """Both sides are named; `strict: false` does not let it pass either."""
+    """Shapes and dtypes of file and model are named if they differ, also with `strict: false`."""
     file = _saved(tmp_path, "w.pt", _net(2).state_dict() | change)
     with pytest.raises(ConfigError) as e:
         load_weights(_net(1), Weights(file=file, strict=False))
@@ -168,7 +168,7 @@ def test_what_does_not_fit_the_model(tmp_path: Path, change: dict[str, Tensor], 
 
 
 def test_nothing_in_common(tmp_path: Path) -> None:
-    """Another model's file, though anything that fits may be taken."""
+    """A file without any name of the model is refused, also with `strict: false`."""
     file = _saved(tmp_path, "w.pt", {"a": torch.ones(1), "b": torch.ones(1)})
     with pytest.raises(ConfigError) as e:
         load_weights(_net(1), Weights(file=file, strict=False))
@@ -179,13 +179,13 @@ def test_nothing_in_common(tmp_path: Path) -> None:
 
 
 def test_no_state_dict(tmp_path: Path) -> None:
-    """What was found instead is named."""
+    """The error for a file without a state dict names its contents."""
     file = _saved(tmp_path, "w.pt", {"epoch": 3, "optimizer": {"lr": 0.1}})
     with pytest.raises(ConfigError) as e:
         load_weights(_net(1), Weights(file=file))
     assert str(e.value) == (
-        f"model.weights: {file} holds no state dict: it has the keys epoch, optimizer; tensors by their names are "
-        "wanted, at the top or under state_dict, model_state_dict, model"
+        f"model.weights: {file} holds no state dict: it has the keys epoch, optimizer; it must hold tensors by name, "
+        "at the top level or under state_dict, model_state_dict, model"
     )
 
 
@@ -196,14 +196,14 @@ class _Evil:
 
 
 def _refused(file: Path | str, folder: Path, **more: Any) -> str:
-    """What is said of it without torch."""
+    """Return the error of the check without torch, with the folder replaced."""
     with pytest.raises(ConfigError) as e:
         validate_weight_file(Weights(file=str(file), **more), [folder])
     return str(e.value).replace(str(folder), "DIR")
 
 
 def test_code_in_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named, and never run: not by the look before the start, and not by what reads."""
+    """Pickled code is named and never run, neither by the check nor by loading."""
     monkeypatch.chdir(tmp_path)
     file = _saved(tmp_path, "w.pt", {"weight": torch.ones(1), "x": _Evil()})
     said = (
@@ -218,7 +218,7 @@ def test_code_in_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
-    """Of both kinds, at any length."""
+    """Truncated files of both formats are refused at any length."""
     for name in ("w.safetensors", "w.pt"):
         whole = Path(_saved(tmp_path, name, _net(2).state_dict())).read_bytes()
         for part in (0, 5, 100, len(whole) // 2, len(whole) - 1):
@@ -234,7 +234,7 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
 
 
 def test_a_header_whose_tensors_overlap(tmp_path: Path) -> None:
-    """As long as it should be, so the library finds it, before training."""
+    """An inconsistent header of the right length is refused by the library, before training."""
     entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     header = json.dumps({"a": entry, "b": entry}).encode()
     (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0\0")
@@ -243,14 +243,14 @@ def test_a_header_whose_tensors_overlap(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
-    """Absent, a folder, another suffix, a pattern that matches nothing."""
+    """A missing file, a folder, another suffix and a pattern without a match are refused."""
     (tmp_path / "d.pt").mkdir()
     file = _saved(tmp_path, "w.safetensors", {"module.body.0.weight": torch.ones(1)})
     validate_weight_file(Weights(file=file, only=("body.*",)), [tmp_path])
-    assert _refused(tmp_path / "x.pt", tmp_path) == "model.weights: DIR/x.pt is not there"
-    assert _refused(tmp_path / "d.pt", tmp_path) == "model.weights: DIR/d.pt is a folder; one file is wanted"
+    assert _refused(tmp_path / "x.pt", tmp_path) == "model.weights: DIR/x.pt does not exist"
+    assert _refused(tmp_path / "d.pt", tmp_path) == "model.weights: DIR/d.pt is a folder; it must be one file"
     assert _refused(tmp_path / "w.npz", tmp_path) == (
-        "model.weights: DIR/w.npz ends in .npz; a file in .safetensors, .pt, .pth, .bin is wanted"
+        "model.weights: DIR/w.npz ends in .npz; it must be one of .safetensors, .pt, .pth, .bin"
     )
     assert _refused(file, tmp_path, only=["body.*", "hed.*"]) == (
         "model.weights.only: 'hed.*' matches none of the names in DIR/w.safetensors (body.0.weight)"
@@ -258,7 +258,7 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
 
 
 def test_a_link_out_of_the_tree(tmp_path: Path) -> None:
-    """A link within the folder of the config or the working directory is followed; one that leaves both is not."""
+    """A link is followed within the config's folder and the working directory; one that leaves both is refused."""
     tree, elsewhere = tmp_path / "tree", tmp_path / "elsewhere"
     tree.mkdir()
     elsewhere.mkdir()
@@ -279,7 +279,7 @@ def test_a_link_out_of_the_tree(tmp_path: Path) -> None:
 
 
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line that installs it."""
+    """The error for a missing safetensors names the command that installs it."""
     file = _saved(tmp_path, "w.safetensors", {"a": torch.ones(1)})
     monkeypatch.setattr("unipar.model.weight_file.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(BackendNotInstalled) as e:
@@ -290,7 +290,7 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_relative_to_what_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The config's folder, or the working directory for --set and scripts; links are not followed yet."""
+    """Paths are relative to the config's folder, or to the working directory for --set and scripts."""
     (tmp_path / "sub").mkdir()
     file = tmp_path / "sub" / "x.yaml"
     file.write_text("model: {weights: ../w.pt}\nbatch: {total: 4}\ntrain: {steps: 1}\n", "utf-8")
@@ -304,16 +304,16 @@ def test_relative_to_what_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("start", [unipar.launch, unipar.compare, unipar.verify])
 def test_refused_before_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
-    """No run folder is made."""
+    """A missing file is refused before a run folder is made."""
     monkeypatch.chdir(tmp_path)
     config = {"batch": {"total": 4}, "train": {"steps": 1}, "model": {"weights": "w.pt"}, "device": "cpu"}
-    with pytest.raises(ConfigError, match=r"w\.pt is not there$"):
+    with pytest.raises(ConfigError, match=r"w\.pt does not exist$"):
         start(config, task=Line)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_told_in_the_ledger(tmp_path: Path) -> None:
-    """Rank 0 writes down what was loaded, and training begins from it."""
+    """Rank 0 records what was loaded, and training starts from it."""
     file = _saved(tmp_path, "w.pt", {"weight": torch.tensor([[2.0]])})
     with running(Line(), tmp_path, model={"weights": file}) as run:
         losses = [run.step(share).loss for share in run.batches()]
@@ -324,7 +324,7 @@ def test_told_in_the_ledger(tmp_path: Path) -> None:
 
 
 def test_the_file_of_the_conformance_suite() -> None:
-    """Two tensors that nobody would be born with; made by these lines."""
+    """The stored file has the values that these lines compute."""
     made = {"module.embed.weight": torch.linspace(-1, 1, V * D).reshape(V, D)}
     made["module.head.weight"] = -made["module.embed.weight"]
     from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""Recomputing, compiling and local steps, in one process: what is really done, and what is refused."""
+"""Recomputing, compiling and local steps in one process: their effects, and configs that are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its own cal
 
 
 class Counting(nn.Module):
-    """Counts its forwards and its matrix products; a BatchNorm and dropout inside."""
+    """Block with a BatchNorm and dropout that counts its forward calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Counting(nn.Module):
 
 
 class Blocky(unipar.Task):
-    """Two such blocks."""
+    """Task whose model has two such blocks."""
 
     @override
     def model(self) -> nn.Module:
@@ -58,7 +58,7 @@ class Blocky(unipar.Task):
 
 
 def _state(folder: Path, name: str, **model: Any) -> tuple[dict[str, Tensor], int]:
-    """Everything after three steps, running statistics too, and how often a block ran."""
+    """Return the state after three steps, running statistics included, and the number of forward calls of a block."""
     (folder / name).mkdir()
     with running(Blocky(), folder / name, model=model) as run:
         run.task.train(run)
@@ -69,7 +69,7 @@ def _state(folder: Path, name: str, **model: Any) -> tuple[dict[str, Tensor], in
 
 @pytest.mark.parametrize("how", ["blocks", "selective"])
 def test_recomputing_changes_no_bit(how: str, tmp_path: Path) -> None:
-    """The blocks run twice, with the same dropout, and running statistics count each batch once."""
+    """Blocks run twice with the same dropout, and running statistics count each batch once."""
     plain, once = _state(tmp_path, "plain")
     again, twice = _state(tmp_path, how, recompute=how)
     assert (once, twice) == (6, 12)
@@ -80,7 +80,7 @@ def test_recomputing_changes_no_bit(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("how", "products"), [("none", 0), ("blocks", 2), ("selective", 0)])
 def test_selective_keeps_matrix_products(how: str, products: int, tmp_path: Path) -> None:
-    """In the backward a block's product is computed again where whole blocks are, and else not."""
+    """The backward repeats a block's matrix products for `blocks` and keeps them for `selective`."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Products(TorchDispatchMode):
@@ -114,18 +114,18 @@ class NoBlocks(Line):
          "in the task's blocks(), or leave recompute out"),
         ({"compile": "blocks"},
          "model.compile: blocks compiles block by block, and the model has no blocks: name them in model.blocks or in "
-         "the task's blocks(), or say model.compile: model"),
+         "the task's blocks(), or set model.compile: model"),
     ],
 )  # fmt: skip
 def test_a_model_without_blocks(model: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """What works block by block says so."""
+    """Recomputing and compiling by block are refused if the model has no blocks."""
     with pytest.raises(ConfigError) as e, running(NoBlocks(), tmp_path, model=model):
         pass
     assert str(e.value) == message
 
 
 def test_a_compiler_that_is_not_there(tmp_path: Path) -> None:
-    """The ones that torch knows are named."""
+    """The error for an unknown compiler lists those that torch knows."""
     wanted = r"^model.compile.backend: there is no 'induktor'; torch knows .*inductor"
     compiled = {"compile": {"backend": "induktor"}}
     with pytest.raises(ConfigError, match=wanted), running(Line(), tmp_path, model=compiled):
@@ -133,7 +133,7 @@ def test_a_compiler_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_compiled_means_compiled(tmp_path: Path) -> None:
-    """true compiles blocks, or the model where it has none; a loss goes through what was compiled."""
+    """The loss runs through compiled code: of the blocks, or of the whole model if it has none."""
     graphs: list[Any] = []
 
     def seen(graph: Any, inputs: Any) -> Any:
@@ -156,19 +156,19 @@ def test_compiled_means_compiled(tmp_path: Path) -> None:
     ("sections", "message"),
     [
         ({"model": {"offload": "parameters"}, "parallel": {"shard": "parameters"}},
-         "native/parameters: model.offload: parameters needs CUDA: on the CPU all is in the host's memory; leave it "
+         "native/parameters: model.offload: parameters needs CUDA: on the CPU everything is in host memory; leave it "
          "out"),
         ({"model": {"sync_batchnorm": True}},
-         "native/nothing: model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm takes no tensor of the CPU; "
+         "native/nothing: model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm accepts no CPU tensors; "
          "leave it out"),
         ({"train": {"steps": 1, "precision": "fp16"}},
          "native/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"),
         ({"train": {"steps": 1, "sync_every": 2}, "parallel": {"shard": "gradients"}},
-         "native/gradients: train.sync_every: 2 cannot be had here; what can: native/nothing, single"),
+         "native/gradients: train.sync_every: 2 is not available here, only in native/nothing, single"),
     ],
 )  # fmt: skip
 def test_refused_on_the_cpu(sections: dict[str, Any], message: str) -> None:
-    """Before any process starts, and with the way out."""
+    """Settings that need CUDA or another shard are refused before any process starts."""
     from unipar.config import Config
 
     made = {"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}, **sections}
@@ -178,7 +178,7 @@ def test_refused_on_the_cpu(sections: dict[str, Any], message: str) -> None:
 
 
 def test_the_optimizer_alone_cannot_be_offloaded() -> None:
-    """FSDP2 moves all three together."""
+    """Offloading only the optimizer is refused, because FSDP2 moves everything together."""
     from unipar.config import Config
 
     made: dict[str, Any] = {"device": "cuda", "batch": {"total": 4}, "train": {"steps": 1}}
@@ -203,7 +203,7 @@ def test_the_optimizer_alone_cannot_be_offloaded() -> None:
     ],
 )  # fmt: skip
 def test_what_local_steps_exclude(sections: dict[str, Any], message: str) -> None:
-    """Both numbers, before any process starts."""
+    """Settings that contradict train.sync_every are refused with both values, before any process starts."""
     with pytest.raises(ConfigError) as e:
         source.load_given_config({"batch": {"total": 4}, **sections})
     assert str(e.value) == f"the config: {message}"
@@ -220,7 +220,7 @@ def test_what_local_steps_exclude(sections: dict[str, Any], message: str) -> Non
     ],
 )  # fmt: skip
 def test_nothing_to_put_syncbatchnorm_in_place_of(model: nn.Module, message: str) -> None:
-    """Where it would not be what the task holds, or nowhere."""
+    """sync_batchnorm is refused if the model is a BatchNorm itself, or has none."""
     told = {"device": "cuda", "batch": {"total": 4}, "train": {"steps": 1}, "model": {"sync_batchnorm": True}}
     with pytest.raises(ConfigError) as e:
         apply_transforms(model, (), source.load_given_config(told).config)
@@ -228,7 +228,7 @@ def test_nothing_to_put_syncbatchnorm_in_place_of(model: nn.Module, message: str
 
 
 def test_an_evaluation_between_two_means(tmp_path: Path) -> None:
-    """Each rank holds another model there."""
+    """Evaluation is refused between two averages, when each rank has a different model."""
     with running(Line(), tmp_path, train={"steps": 4, "sync_every": 2}) as run:
         shares = run.batches()
         run.step(next(shares))
@@ -252,7 +252,7 @@ def _nothing(config: object) -> tuple[str, ...]:
 
 
 class Overflowing(Line):
-    """Its third step has a gradient that no fp16 scale can hold."""
+    """Task whose third step has a gradient that no fp16 scale can represent."""
 
     def __init__(self, bad: float) -> None:
         self.bad, self.count = bad, 0
@@ -268,7 +268,7 @@ class Overflowing(Line):
 
 
 def test_a_step_is_left_out_and_the_schedule_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The scale is halved, weights stay, and the warm-up goes on with the next step's factor."""
+    """The scale is halved, the weights stay, and the warm-up does not advance."""
     monkeypatch.setattr(checks, "_refuse_on_cpu", _nothing)
     train = {"steps": 5, "optimizer": {"name": "sgd", "lr": 1e-3}, "precision": "fp16", "schedule": {"warmup": 4}}
     with running(Overflowing(1e35), tmp_path, train=train, batch={"total": 4}, log={"every": 1}) as run:
@@ -288,7 +288,7 @@ def test_a_step_is_left_out_and_the_schedule_waits(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_scale_moves_as_torchs_does() -> None:
-    """GradScaler's own numbers, over steps of which some overflow."""
+    """The scale equals that of torch's GradScaler over steps of which some overflow."""
     torchs: Any = torch.amp.GradScaler("cpu", growth_interval=3)
     ours = LossScaler(patience=3)
     weight = nn.Parameter(torch.ones(2))
@@ -304,7 +304,7 @@ def test_the_scale_moves_as_torchs_does() -> None:
 
 
 def test_gradients_that_no_scale_saves() -> None:
-    """An error instead of steps that are left out for ever."""
+    """Gradients that stay infinite at every scale raise an error."""
     scaler = LossScaler()
     bad = torch.tensor(float("inf"))
     assert all(scaler.overflowed(bad) for _ in range(26))

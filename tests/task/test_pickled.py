@@ -1,4 +1,4 @@
-"""What has no file: told from what has one, packed, and handed to workers over a pipe."""
+"""Code in no file: recognised, pickled, and sent to workers through a pipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(round(report.losses[-1][1], 4), report.size)
 
 @pytest.mark.parametrize("words", [pytest.param(["-"], marks=pytest.mark.sweep), ["-c", SCRIPT]], ids=["stdin", "-c"])
 def test_a_class_without_a_file(words: list[str], tmp_path: Path) -> None:
-    """It trains in two ranks, with the globals that it uses; they were given after it."""
+    """A class from stdin or `-c` trains in two ranks, with globals that were set after its definition."""
     done = subprocess.run(
         [sys.executable, *words],
         cwd=tmp_path,
@@ -55,14 +55,14 @@ def measured(run: Path, size: int) -> None:
 
 
 def test_more_than_a_pipe_holds(tmp_path: Path) -> None:
-    """Five megabytes to each of two workers; nothing of it is in the run folder."""
+    """Five megabytes reach each of two workers, and none of it is in the run folder."""
     measured(tmp_path, 2)
     assert [(tmp_path / f"seen-{rank}").read_text("utf-8") for rank in (0, 1)] == ["5000000", "5000000"]
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 100
 
 
 def test_a_worker_that_is_gone() -> None:
-    """The next one gets its parcel all the same, and the thread ends."""
+    """A worker that has ended does not keep the next one from its task, and the thread ends."""
     gone, first = os.pipe()
     reader, second = os.pipe()
     os.close(gone)
@@ -70,21 +70,21 @@ def test_a_worker_that_is_gone() -> None:
     assert os.read(reader, 64) == (4).to_bytes(8) + b"mine"
     assert os.read(reader, 64) == b""
     os.close(reader)
-    eventually(lambda: not [t for t in threading.enumerate() if t.name == "parcel"], "a thread is left")
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "send-task"], "a thread is left")
 
 
 def test_what_cannot_be_packed() -> None:
-    """In a sentence with the ways out."""
+    """An object that cannot be pickled is refused in a sentence with the ways out."""
     with pytest.raises(TaskError) as e:
         pickle_task("Mine", {"lock": threading.Lock()})
     assert str(e.value) == (
-        "Mine cannot travel to other processes: cannot pickle '_thread.lock' object; let its methods make such a "
-        "thing, as each rank calls them for itself, or put it into a file and import it from there"
+        "Mine cannot be sent to other processes: cannot pickle '_thread.lock' object; create such objects in its "
+        "methods, which each rank calls for itself, or put it into a file and import it from there"
     )
 
 
 def test_what_is_in_a_file_is_found_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Only what belongs to __main__ can have been typed in, and only where its code is in no file."""
+    """Only code of __main__ that is in no file counts as typed in."""
     assert not is_without_file(Tiny)
     script, typed_in = dict[str, Any](__name__="__main__"), dict[str, Any](__name__="__main__")
     text = "class Mine:\n    def model(self): ...\nclass Empty: ...\n"

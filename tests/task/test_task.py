@@ -1,4 +1,4 @@
-"""Where a task's code is: found by path, looked at without importing, refused in a sentence."""
+"""Places of a task's code: found by path, checked without importing, refused in a sentence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lacking(unipar.Task):
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    """Files imported by a test are forgotten, and the path is as it was."""
+    """Restore sys.path and forget files that a test imported."""
     path, files = list(sys.path), dict(imported_files)  # pyright: ignore[reportPrivateUsage]
     yield
     sys.path[:] = path
@@ -66,7 +66,7 @@ def test_look_sees_a_whole_class(tmp_path: Path) -> None:
     ],
 )
 def test_look_refuses(tmp_path: Path, name: str, args: dict[str, Any], message: str) -> None:
-    """Each with what is there instead."""
+    """The error for a missing class, method or argument names those that exist."""
     with pytest.raises(TaskError) as e:
         _ref(tmp_path, GOOD, name, **args).check_code()
     assert str(e.value) == message.format(file=tmp_path / "mine.py")
@@ -94,12 +94,12 @@ Other: type = Whole
 
 @pytest.mark.parametrize("name", ["A", "B", "Whole", "Alias", "Other"])
 def test_look_takes_what_only_python_can_tell(tmp_path: Path, name: str) -> None:
-    """A base that is bound anew below, methods and classes that are assigned."""
+    """Bases that are defined again, and methods and classes that are assigned, are accepted."""
     _ref(tmp_path, VALID, name).check_code()
 
 
 def test_look_reads_the_encoding_that_a_file_names(tmp_path: Path) -> None:
-    """As Python does; bytes that are no text are a sentence."""
+    """A file's own encoding is used; bytes that are not text are refused in a sentence."""
     file = tmp_path / "mine.py"
     ref = _ref(tmp_path, "", "Mine", width=3)
     file.write_bytes("# -*- coding: latin-1 -*-\n# Grün\n".encode("latin-1") + GOOD.encode())
@@ -112,8 +112,8 @@ def test_look_reads_the_encoding_that_a_file_names(tmp_path: Path) -> None:
 
 
 def test_look_at_what_is_not_there(tmp_path: Path) -> None:
-    """A file, a module, a place that is none."""
-    with pytest.raises(TaskError, match=r"^task.use: the file .*absent.py is not there$"):
+    """A missing file, a missing module and a wrong `task.use` are refused."""
+    with pytest.raises(TaskError, match=r"^task.use: the file .*absent.py does not exist$"):
         TaskRef.of(None, TaskUse(use=f"{tmp_path}/absent.py:Mine"), {}).check_code()
     with pytest.raises(TaskError, match=r"^task.use: there is no module 'no.such' on the path$"):
         TaskRef.of(None, TaskUse(use="no.such:Mine"), {}).check_code()
@@ -122,14 +122,14 @@ def test_look_at_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_look_names_the_line_of_a_syntax_error(tmp_path: Path) -> None:
-    """As the compiler does."""
+    """The line of a syntax error is named."""
     with pytest.raises(TaskError) as e:
         _ref(tmp_path, "import os\ndef broken(:\n", "Mine").check_code()
     assert str(e.value) == f"{tmp_path / 'mine.py'}, line 2: invalid syntax"
 
 
 def test_load_stops_at_the_launch_that_started_it(tmp_path: Path) -> None:
-    """Nothing after the launch runs in a worker; what stands before it is there."""
+    """A worker runs the code before the launch that started it, and none after it."""
     text = """
 import unipar
 from unipar.task.importing import next_earlier_run
@@ -152,10 +152,11 @@ raise SystemExit("a worker came past its own launch")
 
 
 def test_load_of_a_module_stops_at_its_launch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m pkg.train` without a guard: what stands before the launch is there, and part of its package."""
+    """A module without a main guard is imported up to its launch, and stays part of its package."""
     text = (
         GOOD
-        + "from unipar.task.importing import next_earlier_run\nnext_earlier_run()\nraise SystemExit('past its own launch')\n"
+        + "from unipar.task.importing import next_earlier_run\n"
+        + "next_earlier_run()\nraise SystemExit('past its own launch')\n"
     )
     (tmp_path / "apkg").mkdir()
     (tmp_path / "apkg/__init__.py").touch()
@@ -171,7 +172,7 @@ def test_load_of_a_module_stops_at_its_launch_too(tmp_path: Path, monkeypatch: p
 
 
 def test_load_of_a_module_that_fails(tmp_path: Path) -> None:
-    """Its own error, and no half of it stays; one that is not there is a sentence."""
+    """An error during the import is raised and the module removed; a missing module is refused."""
     (tmp_path / "abad.py").write_text("1 / 0\n", "utf-8")
     with pytest.raises(ZeroDivisionError):
         TaskRef(CodeLocation("Mine", module="abad"), path=(str(tmp_path),)).load()
@@ -181,8 +182,8 @@ def test_load_of_a_module_that_fails(tmp_path: Path) -> None:
 
 
 def test_load_refuses(tmp_path: Path) -> None:
-    """A thing that is no task, a task that is not whole, arguments that do not fit."""
-    with pytest.raises(TaskError, match=r"mine.py:helper is 7; a class that derives from unipar.Task is wanted$"):
+    """Objects that are not a task, incomplete tasks and wrong arguments are refused."""
+    with pytest.raises(TaskError, match=r"mine.py:helper is 7; it must be a class that derives from unipar.Task$"):
         _ref(tmp_path, "helper = 7", "helper").load()
     (tmp_path / "b").mkdir()
     with pytest.raises(TaskError, match=r"mine.py:Lacking lacks data\(\), loss\(\)$"):
@@ -192,7 +193,7 @@ def test_load_refuses(tmp_path: Path) -> None:
 
 
 def test_a_launch_outside_of_an_import_is_a_bug_of_ours() -> None:
-    """`next_earlier_run` is for files that a worker reads."""
+    """`next_earlier_run` fails an assertion outside of a worker's import."""
     with pytest.raises(AssertionError):
         next_earlier_run()
     assert issubclass(LaunchReached, BaseException)
@@ -200,7 +201,7 @@ def test_a_launch_outside_of_an_import_is_a_bug_of_ours() -> None:
 
 
 def test_what_other_processes_cannot_find() -> None:
-    """A lambda has no name, a local function no place."""
+    """A local function is refused, because other processes cannot import it."""
 
     def local() -> None: ...
 
@@ -213,7 +214,7 @@ def test_what_other_processes_cannot_find() -> None:
 
 
 def test_a_prompt_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that was made by hand is found by nobody else."""
+    """A class of a module without a file is refused."""
     made = type("Mine", (), {"__module__": "prompt"})
     monkeypatch.setitem(sys.modules, "prompt", type(sys)("prompt"))
     with pytest.raises(TaskError) as e:
@@ -225,17 +226,17 @@ def test_a_prompt_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_task_or_functions() -> None:
-    """One of both, and the functional form is whole."""
+    """Exactly one of a task and a complete set of functions is accepted."""
     with pytest.raises(TaskError, match=r"^data= is missing: give a task, or model=, loss= and data=$"):
         TaskRef.of(None, None, {"model": test_a_task_or_functions, "loss": test_a_task_or_functions})
     functions: dict[str, Any] = dict.fromkeys(("model", "loss", "data"), test_a_task_or_functions)
     with pytest.raises(TaskError, match=r"^a task and functions were both given: "):
         TaskRef.of(Task, None, functions)
-    with pytest.raises(TaskError, match=r"^there is no task: give the config task.use, or launch a task= or model="):
+    with pytest.raises(TaskError, match=r"^there is no task: set task.use in the config, or pass task=, or model="):
         TaskRef.of(None, None, {})
 
 
 def test_refs_travel_as_json() -> None:
-    """What is read back is what was written."""
+    """A reference that is written as JSON and read back is unchanged."""
     ref = TaskRef(CodeLocation("Mine", file="/x/mine.py"), {}, {"width": 3}, ("/x",), ("runs/a",))
     assert TaskRef.from_json(ref.to_json()) == ref

@@ -240,15 +240,15 @@ def _line() -> nn.Module:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": dict}, "model() returned no part at all: {}"),
     ({"model": lambda: {"a.b": _line()}},
-     "model() calls a part 'a.b'; a word of letters, digits and _ is wanted"),
+     "model() calls a part 'a.b'; the name must be a word of letters, digits and _"),
     ({"model": lambda: {"a": _line(), "b": 3}},
-     "model() returned 3 as its part 'b'; a torch.nn.Module is wanted"),
+     "model() returned 3 as its part 'b'; it must be a torch.nn.Module"),
     ({"model": lambda: {"a": _line(), "b": _line().requires_grad_(False)}},
      "model(): the part 'b' has no parameter that requires a gradient: there is nothing to train in it; keep it inside "
      "the part that uses it"),
     ({"model": _tied},
-     "model(): 'a.weight' and 'b.0.weight' are one tensor; parts are trained apart and can share none: keep it in one "
-     "part, and reach that by run.frozen()"),
+     "model(): 'a.weight' and 'b.0.weight' are one tensor; parts are trained separately and cannot share tensors: keep "
+     "it in one part, and use that part through run.frozen()"),
     ({"train": _once()},
      "run.step was not told which part: model() returned a, b; run.step(share, part='a', loss=...)"),
     ({"train": _once(part="b")},
@@ -264,8 +264,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"train": _own},
      "run.frozen('a') was called in that part's own loss, whose first argument is its model"),
     ({"train": _default},
-     "model() returned several parts (a, b) and the task has no train(run): write one, which says by "
-     "run.step(share, part=..., loss=...) which part is trained when"),
+     "model() returned several parts (a, b) and the task has no train(run): write one, which calls "
+     "run.step(share, part=..., loss=...) for each part to be trained"),
 ]  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def test_train_parts_names_what_the_model_has(tmp_path: Path) -> None:
     assert isinstance(error, ConfigError)
     assert str(error) == "train.parts.c: model() returned no part of that name; it has a, b"
     assert str(_refused(Pair(model=_line), tmp_path, train=told)) == (
-        "train.parts.c: model() returned one module, which has no parts; say it in train itself"
+        "train.parts.c: model() returned one module, which has no parts; set it in train itself"
     )
 
 

@@ -286,7 +286,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss": _number}, "loss() returned 1.5; the mean over the batch, a scalar tensor, is wanted"),
     ({"loss": _vector},
      "loss() returned a tensor of shape (2, 1); the mean over the batch, a scalar tensor, is wanted"),
-    ({"model": lambda: 3}, "model() returned 3; a torch.nn.Module is wanted"),
+    ({"model": lambda: 3}, "model() returned 3; it must return a torch.nn.Module"),
     ({"model": lambda: nn.Linear(1, 1).requires_grad_(False)},
      "model() has no parameter that requires a gradient: there is nothing to train"),
     ({"weight": -2.0}, "weight(batch) is -2; a number that is not negative is wanted"),

@@ -1,4 +1,4 @@
-"""The contract for a plugin author (description and engine), and finding and checking installed backends. No torch at import."""
+"""Contract for authors of backends (description and engine); finding and checking backends. No torch at import."""
 
 from unipar.backend.description import Backend as Backend
 from unipar.backend.description import Capabilities as Capabilities

@@ -1,4 +1,4 @@
-"""Cells of a backend; a config moved to another cell."""
+"""Cells that backends offer, and configs moved to another cell."""
 
 from __future__ import annotations
 
@@ -12,39 +12,42 @@ from unipar.config.sections.parallel import Parallel
 from unipar.errors import ConfigError, Unsupported
 
 ONE = Cell("single")
-"""The cell of one process without a wrapper: what all others are held to."""
+"""Cell of one process without a wrapper: the reference that all other cells are compared with."""
 
 
 def cells_of_backend(backend: Backend) -> list[Cell]:
-    """All that a backend offers: plain cells first, in the order of what they split."""
+    """Return all cells of a backend: first those without a variant, in the order of `SHARDS`."""
     can = backend.capabilities
     plain = [Cell(backend.name, shard) for shard in SHARDS if shard in can.shards]
     return plain + [Cell(backend.name, s, v) for v, x in can.variants.items() for s in SHARDS if s in x.shards]
 
 
 def expand_cell_patterns(patterns: tuple[str, ...]) -> list[Cell]:
-    """`*` is every cell of every backend known, `name/*` the plain ones of one; each cell once, in order."""
-    made: dict[Cell, None] = {}
+    """Return the cells that the patterns name, in order, each once.
+
+    `*` is every cell of every installed backend, `name/*` the cells of one backend that have no variant.
+    """
+    cells: dict[Cell, None] = {}
     for text in patterns:
         if text == "*":
-            made.update(dict.fromkeys(c for n in backend_names() for c in cells_of_backend(find_backend(n))))
+            cells.update(dict.fromkeys(c for n in backend_names() for c in cells_of_backend(find_backend(n))))
         elif text.endswith("/*"):
-            made.update(
+            cells.update(
                 dict.fromkeys(c for c in cells_of_backend(find_backend(text.removesuffix("/*"))) if not c.variant)
             )
         else:
-            made[require_cell(Cell.parse(text))] = None
-    return list(made)
+            cells[require_cell(Cell.parse(text))] = None
+    return list(cells)
 
 
 def require_cell(cell: Cell) -> Cell:
-    """`cell`, or the sentence that says which ones there are."""
+    """Return `cell`; raise Unsupported, which lists the existing cells, if its backend has no such cell."""
     check_offers(find_backend(cell.backend), cell)
     return cell
 
 
 def check_offers(backend: Backend, cell: Cell) -> None:
-    """Raise Unsupported where the backend has no such cell."""
+    """Raise Unsupported if the backend has no such cell."""
     if cell in cells_of_backend(backend):
         return
     have = ", ".join(map(str, cells_of_backend(backend)))
@@ -54,7 +57,7 @@ def check_offers(backend: Backend, cell: Cell) -> None:
 
 
 def cell_of(config: Config) -> Cell:
-    """The cell that a config runs in: its options say which variant."""
+    """Return the cell that a config runs in; the options of its backend decide on the variant."""
     return cell_in(find_backend(config.backend), config)
 
 
@@ -68,7 +71,7 @@ def cell_in(backend: Backend, config: Config) -> Cell:
 
 
 def is_single_process(cell: Cell) -> bool:
-    """Whether the cell is one process, whatever a config says about ranks."""
+    """Return whether the cell is one process, whatever a config says about ranks."""
     return is_alone(find_backend(cell.backend), cell)
 
 
@@ -79,13 +82,16 @@ def is_alone(backend: Backend, cell: Cell) -> bool:
 
 
 def config_in_cell(config: Config, cell: Cell) -> Config:
-    """`config`, run in another cell; what it says about batch and data keeps its meaning."""
+    """Return `config` moved to another cell, with the same global batch.
+
+    In a cell of one process, ranks become further microbatches.
+    """
     backend = find_backend(cell.backend)
     check_offers(backend, cell)
     can, one = backend.capabilities, is_alone(backend, cell)
     shard: Shard = cell.shard
     data, over = config.parallel.data, config.parallel.shard_over
-    # ranks that split nothing have nothing to say about how many of them share it
+    # `shard_over` has a meaning only where something is split
     parallel = Parallel(data=1 if one else data, shard=shard, shard_over=None if shard == "nothing" else over)
     options = dict(config.options)
     if cell.variant:
@@ -94,7 +100,7 @@ def config_in_cell(config: Config, cell: Cell) -> Config:
         options[backend.name] = _without_variants(options[backend.name], can.variants.values())
     batch = config.batch
     if one and batch.total is None and isinstance(config.parallel.data, int):
-        sizes = batch.settle(config.parallel.data)  # the same global batch and the same microbatches, one after another
+        sizes = batch.settle(config.parallel.data)  # the same microbatches, one after another
         batch = batch.model_copy(update={"total": sizes.total, "accumulate": None})
     elif one and batch.micro is None and isinstance(config.parallel.data, int):
         batch = batch.model_copy(update={"micro": batch.settle(config.parallel.data).micro, "accumulate": None})
@@ -113,6 +119,6 @@ def _with_variant(given: Mapping[str, Any], variant: Variant, cell: Cell) -> dic
 
 
 def _without_variants(given: Mapping[str, Any], variants: Iterable[Variant]) -> dict[str, Any]:
-    """The options of a plain cell, where the config's own would make another of it."""
-    made = [v.options for v in variants if v.options.items() <= given.items()]
-    return {key: value for key, value in given.items() if not any(key in options for options in made)}
+    """Return the options without those that select a variant."""
+    selecting = [v.options for v in variants if v.options.items() <= given.items()]
+    return {key: value for key, value in given.items() if not any(key in options for options in selecting)}

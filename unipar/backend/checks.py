@@ -1,4 +1,4 @@
-"""Every reason why a config cannot run; options of all backends."""
+"""Checks of a config against its backend: names, options, and every reason why it cannot run."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from unipar.tracking import tracker
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedSource(ConfigSource):
-    """A config as it was given, whose every name is known; its backend and cell are looked up here and never again."""
+    """Config as given, with all names checked, and the backend and the cell that it selects."""
 
     backend: Backend
-    """Its library may be missing."""
+    """Description of the backend; its library may not be installed."""
 
     cell: Cell
 
     @property
     def alone(self) -> bool:
-        """Whether it is one process, whatever the config says about ranks."""
+        """True if the cell is one process, whatever the config says about ranks."""
         return is_alone(self.backend, self.cell)
 
 
 def read_source(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> CheckedSource:
-    """Return the config in a file, with each `--set key=value` and the overrides of a script, its names checked."""
+    """Return the config in a file, with `--set key=value` and a script's overrides applied and its names checked."""
     return check_names(load_config_file(file, sets, overrides))
 
 
 def given_source(config: Given, overrides: Mapping[str, Any] | None = None) -> CheckedSource:
-    """Return what a script gave as a config, with its overrides, its names checked."""
+    """Return the config that a script gave, with its overrides applied and its names checked."""
     source = load_given_config(config, overrides)
     return source if isinstance(source, CheckedSource) else check_names(source)
 
 
 def check_names(source: ConfigSource) -> CheckedSource:
-    """Return the source with its backend; raise where a backend, an option or a tracker has an unknown name.
+    """Return the source with its backend; raise if a backend, an option or a tracker has an unknown name.
 
-    Options of backends that are not used are checked too: otherwise a typo waits for the day they are used.
+    Options of backends that are not used are checked too: a typo would only show once the backend is used.
     """
     config = source.config
     if "/" in config.backend:
@@ -119,7 +119,10 @@ def _find(source: ConfigSource, key: str, name: str) -> Backend:
 
 
 def check_can_run(config: Config) -> Backend:
-    """The backend of `config`, or every reason why it cannot run. Starts nothing, imports no library."""
+    """Return the backend of `config`; raise with every reason why it cannot run.
+
+    Starts no process and imports no library.
+    """
     backend = find_backend(config.backend)
     check_cell(config, backend, cell_in(backend, config))
     if isinstance(config.parallel.data, int):
@@ -140,31 +143,31 @@ def check_cell(config: Config, backend: Backend, cell: Cell) -> None:
 
 
 def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]:
-    """Each reason why a backend cannot run a config, which is in `cell`."""
+    """Yield each reason why a backend cannot run a config whose cell is `cell`."""
     can = backend.capabilities
     shard, precision = config.parallel.shard, config.train.precision
     if shard not in can.shards and cell.variant is None:
-        yield f"parallel.shard: {shard} is not there; {backend.name} has {', '.join(_describe_shards(backend))}"
+        yield f"parallel.shard: {shard} is not available; {backend.name} has {', '.join(_describe_shards(backend))}"
     keys: tuple[tuple[Shard | None, Precision], ...] = ((None, precision), (shard, precision))
     for key in keys:
         if key in can.gaps:
-            yield f"train.precision: {precision} cannot be had: {can.gaps[key]}"
+            yield f"train.precision: {precision} is not available: {can.gaps[key]}"
     kind = config.device.partition(":")[0]
     if kind != "auto" and kind not in can.devices:
-        yield f"device: {config.device} is not among its devices ({', '.join(can.devices)})"
+        yield f"device: {config.device} is not supported; {backend.name} runs on {', '.join(can.devices)}"
     if is_alone(backend, cell) and config.parallel.data not in (1, "auto"):
-        yield f"parallel.data: {config.parallel.data} contradicts it: {cell} is one process"
+        yield f"parallel.data: {config.parallel.data} contradicts the cell: {cell} is one process"
     for key, value in _optional_keys_in_use(config).items():
         if value is not None and shard not in can.also.get(key, ()):
             have = [str(Cell(n, s)) for n in backend_names() for s in find_backend(n).capabilities.also.get(key, ())]
-            yield f"{key}: {value} cannot be had here; what can: {', '.join(have)}"
+            yield f"{key}: {value} is not available here, only in {', '.join(have)}"
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
     yield from backend.refuse(config)
 
 
 def _describe_shards(backend: Backend) -> Iterator[str]:
-    """What it splits, and by which option where it needs one."""
+    """Yield each shard that the backend offers, with the option that a variant of it needs."""
     can = backend.capabilities
     for shard in SHARDS:
         if shard in can.shards:
@@ -172,12 +175,12 @@ def _describe_shards(backend: Backend) -> Iterator[str]:
             continue
         for variant in can.variants.values():
             if shard in variant.shards:
-                said = ", ".join(f"options.{backend.name}.{key}: {value}" for key, value in variant.options.items())
-                yield f"{shard} (with {said})"
+                options = ", ".join(f"options.{backend.name}.{key}: {value}" for key, value in variant.options.items())
+                yield f"{shard} (with {options})"
 
 
 def _optional_keys_in_use(config: Config) -> dict[str, object]:
-    """The keys that not every backend obeys, where somebody gave them."""
+    """Return the keys that not every backend supports, with their values; None for a key that is not set."""
     offload = config.model.offload
     return {
         "parallel.shard_over": config.parallel.shard_over,
@@ -187,10 +190,10 @@ def _optional_keys_in_use(config: Config) -> dict[str, object]:
 
 
 def _refuse_on_cpu(config: Config) -> Iterator[str]:
-    """What a config asks for that the CPU does not have."""
+    """Yield each reason why a config cannot run on the CPU."""
     if config.train.precision == "fp16":
         yield "train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"
     if config.model.sync_batchnorm:
-        yield "model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm takes no tensor of the CPU; leave it out"
+        yield "model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm accepts no CPU tensors; leave it out"
     if config.model.offload != "none":
-        yield f"model.offload: {config.model.offload} needs CUDA: on the CPU all is in the host's memory; leave it out"
+        yield f"model.offload: {config.model.offload} needs CUDA: on the CPU everything is in host memory; leave it out"

@@ -1,4 +1,4 @@
-"""`Backend`, `Capabilities`, `Variant`: what a backend says before any process starts."""
+"""`Backend`, `Capabilities`, `Variant`: description of a backend, available before any process starts."""
 
 from __future__ import annotations
 
@@ -24,118 +24,124 @@ if TYPE_CHECKING:
 
 
 class NoOptions(Section):
-    """For a backend that has no options of its own."""
+    """Empty section for a backend without options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A cell's other way of doing the same: the options that make it."""
+    """Second way of running a cell, selected by options of the backend."""
 
     options: Mapping[str, object]
     shards: tuple[Shard, ...]
     says: str
     alone: bool = False
-    """One process, whatever the config says about ranks."""
+    """True if it is one process, whatever the config says about ranks."""
 
     library_defaults: bool = False
-    """Sizes in it are the library's own defaults: a page of a comparison says what they cost."""
+    """True if the variant uses the library's default sizes: the page of a comparison shows what they cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do, as data: printed by `unipar backends`, enforced by `check`."""
+    """Abilities of a backend, as data: printed by `unipar backends`, enforced by `check`."""
 
     shards: tuple[Shard, ...]
     variants: Mapping[str, Variant] = field(default_factory=dict[str, Variant])
     devices: tuple[str, ...] = ("cpu", "cuda")
     alone: bool = False
-    """One process, whatever the config says about ranks."""
+    """True if it is one process, whatever the config says about ranks."""
 
     gaps: Mapping[tuple[Shard | None, Precision], str] = field(default_factory=dict[Any, str])
-    """What it cannot do: a shard (None: all) in a precision, each with its sentence."""
+    """Unsupported pairs of shard (None: every shard) and precision, each with the reason as a sentence."""
 
     also: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict[str, Any])
-    """Keys of the config that not every backend obeys, and for which shards this one does."""
+    """Config keys that not every backend supports, each with the shards for which this one does."""
 
     launchers: tuple[Launcher, ...] = ()
-    """The launchers that come with its library."""
+    """Launchers that come with the backend's library."""
 
     waits: tuple[str, ...] = ()
-    """Parts of file names that a rank's stack shows while it waits in a collective."""
+    """Parts of file names that appear in a rank's stack while it waits in a collective."""
 
     sites: Mapping[str, Category] = field(default_factory=dict[str, Any])
-    """Where its library allocates what lives too short to be held: the end of `path:function`, and what it is for."""
+    """Functions of its library that allocate tensors which `holdings` cannot list: end of `path:function` -> use."""
 
     records: str = ""
-    """What `Backend.sends` reads, in words."""
+    """Source of the numbers of `Backend.sends`, in words."""
 
     recording: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables without which its library does not record that. Those are set in a world of its own, where nothing is
-    timed."""
+    """Environment variables that make the library record them, set only in a separate world where nothing is timed."""
 
 
 class Backend(ABC):
-    """Subclass it, make one instance, and name that in the entry-point group `unipar.backends`."""
+    """Base class of a backend's description.
+
+    Subclass it, make one instance, and name the instance in the entry-point group `unipar.backends`.
+    """
 
     name: ClassVar[str]
     requires: ClassVar[tuple[str, ...]] = ()
     """Modules that must be importable."""
 
     hint: ClassVar[str] = ""
-    """What to type when they are not."""
+    """Command to type if they are not importable."""
 
     capabilities: ClassVar[Capabilities]
     options: ClassVar[type[Section]] = NoOptions
     exports: ClassVar[str] = ""
-    """What `unipar export --to` calls a script for it, which script.py writes; empty: there is none."""
+    """Name for `unipar export --to` of the script that export.py beside the description writes; empty: no script."""
 
     imports: ClassVar[str] = ""
-    """What `unipar import` calls its library's own config, which foreign.py reads; empty: it is not read."""
+    """Name for `unipar import` of the library's own config, read by import_config.py; empty: not read."""
 
     def refuse(self, config: Config) -> Iterator[str]:
-        """Each reason, beyond `capabilities`, why `config` cannot run here."""
+        """Yield each reason, beyond `capabilities`, why `config` cannot run here."""
         yield from ()
 
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
-        """What the library will really be told; rules instead of numbers while `parameters` is unknown."""
+        """Return the config that the library will be given; rules instead of numbers if `parameters` is unknown."""
         return {}
 
     @abstractmethod
-    def dtypes(self, config: Config) -> Dtypes: ...
+    def dtypes(self, config: Config) -> Dtypes:
+        """Return the dtypes that the config's precision means in this backend."""
 
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
-        """The parent's side: start what must listen, on loopback; yield variables for every worker."""
+        """Context manager: start servers in the parent, on loopback; yield environment variables for the workers."""
         return nullcontext({})
 
     def version(self) -> str:
-        """Import the library and say which it is; asked in a process of its own, which a broken one may end."""
+        """Import the library and return its name and version.
+
+        Called in a separate process, because a broken library may end it.
+        """
         modules = [import_module(name) for name in self.requires or ("torch",)]
         return ", ".join(f"{module.__name__} {getattr(module, '__version__', '')}".strip() for module in modules)
 
     def install(self, *, force: bool = False) -> str:
-        """Make and install what `pip install` alone cannot, anew with `force`; say what was done."""
+        """Build and install what `pip install` alone cannot, again with `force`; return a sentence on what was done."""
         raise Unsupported(self.name, [f"there is nothing to build: {self.hint or 'it comes with unipar'}"])
 
     def script(self, outline: Outline) -> Script:
-        """The same training without unipar, the files of a folder and the command: `script` in export.py beside it."""
+        """Return the same training as a script without unipar, by `script` in export.py beside the description."""
         if not self.exports:
-            way = "`unipar export --help` names those that have one"
-            raise Unsupported(self.name, [f"there is no script for it; {way}"])
+            way = "`unipar export --help` lists the backends that have one"
+            raise Unsupported(self.name, [f"this backend has no script; {way}"])
         return self._beside("export").script(outline)
 
     def foreign_keys(self) -> frozenset[str]:
-        """Keys at the top of that config, which tell whose a file is: `KNOWN` in import_config.py beside it."""
+        """Return the top-level keys of the library's own config, which identify a file: `KNOWN` in import_config.py."""
         return self._beside("import_config").KNOWN if self.imports else frozenset()
 
     def read_foreign(self, reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
-        """Carry that config key by key, by `read` in import_config.py; what is wrong with it is noted, not raised."""
+        """Convert the library's own config by `read` in import_config.py; errors are collected, not raised."""
         if not self.imports:
-            raise Unsupported(self.name, ["it has no config of its own that could be read"])
+            raise Unsupported(self.name, ["this backend's library has no config that unipar can read"])
         self._beside("import_config").read(reading, data)
 
     @final
     def _beside(self, name: str) -> Any:
-        """A file in the description's package, loaded when it is needed."""
+        """Return a module of the description's package, imported when it is needed."""
         return import_module(f"{type(self).__module__}.{name}")
 
     @abstractmethod
@@ -143,12 +149,13 @@ class Backend(ABC):
         """Meet the other processes; assert that the library sees the same world."""
 
     def sends(self, world: World) -> AbstractContextManager[Mapping[str, int]]:
-        """Around one step: payload bytes by collective of what its library sends without torch.distributed.
+        """Context manager: count the bytes that the library sends in one step without torch.distributed.
 
-        They are there once it is closed. All ranks open and close it together, where `recording` is set.
+        Yield a mapping of collective -> payload bytes, filled on exit. All ranks enter and leave it together, in a
+        world in which the variables of `recording` are set.
         """
         return nullcontext({})
 
     @abstractmethod
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        """Split the part's model over `world`, with its optimizer."""
+        """Return an engine for the part: its model split over `world`, and its optimizer."""

@@ -1,4 +1,4 @@
-"""`Engine` and what it is given and gives: `Part`, `Micro`, `Step`, `Piece`, `Holding`."""
+"""`Engine`, and the types that it takes and returns: `Part`, `Micro`, `Step`, `Piece`, `Holding`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 Fn = Callable[["nn.Module", Any], Any]
-"""A task's loss or metrics: `fn(model, batch)`."""
+"""Loss or metrics of a task: `fn(model, batch)`."""
 
 
 Mark = Callable[[str], None]
-"""Tells the run which phase an engine is in."""
+"""Callback by which an engine reports the phase that begins."""
 
 
 Category = Literal[
@@ -35,12 +35,15 @@ Category = Literal[
     "runtime",
     "unattributed",
 ]
-"""What memory is for. Engines name the first six; the rest is told by who allocated it and how long it lived."""
+"""Purpose of memory. Engines name the first six; the others follow from the allocating code and the lifetime."""
 
 
 @dataclass(frozen=True)
 class Micro:
-    """One microbatch, and its weight over the global batch's; scale 0 is a real sample that does not count."""
+    """One microbatch, with its weight divided by that of the global batch.
+
+    Scale 0 marks a real sample that does not count: every rank must run the same number of microbatches.
+    """
 
     batch: Any
     scale: float
@@ -48,12 +51,12 @@ class Micro:
 
 @dataclass(frozen=True)
 class Part:
-    """A model to be trained: real on rank 0, on meta elsewhere."""
+    """Model to be trained, or one of several: with values on rank 0, on the meta device elsewhere."""
 
     name: str
     module: nn.Module
     optimizer: Callable[[nn.Module], Optimizer]
-    """Called when the parameters are where they stay."""
+    """Factory of the optimizer, called once the parameters have their final place."""
 
     blocks: Sequence[str]
     """Names of the repeated blocks."""
@@ -61,36 +64,37 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one optimizer step gave, still on the device."""
+    """Result of one optimizer step, still on the device."""
 
     loss: Tensor
-    """This rank's share: the sum over ranks is the loss of the global batch."""
+    """This rank's share of the loss: the sum over ranks is the loss of the global batch."""
 
     norm: Tensor
-    """Of all gradients, before clipping, equal on all ranks."""
+    """Norm of all gradients before clipping, equal on all ranks."""
 
     skipped: bool = False
-    """Weights were left alone because of an overflow: fp16 lowers its loss scale; elsewhere it is an error."""
+    """True if the weights did not change because of an overflow: normal in fp16, which then lowers its loss scale; an
+    error in other precisions."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of one tensor of the state, held by this rank."""
+    """Range of one tensor of the state that this rank holds."""
 
     name: str
     kind: str
-    """weight, buffer, or the optimizer's own key."""
+    """`weight`, `buffer`, or the optimizer's own key."""
 
     shape: tuple[int, ...]
     where: tuple[int, int]
-    """A range of the whole tensor in row-major order."""
+    """Start and end of the range, in elements of the whole tensor in row-major order."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One tensor that an engine keeps, and what for; a storage that several share counts once."""
+    """One tensor that an engine keeps, and its purpose; a storage that several tensors share counts once."""
 
     category: Category
     name: str
@@ -98,64 +102,64 @@ class Holding:
 
 
 class Read(Protocol):
-    """Gives state back, a range at a time."""
+    """Reader of saved state, one range of a tensor at a time."""
 
     def __call__(self, name: str, kind: str, where: tuple[int, int]) -> Tensor: ...
 
     def kinds(self, name: str) -> set[str]:
-        """weight and the optimizer's keys that are known for a parameter."""
+        """Return what is saved for a parameter: `weight` and the optimizer's keys."""
         ...
 
 
 class Engine(ABC):
-    """One live model in one process. Every method is called by all ranks together."""
+    """One model in training in one process. All ranks call every method together."""
 
     @abstractmethod
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
-        """Forward and backward over all microbatches, clip, update at each group's rate times `factor`."""
+        """Run forward and backward over all microbatches, clip, and update at each group's rate times `factor`."""
 
     @abstractmethod
     def evaluate(self, fn: Fn, batch: Any) -> Any:
-        """Forward only, through the same wrapper."""
+        """Return `fn(model, batch)`, computed without gradients through the same wrapper as in training."""
 
     @abstractmethod
     def call_frozen(self, fn: Fn, given: Any) -> Any:
         """Return `fn(model, given)` inside another part's loss, while this part's parameters take no gradients.
 
-        Gradients flow through it to `given`; each module is in its own mode.
+        Gradients flow through the call to `given`; every module keeps its own train or eval mode.
         """
 
     def before_state_access(self) -> None:  # noqa: B027 - a neutral hook
-        """Put parameters where they stay between steps: called before state is read or `requires_grad` changes."""
+        """Move parameters to their place between steps; called before state is read or `requires_grad` changes."""
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """State out: what this rank holds, without a collective."""
+        """Yield the state that this rank holds, without a collective."""
 
     @abstractmethod
     def restore(self, read: Read) -> None:
-        """State in: asks for what this rank holds."""
+        """Load the state that this rank holds from `read`."""
 
     @abstractmethod
     def holdings(self) -> Iterator[Holding]:
-        """All tensors that this rank keeps just now, without a collective and without changing anything.
+        """Yield all tensors that this rank keeps now, without a collective and without changing anything.
 
-        Asked where phases meet, too: between forward and backward, backward and update.
+        Called between phases of a step too: after forward, and after backward.
         """
 
     def learning_rates(self) -> list[float]:
-        """Return each group's rate as the optimizer itself holds it; empty if the library does not tell."""
+        """Return each group's learning rate as the optimizer holds it; empty if the library does not show it."""
         return []
 
     def take_mean(self) -> None:  # noqa: B027 - a neutral hook
-        """Ranks that stepped by themselves take the mean of their states: `train.sync_every`."""
+        """Replace the state of ranks that trained independently by its mean over ranks: `train.sync_every`."""
 
     def close(self) -> None:  # noqa: B027 - a neutral hook
-        """Release what `build` took."""
+        """Release the resources that `Backend.build` took."""
 
 
 class DelegatingEngine(Engine):
-    """An engine around another that does all the work: override what shall be different."""
+    """Engine that passes every call to another one; override the methods that are to differ."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner

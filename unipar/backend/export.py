@@ -1,7 +1,7 @@
-"""A training script without unipar: what a backend is told of it, what it gives back, and what all scripts share.
+"""Training scripts without unipar: input and output of a backend's `script`, and the parts that all scripts share.
 
-Each backend has a template: the script as its library's users would write it. A line that begins with `[clip]`
-stands in the script where a clip is asked for, one with `[!clip]` where none is; `$name` is replaced.
+Each backend has a template: the script as its library's users would write it. A line that begins with `[clip]` is
+kept if gradients are clipped, one that begins with `[!clip]` if they are not; `$name` is replaced.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from unipar.config.sections.optimizer import SGD, Adam, Constant, optimizer_argu
 from unipar.errors import Unsupported
 
 SCRIPT_LINE_WIDTH = 120
+"""Longest line of a generated script."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What a script is to train: the config, settled, and what the task's own code tells."""
+    """Training that a script is to do: the settled config, and facts about the task's code."""
 
     config: Config
     sizes: BatchSizes
     cuda: bool
     steps: int
     origin: str
-    """The config's file."""
+    """Name of the config's file."""
 
     task: str
-    """The class, in task.py."""
+    """Name of the task's class in task.py."""
 
     gives: frozenset[str]
-    """Optional methods that the class has."""
+    """Optional methods that the class defines."""
 
     loader: bool
-    """Whether data() returns a DataLoader."""
+    """True if data() returns a DataLoader."""
 
     taken: tuple[str, ...]
-    """Its further arguments that are in force: worker_init_fn, timeout and such."""
+    """Further arguments of that DataLoader that the script passes on, such as worker_init_fn and timeout."""
 
     blocks: tuple[str, ...]
     parameters: int
     autocast: bool = False
-    """Whether the loss is computed under PyTorch's own autocast; a backend may leave that to its library."""
+    """True if the loss is computed under PyTorch's autocast; a backend may leave that to its library."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A folder's files, and the command that starts them, a word each; `$@` stands where further words go."""
+    """Files of a script's folder, and the words of the command that starts it; `$@` is replaced by further words."""
 
     files: Mapping[str, str]
     command: Sequence[str]
@@ -60,37 +61,42 @@ class Script:
 
 
 def render_template(text: str, flags: Mapping[str, bool], values: Mapping[str, str]) -> str:
-    """A template with its lines chosen and its names replaced; two blank lines at most, none at the end."""
+    """Return the text of a template with its lines chosen and its names replaced.
+
+    There are at most two blank lines in a row, and none at the end.
+    """
     chosen: list[str] = []
     for line in text.splitlines():
-        found = re.match(r"\[([!\w ]+)\] ?", line)
-        if found is None:
+        condition = re.match(r"\[([!\w ]+)\] ?", line)
+        if condition is None:
             chosen.append(line)
-        elif all(flags[word.lstrip("!")] != word.startswith("!") for word in found[1].split()):
-            chosen.append(line[found.end() :])
-    made = Template("\n".join(chosen)).substitute(values)
-    return re.sub(r"\n{4,}", "\n\n\n", made).strip("\n") + "\n"
+        elif all(flags[word.lstrip("!")] != word.startswith("!") for word in condition[1].split()):
+            chosen.append(line[condition.end() :])
+    filled = Template("\n".join(chosen)).substitute(values)
+    return re.sub(r"\n{4,}", "\n\n\n", filled).strip("\n") + "\n"
 
 
 def read_template(package: str, name: str) -> str:
+    """Return the text of a template file in a package."""
     return (files(package) / name).read_text("utf-8")
 
 
 def fill_template(
     outline: Outline, package: str, name: str, flags: Mapping[str, bool], values: Mapping[str, str]
 ) -> str:
-    """A backend's own template, with what all scripts share filled in."""
+    """Return a backend's template filled in with its own flags and values and those that all scripts share."""
     return render_template(
         read_template(package, name), {**shared_flags(outline), **flags}, {**shared_values(outline), **values}
     )
 
 
 def render_samples_file(outline: Outline) -> str:
-    """samples.py: the same in every script."""
+    """Return the text of samples.py, the file that all scripts share."""
     return render_template(read_template("unipar.backend", "samples.txt"), shared_flags(outline), {})
 
 
 def shared_flags(outline: Outline) -> dict[str, bool]:
+    """Return the conditions of template lines that all scripts share, by name."""
     config = outline.config
     precision, gives = config.train.precision, outline.gives
     return {
@@ -112,11 +118,13 @@ _BATCH_DTYPES = {"fp64": "torch.float64", "bf16-master": "torch.bfloat16"}
 
 
 def has_schedule(config: Config) -> bool:
+    """Return whether the learning rate changes during the run."""
     schedule = config.train.schedule
     return schedule.name != "constant" or schedule.warmup > 0
 
 
 def shared_values(outline: Outline) -> dict[str, str]:
+    """Return the texts that replace `$name` in all scripts, by name."""
     flags = shared_flags(outline)
     args = outline.config.task.args if outline.config.task else {}
     cast = _BATCH_DTYPES.get(outline.config.train.precision)
@@ -140,32 +148,39 @@ def shared_values(outline: Outline) -> dict[str, str]:
 
 
 def optimizer_class_name(config: Config) -> str:
+    """Return the name of the optimizer's class in torch.optim."""
     wanted = config.train.optimizer
     return "SGD" if isinstance(wanted, SGD) else "Adam" if isinstance(wanted, Adam) else "AdamW"
 
 
 def optimizer_code(outline: Outline, *, split: bool = False) -> str:
+    """Return the statement that creates the optimizer over `groups`."""
     words = ["groups", *optimizer_words(outline, split=split)]
     return format_call(f"    optimizer = torch.optim.{optimizer_class_name(outline.config)}", words)
 
 
 def optimizer_words(outline: Outline, *, split: bool = False) -> list[str]:
-    """Its arguments besides the groups."""
-    told = optimizer_arguments(outline.config.train.optimizer, "cuda" if outline.cuda else "cpu", split=split)
-    texts = {name: repr(value) for name, value in told.items()} | {"lr": learning_rate_code(outline)}
+    """Return the optimizer's arguments except the groups, as source code."""
+    arguments = optimizer_arguments(outline.config.train.optimizer, "cuda" if outline.cuda else "cpu", split=split)
+    texts = {name: repr(value) for name, value in arguments.items()} | {"lr": learning_rate_code(outline)}
     return [f"{name}={text}" for name, text in texts.items()]
 
 
 def learning_rate_scale(outline: Outline) -> float:
+    """Return the factor by which `train.lr_scale` multiplies the learning rate."""
     return outline.config.train.lr_scale.factor(outline.sizes.total)
 
 
 def learning_rate_code(outline: Outline) -> str:
+    """Return the learning rate as an expression of the script's constants."""
     return "LR" if learning_rate_scale(outline) == 1.0 else "LR * SCALE"
 
 
 def groups_code(outline: Outline, *, listed: bool = False) -> str:
-    """What the optimizer is given; `listed`, where a group's parameters may be looked at twice."""
+    """Return the statements that assign the optimizer's `groups`.
+
+    `listed` turns each group's parameters into a list, for code that iterates over them more than once.
+    """
     if "groups" in outline.gives:
         words = ["**group", *['"params": list(group["params"])'] * listed]
         words += ['"lr": group.get("lr", LR) * SCALE'] * (learning_rate_scale(outline) != 1.0)
@@ -188,13 +203,13 @@ def groups_code(outline: Outline, *, listed: bool = False) -> str:
 def _constants(outline: Outline) -> Iterator[str]:
     train, sizes = outline.config.train, outline.sizes
     yield f"SEED = {train.seed}"
-    yield f"STEPS = {outline.steps}  # of the optimizer" + (f": {train.epochs} epochs" if train.epochs else "")
-    yield f"TOTAL = {sizes.total}  # samples in one of them, over all ranks"
+    yield f"STEPS = {outline.steps}  # optimizer steps" + (f": {train.epochs} epochs" if train.epochs else "")
+    yield f"TOTAL = {sizes.total}  # samples in one optimizer step, over all ranks"
     yield f"MICRO = {sizes.micro}  # samples in one forward pass on one rank"
     yield f"LOG_EVERY = {outline.config.log.every}"
     yield f"LR = {float(train.optimizer.lr)!r}"
     if (scale := learning_rate_scale(outline)) != 1.0:
-        yield f"SCALE = {scale!r}  # of the rate, which was chosen for {train.lr_scale.at_batch} samples a step"
+        yield f"SCALE = {scale!r}  # factor on the rate, which was chosen for {train.lr_scale.at_batch} samples a step"
     if train.schedule.warmup:
         yield f"WARMUP = {train.schedule.warmup}  # steps"
     if train.clipping is not None:
@@ -209,7 +224,7 @@ def _functions(outline: Outline) -> Iterator[str]:
 
 
 _LOSS = '''class Loss(nn.Module):
-    """The loss inside the forward that is wrapped, so that it may use all of the model."""
+    """The model and its loss in one module, so that the wrapped forward covers all that the loss uses."""
 
     def __init__(self, task: Any, model: nn.Module) -> None:
         super().__init__()
@@ -222,7 +237,7 @@ _LOSS_MIXED = _LOSS.replace(
     "        return self.loss(", '        with torch.autocast("DEVICE", torch.bfloat16):\n            return self.loss('
 )
 _NOTE = '''def note(row: dict[str, Any]) -> None:
-    """A line of JSON, to the terminal and to log.jsonl."""
+    """Write a row as a line of JSON to the terminal and to log.jsonl."""
     line = json.dumps(row)
     print(line, flush=True)
     with Path("log.jsonl").open("w" if row["step"] == 1 else "a", encoding="utf-8") as log:
@@ -233,7 +248,7 @@ _NOTE = '''def note(row: dict[str, Any]) -> None:
 def _rate_code(config: Config) -> Iterator[str]:
     schedule = config.train.schedule
     yield "def rate(step: int) -> float:"
-    yield '    """What the learning rate is multiplied with at `step`, from 0."""'
+    yield '    """Return the factor on the learning rate at `step`, counted from 0."""'
     if schedule.warmup:
         yield "    if step < WARMUP:"
         yield "        return (step + 1) / WARMUP"
@@ -241,8 +256,8 @@ def _rate_code(config: Config) -> Iterator[str]:
         yield "    return 1.0"
     else:
         since, last = ("(step - WARMUP)", "STEPS - 1 - WARMUP") if schedule.warmup else ("step", "STEPS - 1")
-        yield f"    gone = {since} / max(1, {last})"
-        left = "1.0 - gone" if schedule.name == "linear" else "0.5 * (1.0 + math.cos(math.pi * gone))"
+        yield f"    progress = {since} / max(1, {last})"
+        left = "1.0 - progress" if schedule.name == "linear" else "0.5 * (1.0 + math.cos(math.pi * progress))"
         over = f"{schedule.end!r} + {1.0 - schedule.end!r} * " if schedule.end else ""
         yield f"    return {over}max(0.0, {left})"
     yield ""
@@ -267,7 +282,7 @@ def _batches(outline: Outline) -> Iterator[str]:
 
 
 def format_call(head: str, words: Sequence[str]) -> str:
-    """A call on one line, or on lines of their own where it would be too long, as formatters have it."""
+    """Return a call as source code, broken over lines as a formatter does if it is too long for one."""
     one = f"{head}({', '.join(words)})"
     if len(one) <= SCRIPT_LINE_WIDTH:
         return one
@@ -278,13 +293,14 @@ def format_call(head: str, words: Sequence[str]) -> str:
     return "\n".join([f"{head}(", *(f"{indent}    {word}," for word in words), f"{indent})"])
 
 
-def format_json(told: Mapping[str, Any]) -> str:
-    return json.dumps(told, indent=2) + "\n"
+def format_json(values: Mapping[str, Any]) -> str:
+    """Return the values as an indented JSON file."""
+    return json.dumps(values, indent=2) + "\n"
 
 
 def refuse_uncarried_options(backend: str, cell: str, given: Mapping[str, Any], carried: frozenset[str]) -> None:
-    """Options that the backend's template knows nothing of."""
-    strange = sorted(set(given) - carried)
-    if strange:
-        reasons = [f"options.{backend}.{name}: a script does not carry it; leave it out" for name in strange]
+    """Raise Unsupported if options are given that the backend's template does not use."""
+    unused = sorted(set(given) - carried)
+    if unused:
+        reasons = [f"options.{backend}.{name}: a script does not carry it; leave it out" for name in unused]
         raise Unsupported(cell, reasons)

@@ -1,4 +1,4 @@
-"""Another library's config on its way to one of ours: what is carried, left out, refused or asked for."""
+"""Conversion of another library's config: keys that are converted, left out, refused or asked for."""
 
 from __future__ import annotations
 
@@ -11,91 +11,98 @@ from unipar.errors import ConfigError
 from unipar.utils.text import did_you_mean, show_value
 
 AUTO = "auto"
+"""Value by which a config leaves a key to its library."""
 _T = TypeVar("_T")
 
 
 @dataclass
 class ForeignConfigReader:
-    """One file being read. The reader takes its keys one by one; what is left over at the end is not known."""
+    """State of converting one file: the resulting config, and messages on keys that were left out or are wrong."""
 
     label: str
     folder: Path
-    """What paths in the file are relative to."""
+    """Folder to which paths in the file are relative."""
 
     lines: Mapping[str, int]
-    """Dotted key -> its line, where that is known."""
+    """Dotted key -> its line in the file, where known."""
 
     said: Mapping[str, Any]
-    """Keys of our config that were given by `--set`: they win, and answer what the file leaves open."""
+    """Keys of the unipar config given by `--set`: they override the file, and fill in values that it leaves open."""
 
     leave: frozenset[str] = frozenset()
-    """Keys of the file that shall be left out."""
+    """Keys of the file to be left out, given by `--leave`."""
 
     world: int | None = None
     config: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Dotted keys of ours."""
+    """Resulting unipar config, by dotted key."""
 
     notes: dict[str, str] = field(default_factory=dict[str, str])
-    """What is to be said beside them."""
+    """Remarks written beside keys of the resulting config."""
 
     left_out: list[str] = field(default_factory=list[str])
     wrong: list[str] = field(default_factory=list[str])
     used: set[str] = field(default_factory=set[str])
-    """Keys of `leave` that were there."""
+    """Keys of `leave` that the file has."""
 
     def put(self, key: str, value: Any, note: str = "") -> None:
-        """A key of ours; what `--set` says stands."""
+        """Set a key of the unipar config, with a remark, unless `--set` gave it."""
         if not self.answered(key):
             self.config[key] = value
             if note:
                 self.notes[key] = note
 
     def answered(self, key: str) -> bool:
-        """Whether `--set` gave this key, one below it or one above it."""
+        """Return whether `--set` gave this key, one below it or one above it."""
         return any(k == key or k.startswith(f"{key}.") or key.startswith(f"{k}.") for k in self.said)
 
     def refuse(self, theirs: str, why: str, ours: str | None = None) -> None:
-        """A key that cannot be carried. The way out: `--set` of `ours`, or `--leave` where we have no such thing."""
+        """Record that a key cannot be converted.
+
+        The way out is `--set` of the unipar key `ours`, or `--leave` if unipar has no such key.
+        """
         if ours is not None and self.answered(ours):
-            self.left_out.append(f"{theirs}: {why} (--set {ours} stands instead)")
+            self.left_out.append(f"{theirs}: {why} (replaced by --set {ours})")
         elif ours is None and theirs in self.leave:
             self.used.add(theirs)
-            self.left_out.append(f"{theirs}: {why} (left out as asked)")
+            self.left_out.append(f"{theirs}: {why} (left out by --leave)")
         else:
-            way = f"say what shall hold with --set {ours}=..." if ours else f"--leave {theirs} goes on without it"
+            way = f"choose a value with --set {ours}=..." if ours else f"leave it out with --leave {theirs}"
             self.wrong.append(f"{self.place(theirs)}: {why}; {way}")
 
     def omit(self, theirs: str, why: str) -> None:
-        """A key on which training does not depend."""
+        """Record that a key is left out because training does not depend on it."""
         self.left_out.append(f"{theirs}: {why}")
 
     def ask(self, theirs: str, ours: str, example: str) -> None:
-        """A value that the file leaves open."""
+        """Ask for the unipar key `ours` by `--set`, because the file leaves its value open."""
         if not self.answered(ours):
-            self.wrong.append(f"{self.place(theirs)}: say it with --set {ours}={example}")
+            self.wrong.append(f"{self.place(theirs)}: give it with --set {ours}={example}")
 
     def place(self, theirs: str) -> str:
+        """Return a key with its line, if that is known."""
         line = self.lines.get(theirs)
         return f"{theirs} (line {line})" if line else theirs
 
     def section(self, data: Mapping[str, Any], prefix: str = "") -> ForeignSection:
+        """Return a section over a mapping of the file; `prefix` stands before its keys in messages."""
         return ForeignSection(self, dict(data), prefix)
 
 
 class ForeignSection:
-    """A mapping of the file, emptied key by key."""
+    """Mapping of the file; each key that is handled is removed, so that unknown keys remain."""
 
     def __init__(self, reading: ForeignConfigReader, data: dict[str, Any], prefix: str) -> None:
         self.reading, self.data, self.prefix = reading, data, prefix
 
     def name(self, key: str) -> str:
+        """Return the dotted name of a key in the file."""
         return f"{self.prefix}{key}"
 
     def __contains__(self, key: str) -> bool:
         return key in self.data
 
     def take(self, key: str, kind: type[_T], default: _T) -> _T:
-        """The value, removed; one of another kind is wrong, and the default goes on."""
+        """Remove a key and return its value; record an error and return the default if it has another type."""
         value: Any = self.data.pop(key, None)
         if value is None:
             return default
@@ -110,7 +117,7 @@ class ForeignSection:
         return default
 
     def open(self, key: str, ours: str, example: str) -> bool:
-        """Whether the value is `auto`, which is then asked for, and taken as not there."""
+        """Return whether the value is `auto`; if so, remove the key and ask for the unipar key `ours`."""
         if self.data.get(key) != AUTO:
             return False
         del self.data[key]
@@ -118,16 +125,18 @@ class ForeignSection:
         return True
 
     def below(self, key: str) -> ForeignSection:
+        """Remove a key and return its mapping as a section; an empty one if the key is missing."""
         return ForeignSection(self.reading, dict(self.take(key, dict, {})), f"{self.name(key)}.")
 
     def omit(self, keys: Mapping[str, str]) -> None:
+        """Leave out the keys that are present, each with its reason."""
         for key, why in keys.items():
             if key in self.data:
                 del self.data[key]
                 self.reading.omit(self.name(key), why)
 
     def refuse(self, keys: Mapping[str, str], *, unless: tuple[Any, ...] = (None, False, {}, [], "")) -> None:
-        """Those that say something; one that says nothing is dropped."""
+        """Refuse the keys that have an effect, each with its reason; drop those that are off or among `unless`."""
         for key, why in keys.items():
             if key in self.data:
                 value = self.data.pop(key)
@@ -136,24 +145,24 @@ class ForeignSection:
                     self.reading.refuse(self.name(key), why)
 
     def expect(self, key: str, value: Any, why: str) -> None:
-        """A key that may only say what is so anyway."""
+        """Refuse a key whose value is neither `value`, which unipar does anyway, nor `auto`."""
         if key in self.data and self.data.pop(key) not in (value, AUTO):
             self.reading.refuse(self.name(key), why)
 
     def end(self, known: Iterable[str]) -> None:
-        """What is still there is not known."""
+        """Record each remaining key as unknown."""
         words = sorted(known)
         for key in self.data:
             name = self.name(key)
             if name in self.reading.leave:
                 self.reading.used.add(name)
-                self.reading.omit(name, "not known (left out as asked)")
+                self.reading.omit(name, "not known (left out by --leave)")
             else:
                 self.reading.wrong.append(f"{self.reading.place(name)}: there is no such key{did_you_mean(key, words)}")
 
 
 def _as_number(value: object, kind: type) -> Any:
-    """A whole number where one with a point is wanted, or a number in quotes."""
+    """Return a number given as an integer or in quotes as `kind`; None if it is not a number."""
     if kind not in (int, float) or isinstance(value, bool) or not isinstance(value, int | str):
         return None
     try:
@@ -173,7 +182,7 @@ _TYPE_NAMES: Mapping[type, str] = {
 
 
 def import_error(reading: ForeignConfigReader) -> ConfigError:
-    """All that is wrong, a line each."""
+    """Return the error that lists everything wrong with the file, one line each."""
     if len(reading.wrong) == 1:
         return ConfigError(f"{reading.label}: {reading.wrong[0]}")
-    return ConfigError("\n  - ".join([f"{reading.label} cannot be carried as it is:", *reading.wrong]))
+    return ConfigError("\n  - ".join([f"{reading.label} cannot be converted as it is:", *reading.wrong]))

@@ -1,4 +1,4 @@
-"""The usual `Backend.join`: device, transport, process group from a config."""
+"""Usual implementation of `Backend.join`: device, transport and process group from a config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unipar.errors import WorldMismatch
 
 
 def device_of_rank(config: Config, place: Place) -> torch.device:
-    """Where this rank computes."""
+    """Return the device on which this rank computes."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if ":" in config.device:
@@ -25,24 +25,23 @@ def device_of_rank(config: Config, place: Place) -> torch.device:
 
 
 def choose_transport(config: Config, device: torch.device) -> str:
-    """NCCL wants a GPU for each rank; `device: cuda:N` lets ranks share one over gloo."""
+    """Return the backends of torch.distributed; gloo on `device: cuda:N`, because NCCL needs one GPU for each rank."""
     if device.type != "cuda" or ":" in config.device:
         return "gloo"
-    return (
-        "nccl" if config.model.offload == "none" else "cpu:gloo,cuda:nccl"
-    )  # norms of what waits in the host's memory
+    # gloo beside nccl under offload: norms are summed over tensors in host memory
+    return "nccl" if config.model.offload == "none" else "cpu:gloo,cuda:nccl"
 
 
 _stores: dict[tuple[str, int] | None, dist.Store] = {}
-"""Where this process has met others: rank 0 listens there as long as it lives."""
+"""Store by address: rank 0 listens at an address until its process ends."""
 
 
 _places_joined: list[Place] = []
-"""Every world that this process was in."""
+"""Places of this process in all worlds that it has joined."""
 
 
 def meet(config: Config, place: Place) -> World:
-    """Join the other processes of this run; afterwards torch.distributed works on every rank."""
+    """Join the other processes of this run and return the world; sets up torch.distributed."""
     device = device_of_rank(config, place)
     if device.type == "cuda":
         torch.cuda.set_device(device)

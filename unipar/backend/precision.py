@@ -1,4 +1,4 @@
-"""Dtypes that each precision means, stated and as torch dtypes."""
+"""Dtypes of each precision, as words and as torch dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What each thing is kept or done in; `explain` prints it."""
+    """Dtypes in which parameters, gradients and so on are kept and computed, in words; `explain` prints them."""
 
     parameter: str
     master: str
@@ -23,7 +23,7 @@ class Dtypes:
 
 
 def default_dtypes(precision: Precision, *, reduction: str | None = None) -> Dtypes:
-    """What a library does that leaves precision to PyTorch; a backend changes what it does otherwise."""
+    """Return the dtypes of a library that leaves precision to PyTorch; other backends change some of them."""
     if precision == "fp64":
         return Dtypes("fp64", "-", "fp64", reduction or "fp64", "fp64")
     if precision == "bf16-mixed":
@@ -36,21 +36,21 @@ def default_dtypes(precision: Precision, *, reduction: str | None = None) -> Dty
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """What parameters are made in, before a library takes them."""
+    """Return the dtype of parameters before a library takes them."""
     import torch
 
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def batch_dtype(precision: Precision) -> torch.dtype | None:
-    """What floating-point tensors of a batch become; None: they stay."""
+    """Return the dtype to which floating-point tensors of a batch are cast; None if they are not."""
     import torch
 
     return {"fp64": torch.float64, "bf16-master": torch.bfloat16}.get(precision)
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """What autocast computes in; None: no autocast."""
+    """Return the dtype in which autocast computes; None if autocast is not used."""
     import torch
 
     return {"bf16-mixed": torch.bfloat16, "fp16": torch.float16}.get(precision)

@@ -1,4 +1,4 @@
-"""Find, load, list backends and their launchers."""
+"""Registry of installed backends and of their launchers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def _is_backend(plugin: object) -> TypeIs[Backend]:
 BACKENDS = PluginGroup(
     "unipar.backends", "backend", "backend {!r}", "an instance of Backend", _is_backend, BackendNotFound
 )
+"""Group of entry points under which packages register their backends."""
 
 
 def backend_names() -> list[str]:
@@ -33,7 +34,7 @@ def find_backend(name: str) -> Backend:
 
 
 def why_not_installed(backend: Backend) -> str | None:
-    """Return why the backend cannot be loaded, or None. Imports nothing."""
+    """Return why the backend's library cannot be loaded, or None. Imports nothing."""
     return BACKENDS.missing(backend.name, backend.requires, backend.hint)
 
 
@@ -45,5 +46,5 @@ def load_backend(name: str) -> Backend:
 
 
 def list_launchers() -> list[Launcher]:
-    """Every launcher that some backend knows."""
+    """Return the launchers of all installed backends."""
     return [launcher for name in backend_names() for launcher in find_backend(name).capabilities.launchers]

@@ -1,4 +1,4 @@
-"""How many ranks, on which device, and whether there are enough GPUs."""
+"""Number of ranks and device of a run, and the check that there are enough GPUs."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from unipar.errors import Unsupported, WorldMismatch
 
 @dataclass(frozen=True)
 class RankCount:
-    """A number of ranks, and why it is that."""
+    """Number of ranks, and the reason for it."""
 
     number: int
     why: str = ""
-    """Empty where the config says the number itself."""
+    """Reason in words; empty if the config gives the number itself."""
 
 
 def count_ranks(config: Config, place: Place | None = None) -> RankCount:
-    """The ranks of a run: what the config says, or the world found, or the visible GPUs, or one."""
+    """Return the ranks of a run: from the config, else from the launcher's world, else one for each visible GPU."""
     backend = registry.find_backend(config.backend)
     cell = cells.cell_in(backend, config)
     return ranks_in(cell, config, place, alone=cells.is_alone(backend, cell))
 
 
 def ranks_in(cell: Cell, config: Config, place: Place | None, *, alone: bool) -> RankCount:
-    """Return the ranks of a run whose cell is known, and whether that is one process by itself."""
-    said = config.parallel.data
+    """Return the ranks of a run in a known cell; `alone` if the cell is always one process."""
+    ranks = config.parallel.data
     if alone:
         return RankCount(1, f"{cell} is one process")
     if place is not None:
-        if said not in ("auto", place.size):
+        if ranks not in ("auto", place.size):
             raise WorldMismatch(
-                f"parallel.data: {said}, but {place.launcher} started {place.size} "
-                f"process{'es' * (place.size > 1)}; give it {said}, or say auto"
+                f"parallel.data: {ranks}, but {place.launcher} started {place.size} "
+                f"process{'es' * (place.size > 1)}; start {ranks} processes, or set parallel.data: auto"
             )
         return RankCount(place.size, f"started by {place.launcher}")
-    if said != "auto":
-        return RankCount(said)
+    if ranks != "auto":
+        return RankCount(ranks)
     if config.device == "cpu":
         return RankCount(1, "auto: no launcher, and device is cpu")
     if ":" in config.device:
@@ -52,12 +52,12 @@ def ranks_in(cell: Cell, config: Config, place: Place | None, *, alone: bool) ->
 
 
 def find_foreign_place() -> Place | None:
-    """The world in which a foreign launcher started this process."""
+    """Return this process's place among others if a foreign launcher started it, else None."""
     return place_from_environment(registry.list_launchers())
 
 
 def choose_device(config: Config) -> tuple[str, str]:
-    """`cpu`, `cuda` or `cuda:N`, and why where the config leaves it open."""
+    """Return `cpu`, `cuda` or `cuda:N`, and the reason if the config leaves the choice open."""
     if config.device != "auto":
         return config.device, ""
     gpus = count_visible_gpus()
@@ -65,7 +65,10 @@ def choose_device(config: Config) -> tuple[str, str]:
 
 
 def check_gpu_count(config: Config, number: int, local: int | None = None, asked: str = "parallel.data") -> None:
-    """Refuse ranks that would find no GPU of their own; `local` of them are here, and `asked` said how many."""
+    """Raise Unsupported if there are fewer GPUs than ranks.
+
+    `local` is the number of ranks on this machine if not all are here; `asked` names the source of `number`.
+    """
     kind, _ = choose_device(config)
     if kind == "cpu":
         return
@@ -74,10 +77,10 @@ def check_gpu_count(config: Config, number: int, local: int | None = None, asked
         index = int(kind.partition(":")[2])
         if index >= gpus:
             raise _too_few_gpus(
-                config, f"device: {kind} is not there; {describe_gpu_count(gpus)} visible here", "say device: cpu"
+                config, f"device: {kind} does not exist; {describe_gpu_count(gpus)} visible here", "set device: cpu"
             )
     elif wanted > gpus:
-        ways = "say device: cpu" if not gpus else "lower it, say device: cpu, or share one GPU by device: cuda:0"
+        ways = "set device: cpu" if not gpus else "lower it, set device: cpu, or share one GPU with device: cuda:0"
         raise _too_few_gpus(config, f"{asked}: {wanted} ranks on cuda; {describe_gpu_count(gpus)} visible here", ways)
 
 

@@ -1,1 +1,1 @@
-"""Which samples a rank reads, and when: map-style datasets, streams, DataLoaders."""
+"""Samples that each rank reads, from map-style datasets, streams and DataLoaders."""

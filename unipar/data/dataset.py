@@ -1,4 +1,4 @@
-"""A dataset or DataLoader, checked and taken over."""
+"""`DataSource`: the dataset or DataLoader that a task returned, checked."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where samples come from: what the task gave, and what was taken from its DataLoader."""
+    """Source of samples: the task's dataset, with the settings of its DataLoader if it returned one."""
 
     dataset: Any
     collate: Collate
     settings: Data
     loader_arguments: dict[str, Any]
-    """Further DataLoader arguments of the user's own."""
+    """Further arguments of the user's DataLoader, passed on to the one that unipar makes."""
 
     @property
     def streams(self) -> bool:
-        """Whether samples come one after another instead of by index."""
+        """True if samples come one after another instead of by index."""
         return _is_stream(self.dataset)
 
     @property
     def length(self) -> int | None:
-        """In samples; None for a stream that does not say."""
+        """Number of samples; None for a stream without len()."""
         try:
             return len(self.dataset)
         except (TypeError, NotImplementedError):
@@ -54,15 +54,15 @@ def _is_stream(dataset: Any) -> bool:
 def training_data_source(
     given: Any, collate: Collate | None, default: Collate, config: Config, sizes: BatchSizes
 ) -> DataSource:
-    """What data() returned; keys of `data` that would have no effect on it are refused."""
+    """Return the source for what data() returned; raise if a key of the config's `data` has no effect on it."""
     source = data_source_of(given, collate, default, config, sizes)
-    told = config.data.model_fields_set
-    if source.streams and "shuffle" in told and config.data.shuffle:
+    keys_given = config.data.model_fields_set
+    if source.streams and "shuffle" in keys_given and config.data.shuffle:
         raise ConfigError(
             "data.shuffle: true: data() returned a stream, whose order is its own; shuffle in its __iter__ (the "
             "generators are seeded by train.seed and the epoch), and leave the key out"
         )
-    if not source.streams and "stream" in told:
+    if not source.streams and "stream" in keys_given:
         raise ConfigError(
             f"data.stream: {config.data.stream}: data() returned a map-style dataset, which is divided by index; "
             "leave the key out"
@@ -73,7 +73,7 @@ def training_data_source(
 def data_source_of(
     given: Any, collate: Collate | None, default: Collate, config: Config, sizes: BatchSizes
 ) -> DataSource:
-    """A dataset, or a DataLoader whose dataset, collate_fn and workers are taken."""
+    """Return the source for a dataset, or for a DataLoader, whose dataset, collate_fn and workers are used."""
     settings = config.data
     if isinstance(given, DataLoader):
         return _source_from_loader(given, collate, config, sizes)
@@ -81,8 +81,8 @@ def data_source_of(
         return DataSource(given, collate or default, settings.model_copy(update={"shuffle": False}), {})
     if not callable(getattr(given, "__getitem__", None)) or not callable(getattr(given, "__len__", None)):
         raise TaskError(
-            f"data() returned {type(given).__name__}; a dataset with __getitem__ and __len__, a stream, or a "
-            "DataLoader, is wanted"
+            f"data() returned {type(given).__name__}; it must return a dataset with __getitem__ and __len__, a stream, "
+            "or a DataLoader"
         )
     return DataSource(given, collate or default, settings, {})
 
@@ -91,8 +91,10 @@ def _source_from_loader(
     loader: DataLoader[Any], collate: Collate | None, config: Config, sizes: BatchSizes
 ) -> DataSource:
     if loader.batch_size is None:
-        what = "a batch_sampler of its own" if loader.batch_sampler is not None else "batch_size=None"
-        raise TaskError(f"the DataLoader has {what}; unipar decides which samples are a batch: give batch_size instead")
+        sampling = "a batch_sampler of its own" if loader.batch_sampler is not None else "batch_size=None"
+        raise TaskError(
+            f"the DataLoader has {sampling}; unipar decides which samples are a batch: give batch_size instead"
+        )
     if loader.batch_size not in (1, sizes.total, sizes.micro):
         raise TaskError(
             f"the DataLoader's batch_size is {loader.batch_size}; it must be batch.total ({sizes.total}), "
@@ -108,22 +110,22 @@ def _source_from_loader(
         )
     if loader.generator is not None or getattr(sampler, "generator", None) is not None:
         raise TaskError("the DataLoader has a generator of its own; the order follows from train.seed: leave it out")
-    told = config.data.model_fields_set
-    said: dict[str, Any] = {"shuffle": shuffle, "workers": loader.num_workers}
+    keys_given = config.data.model_fields_set
+    of_loader: dict[str, Any] = {"shuffle": shuffle, "workers": loader.num_workers}
     if streams:
-        told = told - {"shuffle"}
+        keys_given = keys_given - {"shuffle"}
     if loader.drop_last:
-        said["ragged"] = "drop"
-    settings = config.data.model_copy(update={k: v for k, v in said.items() if k not in told})
+        of_loader["ragged"] = "drop"
+    settings = config.data.model_copy(update={k: v for k, v in of_loader.items() if k not in keys_given})
     names = ("worker_init_fn", "timeout", "multiprocessing_context") if settings.workers else ()
-    taken = {name: getattr(loader, name) for name in names}
+    arguments = {name: getattr(loader, name) for name in names}
     if settings.workers and loader.prefetch_factor is not None:
-        taken["prefetch_factor"] = loader.prefetch_factor
-    return DataSource(loader.dataset, collate or loader.collate_fn, settings, taken)
+        arguments["prefetch_factor"] = loader.prefetch_factor
+    return DataSource(loader.dataset, collate or loader.collate_fn, settings, arguments)
 
 
 def check_same_sample_count(samples: int, world: World) -> None:
-    """Data of another length on another rank would be other batches, or a hang."""
+    """Raise unless every rank has the same number of samples: otherwise batches would differ, or ranks would hang."""
     world.agree(
         "samples",
         str(samples),

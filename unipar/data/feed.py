@@ -1,4 +1,4 @@
-"""This rank's microbatches of a map-style dataset."""
+"""`MicrobatchFeed`: one rank's microbatches of a map-style dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unipar.utils.seeding import mix_seed, seed_all
 
 @final
 class SeededDataset(Dataset[Any]):
-    """Samples read by key, each with random numbers that follow from seed, epoch and index."""
+    """Dataset read by (epoch, index); each sample has random numbers that depend only on seed, epoch and index."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -30,25 +30,27 @@ class SeededDataset(Dataset[Any]):
 
 @final
 class MicrobatchFeed:
-    """This rank's microbatches, step after step."""
+    """Microbatches of one rank, in the order of steps."""
 
     def __init__(
         self, source: DataSource, sizes: BatchSizes, rank: int | None, seed: int, *, pin: bool = False
     ) -> None:
-        """Without a rank: every rank's microbatches, one after another, for a process that stands for all of them."""
+        """Create the feed of one rank; with rank None, of all ranks one after another, for a single process."""
         self.source, self.sizes, self.rank, self.seed, self.pin = source, sizes, rank, seed, pin
         settings = source.settings
         self.order = SampleOrder(len(source), sizes.total, seed, settings.shuffle, settings.ragged)
         self._dataset = SeededDataset(source.dataset, seed)
 
     def steps(self, epochs: int) -> int:
+        """Return the number of optimizer steps in so many epochs."""
         return epochs * self.order.per_epoch
 
     def place(self, step: int) -> tuple[int, int]:
-        """Epoch and batch of the step after `step` ones."""
+        """Return the epoch and the batch within it of the next step, when `step` steps are done."""
         return divmod(step, self.order.per_epoch)
 
     def plans(self, start: int) -> Iterator[list[MicrobatchPlan]]:
+        """Yield the plans of each step's microbatches, from step `start` on, without end."""
         sizes = self.sizes
         for epoch, batch in self.order.batches(start):
             step: list[MicrobatchPlan] = []
@@ -59,7 +61,7 @@ class MicrobatchFeed:
             yield step
 
     def batches(self, start: int) -> Iterator[list[tuple[Any, MicrobatchPlan]]]:
-        """From step `start` on, without end."""
+        """Yield each step's microbatches with their plans, from step `start` on, without end."""
         settings = self.source.settings
         if settings.workers == 0:
             for plans in self.plans(start):
@@ -78,15 +80,16 @@ class MicrobatchFeed:
             yield [(next(ready), plan) for plan in plans]
 
     def samples(self, step: int) -> int:
-        """In the global batch of the step after `step` ones."""
+        """Return the size of the global batch of the next step, when `step` steps are done."""
         place = step % self.order.per_epoch
         return min(self.sizes.total, self.order.samples - place * self.sizes.total)
 
     def read(self, keys: list[SampleKey]) -> Any:
+        """Return the batch that collate makes of these samples."""
         return self.source.collate([self._dataset[key] for key in keys])
 
     def batch_with_weight(self, weigh: Callable[[Any], float]) -> Any:
-        """Any batch that weighs something, for a rank that has none."""
+        """Return a batch of positive weight, for a rank whose own microbatches have none."""
         for i in range(len(self.source)):
             batch = self.read([(0, i)])
             if weigh(batch) > 0:
@@ -96,7 +99,7 @@ class MicrobatchFeed:
 
 @final
 class _PlannedKeys:
-    """A batch sampler over the plans; iterated in the main process, ahead of the workers."""
+    """Batch sampler over the plans; the main process iterates over it, ahead of the workers."""
 
     def __init__(self, feed: MicrobatchFeed, start: int) -> None:
         self.feed, self.start = feed, start

@@ -1,4 +1,4 @@
-"""Global order of samples and how a batch is cut over ranks."""
+"""Global order of samples, and the division of a batch among ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from unipar.errors import ConfigError, TaskError
 from unipar.utils.seeding import mix_seed
 
 SampleKey = tuple[int, int]
-"""(epoch, index) of one sample."""
+"""Key of one sample: (epoch, index)."""
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The global batches of a run: they depend on seed and total batch alone."""
+    """Global batches of a run; they depend on the data, the seed and the batch size, not on the number of ranks."""
 
     samples: int
     total: int
@@ -41,16 +41,18 @@ class SampleOrder:
 
     @property
     def per_epoch(self) -> int:
+        """Optimizer steps of one epoch."""
         return self.samples // self.total if self.ragged == "drop" else -(-self.samples // self.total)
 
     def permutation(self, epoch: int) -> list[int]:
+        """Return the indices of all samples in the order of this epoch."""
         if not self.shuffle:
             return list(range(self.samples))
         generator = torch.Generator().manual_seed(mix_seed(self.seed, 1, epoch))
         return torch.randperm(self.samples, generator=generator).tolist()
 
     def batches(self, start: int) -> Iterator[tuple[int, list[int]]]:
-        """(epoch, indices) of each optimizer step from `start` on, without end."""
+        """Yield (epoch, indices) of each optimizer step from `start` on, without end."""
         epoch, skip = divmod(start, self.per_epoch)
         while True:
             order = self.permutation(epoch)
@@ -60,7 +62,7 @@ class SampleOrder:
 
 
 def split_batch(batch: Sequence[int], accumulate: int, ranks: int) -> list[list[Sequence[int]]]:
-    """A global batch as [microbatch][rank]; sizes differ by one at most, and may be zero."""
+    """Split a global batch into [microbatch][rank]; sizes differ by at most one, and may be zero."""
     return [_split_evenly(part, ranks) for part in _split_evenly(batch, accumulate)]
 
 
@@ -72,8 +74,8 @@ def _split_evenly(batch: Sequence[int], count: int) -> list[Sequence[int]]:
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """What one rank reads for one microbatch: `keys` is never empty, `weight` may be 0."""
+    """Samples of one rank for one microbatch: `keys` is never empty, `weight` may be 0."""
 
     keys: list[SampleKey]
     weight: float
-    """Samples that count, over the samples of the global batch."""
+    """Number of samples that count, divided by that of the global batch."""

@@ -1,4 +1,4 @@
-"""One pass over a stream: each rank takes its own samples from the same one, or reads its own part of it."""
+"""One epoch of a stream: each rank picks its samples from the whole stream, or reads only its own part."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from unipar.errors import TaskError
 from unipar.utils.seeding import mix_seed, seed_all
 
 STREAM_PROMISES = {
-    "whole": "every rank and worker reads all of it and keeps its own samples: each counts once, in the same batch in "
-    "any world",
-    "shards": "each rank and worker reads the shard that is its own; which samples share a batch depends on how many "
-    "there are",
-    "own": "it splits itself by rank and worker; unipar cannot tell whether each sample is read once",
+    "whole": "every rank and worker reads the whole stream and keeps its own samples: each sample counts once, and "
+    "batches are the same for any number of ranks",
+    "shards": "each rank and worker reads its own shard; which samples share a batch depends on the number of ranks "
+    "and workers",
+    "own": "the stream splits itself by rank and worker; unipar cannot check that each sample is read once",
 }
-"""What can be promised of each way to read a stream."""
+"""Guarantees of each value of `data.stream`, in words."""
 
 
 class StreamBatch(NamedTuple):
-    """What one rank reads of one global batch."""
+    """One rank's microbatches of one global batch."""
 
     number: int
-    """Of the batch in its epoch."""
+    """Number of the batch within its epoch, from 0."""
 
     samples: int
-    """In the global batch."""
+    """Number of samples in the global batch."""
 
     micros: list[tuple[Any, MicrobatchPlan]]
     first: str = ""
-    """A digest of the epoch's first sample, with its first batch."""
+    """Digest of the epoch's first sample; only set in its first batch."""
 
     fault: str = ""
-    """What is wrong with the stream: a worker's exception would come without its words."""
+    """Error in the stream, as a sentence: an exception raised in a data worker would lose its message."""
 
 
 @final
 class WholeStream(IterableDataset[StreamBatch]):
-    """One epoch, read as a whole by each rank and each of its workers; batches go round among the workers."""
+    """One epoch that each rank and each of its workers reads as a whole; workers take turns with batches."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class WholeStream(IterableDataset[StreamBatch]):
         most: int | None = None,
     ) -> None:
         self.source, self.seed, self.total, self.ragged, self.most = source, seed, sizes.total, ragged, most
-        """`most`: samples that are read; None for all."""
+        """`most` is the number of samples to read; None for all."""
 
         parts = split_batch(range(sizes.total), sizes.accumulate, sizes.ranks)
         self.mine = [part[rank] for part in parts]
@@ -105,10 +105,10 @@ class WholeStream(IterableDataset[StreamBatch]):
         return self.source.collate(list(samples)), MicrobatchPlan(list(keys), len(held) / seen)
 
     def _fault(self, begun: int, *, ended: bool) -> str:
-        said = self.source.length
-        if self.most is None and said is not None and (begun > said or (ended and begun < said)):
-            gave = "more than that" if begun > said else str(begun)
-            return f"len() of the stream says {said} samples, and epoch {self.epoch + 1} gave {gave}"
+        length = self.source.length
+        if self.most is None and length is not None and (begun > length or (ended and begun < length)):
+            gave = "more than that" if begun > length else str(begun)
+            return f"len() of the stream says {length} samples, but epoch {self.epoch + 1} gave {gave}"
         if ended and begun == 0:
             return "data() has no samples" if self.epoch == 0 else EMPTY_EPOCH_SENTENCE.format(self.epoch + 1)
         left = begun % self.total
@@ -122,12 +122,13 @@ class WholeStream(IterableDataset[StreamBatch]):
         return ""
 
 
-EMPTY_EPOCH_SENTENCE = "the stream gave no samples in epoch {}: its __iter__ must begin anew each time"
+EMPTY_EPOCH_SENTENCE = "the stream gave no samples in epoch {}: its __iter__ must start from the beginning each time"
+"""Error for an epoch without samples, with its number to fill in."""
 
 
 @final
 class StreamPart(IterableDataset[tuple[Any, list[SampleKey]]]):
-    """One epoch of this rank's own part, as microbatches; each worker has a part of that."""
+    """One epoch of this rank's part of a stream, as microbatches; each worker reads a part of that part."""
 
     def __init__(self, source: DataSource, sizes: BatchSizes, rank: int, seed: int) -> None:
         self.source, self.sizes, self.rank, self.seed, self.epoch = source, sizes, rank, seed, 0
@@ -146,35 +147,35 @@ class StreamPart(IterableDataset[tuple[Any, list[SampleKey]]]):
 
 
 def take_shard(dataset: Any, index: int, of: int) -> Any:
-    """Every `of`-th part of it; the other spelling is that of Hugging Face's datasets."""
+    """Return part `index` of `of` parts; Hugging Face's datasets call the argument `num_shards` instead of `count`."""
     named = signature(dataset.shard).parameters
     return dataset.shard(index=index, **{"count" if "count" in named else "num_shards": of})
 
 
 def check_shard_method(dataset: Any) -> None:
-    """Raise unless it can say what its parts are."""
+    """Raise TaskError unless the dataset has a method shard(index, count) or shard(index, num_shards)."""
     method = getattr(dataset, "shard", None)
     named = set(signature(method).parameters) if callable(method) else set[str]()
     if "index" not in named or not named & {"count", "num_shards"}:
         raise TaskError(
             f"data.stream: shards: {type(dataset).__name__} has no method shard(index, count) that returns a part of "
-            "it; write one, say own if it splits itself by rank and worker, or leave the key out"
+            "it; write one, set data.stream: own if it splits itself by rank and worker, or leave the key out"
         )
 
 
 def _worker_turn() -> tuple[int, int]:
-    """Which worker this is, of how many."""
+    """Return the number of this data worker and how many there are."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 def _hide_worker_info() -> None:
-    """From here on the dataset sees no workers, by which it might split itself as well."""
+    """Make get_worker_info() return None, so that the dataset does not split itself among workers as well."""
     _worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
 
 
 def seeded_samples(dataset: Any, seed: int, epoch: int, *part: int) -> Iterator[Any]:
-    """One pass, its random numbers by seed, epoch and place in the stream, whoever reads it."""
+    """Yield one pass of a dataset; random numbers depend on seed, epoch and position, not on the reading process."""
     seed_all(mix_seed(seed, 5, epoch, *part), cuda=False)
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(epoch)
@@ -189,7 +190,7 @@ def seeded_samples(dataset: Any, seed: int, epoch: int, *part: int) -> Iterator[
 
 
 def wrap_in_workers(dataset: Any, source: DataSource, *, pin: bool = False) -> Any:
-    """What `dataset` gives, from the workers that the config asks for."""
+    """Return an iterable over `dataset` that reads in data workers, if the config asks for any."""
     workers = source.settings.workers
     if workers == 0:
         return dataset
@@ -203,24 +204,24 @@ def _identity(portion: Any) -> Any:
 
 
 def digest_sample(sample: Any) -> str:
-    """Of a sample's tensors, numbers and text; what else it holds is left out."""
-    made = hashlib.sha256()
+    """Return a digest of a sample's tensors, numbers and text; other contents are ignored."""
+    digest = hashlib.sha256()
 
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
             flat = torch.view_as_real(value) if value.is_complex() else value
             add(flat.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         elif isinstance(value, np.ndarray):
-            made.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+            digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
         elif isinstance(value, Mapping):
             for key, inner in value.items():
                 add((key, inner))
         elif isinstance(value, list | tuple):
-            made.update(b"[")
+            digest.update(b"[")
             for inner in value:
                 add(inner)
         elif isinstance(value, str | bytes | int | float | complex | None):
-            made.update(repr(value).encode())
+            digest.update(repr(value).encode())
 
     add(sample)
-    return made.hexdigest()
+    return digest.hexdigest()

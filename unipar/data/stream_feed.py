@@ -1,4 +1,4 @@
-"""Streams, epoch after epoch: this rank's microbatches of samples that come one after another."""
+"""`StreamFeed`: one rank's microbatches of a stream, over all epochs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unipar.errors import ConfigError, TaskError
 
 @final
 class StreamFeed:
-    """This rank's microbatches of a stream, step after step."""
+    """Microbatches of one rank from a stream, in the order of steps."""
 
     def __init__(self, source: DataSource, sizes: BatchSizes, world: World, seed: int, *, pin: bool = False) -> None:
         self.source, self.sizes, self.world, self.seed, self.pin = source, sizes, world, seed, pin
@@ -35,15 +35,16 @@ class StreamFeed:
             check_shard_method(source.dataset)
         self._key = world.key("stream")
         self._next = (0, 0)
-        """Epoch and batch of the step after the last one that was read."""
+        """Epoch and batch of the step that follows the last one read."""
 
         self._read = self._samples = 0
 
     def steps(self, epochs: int) -> int:
+        """Return the number of optimizer steps in so many epochs; raise ConfigError if it is unknown."""
         if (per_epoch := self._per_epoch) is None:
             why = "has no len()" if self.whole else f"is read with data.stream: {self.source.settings.stream}"
             raise ConfigError(
-                f"train.epochs: data() returned a stream that {why}, so nobody knows how many steps an epoch has; "
+                f"train.epochs: data() returned a stream that {why}, so the number of steps in an epoch is unknown; "
                 "give train.steps instead"
             )
         return epochs * per_epoch
@@ -56,20 +57,23 @@ class StreamFeed:
         return length // total if self.source.settings.ragged == "drop" else -(-length // total)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Epoch and batch of the step after `step` ones."""
+        """Return the epoch and the batch within it of the next step, when `step` steps are done."""
         if per_epoch := self._per_epoch:
             return divmod(step, per_epoch)
         if step == self._read:
             return self._next
         if not self.whole:
-            raise TaskError("where a stream of parts stands is known once it is read")
-        return self._stand(step)
+            raise TaskError(
+                "the position in a stream that ranks read in parts is known only for the steps that were read"
+            )
+        return self._epoch_and_batch(step)
 
     def samples(self, step: int) -> int:
+        """Return the size of the global batch of the step read last."""
         return self._samples
 
     def batch_with_weight(self, weigh: Callable[[Any], float]) -> Any:
-        """Any batch that weighs something, for a rank that has none."""
+        """Return a batch of positive weight, for a rank whose own microbatches have none."""
         for sample in seeded_samples(self.source.dataset, self.seed, 0):
             batch = self.source.collate([sample])
             if weigh(batch) > 0:
@@ -77,7 +81,7 @@ class StreamFeed:
         raise TaskError("weight(batch) is 0 for every single sample of the data: there is nothing to train on")
 
     def batches(self, start: int) -> Iterator[list[tuple[Any, MicrobatchPlan]]]:
-        """From step `start` on, without end; what comes before it is read, and left."""
+        """Yield each step's microbatches, from step `start` on, without end; earlier samples are read and skipped."""
         self._read = start
         for portion in self._wholes(start) if self.whole else islice(self._parts(), start, None):
             self._read += 1
@@ -87,7 +91,7 @@ class StreamFeed:
     # The same stream on every rank
 
     def _wholes(self, start: int) -> Iterator[StreamBatch]:
-        epoch, skip = self._stand(start)
+        epoch, skip = self._epoch_and_batch(start)
         while True:
             portion = None
             for portion in self._epoch(epoch, skip):
@@ -100,8 +104,8 @@ class StreamFeed:
             epoch, skip = epoch + 1, 0
             self._next = epoch, 0
 
-    def _stand(self, start: int) -> tuple[int, int]:
-        """The epoch of a step, and its batch there: counted by reading where there is no len()."""
+    def _epoch_and_batch(self, start: int) -> tuple[int, int]:
+        """Return the epoch of a step and the batch within it; without len(), by reading and counting."""
         if per_epoch := self._per_epoch:
             return divmod(start, per_epoch)
         epoch = 0
@@ -113,18 +117,18 @@ class StreamFeed:
         return epoch, start
 
     def _counting(self, epoch: int) -> Iterator[StreamBatch]:
-        whole = self._made()
+        whole = self._whole_stream()
         whole.epoch = epoch
         for portion in whole:
             if portion.fault:
                 raise TaskError(portion.fault)
             yield portion
 
-    def _made(self) -> WholeStream:
+    def _whole_stream(self) -> WholeStream:
         return WholeStream(self.source, self.sizes, self.world.rank, self.seed, ragged=self.source.settings.ragged)
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[StreamBatch]:
-        whole = self._made()
+        whole = self._whole_stream()
         whole.epoch, whole.skip = epoch, skip
         for portion in wrap_in_workers(whole, self.source, pin=self.pin):
             if portion.fault:
@@ -132,29 +136,29 @@ class StreamFeed:
             yield portion
 
     def _compare(self, what: str, mine: str) -> None:
-        """Raise if a rank that has come this far has read another stream."""
+        """Raise if a rank that has reached the same place has read different samples."""
         self.world.agree_so_far(
             f"{self._key}/{what}",
             mine,
             lambda rank: (
                 f"the stream is not the same on ranks {rank} and {self.world.rank}, and data.stream: whole takes each "
-                "rank's samples from one stream; if it splits itself by rank, say data.stream: own"
+                "rank's samples from one stream; if it splits itself by rank, set data.stream: own"
             ),
         )
 
-    # Each rank its part
+    # Each rank reads its own part
 
     def _parts(self) -> Iterator[StreamBatch]:
-        apart = StreamPart(self.source, self.sizes, self.world.rank, self.seed)
+        part = StreamPart(self.source, self.sizes, self.world.rank, self.seed)
         spare: tuple[Any, list[SampleKey]] | None = None
         for epoch in count():
-            apart.epoch = epoch
-            ready = iter(wrap_in_workers(apart, self.source, pin=self.pin))
+            part.epoch = epoch
+            ready = iter(wrap_in_workers(part, self.source, pin=self.pin))
             read = 0
             for number in count():
                 held = list(islice(ready, self.sizes.accumulate))
                 mine = sum(len(keys) for _, keys in held)
-                samples, short = self._together(mine)
+                samples, short = self._sum_over_ranks(mine)
                 if short and self.source.settings.ragged == "error":
                     raise TaskError(
                         f"data.ragged: the ranks' parts of epoch {epoch + 1} end at different steps, or within a batch "
@@ -166,30 +170,30 @@ class StreamFeed:
                 self._next = epoch, number + 1
                 read += samples
                 yield StreamBatch(number, samples, self._micros(held, spare, samples))
-            self._counted(epoch, read)
+            self._check_epoch(epoch, read)
             self._next = epoch + 1, 0
 
-    def _together(self, mine: int) -> tuple[int, bool]:
-        """Samples in the global batch, and whether any rank has less than its share."""
+    def _sum_over_ranks(self, mine: int) -> tuple[int, bool]:
+        """Return the size of the global batch, and whether any rank has less than its share; a collective."""
         full = self.sizes.micro * self.sizes.accumulate
-        told = torch.tensor([mine, mine < full], dtype=torch.float64, device=self.world.device)
-        samples, short = self.world.sum(told).tolist()
+        counts = torch.tensor([mine, mine < full], dtype=torch.float64, device=self.world.device)
+        samples, short = self.world.sum(counts).tolist()
         return int(samples), short > 0
 
     def _micros(
         self, held: Sequence[tuple[Any, list[SampleKey]]], spare: tuple[Any, list[SampleKey]] | None, samples: int
     ) -> list[tuple[Any, MicrobatchPlan]]:
-        """Every rank runs as many microbatches as the others, some of no weight."""
-        made = [(batch, MicrobatchPlan(keys, len(keys) / samples)) for batch, keys in held]
+        """Return this rank's microbatches, filled up with some of weight 0 so that all ranks run equally many."""
+        own = [(batch, MicrobatchPlan(keys, len(keys) / samples)) for batch, keys in held]
         if spare is None:
             raise TaskError(
                 f"rank {self.world.rank}'s part of the stream has no samples at all: use fewer ranks or workers"
             )
-        return made + [(spare[0], MicrobatchPlan(spare[1], 0.0))] * (self.sizes.accumulate - len(made))
+        return own + [(spare[0], MicrobatchPlan(spare[1], 0.0))] * (self.sizes.accumulate - len(own))
 
-    def _counted(self, epoch: int, read: int) -> None:
-        """Exactly once, where it can be counted."""
-        settings, said = self.source.settings, self.source.length
+    def _check_epoch(self, epoch: int, read: int) -> None:
+        """Raise if the epoch had no samples, or if shards, where they can be counted, did not give each once."""
+        settings, length = self.source.settings, self.source.length
         if read == 0:
             raise TaskError(
                 EMPTY_EPOCH_SENTENCE.format(epoch + 1)
@@ -198,8 +202,8 @@ class StreamFeed:
                 if settings.ragged == "drop"
                 else "data() has no samples"
             )
-        if settings.stream == "shards" and settings.ragged == "weigh" and said is not None and read != said:
+        if settings.stream == "shards" and settings.ragged == "weigh" and length is not None and read != length:
             raise TaskError(
-                f"len() of the stream says {said} samples, and its {self.sizes.ranks * max(1, settings.workers)} "
+                f"len() of the stream says {length} samples, but its {self.sizes.ranks * max(1, settings.workers)} "
                 f"shards gave {read} in epoch {epoch + 1}: shard(index, count) must give each sample to one of them"
             )

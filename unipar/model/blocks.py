@@ -1,4 +1,4 @@
-"""A model's repeated blocks: what is split one by one where parameters are split."""
+"""Repeated blocks of a model: the units in which parameters are split and recomputed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unipar.utils.text import first_few
 
 
 def find_blocks(module: nn.Module, config: Config, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of the blocks: the config's, else those that the task gives, else those found."""
+    """Return the names of the blocks: those of the config, else of the task, else those found in the model."""
     known = [name for name, _ in module.named_modules() if name]
     if config.model.blocks == "none":
         return ()
@@ -23,7 +23,7 @@ def find_blocks(module: nn.Module, config: Config, given: Sequence[str] | None) 
         for pattern in wanted:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise ConfigError(
-                    f"model.blocks: nothing in the model is called {pattern!r}; it has {first_few(known, most=8)}"
+                    f"model.blocks: no module of the model is called {pattern!r}; it has {first_few(known, most=8)}"
                 )
         return _outermost_names([name for name in known if any(fnmatchcase(name, p) for p in wanted)])
     if given is None:
@@ -37,16 +37,16 @@ def find_blocks(module: nn.Module, config: Config, given: Sequence[str] | None) 
 
 
 def find_repeated_modules(module: nn.Module) -> tuple[str, ...]:
-    """The outermost modules with parameters that stand in a container beside another of their class."""
-    made: list[str] = []
+    """Return the names of the outermost modules with parameters that share a container with another of their class."""
+    names: list[str] = []
     for name, container in module.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue
         children = [(n, c) for n, c in container.named_children() if any(True for _ in c.parameters())]
         times = Counter(type(c) for _, c in children)
         prefix = f"{name}." if name else ""
-        made += [prefix + n for n, c in children if times[type(c)] > 1 and not isinstance(c, nn.ModuleList)]
-    return _outermost_names(made)
+        names += [prefix + n for n, c in children if times[type(c)] > 1 and not isinstance(c, nn.ModuleList)]
+    return _outermost_names(names)
 
 
 def _outermost_names(names: list[str]) -> tuple[str, ...]:

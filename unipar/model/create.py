@@ -1,4 +1,4 @@
-"""Build on one rank, on meta on the others; parts; agreement over ranks."""
+"""Creation of the task's model, with values on rank 0 and on the meta device elsewhere; checks of its parts."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from unipar.errors import ConfigError, TaskError
 from unipar.utils.seeding import seed_all
 
 ONLY_PART = "model"
-"""The name of the part where model() returned one module."""
+"""Name of the only part if model() returned one module."""
 
 
 def create_parts(make_model: Callable[[], Any], config: Config, world: World) -> dict[str, nn.Module]:
-    """Return the task's parts, mostly one: real on rank 0, on meta elsewhere; same names, shapes and ties on all."""
+    """Return the task's parts by name: with values on rank 0, on the meta device elsewhere; alike on all ranks."""
     seed_all(config.train.seed)
     parts = check_parts(_create_model(make_model) if world.rank == 0 else _create_on_meta(make_model))
     check_part_names(config, parts)
     wanted = parameter_dtype(config.train.precision)
     for module in parts.values():
-        # not module.to(): it would take the imaginary part of a complex buffer
+        # not module.to(): it would drop the imaginary part of a complex buffer
         module._apply(partial(cast_if_float, dtype=wanted))  # pyright: ignore[reportPrivateUsage]
     _check_same_on_all_ranks(parts, world)
     return parts
 
 
 def check_parts(made: Any) -> dict[str, nn.Module]:
-    """What model() returned, by part; one module is a part of its own."""
+    """Return what model() returned as parts by name; raise TaskError if it cannot be trained."""
     if isinstance(made, nn.Module):
         if not any(p.requires_grad for p in made.parameters()):
             raise TaskError("model() has no parameter that requires a gradient: there is nothing to train")
         return {ONLY_PART: made}
     if not isinstance(made, dict):
-        raise TaskError(f"model() returned {made!r}; a torch.nn.Module is wanted")
+        raise TaskError(f"model() returned {made!r}; it must return a torch.nn.Module")
     parts: dict[Any, Any] = made
     if not parts:
         raise TaskError("model() returned no part at all: {}")
     for name, module in parts.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise TaskError(f"model() calls a part {name!r}; a word of letters, digits and _ is wanted")
+            raise TaskError(f"model() calls a part {name!r}; the name must be a word of letters, digits and _")
         if not isinstance(module, nn.Module):
-            raise TaskError(f"model() returned {module!r} as its part {name!r}; a torch.nn.Module is wanted")
+            raise TaskError(f"model() returned {module!r} as its part {name!r}; it must be a torch.nn.Module")
         if not any(p.requires_grad for p in module.parameters()):
             raise TaskError(
                 f"model(): the part {name!r} has no parameter that requires a gradient: there is nothing to train "
@@ -59,36 +59,37 @@ def check_parts(made: Any) -> dict[str, nn.Module]:
 
 
 def _refuse_shared_tensors(parts: Mapping[str, nn.Module]) -> None:
-    """Each part travels, is split and is stepped by itself."""
+    """Raise TaskError if two parts share a tensor: each part is sent, split and updated separately."""
     seen: dict[int, str] = {}
     for part, module in parts.items():
         mine = {id(t): f"{part}.{name}" for name, t in (*module.named_parameters(), *module.named_buffers())}
         for key, name in mine.items():
             if key in seen:
                 raise TaskError(
-                    f"model(): {seen[key]!r} and {name!r} are one tensor; parts are trained apart and can share "
-                    "none: keep it in one part, and reach that by run.frozen()"
+                    f"model(): {seen[key]!r} and {name!r} are one tensor; parts are trained separately and "
+                    "cannot share tensors: keep it in one part, and use that part through run.frozen()"
                 )
         seen |= mine
 
 
 def combine_parts(parts: Mapping[str, nn.Module]) -> nn.Module:
-    """The parts as one module, by whose names state is known: with the part's first where there are several."""
+    """Return the parts as one module; with several parts, names of its state begin with the part's name."""
     return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(dict(parts))
 
 
 def check_part_names(config: Config, parts: Mapping[str, nn.Module]) -> None:
-    """`train.parts` names what model() returned."""
+    """Raise ConfigError if `train.parts` names a part that model() did not return."""
     for name in config.train.parts:
         if ONLY_PART in parts and len(parts) == 1:
             raise ConfigError(
-                f"train.parts.{name}: model() returned one module, which has no parts; say it in train itself"
+                f"train.parts.{name}: model() returned one module, which has no parts; set it in train itself"
             )
         if name not in parts:
             raise ConfigError(f"train.parts.{name}: model() returned no part of that name; it has {', '.join(parts)}")
 
 
 def cast_if_float(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a floating-point tensor as `dtype`, any other unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -98,17 +99,17 @@ def _create_model(make_model: Callable[[], Any]) -> Any:
 
 
 def _create_on_meta(make_model: Callable[[], Any]) -> Any:
-    """Only the shape. A constructor that looks at values cannot run on meta: then it runs for real and is emptied."""
+    """Create the model on the meta device, or on the CPU first if its constructor needs values."""
     try:
         with torch.device("meta"):
             return make_model()
-    except Exception:  # whatever it is: if it is not for meta's sake, the real run raises it again
-        made = _create_model(make_model)
-        return {name: m.to("meta") for name, m in made.items()} if isinstance(made, dict) else made.to("meta")
+    except Exception:  # an error that is not caused by meta is raised again on the CPU
+        model = _create_model(make_model)
+        return {name: m.to("meta") for name, m in model.items()} if isinstance(model, dict) else model.to("meta")
 
 
 def _check_same_on_all_ranks(parts: Mapping[str, nn.Module], world: World) -> None:
-    """Another model on another rank would hang in the first broadcast."""
+    """Raise unless all ranks have the same model: otherwise ranks would hang in the first broadcast."""
     shape: list[Any] = list(parts)
     for module in parts.values():
         shape += [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()]
@@ -117,7 +118,7 @@ def _check_same_on_all_ranks(parts: Mapping[str, nn.Module], world: World) -> No
         "model",
         hashlib.sha256(repr(shape).encode()).hexdigest(),
         lambda _: (
-            f"model() made another model on rank {world.rank} than on rank 0: names, shapes and what is trained "
-            "must not depend on the rank"
+            f"model() returned a different model on rank {world.rank} than on rank 0: names, shapes and what is "
+            "trained must not depend on the rank"
         ),
     )

@@ -1,4 +1,4 @@
-"""Parameter groups by name and the optimizer over them."""
+"""Parameter groups by name, and the optimizer over them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ _OPTIMIZER_CLASSES: Mapping[type, Any] = {SGD: torch.optim.SGD, Adam: torch.opti
 
 
 MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer | None]
-"""A task's own optimizer over groups: `Task.optimizer`."""
+"""Function that makes a task's own optimizer over groups: `Task.optimizer`."""
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Names and settings; names, because libraries replace the parameters themselves."""
+    """Names of parameters and the optimizer's settings for them.
+
+    Parameters are named, because libraries replace the parameter objects.
+    """
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -34,10 +37,10 @@ class ParameterGroup:
 def parameter_groups(
     module: nn.Module, config: Config, given: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
 ) -> tuple[ParameterGroup, ...]:
-    """Return the optimizer's groups: those that the task gives, else the config's.
+    """Return the optimizer's groups: those of the task, else of the config.
 
-    They are decided on the model as the user made it, as split parameters lose their shape. Keys of the task's
-    groups are checked, but not for an optimizer of its own.
+    They are computed from the model as the user made it, because split parameters lose their shape. Keys of the
+    task's groups are checked, except if it makes its own optimizer.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if given is not None:
@@ -61,7 +64,7 @@ def _groups_of_task(
     names = {id(p): n for n, p in module.named_parameters()}
     allowed = None if own else set(optimizer_arguments(config.train.optimizer, "cpu")) - {"fused", "foreach"}
     seen: set[str] = set()
-    made: list[ParameterGroup] = []
+    groups: list[ParameterGroup] = []
     for i, group in enumerate(given):
         params: Any = group.get("params")
         if params is None:
@@ -78,19 +81,19 @@ def _groups_of_task(
         if twice:
             raise TaskError(f"groups(): {twice[0]!r} is in two groups")
         seen.update(mine)
-        made.append(ParameterGroup(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
+        groups.append(ParameterGroup(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
     left = [n for n in trained if n not in seen]
     if left:
         raise TaskError(
             f"groups() leaves out {first_few(left, most=4)}: give every trained parameter a group, or freeze it"
         )
-    return tuple(g for g in made if g.names)
+    return tuple(g for g in groups if g.names)
 
 
 def optimizer_factory(
     groups: tuple[ParameterGroup, ...], config: Config, device: torch.device, own: MakeOptimizer | None
 ) -> Callable[[nn.Module], Optimizer]:
-    """Return what makes the optimizer once the parameters are where they stay: the config's, or the task's `own`."""
+    """Return a function that makes the optimizer once parameters have their final place: the config's or `own`."""
     if own is not None:
         _refuse_unused_settings(config)
     wanted = config.train.optimizer
@@ -104,35 +107,41 @@ def optimizer_factory(
             made.append({"params": [now[n] for n in group.names], **group.settings, "lr": lr})
         if own is not None:
             decay = {"weight_decay": float(wanted.weight_decay)}
-            return _checked(own, [decay | group for group in made], now)
+            return _create_own_optimizer(own, [decay | group for group in made], now)
         split = any(isinstance(p, DTensor) for group in made for p in group["params"])
         return _OPTIMIZER_CLASSES[type(wanted)](made, **optimizer_arguments(wanted, device.type, split=split))
 
     return make
 
 
-def _checked(own: MakeOptimizer, groups: list[dict[str, Any]], names: Mapping[str, nn.Parameter]) -> Optimizer:
-    """Return the task's optimizer; raise unless it is one over all that is trained and nothing else."""
+def _create_own_optimizer(
+    own: MakeOptimizer, groups: list[dict[str, Any]], names: Mapping[str, nn.Parameter]
+) -> Optimizer:
+    """Return the task's optimizer; raise TaskError unless it covers exactly the parameters of the groups."""
     wanted = {id(p) for group in groups for p in group["params"]}
-    made: Any = own(groups)
-    if not isinstance(made, Optimizer):
+    optimizer: Any = own(groups)
+    if not isinstance(optimizer, Optimizer):
         raise TaskError(
-            f"optimizer() returned {made!r}; a torch.optim.Optimizer over the groups that it is given is wanted"
+            f"optimizer() returned {optimizer!r}; it must return a torch.optim.Optimizer over the groups that it is "
+            "given"
         )
-    held = {id(p) for group in made.param_groups for p in group["params"]}
-    if left := [name for name, p in names.items() if id(p) in wanted - held]:
+    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if left := [name for name, p in names.items() if id(p) in wanted - covered]:
         raise TaskError(f"optimizer() leaves out {left[0]!r}: give it all groups, or freeze the parameter")
-    if held - wanted:
+    if covered - wanted:
         raise TaskError("optimizer() holds a parameter that is in none of the groups that it was given")
-    return made
+    return optimizer
 
 
 def _refuse_unused_settings(config: Config) -> None:
-    """What the config says of an optimizer that is not made."""
-    said = config.train.optimizer
-    idle = {"name": "adamw", **{k: f.default for k, f in type(said).model_fields.items() if k not in _KEYS_WITH_EFFECT}}
-    for key, default in idle.items():
-        if (value := getattr(said, key)) != default:
+    """Raise TaskError if the config sets what has no effect on the task's own optimizer."""
+    optimizer = config.train.optimizer
+    unused = {
+        "name": "adamw",
+        **{k: f.default for k, f in type(optimizer).model_fields.items() if k not in _KEYS_WITH_EFFECT},
+    }
+    for key, default in unused.items():
+        if (value := getattr(optimizer, key)) != default:
             raise TaskError(
                 f"train.optimizer.{key}: {value} has no effect, as the task makes an optimizer of its own: leave it "
                 "out; lr, weight_decay and decay are in the groups that it is given"
@@ -140,4 +149,4 @@ def _refuse_unused_settings(config: Config) -> None:
 
 
 _KEYS_WITH_EFFECT = ("name", "lr", "weight_decay", "decay", "fused", "foreach")
-"""What a task's own optimizer is given, or what decides on kernels alone."""
+"""Keys that a task's own optimizer receives, or that only choose kernels."""

@@ -1,4 +1,4 @@
-"""Pre-trained weights into a model that was just born: on one rank, before its values travel to the others."""
+"""Loading of pre-trained weights into a new model, on rank 0 before its values are sent to the other ranks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from unipar.model.weight_file import (
 from unipar.utils.text import first_few
 
 _MAX_NAMES_LISTED = 100
-"""Names of each kind that the ledger holds."""
+"""Largest number of names that the ledger lists of missing, unexpected and kept ones each."""
 
 ReadTensor = Callable[[], Tensor]
+"""Function that reads one tensor of a file."""
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What became of a file's names and of the model's; the first of each by name."""
+    """Result of loading a file: numbers of loaded, missing, unexpected and kept names, and the first names of each."""
 
     file: str
     names: int
-    """Of the model: parameters and buffers that are saved, tied ones under each of their names."""
+    """Names in the model: parameters and persistent buffers, tied ones under each of their names."""
 
     loaded: int
     missing: int
@@ -42,30 +43,30 @@ class LoadedWeights:
     unexpected: int
     unexpected_names: list[str]
     kept: int
-    """Names of the model that nobody asked for."""
+    """Names of the model that `only` does not select; their values stay as created."""
 
     kept_names: list[str]
 
 
 def load_weights(module: nn.Module, wanted: Weights) -> LoadedWeights:
-    """Fill what the file has of the model, in place; every mistake is a sentence."""
-    held = _tensors_in_file(wanted)
+    """Copy the values of a file into the model; raise ConfigError if they do not fit."""
+    in_file = _tensors_in_file(wanted)
     mine = {strip_wrapper_prefixes(name): tensor for name, tensor in _saved_tensors(module)}
     check_weight_patterns(wanted.only, mine, "the model's names")
-    check_weight_patterns(wanted.only, held, f"the names in {wanted.file}")
+    check_weight_patterns(wanted.only, in_file, f"the names in {wanted.file}")
     asked = [name for name in mine if matches_any_pattern(name, wanted.only)]
-    unexpected = [name for name in held if name not in mine and matches_any_pattern(name, wanted.only)]
-    taken = [name for name in asked if name in held]
+    unexpected = [name for name in in_file if name not in mine and matches_any_pattern(name, wanted.only)]
+    taken = [name for name in asked if name in in_file]
     there = {id(mine[name]) for name in taken}
-    missing = [name for name in asked if id(mine[name]) not in there]  # a tied one is there under its other name
+    missing = [name for name in asked if id(mine[name]) not in there]  # a tied name may be loaded under its other name
     if not taken:
         raise ConfigError(
-            f"model.weights: {wanted.file} has none of the model's names: it has {first_few(list(held))}; "
+            f"model.weights: {wanted.file} has none of the model's names: it has {first_few(list(in_file))}; "
             f"the model has {first_few(asked)}"
         )
     if wanted.strict and (missing or unexpected):
         raise ConfigError(f"model.weights: {wanted.file} {_describe_mismatch(missing, unexpected)}; {_WAY_OUT}")
-    _copy_values(mine, {name: held[name] for name in taken}, wanted.file)
+    _copy_values(mine, {name: in_file[name] for name in taken}, wanted.file)
     kept = [name for name in mine if name not in set(asked)]
     return LoadedWeights(
         file=wanted.file,
@@ -84,14 +85,14 @@ _WAY_OUT = "give strict: false to take what fits, or only: [patterns] to say whi
 
 
 def _describe_mismatch(missing: list[str], unexpected: list[str]) -> str:
-    said = [f"lacks {len(missing)} of the model's names ({first_few(missing)})"] if missing else []
+    parts = [f"lacks {len(missing)} of the model's names ({first_few(missing)})"] if missing else []
     if unexpected:
-        said.append(f"has {len(unexpected)} that the model lacks ({first_few(unexpected)})")
-    return " and ".join(said)
+        parts.append(f"has {len(unexpected)} that the model lacks ({first_few(unexpected)})")
+    return " and ".join(parts)
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a state dict holds: parameters and persistent buffers, under every name they have."""
+    """Yield what a state dict holds: parameters and persistent buffers, under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     passing = {
         f"{prefix}.{name}" if prefix else name
@@ -101,11 +102,11 @@ def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((n, b) for n, b in module.named_buffers(remove_duplicate=False) if n not in passing)
 
 
-def _copy_values(mine: Mapping[str, Tensor], held: Mapping[str, ReadTensor], file: str) -> None:
-    """Values in place, in the model's own dtype; names that are tied in the model have one value in the file."""
+def _copy_values(mine: Mapping[str, Tensor], values: Mapping[str, ReadTensor], file: str) -> None:
+    """Copy values into the model, in its dtype; raise ConfigError where shape, kind of number or a tie does not fit."""
     wrong: list[str] = []
     filled: dict[int, str] = {}
-    for name, read in held.items():
+    for name, read in values.items():
         target, value = mine[name], read()
         if value.shape != target.shape:
             wrong.append(f"{name} is {_shape_text(value)} in the file and {_shape_text(target)} in the model")
@@ -122,7 +123,7 @@ def _copy_values(mine: Mapping[str, Tensor], held: Mapping[str, ReadTensor], fil
         filled[id(target)] = name
     if wrong:
         more = f" (and {len(wrong) - 1} more that do not fit)" if len(wrong) > 1 else ""
-        raise ConfigError(f"model.weights: {file}: {wrong[0]}{more}; leave such names out by only: [patterns]")
+        raise ConfigError(f"model.weights: {file}: {wrong[0]}{more}; leave such names out with only: [patterns]")
 
 
 def _shape_text(tensor: Tensor) -> str:
@@ -134,22 +135,22 @@ def _dtype_text(tensor: Tensor) -> str:
 
 
 def _number_kind(tensor: Tensor) -> tuple[bool, bool]:
-    """What a copy may not change: a fraction or an imaginary part would be lost without a word."""
+    """Return (is floating point, is complex): a copy that changed them would silently lose part of a value."""
     return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _tensors_in_file(wanted: Weights) -> dict[str, ReadTensor]:
-    """The file's tensors by their names, wrappers' prefixes off; each is read when it is asked for."""
+    """Return readers of the file's tensors by name, without the prefixes of wrappers."""
     file = Path(wanted.file)
     read = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
-    made: dict[str, ReadTensor] = {}
+    tensors: dict[str, ReadTensor] = {}
     for name, value in read:
-        if (bare := strip_wrapper_prefixes(name)) in made:
+        if (bare := strip_wrapper_prefixes(name)) in tensors:
             raise ConfigError(f"model.weights: {file} has {bare!r} twice, with and without a wrapper's prefix")
-        made[bare] = value
-    if not made:
+        tensors[bare] = value
+    if not tensors:
         raise ConfigError(f"model.weights: {file} holds no tensors")
-    return made
+    return tensors
 
 
 def _read_safetensors(file: Path) -> Iterator[tuple[str, ReadTensor]]:
@@ -165,22 +166,22 @@ def _read_safetensors(file: Path) -> Iterator[tuple[str, ReadTensor]]:
 
 
 def _read_pickle(file: Path) -> Iterator[tuple[str, ReadTensor]]:
-    """Nothing but tensors and plain containers is made of it, whatever it says."""
+    """Yield the tensors of a file of torch.save; anything but tensors and plain containers is refused."""
     try:
-        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as e:
         name = str(e).partition("GLOBAL ")[2].split()[:1]
         raise (pickled_code_error(file, name[0]) if name else _damaged_pickle(file, e)) from None
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError) as e:
         raise _damaged_pickle(file, e) from None
-    state = found
-    if isinstance(found, dict) and not any(isinstance(value, Tensor) for value in found.values()):
-        state = next((found[key] for key in STATE_DICT_KEYS if isinstance(found.get(key), dict)), found)
+    state = content
+    if isinstance(content, dict) and not any(isinstance(value, Tensor) for value in content.values()):
+        state = next((content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), dict)), content)
     if not isinstance(state, dict) or not any(isinstance(value, Tensor) for value in state.values()):
         has = f"the keys {first_few([str(key) for key in state])}" if isinstance(state, dict) else type(state).__name__
         raise ConfigError(
-            f"model.weights: {file} holds no state dict: it has {has}; tensors by their names are wanted, "
-            f"at the top or under {', '.join(STATE_DICT_KEYS)}"
+            f"model.weights: {file} holds no state dict: it has {has}; it must hold tensors by name, "
+            f"at the top level or under {', '.join(STATE_DICT_KEYS)}"
         )
     for name, value in state.items():
         if isinstance(value, Tensor):

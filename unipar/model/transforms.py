@@ -1,4 +1,4 @@
-"""What is done to a model in place before a library takes it: recomputing, compiling, BatchNorm over all ranks."""
+"""Changes to a model in place before a library takes it: recomputing, compiling, SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ OPERATIONS_SAVED: tuple[Any, ...] = (
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
 )
-"""What `selective` keeps: dear to compute, and no larger than what is computed from it."""
+"""Operations whose results `selective` keeps: expensive to compute, and not larger than what follows from them."""
 
 
 def apply_transforms(module: nn.Module, blocks: Sequence[str], config: Config) -> None:
-    """In place, so that names stay, and before the library wraps, so that its hooks stand outside."""
+    """Apply the config's transforms to the model.
+
+    They work in place, so that names stay, and before the library wraps the model, so that its hooks stay outside.
+    """
     wanted = config.model
     if wanted.sync_batchnorm:
         _convert_batchnorms(module)
@@ -42,25 +45,27 @@ def apply_transforms(module: nn.Module, blocks: Sequence[str], config: Config) -
             )
         for name in blocks:
             _recompute_forward(module.get_submodule(name), selective=wanted.recompute == "selective")
-    if (told := wanted.compiling) is not None:
+    if (settings := wanted.compiling) is not None:
         known = torch.compiler.list_backends(exclude_tags=())
-        if told.backend not in known:
-            raise ConfigError(f"model.compile.backend: there is no {told.backend!r}; torch knows {', '.join(known)}")
-        if told.what == "blocks" and not blocks:
+        if settings.backend not in known:
+            raise ConfigError(
+                f"model.compile.backend: there is no {settings.backend!r}; torch knows {', '.join(known)}"
+            )
+        if settings.what == "blocks" and not blocks:
             raise ConfigError(
                 "model.compile: blocks compiles block by block, and the model has no blocks: name them in "
-                "model.blocks or in the task's blocks(), or say model.compile: model"
+                "model.blocks or in the task's blocks(), or set model.compile: model"
             )
-        parts = [module.get_submodule(name) for name in blocks] if told.what != "model" and blocks else [module]
+        parts = [module.get_submodule(name) for name in blocks] if settings.what != "model" and blocks else [module]
         for part in parts:
-            # not part.compile(): it has no effect on modules of torch.nn itself, and takes in the libraries' hooks
-            part.forward = torch.compile(part.forward, backend=told.backend)
+            # not part.compile(): it has no effect on modules of torch.nn itself, and would compile the libraries' hooks
+            part.forward = torch.compile(part.forward, backend=settings.backend)
 
 
 def _convert_batchnorms(module: nn.Module) -> None:
-    """Every BatchNorm counts what all ranks see in a microbatch."""
-    made = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    if made is not module:
+    """Replace every BatchNorm by SyncBatchNorm, whose statistics cover the microbatches of all ranks."""
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if converted is not module:
         raise ConfigError(
             "model.sync_batchnorm: true replaces every BatchNorm in the model, and the model is one: put it into a "
             "torch.nn.Sequential"
@@ -70,7 +75,7 @@ def _convert_batchnorms(module: nn.Module) -> None:
 
 
 def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
-    """Its forward runs again in the backward, with the same random numbers."""
+    """Make a block recompute its forward during backward, with the same random numbers."""
     plain = block.forward
     norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
@@ -102,12 +107,12 @@ def _enter_both(one: AbstractContextManager[Any], other: AbstractContextManager[
 
 @contextmanager
 def _freeze_running_stats(norms: Sequence[_NormBase]) -> Generator[None]:
-    """A second forward over the same batch must not count it twice in the running statistics."""
-    was = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    """Context manager: keep running statistics unchanged, so that a recomputed batch does not count twice."""
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, momentum, tracked in was:
+        for norm, momentum, tracked in before:
             norm.momentum, norm.num_batches_tracked = momentum, tracked

@@ -1,4 +1,4 @@
-"""A weight file looked at without torch."""
+"""Checks of a weight file without torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from unipar.errors import BackendNotInstalled, ConfigError
 from unipar.utils.text import first_few
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin")
-"""What torch.save writes."""
+"""Suffixes of files that torch.save writes."""
 
 
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
-"""Where scripts keep the weights among other things."""
+"""Keys under which training scripts save the weights beside other things."""
 
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The most bytes of a safetensors header that its own library reads."""
+"""Largest header in bytes that the safetensors library reads."""
 
 
 _PLAIN_BUILTINS = frozenset(
@@ -35,16 +35,18 @@ _PLAIN_BUILTINS = frozenset(
 
 
 def validate_weight_file(wanted: Weights, roots: Sequence[Path]) -> None:
-    """Raise unless the file is there, whole as far as its frame tells, and holds no code."""
+    """Raise ConfigError unless the file exists, has a consistent header or archive, and holds no code."""
     file = Path(wanted.file)
     if file.suffix != ".safetensors" and file.suffix not in PICKLE_SUFFIXES:
         known = ", ".join((".safetensors", *PICKLE_SUFFIXES))
-        raise ConfigError(f"model.weights: {file} ends in {file.suffix or 'nothing'}; a file in {known} is wanted")
+        raise ConfigError(f"model.weights: {file} ends in {file.suffix or 'nothing'}; it must be one of {known}")
     if not os.path.lexists(file):
-        raise ConfigError(f"model.weights: {file} is not there")
+        raise ConfigError(f"model.weights: {file} does not exist")
     _check_link(file, roots)
     if not file.is_file():
-        raise ConfigError(f"model.weights: {file} is {'a folder' if file.is_dir() else 'no file'}; one file is wanted")
+        raise ConfigError(
+            f"model.weights: {file} is {'a folder' if file.is_dir() else 'not a file'}; it must be one file"
+        )
     try:
         names = _check_safetensors(file) if file.suffix == ".safetensors" else _check_pickle(file)
     except OSError as e:
@@ -58,7 +60,7 @@ def validate_weight_file(wanted: Weights, roots: Sequence[Path]) -> None:
 
 
 def strip_wrapper_prefixes(name: str) -> str:
-    """Without what wrappers put before and between: `module.` of DDP, `_orig_mod.` of torch.compile."""
+    """Return the name without what wrappers add to it: `module.` of DDP, `_orig_mod.` of torch.compile."""
     steps = [step for step in name.split(".") if step != "_orig_mod"]
     while len(steps) > 1 and steps[0] == "module":
         del steps[0]
@@ -66,11 +68,12 @@ def strip_wrapper_prefixes(name: str) -> str:
 
 
 def matches_any_pattern(name: str, only: Sequence[str]) -> bool:
+    """Return whether a name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in only)
 
 
 def check_weight_patterns(only: Sequence[str], names: Iterable[str], called: str) -> None:
-    """A pattern that matches nothing is a typo."""
+    """Raise ConfigError if a pattern matches no name; `called` says in words which names these are."""
     names = list(names)
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -80,7 +83,7 @@ def check_weight_patterns(only: Sequence[str], names: Iterable[str], called: str
 
 
 def _check_link(file: Path, roots: Sequence[Path]) -> None:
-    """A link inside the folders of this run that leads out of all of them is not what whoever wrote the path sees."""
+    """Raise ConfigError if the file is a link inside `roots`, this run's folders, that leads out of all of them."""
     real = file.resolve()
     inside = [root for root in roots if file.is_relative_to(root)]
     if inside and not any(real.is_relative_to(root.resolve()) for root in roots):
@@ -90,36 +93,36 @@ def _check_link(file: Path, roots: Sequence[Path]) -> None:
 
 
 def _check_safetensors(file: Path) -> list[str]:
-    """The names of its tensors, if the file is as long as its header says; the library looks at the rest."""
+    """Return the names of the tensors; raise if the file is not as long as its header says."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(8)
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise _damaged_file(
-                file, f"its {size:,} bytes hold no whole header: it is truncated, or no safetensors file"
+                file, f"its {size:,} bytes hold no complete header: it is truncated, or not a safetensors file"
             )
         text = opened.read(length)
     try:
         header: Any = json.loads(text)
         header.pop("__metadata__", None)
-        told = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError):
         raise _damaged_file(file, "its header is not what safetensors writes") from None
-    if told != size:
-        short = ": it is truncated" if told > size else ""
-        raise _damaged_file(file, f"its header speaks of {told:,} bytes, and it has {size:,}{short}")
+    if expected != size:
+        short = ": it is truncated" if expected > size else ""
+        raise _damaged_file(file, f"its header describes {expected:,} bytes, but it has {size:,}{short}")
     return list(header)
 
 
 def _check_pickle(file: Path) -> None:
-    """Refuse what is not torch.save's zip archive, and whatever names code; torch.load looks again when it reads."""
+    """Raise ConfigError if the file is not a zip archive of torch.save, or if its pickle names code."""
     if not zipfile.is_zipfile(file):
         raise _damaged_file(
             file, "it is not the archive that torch.save writes: truncated, or from before PyTorch 1.6 (save it again)"
         )
-    # torch.load(weights_only=True) scans the pickle again in each rank: this one needs no torch, so that a bad file is
-    # refused before any process starts; that one is the guard, whatever became of the file in between
+    # this check needs no torch, so that a bad file is refused before any process starts; it is not the protection
+    # against code, because the file may change: torch.load(weights_only=True) checks again when it reads
     try:
         with zipfile.ZipFile(file) as archive:
             inner = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
@@ -133,6 +136,7 @@ def _check_pickle(file: Path) -> None:
 
 
 def pickled_code_error(file: Path, name: str) -> ConfigError:
+    """Return the error for a file whose pickle names code."""
     return ConfigError(
         f"model.weights: {file} holds pickled code ({name}), which would run when it is read; save the weights alone: "
         "torch.save(model.state_dict(), file), or as safetensors"
@@ -144,15 +148,15 @@ def _damaged_file(file: Path, why: str) -> ConfigError:
 
 
 def _code_in_pickle(pickled: bytes) -> Iterator[str]:
-    """Whatever a pickle names that is not a tensor's part or a plain container."""
-    said: list[str] = []
+    """Yield names of code in a pickle that are neither parts of tensors nor plain containers."""
+    texts: list[str] = []
     for opcode, arg, _ in pickletools.genops(pickled):
         if isinstance(arg, str) and "UNICODE" in opcode.name:
-            said.append(arg)
+            texts.append(arg)
         if opcode.name in ("GLOBAL", "INST"):
             module, _, name = str(arg).partition(" ")
-        elif opcode.name == "STACK_GLOBAL" and len(said) > 1:
-            module, name = said[-2:]
+        elif opcode.name == "STACK_GLOBAL" and len(texts) > 1:
+            module, name = texts[-2:]
         else:
             continue
         top = module.partition(".")[0]
@@ -163,9 +167,9 @@ def _code_in_pickle(pickled: bytes) -> Iterator[str]:
 
 
 def describe_loaded_weights(row: Mapping[str, Any]) -> str:
-    """What a ledger says was loaded, in one line."""
-    said = [f"{row['loaded']:,} of {row['names']:,} names loaded from {row['file']}"]
+    """Return one line on what was loaded, from the row in a ledger."""
+    clauses = [f"{row['loaded']:,} of {row['names']:,} names loaded from {row['file']}"]
     for key, words in (("missing", "not in the file"), ("unexpected", "not in the model"), ("kept", "not asked for")):
         if count := row[key]:
-            said.append(f"{words}: {first_few(row[f'{key}_names'], count)}")
-    return "; ".join(said)
+            clauses.append(f"{words}: {first_few(row[f'{key}_names'], count)}")
+    return "; ".join(clauses)

@@ -1,4 +1,4 @@
-"""Import the user's file in a worker, up to its own `launch`."""
+"""Import of the user's file in a worker, up to the `launch` that started the worker."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from unipar.task.location import CodeLocation
 
 
 class LaunchReached(BaseException):
-    """A worker that imports the user's file came to the `launch` that started it: nothing after it is its own."""
+    """Exception that ends a worker's import at the `launch` that started it: later code is for the parent alone."""
 
 
 @dataclass
 class _TaskImport:
     earlier: list[str]
-    """Run folders of the launches before ours, in their order."""
+    """Run folders of the launches that come before it in the file, in order."""
 
 
 _current_import: _TaskImport | None = None
 
 
 def is_importing_task() -> bool:
-    """Whether a worker is reading the user's file right now."""
+    """Return whether this process is a worker that is importing the user's file."""
     return _current_import is not None
 
 
 def next_earlier_run() -> str:
-    """Called by `launch` and `join` in a file that a worker imports: an earlier run's folder, or Reached."""
+    """Return the run folder of the next earlier launch; raise LaunchReached if this launch started the worker.
+
+    Called by `launch` and `join` in a file that a worker imports.
+    """
     assert _current_import is not None
     if not _current_import.earlier:
         raise LaunchReached
@@ -42,20 +45,22 @@ def next_earlier_run() -> str:
 
 
 def fetch_definition(where: CodeLocation, earlier: Sequence[str]) -> Any:
+    """Return the class or function at `where`; `earlier` holds the run folders of earlier launches in its file."""
     module = _import_module(where.module, earlier) if where.module else _import_file(str(where.file), earlier)
-    found: Any = module
+    definition: Any = module
     for name in where.name.split("."):
-        found = getattr(found, name, None)
-        if found is None:
+        definition = getattr(definition, name, None)
+        if definition is None:
             raise TaskError(f"{where.shown}: there is no {where.name}, or it is defined after the launch that needs it")
-    return found
+    return definition
 
 
 imported_files: dict[str, ModuleType] = {}
+"""Modules that were imported from a file, by its path."""
 
 
 def _import_module(name: str, earlier: Sequence[str]) -> ModuleType:
-    """A module of the path, up to its own `launch` if it has one: `python -m package.train` without a guard."""
+    """Import a module by name, up to the `launch` in it, as in `python -m package.train` without a main guard."""
     if name in sys.modules:
         return sys.modules[name]
     above, _, last = name.rpartition(".")
@@ -65,7 +70,7 @@ def _import_module(name: str, earlier: Sequence[str]) -> ModuleType:
         raise TaskError(f"there is no module {name!r} on the path")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        with _until_launch(earlier):  # an import statement would take back what stands before the launch
+        with _until_launch(earlier):  # an import statement would discard what was defined before the launch
             spec.loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)
@@ -77,7 +82,7 @@ def _import_module(name: str, earlier: Sequence[str]) -> ModuleType:
 
 @contextmanager
 def _until_launch(earlier: Sequence[str]) -> Generator[None]:
-    """The body imports the user's code; what it defined before a launch of its own remains."""
+    """Context manager: end an import of user code at its `launch`, and keep what was defined before."""
     global _current_import
     _current_import = _TaskImport(list(earlier))
     try:
@@ -89,13 +94,13 @@ def _until_launch(earlier: Sequence[str]) -> Generator[None]:
 
 
 def _import_file(file: str, earlier: Sequence[str]) -> ModuleType:
-    """The user's file under another name, up to its own `launch`."""
+    """Import a file under the module name `unipar_task`, up to the `launch` in it."""
     if file in imported_files:
         return imported_files[file]
     name = "unipar_task" if "unipar_task" not in sys.modules else f"unipar_task_{len(imported_files)}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not Path(file).exists():
-        raise TaskError(f"the task's file {file} is not there")
+        raise TaskError(f"the task's file {file} does not exist")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(Path(file).parent)

@@ -1,4 +1,4 @@
-"""What can be seen of a task without importing it: read with `ast`, so that `check` needs no torch."""
+"""Checks of a task's code without importing it: read with `ast`, so that `check` needs no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NEEDED_METHODS = ("model", "data", "loss")
 
 
 def check_task_code(where: CodeLocation, args: Mapping[str, Any], path: Sequence[str]) -> None:
-    """Raise unless the file is there, parses, and holds the class with what a task needs."""
+    """Raise TaskError unless the file exists, parses, and has the class with the methods that a task needs."""
     file = Path(where.file) if where.file else find_module_file(str(where.module), path)
     if file is None:
         raise TaskError(f"task.use: there is no module {where.module!r} on the path")
     if not file.is_file():
-        raise TaskError(f"task.use: the file {file} is not there")
+        raise TaskError(f"task.use: the file {file} does not exist")
     try:
         tree = ast.parse(file.read_bytes(), str(file))  # bytes: the file may name an encoding of its own
     except SyntaxError as e:
@@ -39,11 +39,12 @@ def check_task_code(where: CodeLocation, args: Mapping[str, Any], path: Sequence
 
 
 def find_module_file(module: str, path: Sequence[str]) -> Path | None:
+    """Return the file of a module on the path, or None."""
     tail = module.replace(".", "/")
     for folder in path:
-        for found in (Path(folder) / f"{tail}.py", Path(folder) / tail / "__init__.py"):
-            if found.is_file():
-                return found
+        for file in (Path(folder) / f"{tail}.py", Path(folder) / tail / "__init__.py"):
+            if file.is_file():
+                return file
     return None
 
 
@@ -52,21 +53,21 @@ def _check_class_name(name: str, file: Path, tree: ast.Module, classes: list[str
     if name in bound | _assigned_names(tree) or any(
         isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(tree)
     ):
-        return  # imported there from elsewhere, or another name of something: the worker will see
+        return  # imported or assigned there: only the worker, which imports the file, can check it
     near = closest(name, classes)
     hint = f"; did you mean {near}?" if near else f"; its classes: {', '.join(classes) or 'none'}"
     raise TaskError(f"task.use: {file} has no class {name}{hint}")
 
 
 def _assigned_names(node: ast.Module | ast.ClassDef) -> set[str]:
-    """Names that are bound by `=` in the body itself, not in what is below it."""
+    """Return the names assigned by `=` directly in the body, not in nested blocks."""
     targets = [t for n in node.body if isinstance(n, ast.Assign) for t in n.targets]
     targets += [n.target for n in node.body if isinstance(n, ast.AnnAssign) and n.value is not None]
     return {inner.id for t in targets for inner in ast.walk(t) if isinstance(inner, ast.Name)}
 
 
 def _check_methods(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file: Path) -> None:
-    """Methods of the class and of its bases in the same file; a base from elsewhere may hold the rest."""
+    """Raise if needed methods are missing in the class and its bases; a base from another file may have them."""
     have: set[str] = set()
     todo = [node]
     while todo:
@@ -77,7 +78,7 @@ def _check_methods(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file
         for base in now.bases:
             name = ast.unparse(base).rpartition(".")[2]
             known = classes.get(name)
-            if known is not None and known.lineno < now.lineno:  # one that stands below is not this base
+            if known is not None and known.lineno < now.lineno:  # a class defined further down cannot be the base
                 todo.append(known)
             elif name not in ("Task", "ABC", "object"):
                 return
@@ -87,14 +88,14 @@ def _check_methods(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file
 
 
 def _check_arguments(node: ast.ClassDef, args: Mapping[str, Any]) -> None:
-    """Compare task.args with the constructor's parameters, where it has one of its own."""
-    made = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-    if made is None or made.args.kwarg is not None:
+    """Raise if task.args do not fit the parameters of the class's `__init__`, if it defines one."""
+    init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    if init is None or init.args.kwarg is not None:
         return
-    named = [a.arg for a in (*made.args.posonlyargs, *made.args.args)][1:]
-    every = named + [a.arg for a in made.args.kwonlyargs]
-    needed = named[: len(named) - len(made.args.defaults)] + [
-        a.arg for a, d in zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True) if d is None
+    named = [a.arg for a in (*init.args.posonlyargs, *init.args.args)][1:]
+    every = named + [a.arg for a in init.args.kwonlyargs]
+    needed = named[: len(named) - len(init.args.defaults)] + [
+        a.arg for a, d in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True) if d is None
     ]
     for name in args:
         if name not in every:

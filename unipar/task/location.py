@@ -1,4 +1,4 @@
-"""`CodeLocation`: where a class or function is, as module or file and name."""
+"""`CodeLocation`: place of a class or function, as module or file, and name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unipar.errors import TaskError
 
 @dataclass(frozen=True)
 class CodeLocation:
-    """A class or function that another process can find."""
+    """Place of a class or function that another process can import."""
 
     name: str
     module: str | None = None
@@ -21,6 +21,7 @@ class CodeLocation:
 
     @classmethod
     def of(cls, thing: Any) -> Self:
+        """Return the location of a class or function; raise TaskError if other processes cannot import it."""
         name, module = getattr(thing, "__qualname__", ""), getattr(thing, "__module__", "")
         if not name or "<" in name:
             raise TaskError(
@@ -43,7 +44,7 @@ class CodeLocation:
 
     @classmethod
     def from_config(cls, use: str) -> Self:
-        """From the config's `file.py:Class` or `package.module:Class`."""
+        """Return the location written in a config as `file.py:Class` or `package.module:Class`."""
         place, colon, name = use.rpartition(":")
         if not colon or not name.isidentifier() or not place:
             raise TaskError(f"task.use: {use!r} should be file.py:Class or package.module:Class")
@@ -53,4 +54,5 @@ class CodeLocation:
 
     @property
     def shown(self) -> str:
+        """Location as `file.py:name` or `module:name`."""
         return f"{self.file or self.module}:{self.name}"

@@ -1,7 +1,7 @@
-"""What has no file travels by value: a task from a notebook or a prompt, pickled, over a pipe that each rank inherits.
+"""Pickled tasks, for code that is in no file (notebook, prompt), sent through a pipe that each rank inherits.
 
-Never over a socket and never by a file: unpickling runs what is in it, so it goes from this process to its own workers
-alone.
+They are never sent over a socket or written to a file: unpickling runs code, so the data must come from the parent
+process alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 from unipar.errors import TaskError
 
 _LENGTH_BYTES = 8
-"""Bytes that say how many follow: whoever forks while we write keeps the pipe open behind us."""
+"""Bytes of the length written first: readers cannot wait for the end of the pipe, which forked processes keep open."""
 
 _CHUNK_BYTES = 1 << 20
 
 _IN_MEMORY_FILES = (io.BytesIO, io.StringIO)
 
 _pickled_task = b""
-"""What this worker's parent gave it."""
+"""Pickled task that this worker received from its parent."""
 
 
 def is_without_file(thing: Any) -> bool:
-    """Whether it was typed in where no file holds it: a notebook, a prompt, `-c`, or a script from stdin."""
+    """Return whether a class or function is in no file: from a notebook, a prompt, `-c`, or a script from stdin."""
     if getattr(thing, "__module__", "") != "__main__":
         return False
     main: Any = sys.modules["__main__"]
@@ -43,15 +43,16 @@ def is_without_file(thing: Any) -> bool:
 
 
 def describe_name(thing: Any) -> str:
+    """Return the name of a class or function, or its repr if it has none."""
     return getattr(thing, "__qualname__", "") or repr(thing)
 
 
 def pickle_task(name: str, thing: Any) -> bytes:
-    """`thing` with all that it holds; TaskError, before anything was started, where it cannot be taken along."""
+    """Return `thing` pickled by value with all that it refers to; raise TaskError if that is not possible."""
     if find_spec("cloudpickle") is None:
         raise TaskError(
-            f"{name} was defined in a prompt, a notebook or a -c command; to take it to other processes cloudpickle is "
-            "needed: pip install 'unipar[notebook]', or put it into a file and import it from there"
+            f"{name} was defined in a prompt, a notebook or a -c command; sending it to other processes needs "
+            "cloudpickle: pip install 'unipar[notebook]', or put it into a file and import it from there"
         )
     import cloudpickle  # pyright: ignore[reportMissingImports] - an extra
 
@@ -61,19 +62,19 @@ def pickle_task(name: str, thing: Any) -> bytes:
                 raise TypeError(f"it holds {why}")
             return super().reducer_override(obj)
 
-    made = io.BytesIO()
+    pickled = io.BytesIO()
     try:
-        Pickler(made).dump(thing)
+        Pickler(pickled).dump(thing)
     except Exception as e:  # whatever __reduce__ and __getstate__ raise
         raise TaskError(
-            f"{name} cannot travel to other processes: {e}; let its methods make such a thing, as each rank calls them "
+            f"{name} cannot be sent to other processes: {e}; create such objects in its methods, which each rank calls "
             "for itself, or put it into a file and import it from there"
         ) from e
-    return made.getvalue()
+    return pickled.getvalue()
 
 
 def _why_not_picklable(thing: Any) -> str:
-    """What is this process's own, and what cloudpickle would copy all the same; empty for the rest."""
+    """Return what the object is if it belongs to this process although cloudpickle would copy it, else ""."""
     if isinstance(thing, io.IOBase):
         return "" if isinstance(thing, _IN_MEMORY_FILES) or thing in (sys.stdout, sys.stderr) else "an open file"
     torch = sys.modules.get("torch")
@@ -83,29 +84,32 @@ def _why_not_picklable(thing: Any) -> str:
 
 
 def unpickle_task() -> Any:
-    """In a worker: what its parent packed."""
-    assert _pickled_task, "nothing was handed to this process"
+    """Return the task that this worker received from its parent."""
+    assert _pickled_task, "this process received no task"
     import cloudpickle  # pyright: ignore[reportMissingImports] - an extra
 
     return cloudpickle.loads(_pickled_task)
 
 
 def receive_task(fd: int) -> None:
-    """In a worker: read all of it."""
+    """Read the pickled task from the parent's pipe, in a worker."""
     global _pickled_task
     with os.fdopen(fd, "rb") as pipe:
         _pickled_task = pipe.read(int.from_bytes(pipe.read(_LENGTH_BYTES)))
 
 
 def send_task(data: bytes, fds: Sequence[int]) -> None:
-    """To workers that have only just begun; closes the pipes. A pipe holds little, so a thread does it."""
-    threading.Thread(target=_write_to_pipes, args=(data, fds), name="parcel", daemon=True).start()
+    """Write the pickled task to the workers' pipes and close them.
+
+    A thread writes, because a pipe holds less than a task and workers read only once they have started.
+    """
+    threading.Thread(target=_write_to_pipes, args=(data, fds), name="send-task", daemon=True).start()
 
 
 def _write_to_pipes(data: bytes, fds: Sequence[int]) -> None:
     whole = memoryview(len(data).to_bytes(_LENGTH_BYTES) + data)
     for fd in fds:
-        with suppress(BrokenPipeError), os.fdopen(fd, "wb", buffering=0) as pipe:  # a worker that is gone needs nothing
+        with suppress(BrokenPipeError), os.fdopen(fd, "wb", buffering=0) as pipe:  # the worker has ended
             at = 0
             while at < len(whole):
                 at += pipe.write(whole[at : at + _CHUNK_BYTES]) or 0

@@ -1,4 +1,4 @@
-"""`TaskRef`: a task on its way to other processes."""
+"""`TaskRef`: reference to a task's code, from which other processes load it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from unipar.task.task import TASK_FUNCTIONS, FunctionTask, Task
 
 @dataclass(frozen=True)
 class TaskRef:
-    """Where a task's code is; travels as JSON."""
+    """Place of a task's code and its arguments, sent to workers as JSON."""
 
     task: CodeLocation | None = None
     functions: Mapping[str, CodeLocation] = field(default_factory=dict[str, CodeLocation])
     args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     path: Sequence[str] = ()
-    """The parent's sys.path."""
+    """`sys.path` of the parent."""
 
     earlier: Sequence[str] = ()
-    """Run folders of launches that the same script made before."""
+    """Run folders of earlier launches in the same script."""
 
     carried: str = ""
-    """Names and a digest of what has no file to be found in."""
+    """Names, size and digest of code that is in no file; empty if all code is in files."""
 
     parcel: bytes = field(default=b"", repr=False)
-    """That itself: it travels by a pipe, not as JSON."""
+    """Pickled form of that code; sent through a pipe, not as JSON."""
 
     @classmethod
     def of(
@@ -44,6 +44,7 @@ class TaskRef:
         functions: Mapping[str, Callable[..., Any]],
         earlier: Sequence[str] = (),
     ) -> Self:
+        """Return the reference to a task class, to functions, or to the config's `task.use`."""
         path, args = tuple(p or str(Path.cwd()) for p in sys.path), use.args if use else {}
         if functions:
             absent = [name for name in TASK_FUNCTIONS[:3] if name not in functions]
@@ -53,28 +54,32 @@ class TaskRef:
             if any(is_without_file(f) for f in functions.values()):
                 names = ", ".join(f"{name}={describe_name(f)}" for name, f in functions.items())
                 return cls(path=path, earlier=tuple(earlier)).with_pickled(names, dict(functions))
-            found = {name: CodeLocation.of(f) for name, f in functions.items()}
-            return cls(functions=found, path=path, earlier=tuple(earlier))
+            locations = {name: CodeLocation.of(f) for name, f in functions.items()}
+            return cls(functions=locations, path=path, earlier=tuple(earlier))
         if task is not None and is_without_file(task):
             _check_task_class(task, describe_name(task))
             return cls(args=args, path=path, earlier=tuple(earlier)).with_pickled(describe_name(task), task)
         if task is not None:
             return cls(CodeLocation.of(task), args=args, path=path, earlier=tuple(earlier))
         if use is None:
-            raise TaskError("there is no task: give the config task.use, or launch a task= or model=, loss= and data=")
+            raise TaskError(
+                "there is no task: set task.use in the config, or pass task=, or model=, loss= and data=, to launch"
+            )
         return cls(CodeLocation.from_config(use.use), args=args, path=path, earlier=tuple(earlier))
 
     def with_pickled(self, names: str, thing: Any) -> Self:
-        """With something that other processes cannot find by name."""
+        """Return this reference with code that other processes cannot import, pickled."""
         parcel = pickle_task(names, thing)
-        told = f"{names}: {len(parcel)} bytes, {hashlib.sha256(parcel).hexdigest()[:16]}"
-        return replace(self, carried=told, parcel=parcel)
+        carried = f"{names}: {len(parcel)} bytes, {hashlib.sha256(parcel).hexdigest()[:16]}"
+        return replace(self, carried=carried, parcel=parcel)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the reference as JSON data, without the pickled code."""
         return {key: value for key, value in asdict(replace(self, parcel=b"")).items() if key != "parcel"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the reference that `to_json` wrote."""
         return cls(
             task=CodeLocation(**data["task"]) if data["task"] else None,
             functions={k: CodeLocation(**v) for k, v in data["functions"].items()},
@@ -85,14 +90,14 @@ class TaskRef:
         )
 
     def check_code(self) -> None:
-        """What can be seen without importing: the file is there, the class is in it and whole."""
+        """Raise TaskError if reading the code without importing it shows that the task cannot be loaded."""
         from unipar.task.inspection import check_task_code
 
         if self.task is not None:
             check_task_code(self.task, self.args, self.path)
 
     def load(self) -> Task:
-        """The task itself, in a process of its own: imports the user's code."""
+        """Import the user's code and return the task."""
         sys.path[:0] = [p for p in self.path if p not in sys.path]
         if self.carried:
             thing = unpickle_task()
@@ -103,19 +108,20 @@ class TaskRef:
         return _create_task(fetch_definition(self.task, self.earlier), self.args, self.task.shown)
 
 
-def _create_task(found: Any, args: Mapping[str, Any], shown: str) -> Task:
-    _check_task_class(found, shown)
+def _create_task(definition: Any, args: Mapping[str, Any], shown: str) -> Task:
+    _check_task_class(definition, shown)
     try:
-        return found(**args)
+        return definition(**args)
     except TypeError as e:
-        if e.__traceback__ is not None and e.__traceback__.tb_next is None:  # the call itself, not the constructor
-            raise TaskError(f"task.args do not fit {found.__name__}: {e}") from None
+        # without a next frame the call itself failed, not the constructor's body
+        if e.__traceback__ is not None and e.__traceback__.tb_next is None:
+            raise TaskError(f"task.args do not fit {definition.__name__}: {e}") from None
         raise
 
 
-def _check_task_class(found: Any, shown: str) -> None:
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        raise TaskError(f"{shown} is {found!r}; a class that derives from unipar.Task is wanted")
-    unwritten = sorted(getattr(found, "__abstractmethods__", ()))
+def _check_task_class(definition: Any, shown: str) -> None:
+    if not (isinstance(definition, type) and issubclass(definition, Task)):
+        raise TaskError(f"{shown} is {definition!r}; it must be a class that derives from unipar.Task")
+    unwritten = sorted(getattr(definition, "__abstractmethods__", ()))
     if unwritten:
         raise TaskError(f"{shown} lacks {', '.join(f'{m}()' for m in unwritten)}")

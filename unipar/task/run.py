@@ -1,4 +1,4 @@
-"""What a task's loop may do with a run: `Run`, and what it takes and gives (shares, outcomes, positions)."""
+"""`Run`: what a task's training loop may use of a run, and the types of its arguments and results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This rank's microbatches of one optimizer step; `share[0]` is what collate made."""
+    """This rank's microbatches of one optimizer step; `share[0]` is the first batch, as collate returned it."""
 
     micros: Sequence[Micro]
     samples: int
-    """In the global batch."""
+    """Number of samples in the global batch."""
 
     def __getitem__(self, i: int) -> Any:
         return self.micros[i].batch
@@ -36,7 +36,7 @@ class Share:
 @final
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step gave: its number from 1, and the global batch's loss on the steps that log."""
+    """Result of a step: its number from 1, and the global batch's loss if the step is logged."""
 
     step: int
     loss: float | None
@@ -45,7 +45,7 @@ class StepOutcome:
 @final
 @dataclass(frozen=True)
 class Position:
-    """Where in the data a run stands: the next step's."""
+    """Position of a run in its data: the place of the next step."""
 
     step: int
     epoch: int
@@ -53,24 +53,24 @@ class Position:
 
 
 class TrainedModule(Protocol):
-    """One part of a run, as its loop sees it."""
+    """One part of a run's model, as the training loop sees it."""
 
     @property
     def name(self) -> str:
-        """The part's name in `model()`'s dictionary; "model" where that returned one module."""
+        """Name of the part in `model()`'s dictionary; "model" if that returned one module."""
         ...
 
     @property
     def module(self) -> nn.Module:
-        """The module itself; where parameters are split, this rank's share of them."""
+        """Module of the part; if parameters are split, with this rank's share of them."""
         ...
 
 
 class Run(ABC):
-    """One rank's side of a run, as a task's own loop uses it."""
+    """One rank's side of a run, as a task's training loop uses it."""
 
     done: int
-    """Optimizer steps that are done."""
+    """Number of optimizer steps that are done."""
 
     rank: int
     """Number of this process, from 0."""
@@ -79,50 +79,50 @@ class Run(ABC):
     """Number of processes."""
 
     device: torch.device
-    """Where this rank computes."""
+    """Device on which this rank computes."""
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
 
     @property
     @abstractmethod
     def parts(self) -> Mapping[str, TrainedModule]:
-        """What is trained, by name: one part, or the several that `model()` returned."""
+        """Parts that are trained, by name: one, or the several that `model()` returned."""
 
     @property
     @abstractmethod
     def position(self) -> Position:
-        """Where in the data the next step is."""
+        """Place in the data of the next step."""
 
     @property
     @abstractmethod
     def feed(self) -> MicrobatchFeed | StreamFeed:
-        """The run's own data, read from the task when first asked for."""
+        """Source of the run's own data; the task's `data()` is called at the first use."""
 
     @abstractmethod
     def batches(self) -> Iterator[Share]:
-        """Yield the run's own data, one share an optimizer step; evaluates between steps when that is due."""
+        """Yield the run's own data, one share for each optimizer step; evaluate between steps when that is due."""
 
     @abstractmethod
     def over(self, loader: Any) -> Iterator[Share]:
-        """Yield shares of a loader of the script's own, whose dataset, collate_fn and workers are taken."""
+        """Yield shares of another DataLoader, of which the dataset, collate_fn and workers are used."""
 
     @abstractmethod
     def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
-        """Do one optimizer step (forward, backward, accumulate, clip, update), of one part by a loss of its own."""
+        """Do one optimizer step (forward, backward, accumulate, clip, update); `part` and `loss` limit it to a part."""
 
     @abstractmethod
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
-        """Return a call of another part inside a loss: `run.frozen("critic")(fn, x)` is fn(critic, x).
+        """Return a function that calls another part inside a loss: `run.frozen("critic")(fn, x)` is fn(critic, x).
 
-        That part takes no gradients in this step; they flow through it to `x`.
+        The parameters of that part get no gradients in this step; gradients flow through it to `x`.
         """
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Return the task's metrics over its validation data, the same on every rank; of several parts, the first's."""
+        """Return the metrics over the task's validation data, equal on every rank; of several parts, for the first."""
 
     @abstractmethod
     def log(self, **named: float | Tensor) -> None:
@@ -130,8 +130,8 @@ class Run(ABC):
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """Yield the state of all parts that this rank holds; of several parts, with the part's name in front."""
+        """Yield the state that this rank holds; with several parts, names begin with the part's name."""
 
     @abstractmethod
     def restore(self, read: Read) -> None:
-        """Take state in from `read`."""
+        """Load the state that this rank holds from `read`."""

@@ -1,4 +1,4 @@
-"""`Task`; a task made of functions."""
+"""`Task`: model, data and loss to be trained; and a task made of functions."""
 
 from __future__ import annotations
 
@@ -18,78 +18,78 @@ if TYPE_CHECKING:
 
 
 TASK_FUNCTIONS = ("model", "loss", "data", "weight", "collate", "validation", "metrics", "groups")
-"""What the functional form of `launch` takes; the first three are needed."""
+"""Names of functions that `launch` takes instead of a task; the first three are required."""
 
 
 class Task(ABC):
-    """What is trained: the model, its data and its loss, in plain PyTorch."""
+    """Training task in plain PyTorch: the model, its data and its loss."""
 
     @abstractmethod
     def model(self) -> nn.Module | dict[str, Any]:
-        """The whole model, or its parts by name, each trained by itself.
+        """Return the whole model, or its parts by name, each trained separately.
 
-        Called on every rank; one of them fills it, the others receive its values.
+        Called on every rank; the values of rank 0 are sent to the others.
         """
 
     @abstractmethod
     def data(self) -> Any:
-        """A dataset, by index or as a stream, or a DataLoader whose dataset, collate_fn and workers are taken."""
+        """Return a dataset (map-style or stream), or a DataLoader, whose dataset, collate_fn and workers are used."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean over the batch, a scalar; calls the model as it likes."""
+        """Return the loss as the mean over the batch, a scalar tensor; it may call the model in any way."""
 
     def weight(self, batch: Any) -> float | Tensor | None:
-        """What the loss is a mean over, counted in this batch; None: its samples."""
+        """Return how many items of this batch the loss is a mean over; None if these are its samples."""
         return None
 
     def collate(self, samples: list[Any]) -> Any:
-        """Samples into a batch."""
+        """Return the batch made of these samples."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
 
     def validation(self) -> Any:
-        """The dataset or stream that `evaluate` reads, or None."""
+        """Return the dataset or stream that `evaluate` reads, or None."""
         return None
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """Named means over the batch, or (mean, weight); unipar adds them up over batches and ranks."""
+        """Return means over the batch by name, or (mean, weight); unipar averages them over batches and ranks."""
         return {"loss": self.loss(model, batch)}
 
     def groups(self, model: nn.Module) -> Iterable[Mapping[str, Any]] | None:
-        """The optimizer's groups, as PyTorch takes them; None: as `train.optimizer` says."""
+        """Return the optimizer's groups in PyTorch's form; None for those of `train.optimizer`."""
         return None
 
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> Optimizer | None:
-        """An optimizer of your own over these groups: parameters, rate, decay. None: as `train.optimizer` says."""
+        """Return your own optimizer over these groups (parameters, rate, decay); None for that of `train.optimizer`."""
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[str] | None:
-        """Names of the repeated blocks; None: found by themselves."""
+        """Return the names of the repeated blocks; None to let unipar find them."""
         return None
 
     def prepare(self) -> None:  # noqa: B027 - a neutral hook
-        """Called once on each machine before anything else: downloads belong here."""
+        """Prepare a machine, for example by downloads: called once on each, before anything else."""
 
     def train(self, run: Run) -> None:
-        """The loop. Replace it to write your own."""
+        """Run the training loop; override to write your own."""
         if len(run.parts) > 1:
             raise TaskError(
                 f"model() returned several parts ({', '.join(run.parts)}) and the task has no train(run): write one, "
-                "which says by run.step(share, part=..., loss=...) which part is trained when"
+                "which calls run.step(share, part=..., loss=...) for each part to be trained"
             )
         for share in run.batches():
             run.step(share)
 
     def defines(self, name: str) -> bool:
-        """Whether the task defines an optional method itself."""
+        """Return whether the task defines an optional method itself."""
         return getattr(type(self), name) is not getattr(Task, name)
 
 
 @final
 class FunctionTask(Task):
-    """A task made of functions: what `launch(config, model=, loss=, data=)` trains."""
+    """Task made of functions, as `launch(config, model=, loss=, data=)` trains it."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self._functions = functions
