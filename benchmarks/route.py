@@ -1,9 +1,9 @@
 """The route of a config from `launch` to the engine's first step: modules, calls to higher floors, lookups.
 
-    python -m benchmarks.route [--climbs] [--moves FILE]
+    python -m benchmarks.route [--climbs]
 
-`--climbs` lists each call into a file on a higher floor. `--moves`: a JSON file with `move` (file to file) and
-`split` (file to file to top-level names), which says where the files of another layout will be.
+A call to a higher floor is counted twice: by floors of packages (benchmarks/floors.py), and by floors of files, where
+a file stands one floor above the highest that it imports. `--climbs` lists each such call.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from benchmarks.floors import floor_of
+from benchmarks.layout import Layout, floors_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {
@@ -34,8 +35,18 @@ CONFIG = {
 HANDED = {"Config", "Source", "CheckedSource", "ConfigSource", "SettledConfig", "Prepared", "PreparedRun", "Plan"}
 """Classes that hold a config."""
 
-LOOKUPS = ("cell_of", "cell_in", "check", "check_cell", "refusals", "Batch.settle", "visible_gpus", "launchers")
-"""Functions that find out something about a config, by their qualified names; `find` is counted apart: it is cached."""
+FINDS = ("find_backend", "find")
+"""The function that looks a backend up, by its names now and before the packages."""
+
+LOOKUPS = {
+    "cell of a config": ("cell_of", "cell_in"),
+    "checks": ("check_can_run", "check_cell", "check"),
+    "refusals": ("refusals",),
+    "batch settled": ("Batch.settle",),
+    "GPUs counted": ("count_visible_gpus", "visible_gpus"),
+    "launchers listed": ("list_launchers", "launchers"),
+}
+"""Functions that find something out about a config, by what it is; finding a backend is counted apart: it is cached."""
 
 
 class Recorder:
@@ -69,25 +80,26 @@ class Recorder:
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
         if any(type(value).__name__ in HANDED for value in arguments):
             self.handed.add(file)
-        if code.co_qualname in LOOKUPS:
-            self.lookups[code.co_qualname] += 1
+        for title, names in LOOKUPS.items():
+            self.lookups[title] += code.co_qualname in names
         if caller is not None and file != _file(caller):
             names = [f"{_file(one)}:{one.co_qualname}" for one in (caller, code)]
             self.climbs[" -> ".join(names)] += 1
 
     def _count_find(self, registry: dict[str, Any]) -> None:
         """Count who asks for the run's own backend; `launchers` asks every backend for its launchers."""
-        find = registry["find"]
+        name = next(name for name in FINDS if name in registry)
+        find = registry[name]
 
-        def counting(name: str) -> Any:
+        def counting(backend: str) -> Any:
             caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
             while caller.f_code.co_name.startswith("<") and caller.f_back is not None:
                 caller = caller.f_back
-            if name == CONFIG["backend"] and caller.f_code.co_name != "launchers":
-                self.lookups["find"] += 1
-            return find(name)
+            if backend == CONFIG["backend"] and caller.f_code.co_name not in LOOKUPS["launchers listed"]:
+                self.lookups["backend"] += 1
+            return find(backend)
 
-        registry["find"] = counting
+        registry[name] = counting
 
     def _arrived(self, frame: FrameType) -> bool:
         kind, method = self.last
@@ -154,39 +166,41 @@ def measured(ranks: int) -> list[dict[str, Any]]:
         return [json.loads(file.read_text("utf-8")) for file in files]
 
 
-def climbs_of(calls: Mapping[str, int], moves: Mapping[str, Any]) -> dict[str, int]:
-    """Return the calls that go to a higher floor."""
-
-    def floor(place: str) -> float | None:
-        file, name = place.split(":", 1)
-        parts = {top: new for new, names in moves.get("split", {}).get(file, {}).items() for top in names}
-        return floor_of(parts.get(name.split(".")[0], moves.get("move", {}).get(file, file)))
-
+def climbs_of(calls: Mapping[str, int], floor: Callable[[str], float | None]) -> dict[str, int]:
+    """Return the calls that go to a file on a higher floor."""
     found: dict[str, int] = {}
     for call, number in calls.items():
-        above, below = (floor(place) for place in call.split(" -> "))
-        if above is not None and below is not None and below > above:
+        caller, called = (floor(place.partition(":")[0]) for place in call.split(" -> "))
+        if caller is not None and called is not None and called > caller:
             found[call] = number
     return found
+
+
+def floors_of_files() -> dict[str, float]:
+    """Return the floor of each file, named from the repository's root: one above the highest that it imports."""
+    layout = Layout(ROOT)
+    floors = floors_of(layout.imports)
+    return {str(file.relative_to(ROOT)): floors[name] for name, file in layout.files.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.route")
     parser.add_argument("--climbs", action="store_true", help="list each call to a higher floor")
-    parser.add_argument("--moves", type=Path, help="where files of another layout will be, as JSON")
     asked = parser.parse_args()
-    moves = json.loads(asked.moves.read_text("utf-8")) if asked.moves else {}
+    by_file = floors_of_files()
     for ranks in (1, 2):
         found = measured(ranks)
-        climbs = [climbs_of(one["calls"], moves) for one in found]
+        climbs = [climbs_of(one["calls"], by_file.get) for one in found]
+        climbs_of_packages = [climbs_of(one["calls"], floor_of) for one in found]
         print(f"\nfrom launch to the first step, native/nothing, {ranks} rank{'s' * (ranks > 1)}")
         print(f"{'':34}{'launching':>10}{'worker':>10}{'together':>10}")
         for title, key in (("modules with a call", "modules"), ("of those, handed a config", "handed")):
             both = {file for one in found for file in one[key]}
             _row(title, len(found[0][key]), len(found[1][key]), len(both))
-        _row("calls to a higher floor", *(sum(one.values()) for one in climbs))
+        _row("calls to a higher file", *(sum(one.values()) for one in climbs))
         _row("places of such calls", *(len(one) for one in climbs))
-        for name in ("find", *LOOKUPS):
+        _row("calls to a higher package", *(sum(one.values()) for one in climbs_of_packages))
+        for name in ("backend", *LOOKUPS):
             _row(name, *(one["lookups"].get(name, 0) for one in found))
         if asked.climbs:
             for call, number in sorted((call, n) for one in climbs for call, n in one.items()):
