@@ -383,7 +383,7 @@ class TrainingRun(Run):
         if self._step_memory is not None:
             row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._step_memory.after()]
             if self._step_memory.lost:
-                self._ledger.note("memory", said=f"watched no more: {self._step_memory.lost}")
+                self._ledger.note("memory", said=f"no longer recorded: {self._step_memory.lost}")
                 self._step_memory = None
         self._ledger.note("step", step=number, of=self.steps, **row)
         self._trackers.write(number, flatten_logged_step(row))
