@@ -19,6 +19,7 @@ class BaseRates:
             group["lr"] = 0.0  # some libraries call the optimizer while they wrap it: weights must not change
 
     def set(self, optimizer: Any, factor: float) -> None:
+        """Set each group's learning rate to its base rate times `factor`."""
         for group, base in zip(optimizer.param_groups, self.base, strict=True):
             group["lr"] = base * factor
 

@@ -72,6 +72,7 @@ class WrapperEngine(Engine):
         return micros
 
     def backward(self, loss: Tensor) -> None:
+        """Run backward on the scaled loss of one microbatch."""
         loss.backward()
 
     def finish_reduction(self) -> None:
@@ -82,6 +83,7 @@ class WrapperEngine(Engine):
         return clip_gradients(self.trained, self.limit)
 
     def update(self) -> None:
+        """Take one optimizer step, then clear gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 

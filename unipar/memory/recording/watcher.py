@@ -300,10 +300,12 @@ class _RecordedMemory:
                 self._saved_at = self._forward, self.source.at()
 
     def save(self, storage: torch.UntypedStorage) -> None:
+        """Note a storage that autograd saved in the first forward of that pass."""
         if self._saved_at is None and storage.device.type == self.source.device:
             self._saved.add(storage.data_ptr())
 
     def name(self, at: int, storage: torch.UntypedStorage, holding: Holding) -> None:
+        """Note the name and category of a storage at position `at` of the source."""
         if storage.device.type == self.source.device and (size := storage.nbytes()):
             self._named.append(NamedStorage(at, storage.data_ptr(), size, holding.category, holding.name))
 
@@ -311,6 +313,7 @@ class _RecordedMemory:
         self._named.clear()
 
     def account(self, world: World, steps: Sequence[RecordedStep]) -> MemoryAccount:
+        """Return the account of this memory."""
         source, seen = self.source, self.source.collect_events()
         seen.shared = world.size > 1 and world.device.type == source.device
         seen.named = [NamedStorage(source.index(n.at), n.address, n.size, n.category, n.name) for n in self._named]

@@ -36,6 +36,7 @@ class PinnedMemory:
         self._marks: list[PinnedMark] = []
 
     def mark(self, phase: str) -> None:
+        """Record that a phase begins, with the peaks since the last mark."""
         stats = torch.cuda.host_memory_stats()
         self._marks.append(PinnedMark(phase, stats.get("active_bytes.peak", 0), stats.get("allocated_bytes.peak", 0)))
         torch.cuda.reset_peak_host_memory_stats()
