@@ -36,7 +36,7 @@ class MallocMeter:
     on: DeviceMemory | None = None
 
     def __init__(self) -> None:
-        assert self.here(), "it was not preloaded"
+        assert self.here(), "the meter was not preloaded"
         self._lib = ctypes.CDLL(None)
         for name, result in (("live", "q"), ("small", "q"), ("noted", "q"), ("peak", "q"), ("note", "Q")):
             getattr(self._lib, f"unipar_meter_{name}").restype = {"q": ctypes.c_int64, "Q": ctypes.c_uint64}[result]
