@@ -77,7 +77,7 @@ def test_a_cell_that_the_kernel_kills_keeps_what_was_measured(found: dict[str, A
     first, second, _ = row["note"].splitlines()
     assert first == "rank 1 was killed by SIGKILL in the backward of step 9: probably out of memory (dmesg tells)"
     assert re.fullmatch(
-        r"  in the (backward|update) of a watched step the most was held by \w+, [\d.]+ MiB \(.*\); "
+        r"  in the (backward|update) of a recorded step the largest part was \w+, [\d.]+ MiB \(.*\); "
         r"by an estimate batch.micro: 2 instead of 4 needs less",
         second,
     )
@@ -94,7 +94,7 @@ def test_a_cell_that_dies_while_it_is_watched_keeps_what_was_seen(found: dict[st
     """The rank that failed writes down what it saw; its sums are whole."""
     row = found["native/gradients"]
     assert (row["outcome"], row["at"], row["seconds"]) == ("failed", "in the forward of step 6", [])
-    assert row["note"].startswith("rank 1 ran out of memory in the forward of step 6: 131072 GiB more were asked for")
+    assert row["note"].startswith("rank 1 ran out of memory in the forward of step 6: 131072 GiB more were requested")
     (account,) = (account for account in row["memory"] if account["rank"] == 1)
     by = {phase["name"]: phase for phase in account["phases"]}
     assert list(by) == ["built", "forward", "backward", "update", "steady"]

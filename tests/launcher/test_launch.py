@@ -181,7 +181,7 @@ if __name__ == "__main__":
         print(e.code, e)
 """
     done = python(script, tmp_path)
-    assert "3 backend 'deepspeed' is installed and does not import (libcuda.so.1: cannot open)" in done.stdout, (
+    assert "3 backend 'deepspeed' is installed and cannot be imported (libcuda.so.1: cannot open)" in done.stdout, (
         done.stderr
     )
 

@@ -194,7 +194,7 @@ def test_a_collective_may_hold_a_gradient_beyond_its_phase(shared: bool, thread:
     found = phase(tape, "backward", shared=shared)
     assert found.held == {category: 4000}
     assert [block.name for block in found.largest] == [
-        "until a collective was done with it" if category == "communication" else ""
+        "freed at the end of a collective" if category == "communication" else ""
     ]
 
 

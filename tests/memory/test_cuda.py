@@ -220,10 +220,10 @@ def test_nvml_counts_by_process() -> None:
     """A process may have several entries; what is not known is said."""
     processes = [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in ((7, 500), (8, 100), (7, 30), (9, None))]
     assert bytes_of_process(processes, 7) == (530, "")
-    assert bytes_of_process(processes, 9) == (None, "NVML does not say how much each process uses on this machine")
+    assert bytes_of_process(processes, 9) == (None, "NVML does not report the memory of each process on this machine")
     assert bytes_of_process(processes, 10) == (
         None,
-        "NVML does not know process 10: in a container it counts processes by other numbers",
+        "NVML does not list process 10: in a container it shows other process ids",
     )
 
 
@@ -231,7 +231,7 @@ def test_nvml_that_is_not_there_is_a_sentence() -> None:
     """Its driver, or the GPU of that name."""
     found, why = query_bytes_used("GPU-0")
     assert found is None
-    assert why.startswith("NVML says: ")
+    assert why.startswith("NVML failed: ")
 
 
 def test_what_is_beside_the_allocator() -> None:

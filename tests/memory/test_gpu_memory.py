@@ -125,7 +125,7 @@ def test_the_driver_counts_the_whole_process(found: dict[str, MemoryAccount]) ->
     assert device is not None
     assert device.name == torch.cuda.get_device_name(0)
     if device.used is None:
-        assert any(note.startswith("what CUDA and NCCL take was not measured: ") for note in found["single"].notes)
+        assert any(note.startswith("memory of CUDA and NCCL was not measured: ") for note in found["single"].notes)
         pytest.skip("NVML does not tell here")
     assert device.beside is not None
     assert device.beside > 50 * 2**20

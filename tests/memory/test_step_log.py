@@ -129,8 +129,8 @@ def test_under_a_foreign_launcher_the_system_counts(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (
-        "memory: what the system counts is shown, not what is allocated: torchrun started this process, which must "
-        "begin with the meter to be counted" in done.stderr.splitlines()
+        "memory: resident memory as the system counts it is shown, not each allocation: torchrun started this process "
+        "without the meter, which must be preloaded at its start" in done.stderr.splitlines()
     )
     for rank in (0, 1):
         steps = logged(tmp_path / "out", rank)
@@ -156,7 +156,7 @@ def notes(*rows: tuple[int, int]) -> EventArray:
 
 
 def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path) -> None:
-    """It trains to its end, says once that memory is watched no more, and why."""
+    """It trains to its end, says once that memory is no longer recorded, and why."""
     (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path)), encoding="utf-8")
     path = os.pathsep.join([str(ROOT / "tests/support/faulty"), str(ROOT)])
     done = subprocess.run(
@@ -170,7 +170,7 @@ def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path) -> None:
     said = [row["said"] for row in Ledger.read(ledger_path(tmp_path / "out", 1)) if row["event"] == "memory"]
     assert said == [
         "each block is counted by a preloaded meter",
-        "watched no more: ArithmeticError: it cannot be said",
+        "no longer recorded: ArithmeticError: it cannot be said",
     ]
     assert Report.read(tmp_path / "out").steps == 6
 

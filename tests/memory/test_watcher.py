@@ -242,7 +242,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     with pytest.raises(malloc_build.MeterUnavailable) as e:
         malloc_build.build_meter()
-    assert str(e.value) == f"{tmp_path}/cc does not compile it: no space left"
+    assert str(e.value) == f"{tmp_path}/cc cannot compile it: no space left"
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +251,8 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(monkeypatch: pytest.Monkey
     with pytest.raises(malloc_build.MeterUnavailable) as e:
         malloc_build.build_meter()
     assert str(e.value) == (
-        "it cannot be kept in the user's cache ([Errno 2] No such file or directory: '/proc/nowhere'); "
-        "XDG_CACHE_HOME takes another place"
+        "it cannot be stored in the user's cache ([Errno 2] No such file or directory: '/proc/nowhere'): "
+        "set XDG_CACHE_HOME to another folder"
     )
 
 
@@ -263,7 +263,7 @@ def test_a_cache_that_nothing_is_preloaded_from_is_a_sentence(monkeypatch: pytes
         malloc_build.build_meter()
     (made,) = (tmp_path / "my cache" / "unipar").iterdir()
     assert str(e.value) == (
-        f"it cannot be preloaded from {made} (cannot open shared object file); XDG_CACHE_HOME takes another place"
+        f"it cannot be preloaded from {made} (cannot open shared object file): set XDG_CACHE_HOME to another folder"
     )
 
 
@@ -311,7 +311,7 @@ def test_an_account_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
 
     with pytest.raises(ReportError) as e:
         read_account(tmp_path, 0)
-    assert str(e.value) == f"rank 0 wrote down nothing of its memory: there is no {account_path(tmp_path, 0)}"
+    assert str(e.value) == f"rank 0 wrote no account of its memory: there is no {account_path(tmp_path, 0)}"
     whole = MemoryAccount(rank=0, method="m", device="cpu", base=1, phases=(), peaks=()).model_dump_json()
     account_path(tmp_path, 0).write_text(whole[:-9], encoding="utf-8")
     with pytest.raises(ReportError, match=r"memory.json is not the account of a rank's memory \(the whole file: "):

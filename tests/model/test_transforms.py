@@ -235,8 +235,8 @@ def test_an_evaluation_between_two_means(tmp_path: Path) -> None:
         with pytest.raises(TaskError) as e:
             run.evaluate()
         assert str(e.value) == (
-            "evaluate() was called after step 1: with train.sync_every: 2 ranks hold one model only after each so many "
-            "steps, and after the last"
+            "evaluate() was called after step 1: with train.sync_every: 2 ranks have the same model only after every "
+            "2 steps and after the last one; evaluate then"
         )
         run.step(next(shares))
         assert run.evaluate()["loss"] > 0

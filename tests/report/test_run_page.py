@@ -66,18 +66,18 @@ def test_memory_that_was_watched_is_on_the_page(run: Path) -> None:
 
 def test_a_run_s_page_says_how_its_memory_was_seen(run: Path) -> None:
     """In the ranks' own words, and what those who counted had to say; by whom, where not all say the same."""
-    system = "what the system counts is shown, not what is allocated: torchrun started this process"
+    system = "resident memory as the system counts it is shown, not each allocation: torchrun started this process"
     for rank in (0, 1):
         phases = [phase.model_dump(exclude={"largest"}) for phase in account("native/nothing", rank).phases]
         step = {**EVENTS[3], "memory": phases}
         wrote(run, rank, [EVENTS[0], {"event": "memory", "time": 100.5, "said": system}, step, EVENTS[5]])
     beyond = "<p>Beyond what was there before the model was built.</p>"
     assert f"{beyond}\n<ul><li>{system}</li></ul>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
-    lost = {"event": "memory", "time": 100.6, "said": "watched no more: <it> cannot be said"}
+    lost = {"event": "memory", "time": 100.6, "said": "no longer recorded: <it> cannot be said"}
     wrote(run, 1, [EVENTS[0], lost, EVENTS[5]])
     account("native/parameters", 0).write(run)
     assert (
-        f"<ul><li>rank 0: {system}</li><li>rank 1: watched no more: &lt;it&gt; cannot be said</li>"
+        f"<ul><li>rank 0: {system}</li><li>rank 1: no longer recorded: &lt;it&gt; cannot be said</li>"
         "<li>rank 0: a note of the one who measured</li></ul>"
     ) in render_run(RunPageData.read(run / "rank-0.jsonl"))
 

@@ -119,10 +119,10 @@ SIZES = re.compile(r"\d+(\.\d+)? (B|KiB|MiB|GiB)")
 def test_a_real_limit_in_the_forward(tmp_path: Path) -> None:
     """Half of the microbatch would have fitted, and so is said, with what held the most."""
     said = sentence(tmp_path, "limit")
-    assert said.startswith("rank 1 ran out of memory in the forward of step 2: 64 MiB more were asked for, about ")
-    (left,) = re.findall(r"about (\d+) MiB were left", said)
+    assert said.startswith("rank 1 ran out of memory in the forward of step 2: 64 MiB more were requested, about ")
+    (left,) = re.findall(r"about (\d+) MiB were available", said)
     assert 20 <= int(left) <= 40
-    assert re.search(r"; the most was held by [a-z ]+, (about )?[\d.]+ MiB \(", said)
+    assert re.search(r"; the largest part was [a-z ]+, (about )?[\d.]+ MiB \(", said)
     assert re.search(r"\boptimizer,? 2\.0 MiB", said)  # first where nothing held more
     assert said.endswith("; by an estimate batch.micro: 2 instead of 4 would have fitted")
 
@@ -149,13 +149,13 @@ def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) 
         "update": "; by an estimate no cell that splits more would have fitted",
     }
     wanted = {
-        "backward": ": 131072 GiB more were asked for, about SIZE were left; the most was held by ",
-        "update": ": 131072 GiB more were asked for, about SIZE were left; the most was held by ",
+        "backward": ": 131072 GiB more were requested, about SIZE were available; the largest part was ",
+        "update": ": 131072 GiB more were requested, about SIZE were available; the largest part was ",
         "built": (
-            ": 131072 GiB more were asked for, about SIZE were left; "
-            "no cell and no batch needs less: the model is built whole before it is split"
+            ": 131072 GiB more were requested, about SIZE were available; "
+            "no other cell or batch size needs less: the whole model is built before it is split"
         ),
-        "python": "; the most was held by ",
+        "python": "; the largest part was ",
     }[way]
     assert SIZES.sub("SIZE", rest.removeprefix(where)).startswith(SIZES.sub("SIZE", wanted))
     if way in ("backward", "update"):
@@ -172,7 +172,7 @@ def test_a_rank_that_the_kernel_kills(tmp_path: Path) -> None:
         unipar.launch(told(tmp_path, "killed"), quiet=True)
     assert str(e.value) == (
         "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (dmesg tells)\n"
-        "  by an estimate the most was held by optimizer, 2.0 MiB (parameters 1.0 MiB, gradients 1.0 MiB); by an "
+        "  by an estimate the largest part was optimizer, 2.0 MiB (parameters 1.0 MiB, gradients 1.0 MiB); by an "
         "estimate batch.micro: 2 instead of 4 or native/optimizer (parameters, gradients and optimizer 3.0 MiB a "
         "rank, here 4.0 MiB) needs less\n"
         f"  its log: {tmp_path}/out/rank-1.log"
@@ -185,9 +185,9 @@ def test_a_rank_that_the_kernel_kills_left_an_account(tmp_path: Path) -> None:
         unipar.launch(told(tmp_path, "killed", log={"memory": True, "every": 1}), quiet=True)
     first, held, _ = str(e.value).splitlines()
     assert first == "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (dmesg tells)"
-    assert re.match(r"  in step 1 the most was held by [a-z ]+, [\d.]+ MiB \(", held)
+    assert re.match(r"  in step 1 the largest part was [a-z ]+, [\d.]+ MiB \(", held)
     assert re.search(r"\boptimizer,? 2\.0 MiB", held)  # first where temporaries are smaller
-    assert "by an estimate the most" not in held
+    assert "by an estimate the largest" not in held
 
 
 def test_under_a_foreign_launcher(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_under_a_foreign_launcher(tmp_path: Path) -> None:
     command = launch_command("torchrun", "unipar", "run", "x.yaml")
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "unipar: rank 1 ran out of memory in the forward of step 2: 64 MiB more were asked for, " in done.stderr
+    assert "unipar: rank 1 ran out of memory in the forward of step 2: 64 MiB more were requested, " in done.stderr
 
 
 # Arithmetic
@@ -222,8 +222,10 @@ def test_what_says_that_memory_ran_out() -> None:
 def test_what_held_the_most_comes_first() -> None:
     """What has no name is told as about; nothing is said of nothing."""
     parts = {"parameters": 2 * MIB, "optimizer": 4 * MIB, "buffers": 0}
-    assert describe_largest_holders(parts, None) == "the most was held by optimizer, 4.0 MiB (parameters 2.0 MiB)"
-    assert describe_largest_holders({}, 7 * MIB) == "the most was held by activations and all else, about 7.0 MiB"
+    assert describe_largest_holders(parts, None) == "the largest part was optimizer, 4.0 MiB (parameters 2.0 MiB)"
+    assert (
+        describe_largest_holders({}, 7 * MIB) == "the largest part was activations and everything else, about 7.0 MiB"
+    )
     assert describe_largest_holders({}, None) == ""
 
 

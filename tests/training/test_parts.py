@@ -250,19 +250,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "model(): 'a.weight' and 'b.0.weight' are one tensor; parts are trained separately and cannot share tensors: keep "
      "it in one part, and use that part through run.frozen()"),
     ({"train": _once()},
-     "run.step was not told which part: model() returned a, b; run.step(share, part='a', loss=...)"),
+     "run.step was called without part=: model() returned a, b; call run.step(share, part='a', loss=...)"),
     ({"train": _once(part="b")},
-     "run.step(part='b') has no loss: the task's own is that of 'a'; give loss="),
+     "run.step(part='b') has no loss: the task's own is for 'a'; give loss="),
     ({"train": _once(part="c")}, "there is no part 'c'; model() returned a, b"),
     ({"train": _twice},
-     "the loop called run.step(part='a') twice for one share; at most once for each part is wanted"),
+     "the loop called run.step(part='a') twice for one share; call it at most once for each part"),
     ({"train": _never},
-     "the loop called run.step 0 times for one share; once for each part at most, and for one at least, with that "
-     "share, is wanted"),
+     "the loop called run.step 0 times for one share; call it at most once for each part, and for at least one part, "
+     "with that share"),
     ({"train": _outside},
-     "run.frozen('a') was called outside of a loss and metrics, where no other part is at work"),
+     "run.frozen('a') was called outside of a loss and metrics: call it inside one of them"),
     ({"train": _own},
-     "run.frozen('a') was called in that part's own loss, whose first argument is its model"),
+     "run.frozen('a') was called in that part's own loss: use the loss's first argument, its model"),
     ({"train": _default},
      "model() returned several parts (a, b) and the task has no train(run): write one, which calls "
      "run.step(share, part=..., loss=...) for each part to be trained"),

@@ -283,21 +283,21 @@ def _vector(model: Any, batch: Any) -> Any:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"loss": _number}, "loss() returned 1.5; the mean over the batch, a scalar tensor, is wanted"),
+    ({"loss": _number}, "loss() returned 1.5; return the mean over the batch as a scalar tensor"),
     ({"loss": _vector},
-     "loss() returned a tensor of shape (2, 1); the mean over the batch, a scalar tensor, is wanted"),
+     "loss() returned a tensor of shape (2, 1); return the mean over the batch as a scalar tensor"),
     ({"model": lambda: 3}, "model() returned 3; it must return a torch.nn.Module"),
     ({"model": lambda: nn.Linear(1, 1).requires_grad_(False)},
      "model() has no parameter that requires a gradient: there is nothing to train"),
-    ({"weight": -2.0}, "weight(batch) is -2; a number that is not negative is wanted"),
+    ({"weight": -2.0}, "weight(batch) is -2; it must not be negative"),
     ({"weight": 0.0}, "weight(batch) is 0 over the whole global batch of step 1"),
-    ({"metrics": 3.0}, "metrics() returned 3.0; a mapping of names to means, or (mean, weight), is wanted"),
-    ({"metrics": {"x": torch.ones(2)}}, "metrics()['x'] has the shape (2,); one number is wanted"),
+    ({"metrics": 3.0}, "metrics() returned 3.0; return a mapping of names to means or to pairs (mean, weight)"),
+    ({"metrics": {"x": torch.ones(2)}}, "metrics()['x'] has the shape (2,); return one number"),
     ({"validation": None},
      "there is nothing to evaluate: give the task validation(), a dataset, or leave eval out"),
     ({"validation": TensorDataset(torch.ones(0, 1))}, "validation() has no samples"),
-    ({"train": _twice}, "the loop called run.step 2 times for one share; once, with that share, is wanted"),
-    ({"train": _never}, "the loop called run.step 0 times for one share; once, with that share, is wanted"),
+    ({"train": _twice}, "the loop called run.step 2 times for one share; call it once, with that share"),
+    ({"train": _never}, "the loop called run.step 0 times for one share; call it once, with that share"),
 ]  # fmt: skip
 
 
@@ -312,7 +312,7 @@ def test_a_task_that_is_wrong(tmp_path: Path, what: dict[str, Any], message: str
 def test_a_step_takes_a_share(tmp_path: Path) -> None:
     """A batch alone has no weight."""
     error = _ended(Broken(train=_bare), tmp_path)
-    assert str(error).startswith("run.step takes a Share, as run.batches() and run.over() yield; it was given [tensor(")
+    assert str(error).startswith("run.step takes a Share, as run.batches() and run.over() yield; it got [tensor(")
 
 
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The module that engines wrap, the opaque batch, eval mode restored."""
+"""Module that engines wrap, batch that libraries cannot look into, and evaluation mode."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from unipar.engines.batch import cast_floats
 
 @final
 class OpaqueBatch:
-    """A batch that no library looks into: they move, cast and halve the tensors that they see."""
+    """Batch whose tensors are hidden from libraries, which would otherwise move, cast or split them."""
 
-    __slots__ = ("batch",)  # not a dataclass, not a tuple: those are walked into
+    __slots__ = ("batch",)  # neither a dataclass nor a tuple: libraries look into those
 
     def __init__(self, batch: object) -> None:
         self.batch = batch
@@ -26,7 +26,7 @@ class OpaqueBatch:
 
 @final
 class ForwardCall(nn.Module):
-    """`forward(fn, held)` is `fn(model, batch)`, under autocast and with the batch cast where a precision asks."""
+    """Module whose forward is `fn(model, batch)`, with autocast and a cast of the batch if the precision needs them."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class ForwardCall(nn.Module):
         self.device_type, self.autocast, self.cast = device.type, autocast, cast
 
     @override
-    def forward(self, fn: Fn, held: OpaqueBatch) -> Any:
-        batch = held.batch if self.cast is None else cast_floats(held.batch, self.cast)
+    def forward(self, fn: Fn, opaque: OpaqueBatch) -> Any:
+        batch = opaque.batch if self.cast is None else cast_floats(opaque.batch, self.cast)
         if self.autocast is None:
-            model: Any = self._modules["model"]  # its attribute is looked for everywhere else first
+            model: Any = self._modules["model"]  # faster than self.model: nn.Module looks elsewhere first
             return fn(model, batch)
         with torch.autocast(self.device_type, self.autocast):
             return fn(self.model, batch)
@@ -52,12 +52,15 @@ class ForwardCall(nn.Module):
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Generator[None]:
-    """Evaluation mode, then each module's own mode again: a frozen teacher stays in eval."""
-    was = [(m, m.training) for m in model.modules()]
+    """Context manager: evaluation mode without gradients; on exit each module gets its own earlier mode back.
+
+    A frozen teacher that was in evaluation mode before stays in it.
+    """
+    modes = [(m, m.training) for m in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, mode in was:
+        for module, mode in modes:
             module.training = mode

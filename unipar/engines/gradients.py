@@ -1,4 +1,4 @@
-"""Scale a loss, clip in fp32 or fp64."""
+"""Scaling of the loss, and clipping of gradients by a norm in fp32 or fp64."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 def scale_loss(loss: Tensor, scale: float, divisor: float, share: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What goes backward, and the sum of this rank's share so far."""
+    """Return the loss to run backward on, and this rank's share of the loss, summed up to this microbatch."""
     if loss.dtype not in _WIDE_DTYPES:
         loss = loss.float()
-    same = scale == 1.0 and not loss.is_cuda  # saves 15 us; a CUDA graph would write over its own output
-    part = loss.detach() if same else loss.detach() * scale
+    no_copy = scale == 1.0 and not loss.is_cuda  # saves 15 us; on CUDA a graph's next replay overwrites its output
+    part = loss.detach() if no_copy else loss.detach() * scale
     factor = scale * divisor
     return (loss if factor == 1.0 else loss * factor), (part if share is None else share + part)
 
 
 def clip_gradients(params: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """The norm before clipping; without a limit gradients are left alone, also where the norm overflows."""
+    """Clip gradients and return their norm before; a limit of inf changes none of them, even if the norm overflows."""
     if limit == inf:
         return get_total_norm([p.grad for p in params if p.grad is not None])
     return clip_grad_norm_(params, limit)
 
 
 def clip_in_fp64(grads: tuple[list[Tensor], bool], limit: float, world: World, copies: int = 1) -> Tensor:
-    """Clip by the norm summed in fp64: its rounding does not depend on how gradients are split.
+    """Clip by the norm summed in fp64 and return it: its rounding does not depend on how gradients are split.
 
-    Where they are split, all ranks' parts make `copies` whole gradients.
+    `grads` are this rank's gradients and whether they are split; if so, all ranks' parts make `copies` whole gradients.
     """
     mine, split = grads
     total = torch.zeros((), dtype=torch.float64, device=world.device)

@@ -1,4 +1,4 @@
-"""Base rates of groups and the schedule's factor."""
+"""Base learning rates of parameter groups, and the schedule's factor."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from unipar.config.sections.optimizer import Constant, Schedule
 
 
 class BaseRates:
-    """Each group's own base rate, times one factor."""
+    """Base learning rate of each parameter group; `set` multiplies all of them by one factor."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.base: list[float] = [g["lr"] for g in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = 0.0  # some libraries take a step of their own while they wrap
+            group["lr"] = 0.0  # some libraries call the optimizer while they wrap it: weights must not change
 
     def set(self, optimizer: Any, factor: float) -> None:
+        """Set each group's learning rate to its base rate times `factor`."""
         for group, base in zip(optimizer.param_groups, self.base, strict=True):
             group["lr"] = base * factor
 
 
 def current_rates(optimizer: Any) -> list[float]:
-    """Of each group, as it stands."""
+    """Return the current learning rate of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """What the rate is multiplied with at optimizer step `step` (from 0) of `steps`."""
+    """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`."""
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
     if isinstance(schedule, Constant):
         return 1.0
-    gone = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
-    left = 1.0 - gone if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
-    return schedule.end + (1.0 - schedule.end) * max(0.0, left)
+    progress = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
+    decay = 1.0 - progress if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return schedule.end + (1.0 - schedule.end) * max(0.0, decay)

@@ -1,4 +1,4 @@
-"""Parameters, buffers and plain tensors travel to where they stay."""
+"""Placement of parameters, buffers and plain tensors on their ranks and devices."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PlaceParameter = Callable[[Tensor], Tensor]
 
 
 def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own, under every name they have: tied ones too."""
+    """Return a module's own parameters under every name they have, tied ones included."""
     return dict(module._parameters)  # pyright: ignore[reportPrivateUsage]
 
 
 def direct_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own, saved or not."""
+    """Return a module's own buffers, persistent or not."""
     return dict(module._buffers)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -30,33 +30,33 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What the user's code keeps on a module besides parameters, buffers and modules."""
+    """Return the attributes that the user's code set on a module, without parameters, buffers and submodules."""
     return {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
 def broadcast_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's values of one tensor, on every rank."""
+    """Return rank 0's values of `tensor`, on `device`; every rank calls it."""
     if dist.get_rank() == 0:
-        there = tensor.detach().to(device).contiguous()
+        result = tensor.detach().to(device).contiguous()
     else:
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if dist.get_world_size() > 1:
-        dist.broadcast(there, 0)
-    return there
+        dist.broadcast(result, 0)
+    return result
 
 
 def place_tensors(
     root: nn.Module, place: PlaceParameter, device: torch.device, origin: Mapping[int, nn.Parameter] | None = None
 ) -> None:
-    """Give each parameter, buffer and plain tensor attribute its place; what was tied or shared stays so.
+    """Place each parameter by `place`, and broadcast each buffer and plain tensor; tied or shared ones stay so.
 
-    Tensors in lists, dicts and tuples travel too; lists and dicts are filled in place, as modules may share them.
-    `origin` leads from a parameter that somebody still holds to the one that took its place in the modules.
+    Tensors in lists, dicts and tuples are placed too; lists and dicts are changed in place, as modules may share them.
+    `origin` maps the id of a parameter that was replaced, but may still be referenced, to its replacement in `root`.
     """
     done: dict[int, Any] = {}
-    keep: list[Any] = []  # so that no id is used twice
+    keep: list[Any] = []  # references, so that Python gives no id to a second object
 
-    def placed(p: nn.Parameter) -> nn.Parameter:
+    def place_parameter(p: nn.Parameter) -> nn.Parameter:
         p = (origin or {}).get(id(p), p)
         if id(p) not in done:
             keep.append(p)
@@ -64,9 +64,9 @@ def place_tensors(
             done[id(p)] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, p.requires_grad)
         return done[id(p)]
 
-    def sent(value: Any) -> Any:
+    def place_value(value: Any) -> Any:
         if isinstance(value, nn.Parameter):
-            return placed(value)
+            return place_parameter(value)
         if not isinstance(value, Tensor | list | dict | tuple):
             return value
         if id(value) in done:
@@ -75,14 +75,14 @@ def place_tensors(
         if isinstance(value, Tensor):
             done[id(value)] = broadcast_tensor(value, device)
         elif isinstance(value, tuple):
-            parts = [sent(v) for v in value]
+            parts = [place_value(v) for v in value]
             changed = any(new is not old for new, old in zip(parts, value, strict=True))
-            made = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-            done[id(value)] = made if changed else value
+            rebuilt = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            done[id(value)] = rebuilt if changed else value
         else:
             done[id(value)] = value
             for key, old in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                if (new := sent(old)) is not old:
+                if (new := place_value(old)) is not old:
                     value[key] = new
         return done[id(value)]
 
@@ -90,36 +90,36 @@ def place_tensors(
     for module in modules:
         for name, param in direct_parameters(module).items():
             if param is not None:
-                setattr(module, name, placed(param))
+                setattr(module, name, place_parameter(param))
     for module in modules:
         for name, value in (direct_buffers(module) | plain_attributes(module)).items():
-            if (new := sent(value)) is not value:
+            if (new := place_value(value)) is not value:
                 setattr(module, name, new)
 
 
 def cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    """Buffers and plain tensors in the dtype that parameters compute in, as their sum would be fp32 otherwise.
+    """Cast buffers and plain tensors to `dtype`, in which parameters compute: a sum with an fp32 tensor would be fp32.
 
-    Running statistics stay as they are: they add up small numbers.
+    Running statistics of normalization layers keep their dtype: they sum small numbers.
     """
     for module in root.modules():
-        kept = (
+        tensors = (
             plain_attributes(module)
             if isinstance(module, _NormBase)
             else plain_attributes(module) | direct_buffers(module)
         )
-        for name, value in kept.items():
+        for name, value in tensors.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 setattr(module, name, value.to(dtype))
 
 
 def broadcast_model(root: nn.Module, device: torch.device) -> None:
-    """A whole copy on each rank."""
+    """Give every rank a whole copy of rank 0's model."""
     place_tensors(root, lambda p: broadcast_tensor(p, device), device)
 
 
 def refuse_shared_parameters(part: Part, cell: str) -> None:
-    """For libraries that split each block by itself: a parameter of two blocks would have two owners."""
+    """Raise TaskError if two blocks share a parameter: a library that splits block by block would split it twice."""
     owners: dict[int, str] = {}
     for block in part.blocks:
         for name, p in part.module.get_submodule(block).named_parameters():
@@ -132,9 +132,9 @@ def refuse_shared_parameters(part: Part, cell: str) -> None:
 
 
 def refuse_scalar_parameters(module: nn.Module, cell: str) -> None:
-    """For libraries that cannot split a parameter without dimensions."""
-    bare = [name for name, p in module.named_parameters() if p.ndim == 0]
-    if bare:
+    """Raise TaskError if a parameter has no dimensions: some libraries cannot split it."""
+    scalars = [name for name, p in module.named_parameters() if p.ndim == 0]
+    if scalars:
         raise TaskError(
-            f"{cell} cannot hold the parameter {bare[0]!r}, which has no dimensions: give it the shape (1,)"
+            f"{cell} cannot hold the parameter {scalars[0]!r}, which has no dimensions: give it the shape (1,)"
         )

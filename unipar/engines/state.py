@@ -1,4 +1,4 @@
-"""Which range of a tensor is here; buffers; what modules hold."""
+"""State of a model on one rank: local ranges of tensors, buffers, and tensors kept on modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unipar.engines.placement import plain_attributes
 
 
 def locate_shard(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
-    """The global shape, which flat range this rank holds, and the storage of that."""
+    """Return the global shape of `t`, the flat range of it that this rank holds, and the local tensor."""
     if not isinstance(t, DTensor):
         return tuple(t.shape), (0, t.numel()), t
     local, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
@@ -27,13 +27,13 @@ def locate_shard(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
 
 
 def local_part(t: Tensor) -> Tensor:
-    """What of it is here."""
+    """Return the part of `t` that this rank holds."""
     with torch.no_grad():
         return t.to_local() if isinstance(t, DTensor) else t
 
 
 def is_first_copy(t: Tensor, world: World) -> bool:
-    """Whether this rank's part belongs to the copy that speaks for all."""
+    """Return whether this rank's part of `t` belongs to the first of several equal copies."""
     if not isinstance(t, DTensor):
         return world.rank == 0
     here = t.device_mesh.get_coordinate()
@@ -42,14 +42,14 @@ def is_first_copy(t: Tensor, world: World) -> bool:
 
 
 def buffer_pieces(model: nn.Module, world: World) -> Iterator[Piece]:
-    """Buffers are whole on every rank; rank 0's are the model's."""
+    """Yield the model's buffers on rank 0: every rank has them whole, and rank 0's are the ones to keep."""
     if world.rank == 0:
         for name, b in model.named_buffers():
             yield Piece(name, "buffer", tuple(b.shape), (0, b.numel()), b)
 
 
 def module_holdings(model: nn.Module) -> Iterator[Holding]:
-    """Buffers, and tensors that the user's code keeps on a module."""
+    """Yield buffers, and tensors that the user's code keeps as attributes of modules."""
     for name, b in model.named_buffers():
         yield Holding("buffers", name, b)
     for prefix, module in model.named_modules():
@@ -68,12 +68,13 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, read: Read) -> None:
+    """Fill all buffers from `read`."""
     for name, b in model.named_buffers():
         b.view(-1).copy_(read(name, "buffer", (0, b.numel())))
 
 
 def broadcast_module_buffers(model: nn.Module) -> None:
-    """Rank 0's buffers on every rank: running statistics part, and all shall evaluate one model."""
+    """Copy rank 0's buffers to every rank: running statistics differ, and all ranks must evaluate the same model."""
     if dist.get_world_size() > 1:
         for b in model.buffers():
             dist.broadcast(b, 0)

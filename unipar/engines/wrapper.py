@@ -1,4 +1,4 @@
-"""`WrapperEngine`: base for libraries that leave gradients and optimizer to us."""
+"""`WrapperEngine`: base class of engines for libraries that leave gradients and the optimizer to unipar."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from unipar.engines.state import (
 
 
 class WrapperEngine(Engine):
-    """Microbatches, clip and update as one process would; the library reduces gradients on the way."""
+    """Engine that runs microbatches, clips and updates as one process does, while the library reduces gradients."""
 
     divisor: float
-    """What the library divides the sum over ranks by."""
+    """Number by which the library divides the sum of gradients over ranks."""
 
     copies: int = 1
-    """How often the ranks' parts make the whole model, where it is split."""
+    """Number of whole copies of a split model that the parts of all ranks make together."""
 
     apart: bool = False
-    """Whether weights are whole on every rank, and the optimizer's state of each lies with one of them."""
+    """Whether every rank has all weights, while the optimizer's state of each weight is on one rank only."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        """After the parameters are where they stay; before the library wraps model and optimizer."""
+        """Make the optimizer: parameters are placed before this, the library wraps model and optimizer after it."""
         self.world, self.model = world, part.module
         precision = config.train.precision
         self.call = ForwardCall(
@@ -53,7 +53,9 @@ class WrapperEngine(Engine):
         self.wrapped: nn.Module = self.call
         self.optimizer: Any = part.optimizer(part.module)
         self.base: Optimizer = self.optimizer
-        self.kept: Mapping[str, nn.Parameter] = dict(part.module.named_parameters())  # between steps, frozen ones too
+        self.kept: Mapping[str, nn.Parameter] = dict(part.module.named_parameters())
+        """Parameters that stay allocated between steps, frozen ones included."""
+
         self.rates = BaseRates(self.base)
         self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
         clip = config.train.clipping
@@ -63,23 +65,25 @@ class WrapperEngine(Engine):
 
     @abstractmethod
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        """Around one microbatch: gradients are reduced in the last one's backward."""
+        """Context manager around one of `micros` microbatches; in the last one's backward gradients are reduced."""
 
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        """What goes forward at a time: each microbatch by itself, unless one rank has several devices."""
+        """Return the batches of the step's forward passes: each microbatch, unless one rank has several devices."""
         return micros
 
     def backward(self, loss: Tensor) -> None:
+        """Run backward on the scaled loss of one microbatch."""
         loss.backward()
 
     def finish_reduction(self) -> None:
-        """After the last backward: when this returns, gradients are what the optimizer shall see."""
+        """Complete the reduction of gradients, after the last backward: the optimizer uses them as they are then."""
 
     def norm(self) -> Tensor:
-        """Clip; return the norm before it."""
+        """Clip gradients and return their norm before clipping."""
         return clip_gradients(self.trained, self.limit)
 
     def update(self) -> None:
+        """Take one optimizer step, then clear gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -100,7 +104,7 @@ class WrapperEngine(Engine):
         mark("update")
         self.finish_reduction()
         for p in self.trained:
-            if p.grad is None:  # unused: the same decay everywhere
+            if p.grad is None:  # an unused parameter: weight decay must apply under every backend alike
                 p.grad = torch.zeros_like(p)
         if self.scaler is not None:
             self.scaler.unscale(self._local_grads()[0])
@@ -114,7 +118,7 @@ class WrapperEngine(Engine):
         return Step(share, norm)
 
     def _local_grads(self) -> tuple[list[Tensor], bool]:
-        """This rank's gradients, and whether the other ranks hold other parts."""
+        """Return this rank's gradients, and whether other ranks hold other parts of them."""
         return [p.grad for p in self.trained if p.grad is not None], False
 
     @override
@@ -130,7 +134,7 @@ class WrapperEngine(Engine):
     @override
     @final
     def call_frozen(self, fn: Fn, given: Any) -> Any:
-        return self.call(fn, OpaqueBatch(given))  # what splits parameters is in it; what reduces gradients is around it
+        return self.call(fn, OpaqueBatch(given))  # inside: hooks that gather split parameters; no gradient reduction
 
     @override
     @final
@@ -159,7 +163,7 @@ class WrapperEngine(Engine):
                     value: Tensor = p
                 else:
                     value = torch.zeros((), dtype=torch.float32) if kind == "step" else torch.zeros_like(p)
-                    state[p][kind] = value = self._placed(kind, value)
+                    state[p][kind] = value = self._on_its_device(kind, value)
                 _, where, local = locate_shard(value)
                 local.view(-1).copy_(read(name, kind, where))
         restore_buffers(self.model, read)
@@ -180,10 +184,10 @@ class WrapperEngine(Engine):
         yield from self.extra_holdings()
 
     def extra_holdings(self) -> Iterator[Holding]:
-        """What only this library keeps: gathered parameters, buckets."""
+        """Yield tensors that only this library keeps: gathered parameters, buckets."""
         yield from ()
 
-    def _placed(self, kind: str, value: Tensor) -> Tensor:
-        """A fused optimizer keeps its step counts beside the parameters."""
+    def _on_its_device(self, kind: str, value: Tensor) -> Tensor:
+        """Move a step count to the parameters' device if the optimizer is fused or capturable."""
         fused = any(g.get("fused") or g.get("capturable") for g in self.base.param_groups)
         return value.to(self.world.device) if kind == "step" and fused else value

@@ -1,1 +1,1 @@
-"""Memory: what each rank holds, byte by byte, and what for."""
+"""Memory of each rank: bytes by phase and by category."""

@@ -1,4 +1,4 @@
-"""One rank's memory, named: by phase and category, beside what was measured without any names."""
+"""Memory account of one rank: measured peaks of each phase, and their bytes by category."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from unipar.errors import ReportError
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 CATEGORY_PRECEDENCE: Final = {category: i for i, category in enumerate(CATEGORIES)}
-"""Of a storage with several names, the category that comes first holds."""
+"""Rank of each category: a storage with several names gets the category with the lowest rank."""
 
 PhaseName = Literal["built", "forward", "backward", "update", "steady"]
 MEMORY_PHASES: Final[tuple[PhaseName, ...]] = get_args(PhaseName)
-"""built: from the start until the first step; steady: between two steps."""
+"""Phases of an account. built: from the start until the first step; steady: between two steps."""
 
 
 RecordingPass = Literal["plain", "placed", "saved", "sent"]
-"""How a watched step is watched: as it is; with each operation's place; with what autograd saves; with what is sent."""
+"""Extra recording in one recorded step: none; call site of each operation; tensors saved by autograd; bytes sent."""
 
 PASSES_BY_IMPORTANCE: Final[tuple[RecordingPass, ...]] = ("placed", "saved", "plain", "sent", "plain")
-"""What matters most comes first, for those who have few steps."""
+"""Passes to choose from, the most important first: a short run has too few steps for all."""
 
 PASSES_IN_ORDER: Final[tuple[RecordingPass, ...]] = get_args(RecordingPass)
-"""In which they are done: what is resident is read while steps are plain."""
+"""Passes in the order in which they run: plain ones first, because resident memory is read during them."""
 
 
 class NamedBlock(Section):
-    """A piece of memory with a name, or what is known of one that has none."""
+    """Block of memory: its category, its size, and its name or the place that allocated it."""
 
     category: Category
     name: str
@@ -41,123 +41,124 @@ class NamedBlock(Section):
 
 
 class PhasePeak(Section):
-    """The fullest moment of one phase."""
+    """Memory at the peak of one phase."""
 
     name: PhaseName
     peak: int
-    """Bytes beyond the base, measured without regard to names."""
+    """Bytes beyond the base, as measured, not as a sum of named blocks."""
 
     held: dict[Category, int]
-    """Bytes by category at that moment; their sum is the peak."""
+    """Bytes by category at the peak; their sum is the peak."""
 
     largest: tuple[NamedBlock, ...] = ()
-    """The largest blocks of that moment."""
+    """The largest blocks at the peak."""
 
     reserved: int | None = None
-    """On CUDA the most in this phase, from 0 and not from the base: bytes that the allocator has of the device."""
+    """CUDA only: highest number of bytes that torch reserved in this phase, counted from 0 and not from the base."""
 
     active: int | None = None
-    """So, in blocks that are allocated or that another stream has yet to be done with."""
+    """CUDA only: highest number of bytes in blocks that are allocated or still in use by another stream."""
 
     requested: int | None = None
-    """So, as it was asked for."""
+    """CUDA only: highest number of bytes as requested, without rounding."""
 
     @property
     def unattributed(self) -> float:
-        """The share that nobody could name."""
+        """Share of the peak that has no known category, from 0 to 1."""
         return self.held.get("unattributed", 0) / self.peak if self.peak else 0.0
 
 
 class ResidentMemory(Section):
-    """What the system counts for a process, in bytes; pages of files left out."""
+    """Resident memory of a process in bytes, as the system counts it, without pages of files."""
 
     base: int
     peak: int
     own: int
-    """Pages that no other process shares, between two steps."""
+    """Private pages, which no other process shares, between two steps."""
 
 
 class DeviceMemory(Section):
-    """A GPU, and what it has of one process when all watched steps are done, in bytes."""
+    """A GPU and the bytes that one process uses on it, after all recorded steps."""
 
     name: str
     reserved: int
-    """By torch's allocator."""
+    """Bytes reserved by torch's allocator."""
 
     used: int | None = None
-    """By the process, as the driver counts (NVML): with CUDA's context, NCCL's buffers and what else has its own."""
+    """Bytes of the whole process, as the driver counts them (NVML): CUDA's context and NCCL's buffers included."""
 
     @property
     def beside(self) -> int | None:
-        """CUDA's context, NCCL and whoever else does not ask torch."""
+        """Bytes used outside torch's allocator: CUDA's context, NCCL, other libraries."""
         return None if self.used is None else self.used - self.reserved
 
 
 class MemoryAccount(Section):
-    """What one rank allocated, from its base mark on."""
+    """Memory that one rank allocated after its base mark."""
 
     rank: int
     method: str
-    """How allocations were seen, in words."""
+    """Description of how allocations were recorded."""
 
     device: str
-    """Whose memory: cpu or cuda."""
+    """Device of the memory: cpu or cuda."""
 
     base: int
-    """Bytes allocated at the base mark: after imports, with the group met and a toy step done."""
+    """Bytes allocated at the base mark: after imports, after the process group was set up and a toy step ran."""
 
     phases: tuple[PhasePeak, ...]
     peaks: tuple[int, ...]
-    """Of each step that was measured, beyond the base."""
+    """Peak of each measured step, in bytes beyond the base."""
 
     curve: tuple[tuple[float, int], ...] = ()
-    """(part of a step's time from 0 to 1, bytes beyond the base): phases as long as in a plain step."""
+    """Points of a step: (time from 0 to 1, bytes beyond the base); phases take as long as in a plain step."""
 
     marks: tuple[tuple[float, str], ...] = ()
-    """(part of that step, phase that begins there)."""
+    """Starts of phases in that step: (time from 0 to 1, phase)."""
 
     resident: ResidentMemory | None = None
     sent: dict[str, int] = Field(default_factory=dict)
-    """Payload bytes of one step by collective: of each call the whole tensor that it is about."""
+    """Payload bytes of one step by collective; each call counts with its whole tensor."""
 
     sent_by: str = ""
-    """How that was seen, in words; empty where it was not."""
+    """Description of how `sent` was recorded; empty if it was not."""
 
     saved: tuple[int, int] | None = None
-    """Bytes of activations at the end of a forward: by lifetime, and as autograd saved them, in a pass apart."""
+    """Bytes of activations at the end of a forward: by lifetime, and as saved by autograd (from a pass of its own)."""
 
     notes: tuple[str, ...] = ()
     on: DeviceMemory | None = None
-    """On CUDA: the device."""
+    """The GPU, if `device` is cuda."""
 
     pinned: tuple[PhasePeak, ...] = ()
-    """Beside CUDA's: the host's pages that CUDA pins, which malloc does not give; from 0, and not from the base."""
+    """Pinned host memory, if `device` is cuda: CUDA's pages, not malloc's; counted from 0 and not from the base."""
 
     host: MemoryAccount | None = None
-    """Beside CUDA's: the same of the host's memory."""
+    """Account of the host's memory, if `device` is cuda."""
 
     @property
     def reserved(self) -> int | None:
-        """The most that CUDA's allocator had of the device."""
+        """Highest number of bytes that torch's CUDA allocator reserved, over all phases."""
         return max((phase.reserved for phase in self.phases if phase.reserved is not None), default=None)
 
     def gaps(self, phase: PhasePeak) -> int | None:
-        """What the allocator had of the device and nobody had of it: fragmentation."""
+        """Return the bytes that the allocator reserved and that were not allocated (fragmentation); None on the CPU."""
         return None if phase.reserved is None else phase.reserved - self.base - phase.peak
 
     @property
     def peak(self) -> PhasePeak:
-        """The fullest phase of all."""
+        """Phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.peak)
 
     def residing(self, resident: ResidentMemory | None) -> MemoryAccount:
-        """With what the system counts, which is of the host's memory."""
+        """Return a copy with `resident` in the account of the host's memory."""
         if self.device == "cpu":
             return self.model_copy(update={"resident": resident})
         host = self.host and self.host.residing(resident)
         return self.model_copy(update={"host": host})
 
     def write(self, run: Path) -> None:
+        """Write the account into the run folder."""
         account_path(run, self.rank).write_text(self.model_dump_json(), encoding="utf-8")
 
 
@@ -165,12 +166,12 @@ _ACCOUNT_FILE: Final = r"rank-(\d+)\.memory\.json"
 
 
 def read_account(run: Path, rank: int) -> MemoryAccount:
-    """What a rank wrote down; an error where it wrote nothing, or not all of it."""
+    """Return the account that a rank wrote; raise ReportError if there is none or it is not complete."""
     file = account_path(run, rank)
     try:
         account = MemoryAccount.model_validate_json(file.read_bytes())
     except FileNotFoundError:
-        raise ReportError(f"rank {rank} wrote down nothing of its memory: there is no {file}") from None
+        raise ReportError(f"rank {rank} wrote no account of its memory: there is no {file}") from None
     except OSError as e:
         raise ReportError(f"{file} cannot be read: {e.strerror}") from None
     except ValidationError as e:
@@ -178,14 +179,14 @@ def read_account(run: Path, rank: int) -> MemoryAccount:
         where = ".".join(map(str, first["loc"])) or "the whole file"
         raise ReportError(f"{file} is not the account of a rank's memory ({where}: {first['msg']})") from None
     if account.rank != rank:
-        raise ReportError(f"{file} tells of rank {account.rank}")
+        raise ReportError(f"{file} is the account of rank {account.rank}, not of rank {rank}")
     return account
 
 
 def read_accounts(run: Path, problems: list[str]) -> Iterator[MemoryAccount]:
-    """Of all ranks that wrote any, the lowest first; one that cannot be read leaves the others."""
-    found = sorted(int(m[1]) for file in run.glob("*.memory.json") if (m := re.fullmatch(_ACCOUNT_FILE, file.name)))
-    for rank in found:
+    """Yield the accounts in a run folder, lowest rank first; add a sentence to `problems` for each unreadable one."""
+    ranks = sorted(int(m[1]) for file in run.glob("*.memory.json") if (m := re.fullmatch(_ACCOUNT_FILE, file.name)))
+    for rank in ranks:
         try:
             yield read_account(run, rank)
         except ReportError as e:
@@ -193,4 +194,5 @@ def read_accounts(run: Path, problems: list[str]) -> Iterator[MemoryAccount]:
 
 
 def account_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's memory account in a run folder."""
     return run / f"rank-{rank}.memory.json"

@@ -1,4 +1,4 @@
-"""What a rank's memory comes to on CUDA: measured there; elsewhere a prediction, and its assumptions."""
+"""Total memory of a rank on CUDA: measured on a GPU, otherwise predicted under stated assumptions."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from unipar.memory.account import MemoryAccount
 
 MIB = 2**20
 CUDA_CONTEXT_BYTES = 500 * MIB
-"""Of one process: CUDA's context and the kernels that torch loads. Assumed."""
+"""Assumed bytes of CUDA's context and of the kernels that torch loads, in each process."""
 
 NCCL_BYTES = 200 * MIB
-"""Of one process in a group of several: NCCL's channels and buffers. Assumed."""
+"""Assumed bytes of NCCL's channels and buffers, in each process of a group of several."""
 
 BLOCK_ROUNDING_BYTES, SEGMENT_ROUNDING_BYTES = 512, 2 * MIB
-"""torch rounds each block up to the one, and asks CUDA for multiples of the other."""
+"""Units of torch's CUDA allocator: a block is a multiple of the first, a request to CUDA of the second."""
 
 CUDA_ASSUMPTIONS = (
     f"CUDA's context and torch's kernels take {CUDA_CONTEXT_BYTES // MIB} MiB in each process",
     f"NCCL takes {NCCL_BYTES // MIB} MiB in each process of a world of several, nothing in a world of one",
-    f"each of the largest blocks is rounded up to {BLOCK_ROUNDING_BYTES} bytes, and the whole to {SEGMENT_ROUNDING_BYTES // MIB} MiB; "
-    "gaps between blocks are not foreseen",
-    "tensors are as large there as here; what kernels use as scratch is left out",
+    f"each of the largest blocks is rounded up to {BLOCK_ROUNDING_BYTES} bytes, and the whole to "
+    f"{SEGMENT_ROUNDING_BYTES // MIB} MiB; gaps between blocks are not predicted",
+    "tensors have the same size on CUDA as here; scratch memory of kernels is left out",
 )
-"""For the page: none of it was measured."""
+"""Sentences for the page: assumptions of the prediction, none of them measured."""
 
 
 @dataclass(frozen=True)
 class PredictedCudaMemory:
-    """The parts of a prediction, in bytes."""
+    """Predicted memory of a rank on CUDA, by part, in bytes."""
 
     allocated: int
-    """On CUDA what torch's allocator had of the device, gaps and rounding included."""
+    """Bytes allocated at the peak; if the run was on CUDA, bytes that torch reserved, gaps and rounding included."""
 
     context: int
     nccl: int
@@ -44,13 +44,13 @@ class PredictedCudaMemory:
 
 @dataclass(frozen=True)
 class MeasuredCudaMemory:
-    """The parts of what the driver counts, in bytes."""
+    """Measured memory of a rank on CUDA, by part, in bytes."""
 
     reserved: int
-    """The most that torch's allocator had of the device."""
+    """Highest number of bytes that torch's allocator reserved."""
 
     beside: int
-    """What the driver counts for the process beside that: CUDA's context, NCCL, Horovod."""
+    """Bytes that the driver counts for the process beyond that: CUDA's context, NCCL, Horovod."""
 
     @property
     def total(self) -> int:
@@ -58,7 +58,7 @@ class MeasuredCudaMemory:
 
 
 def total_on_cuda(account: MemoryAccount, ranks: int) -> PredictedCudaMemory | MeasuredCudaMemory:
-    """Of one rank on CUDA, in a world of so many: measured where it ran there and the driver told, else predicted."""
+    """Return a rank's total on CUDA: measured if the run was there and the driver reported it, otherwise predicted."""
     if account.on is None:
         return predict_on_cuda(account, ranks)
     reserved = account.reserved or account.on.reserved
@@ -68,7 +68,7 @@ def total_on_cuda(account: MemoryAccount, ranks: int) -> PredictedCudaMemory | M
 
 
 def predict_on_cuda(account: MemoryAccount, ranks: int) -> PredictedCudaMemory:
-    """Of one rank at its peak, in a world of so many."""
+    """Predict a rank's total on CUDA at its peak, in a world of `ranks` ranks."""
     peak = account.peak
     blocks = sum(-block.size % BLOCK_ROUNDING_BYTES for block in peak.largest)
     return PredictedCudaMemory(

@@ -1,1 +1,1 @@
-"""Predicting memory and communication without running: today the estimate behind out-of-memory advice."""
+"""Estimates of memory without a run: today those for the advice in out-of-memory errors."""

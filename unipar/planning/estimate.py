@@ -1,4 +1,4 @@
-"""Bytes a rank keeps, and which micro-batch or cell would fit."""
+"""Estimate of the bytes that a rank keeps, and advice on a micro-batch or cell that would fit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SHARDED_FROM: Final[dict[Category, Shard]] = {
     "masters": "optimizer",
     "optimizer": "optimizer",
 }
-"""From which kind of splitting on each rank has its share alone."""
+"""Lowest value of `parallel.shard` at which a rank keeps only its share of a category."""
 
 
 _PHASES_BEFORE_BATCH: Final = ("start", "update")
-"""Where nothing that is there grows with the microbatch."""
+"""Phases in which no memory grows with the microbatch."""
 
 
 def estimate_kept_bytes(config: Config, ranks: int, parameters: int, shard: Shard | None = None) -> dict[Category, int]:
-    """Return the bytes that a rank keeps from step to step, by what they are for; buckets and the like are left out."""
+    """Return the bytes that a rank keeps from step to step, by category; buckets and the like are left out."""
     precision, optimizer = config.train.precision, config.train.optimizer
     weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
     state = max(4, weight)
@@ -53,13 +53,13 @@ def suggest_what_fits(
     moving: int | None = None,
     lack: int | None = None,
 ) -> str:
-    """Say in words what would have fitted: a smaller micro-batch, another cell, or why neither.
+    """Return a sentence on what would have fitted: a smaller micro-batch, another cell, or why neither.
 
-    `moving` is what grows with the microbatch, `lack` how much too little there was. Where they are unknown, what needs
-    less is named, without the claim that it fits.
+    `moving` is the number of bytes that grows with the microbatch, `lack` the number that was missing. If they are
+    unknown, the sentence names what needs less memory, without the claim that it fits.
     """
     if not parameters:
-        return "no cell and no batch needs less: the model is built whole before it is split"
+        return "no other cell or batch size needs less: the whole model is built before it is split"
     ways = [
         *_smaller_microbatch(sizes.micro, phase, moving, lack),
         *_cell_that_keeps_less(config, sizes.ranks, parameters, lack),
@@ -77,7 +77,7 @@ def suggest_what_fits(
 
 
 def _smaller_microbatch(now: int, phase: str, moving: int | None, lack: int | None) -> Iterator[str]:
-    """The largest microbatch that takes that much less."""
+    """Yield the largest smaller microbatch that saves `lack` bytes, if there is one."""
     if phase in _PHASES_BEFORE_BATCH:
         return
     for micro in (n for n in range(now - 1, 0, -1) if now % n == 0):
@@ -87,7 +87,7 @@ def _smaller_microbatch(now: int, phase: str, moving: int | None, lack: int | No
 
 
 def _cell_that_keeps_less(config: Config, ranks: int, parameters: int, lack: int | None) -> Iterator[str]:
-    """Of this backend, else of any, the one that splits least and keeps that much less."""
+    """Yield the cell that splits least and saves `lack` bytes, if there is one; the config's backend is tried first."""
     here = sum(estimate_kept_bytes(config, ranks, parameters).values())
     more = SHARDS[SHARDS.index(config.parallel.shard) + 1 :]
     for backend in sorted(registry.backend_names(), key=lambda name: name != config.backend):

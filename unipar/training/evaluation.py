@@ -1,4 +1,4 @@
-"""Evaluation: a task's named means over its validation data, added up over batches and ranks."""
+"""Evaluation: means of a task's metrics over its validation data, summed over batches and ranks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _NO_SAMPLES = "validation() has no samples"
 
 
 def refuse_unsynced_evaluation(done: int, every: int) -> None:
-    """Ranks that step by themselves hold one model only now and then."""
+    """Raise TaskError if ranks that step independently (`train.sync_every`) have different models after step `done`."""
     if done % every:
         raise TaskError(
-            f"evaluate() was called after step {done}: with train.sync_every: {every} ranks hold one model only after "
-            "each so many steps, and after the last"
+            f"evaluate() was called after step {done}: with train.sync_every: {every} ranks have the same model only "
+            f"after every {every} steps and after the last one; evaluate then"
         )
 
 
 @final
 class Evaluation:
-    """Reads the same samples in every world; every rank runs as many batches as the others."""
+    """Evaluation on one rank: the same samples in a world of any size, and equally many batches on every rank."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Evaluation:
         self.mark = mark
         self.task, self.modules, self.engine, self.world, self.sizes = task, modules, engine, world, sizes
         self.seed, self.device = config.train.seed, world.device
-        given = task.validation()
-        if given is None:
+        data = task.validation()
+        if data is None:
             raise TaskError("there is nothing to evaluate: give the task validation(), a dataset, or leave eval out")
         collate = task.collate if task.defines("collate") else None
-        self.source = data_source_of(given, collate, task.collate, config, sizes)
+        self.source = data_source_of(data, collate, task.collate, config, sizes)
         self.most = config.eval.batches * sizes.total if config.eval.batches is not None else None
         if not self.source.streams:
             if len(self.source) == 0:
@@ -64,20 +64,24 @@ class Evaluation:
         self.sums: dict[str, list[float]] = {}
 
     def __call__(self) -> dict[str, float]:
+        """Return the mean of each metric; every rank calls it."""
         for module in self.modules:
             broadcast_module_buffers(module)
         self.sums = {}
         for i, (batch, samples) in enumerate(
             self._stream_batches() if self.source.streams else self._map_style_batches()
         ):
-            self.mark("evaluate")  # each batch is a sign of life
+            self.mark("evaluate")  # one mark a batch: the watchdog sees that the rank does not hang
             seed_all(mix_seed(self.seed, 4, self.world.rank + i * self.world.size))
-            found = self.engine.evaluate(self._metrics, to_device(batch, self.device))
-            self._add(found, self._weight(batch, samples) if samples else None)
+            metrics = self.engine.evaluate(self._metrics, to_device(batch, self.device))
+            self._add(metrics, self._weight(batch, samples) if samples else None)
         return self._means()
 
     def _map_style_batches(self) -> Iterator[tuple[Any, int]]:
-        """This rank's batches and their samples; 0: the others wait for this one, so it runs, and is not added."""
+        """Yield this rank's batches and their numbers of samples.
+
+        Number 0 marks a batch that is run and not added: other ranks still have one, and collectives need every rank.
+        """
         assert self.most is not None
         size, rank, micro = self.world.size, self.world.rank, self.sizes.micro
         keys = [(0, i) for i in range(self.most)]
@@ -95,7 +99,7 @@ class Evaluation:
             yield batch, len(mine[i]) if rank + i * size < len(chunks) else 0
 
     def _stream_batches(self) -> Iterator[tuple[Any, int]]:
-        """The same of a stream, which every rank reads as a whole."""
+        """Yield this rank's batches of a stream, which every rank reads as a whole, and their numbers of samples."""
         size, micro = self.world.size, self.sizes.micro
         rounds = BatchSizes(total=micro * size, micro=micro, accumulate=1, ranks=size)
         for portion in wrap_in_workers(
@@ -113,22 +117,24 @@ class Evaluation:
         weight = self.task.weight(batch)
         return float(samples if weight is None else weight)
 
-    def _add(self, found: Any, weight: float | None) -> None:
-        if not isinstance(found, Mapping):
-            raise TaskError(f"metrics() returned {found!r}; a mapping of names to means, or (mean, weight), is wanted")
-        for name, value in found.items():
+    def _add(self, metrics: Any, weight: float | None) -> None:
+        if not isinstance(metrics, Mapping):
+            raise TaskError(
+                f"metrics() returned {metrics!r}; return a mapping of names to means or to pairs (mean, weight)"
+            )
+        for name, value in metrics.items():
             pair: tuple[Any, Any] = value if isinstance(value, tuple) else (value, weight)
             mean, own = pair
             total = self.sums.setdefault(str(name), [0.0, 0.0])
             if weight is None or not float(own):
                 continue
             if isinstance(mean, Tensor) and mean.numel() != 1:
-                raise TaskError(f"metrics()[{name!r}] has the shape {tuple(mean.shape)}; one number is wanted")
+                raise TaskError(f"metrics()[{name!r}] has the shape {tuple(mean.shape)}; return one number")
             total[0] += float(mean) * float(own)
             total[1] += float(own)
 
     def _agree(self, names: list[str]) -> None:
-        """Sums of other names would be added to one another."""
+        """Raise TaskError if ranks have different metrics: sums of different names would be added to one another."""
         mine, rank = ", ".join(names), self.world.rank
         self.world.agree(
             "metrics",

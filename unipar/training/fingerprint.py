@@ -1,4 +1,4 @@
-"""Few numbers that stand for many: sketches of tensors, fingerprints of batches."""
+"""Sketches of tensors, hashes of tensors and samples, fingerprints of batches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from torch import Tensor
 from unipar.engines.batch import map_tensors
 
 SKETCH_NUMBERS = 8
-"""Numbers in a sketch."""
+"""Number of sums in a sketch."""
 
 
 @final
 class TensorSketcher:
-    """Linear sketches: each element, with a sign of its own, is added to one of a few sums.
+    """Maker of linear sketches: each element, multiplied by a fixed random sign, is added to one of a few sums.
 
-    The sketch of a sum is the sum of the sketches, also over ranks that hold a range each; and the
-    length of a sketch is about that of the tensor. So what a step did to a tensor can be weighed
-    afterwards without keeping the tensor.
+    The sketch of a sum is the sum of the sketches, also over ranks that hold a range each. The norm of a sketch is
+    about that of the tensor. So the change of a tensor in a step can be measured later without keeping the tensor.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
@@ -31,7 +30,7 @@ class TensorSketcher:
         self._signs: dict[tuple[str, int, tuple[int, int], torch.device], Tensor] = {}
 
     def sketch_range(self, name: str, numel: int, where: tuple[int, int], tensor: Tensor) -> Tensor:
-        """Of the range `where` of a tensor called `name` that has `numel` elements in all."""
+        """Return the sketch of `tensor`, the range `where` of a tensor `name` that has `numel` elements in all."""
         signed = tensor.detach().reshape(-1).double() * self._sign(name, numel, where, tensor.device)
         front = where[0] % SKETCH_NUMBERS
         back = -(front + signed.numel()) % SKETCH_NUMBERS
@@ -50,19 +49,20 @@ class TensorSketcher:
 
 
 def sketch_whole_tensor(sketches: TensorSketcher, name: str, tensor: Tensor) -> Tensor:
-    """Of a tensor that is all here."""
+    """Return the sketch of a tensor that this rank holds as a whole."""
     return sketches.sketch_range(name, tensor.numel(), (0, tensor.numel()), tensor)
 
 
-def collect_tensors(thing: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+def collect_tensors(value: Any) -> list[Tensor]:
+    """Return all tensors in `value` (a tensor, or containers of tensors), in order."""
+    tensors: list[Tensor] = []
 
     def note(t: Tensor) -> Tensor:
-        found.append(t)
+        tensors.append(t)
         return t
 
-    map_tensors(thing, note)
-    return found
+    map_tensors(value, note)
+    return tensors
 
 
 _ELEMENTS_PER_CHUNK = 1 << 18
@@ -71,7 +71,7 @@ _MASK_64_BITS = (1 << 64) - 1
 
 
 def hash_tensor_range(tensor: Tensor, first: int) -> int:
-    """Of a range of a larger tensor that begins at `first`: added up over all ranges, one number for the same bits."""
+    """Return the hash of a range that begins at element `first`; its sum over all ranges depends on all bits only."""
     t = tensor.detach().reshape(-1)
     if t.is_complex():
         t, first = torch.view_as_real(t).reshape(-1), 2 * first
@@ -86,20 +86,20 @@ def hash_tensor_range(tensor: Tensor, first: int) -> int:
 
 
 def hash_sample_keys(keys: Iterable[tuple[int, int]]) -> int:
-    """Which samples, in whatever order: added up over all ranks, one number."""
+    """Return a hash of a set of samples that does not depend on their order; hashes of several ranks can be added."""
     return sum(hash(key) for key in keys) & _MASK_64_BITS
 
 
 def fingerprint_batch(batch: Any) -> str:
-    """The same for two batches that hold the same, in whatever precision; empty: nothing in it that can be read."""
+    """Return a fingerprint that is equal for equal batches in any precision; "" if the batch has no readable tensor."""
     tensors = [t for t in collect_tensors(batch) if t.layout == torch.strided and not t.is_nested]
     if not tensors:
         return ""
-    made = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for t in tensors:
-        made.update(repr(tuple(t.shape)).encode())
-        made.update(_fingerprint_bytes(t.detach()))
-    return made.hexdigest()
+        digest.update(repr(tuple(t.shape)).encode())
+        digest.update(_fingerprint_bytes(t.detach()))
+    return digest.hexdigest()
 
 
 def _fingerprint_bytes(t: Tensor) -> bytes:

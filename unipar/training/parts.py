@@ -1,4 +1,4 @@
-"""The parts of a run, mostly one: each module that `model()` returned, its engine, and what its steps gave."""
+"""Parts of a run, usually one: each module that `model()` returned, with its engine and the results of its steps."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from unipar.errors import NonFinite, UniparError
 from unipar.training import stopping
 
 _MAX_PENDING_LOSSES = 64
-"""Losses that are kept one by one before they are copied into the window."""
+"""Number of losses that are kept one by one before they are copied into the window."""
 
 
 @final
 class TrainedPart:
-    """One part: its module and engine, and the losses of its steps that are not yet reported."""
+    """One part: its module, its engine, and the losses of its steps that are not yet reported."""
 
     def __init__(self, part: Part, engine: Engine, config: Config, world: World, *, alone: bool) -> None:
         self.name, self.module, self.engine, self.world = part.name, part.module, engine, world
         self.config = config
-        """With this part's own optimizer and clip."""
+        """Config with this part's own optimizer and clip."""
 
         self.error_suffix = "" if alone else f" of {part.name!r}"
-        """How errors tell it from others."""
+        """Words that name the part in errors; empty if it is the only one."""
 
         self._names = frozenset(n for n, p in part.module.named_parameters() if p.requires_grad)
         self.window = torch.zeros(config.log.every, dtype=torch.float64, device=world.device)
         self.skipped = 0
-        """Updates that fp16's loss scale left out."""
+        """Number of updates skipped because of fp16's loss scale."""
 
         self.steps: list[int] = []
-        """Of the run, from 1: those whose losses fill the window."""
+        """Numbers (from 1) of the run's steps whose losses are in the window."""
 
         self.last: dict[str, Any] | None = None
-        """Step, loss, norm and rate that were reported last."""
+        """Step, loss, norm and learning rate of the last report."""
 
         self._pending_losses: list[Tensor] = []
         self._norm: Tensor | None = None
@@ -50,14 +50,14 @@ class TrainedPart:
         self._step_numbers: list[int] = []
 
     def set_trainable(self, wanted: bool) -> None:
-        """Whether its parameters take gradients; by name, as libraries put other tensors in their places."""
+        """Set `requires_grad` of the part's parameters; found by name, because libraries replace the tensors."""
         self.engine.before_state_access()
         for name, p in self.module.named_parameters():
             if name in self._names:
                 p.requires_grad_(wanted)
 
     def add_step(self, number: int, out: Step, rate: float) -> None:
-        """Keep what the run's step `number` gave, on the device."""
+        """Keep loss, norm and rate of the run's step `number`, on the device."""
         self.steps.append(number)
         self._pending_losses.append(out.loss)
         self._norm, self._rate = out.norm, rate
@@ -69,20 +69,20 @@ class TrainedPart:
             self._step_numbers.append(number)
 
     def skip(self, number: int, *, expected: bool) -> None:
-        """An update was left out: fp16's scale was too large, and the schedule waits; else it is an error."""
+        """Count a skipped update, for which the schedule waits; raise NonFinite unless fp16's loss scale caused it."""
         if not expected:
             raise NonFinite(f"a gradient{self.error_suffix} is not finite at step {number}, so its update was left out")
         self.skipped += 1
 
     def settle(self) -> None:
-        """Losses of the last steps into the window, in one copy: one by one they cost 6 us each."""
+        """Copy pending losses into the window, all at once: one by one, each copy takes 6 us."""
         if self._pending_losses:
             count = len(self.steps)
             self.window[count - len(self._pending_losses) : count] = torch.stack(self._pending_losses)
             self._pending_losses.clear()
 
     def report(self) -> float:
-        """The global loss of its last step, and a look at all since the last report."""
+        """Return the global loss of the last step; raise NonFinite if a loss since the last report is not finite."""
         assert self._norm is not None
         self.settle()
         loss = self._reduce_loss(self.window[len(self.steps) - 1])
@@ -92,15 +92,15 @@ class TrainedPart:
         return loss
 
     def finish(self) -> None:
-        """After the loop: what is not yet reported of its last steps."""
+        """Check the losses of steps that are not yet reported; called after the loop."""
         if self.steps:
             self.settle()
             self._reduce_loss(self.window[: len(self.steps)].sum())
 
     def _reduce_loss(self, loss: Tensor) -> float:
-        """The sum over ranks; an error if any of them saw a loss that is not finite since the last report.
+        """Return the sum of `loss` over ranks; raise NonFinite if a rank had a bad loss since the last report.
 
-        In the same sum the ranks learn that one of them was asked to stop, if it alone got the signal.
+        The same collective tells all ranks that one of them was asked to stop by a signal.
         """
         bad = (~self.window[: len(self.steps)].isfinite()).any().to(torch.float64)
         stop = torch.full_like(bad, float(stopping.stop_requested()))
@@ -112,7 +112,7 @@ class TrainedPart:
         return total
 
     def _non_finite_error(self) -> UniparError:
-        """The first bad step and the rank that had it: all ranks learn it together."""
+        """Return an error with the first bad step and its rank; every rank calls this together."""
         bad = (~self.window[: len(self.steps)].isfinite()).nonzero()
         first = torch.zeros(self.world.size, dtype=torch.float64, device=self.world.device)
         if len(bad):
@@ -120,15 +120,16 @@ class TrainedPart:
         steps = {rank: int(s) for rank, s in enumerate(self.world.sum(first).tolist()) if s}
         rank = min(steps, key=lambda r: steps[r])
         return NonFinite(
-            f"the loss{self.error_suffix} is not finite at step {steps[rank]}, first on rank {rank}: look at that batch, the "
-            "rate (train.optimizer.lr) and the clip (train.clip)"
+            f"the loss{self.error_suffix} is not finite at step {steps[rank]}, first on rank {rank}: look at that "
+            "batch, the rate (train.optimizer.lr) and the clip (train.clip)"
         )
 
     def record(self, steps: int) -> None:
+        """Make room on the device for loss and norm of each of `steps` steps."""
         self._loss_and_norm = torch.zeros((2, steps), dtype=torch.float64, device=self.window.device)
 
     def recorded_steps(self) -> dict[str, list[Any]]:
-        """This rank's share of the loss, and the norm, of each step; and which steps of the run they were."""
+        """Return this rank's share of the loss, the norm, and the number in the run of each recorded step."""
         assert self._loss_and_norm is not None
         losses, norms = self._loss_and_norm[:, : len(self._step_numbers)].tolist()
         return {"loss": losses, "norm": norms, "step": list(self._step_numbers)}
@@ -136,14 +137,14 @@ class TrainedPart:
 
 @final
 class ActivePart:
-    """The part that is stepped: inside, no gradient reaches the others; afterwards their buffers are as before."""
+    """Context manager of the part that takes a step: other parts get no gradients, and keep their buffers' values."""
 
     def __init__(self, trained: TrainedPart, parts: Mapping[str, TrainedPart]) -> None:
         self.trained = trained
         self._others = [part for part in parts.values() if part is not trained]
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self.seeds = (list(parts).index(trained.name),) if self._others else ()
-        """What the random numbers of one of several parts follow from besides run, step and microbatch."""
+        """Numbers that make the random seed differ between several parts, besides run, step and microbatch."""
 
     def __enter__(self) -> None:
         for part in self._others:
@@ -161,26 +162,26 @@ class ActivePart:
 
 
 def collect_step_values(parts: Mapping[str, TrainedPart], scale: float) -> dict[str, Any]:
-    """What a logged step says: of several parts the sum of their last losses, the norm of all, and each."""
-    said = {name: part.last | {"lr": part.last["lr"] * scale} for name, part in parts.items() if part.last is not None}
+    """Return loss, norm and rate of a logged step; for several parts, the sum of losses, the joint norm, and each."""
+    rows = {name: part.last | {"lr": part.last["lr"] * scale} for name, part in parts.items() if part.last is not None}
     if len(parts) == 1:
-        return {key: value for row in said.values() for key, value in row.items() if key != "step"}
-    loss, norm = sum(row["loss"] for row in said.values()), math.hypot(*(row["norm"] for row in said.values()))
-    return {"loss": loss, "norm": norm, "parts": said}
+        return {key: value for row in rows.values() for key, value in row.items() if key != "step"}
+    loss, norm = sum(row["loss"] for row in rows.values()), math.hypot(*(row["norm"] for row in rows.values()))
+    return {"loss": loss, "norm": norm, "parts": rows}
 
 
 def flatten_logged_step(row: Mapping[str, Any]) -> dict[str, float]:
-    """The same for those who know names and numbers only: `loss/critic`."""
-    made = {key: value for key, value in row.items() if key not in ("parts", "memory")}
+    """Return the row of a logged step as a flat mapping of names to numbers, such as `loss/critic`, for trackers."""
+    flat = {key: value for key, value in row.items() if key not in ("parts", "memory")}
     for phase in row.get("memory", []):
-        made[f"memory/{phase['name']}"] = phase["peak"]
+        flat[f"memory/{phase['name']}"] = phase["peak"]
     for name, part in row.get("parts", {}).items():
-        made |= {f"{key}/{name}": value for key, value in part.items() if key != "step"}
-    return made
+        flat |= {f"{key}/{name}": value for key, value in part.items() if key != "step"}
+    return flat
 
 
 def combine_recorded_parts(parts: Mapping[str, Mapping[str, list[Any]]], steps: int) -> dict[str, list[float]]:
-    """Of what each part recorded, the run's: at each step the sum of the last losses, the norm of all gradients."""
+    """Return the run's loss and norm at each step: the sum of all parts' last losses, the norm of all gradients."""
     loss, norm = [0.0] * steps, [0.0] * steps
     for part in parts.values():
         at = [*part["step"], steps + 1]
@@ -192,12 +193,14 @@ def combine_recorded_parts(parts: Mapping[str, Mapping[str, list[Any]]], steps: 
 
 
 def iterate_pieces(parts: Mapping[str, TrainedPart]) -> Iterator[Piece]:
+    """Yield all pieces of state on this rank; with several parts, names begin with the part's."""
     for name, part in parts.items():
         for piece in part.engine.pieces():
             yield piece if len(parts) == 1 else replace(piece, name=f"{name}.{piece.name}")
 
 
 def restore_parts(parts: Mapping[str, TrainedPart], read: Read) -> None:
+    """Restore the state of all parts from `read`."""
     for name, part in parts.items():
         part.engine.restore(read if len(parts) == 1 else _PartRead(name, read))
 

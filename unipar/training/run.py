@@ -43,11 +43,12 @@ if TYPE_CHECKING:
     from unipar.memory.recording.step_log import StepMemory
 
 BatchObserver = Callable[[Sequence[tuple[Any, MicrobatchPlan]]], None]
+"""Function that is called with this rank's microbatches of a step, and their plans."""
 
 
 @final
 class TrainingRun(Run):
-    """The loop's side of one rank, with hooks for those who run a task's loop for it."""
+    """`Run` of one rank in training, with hooks for `compare` and `verify`."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class TrainingRun(Run):
         self._seeds: tuple[int, ...] = ()
         self._parts_stepped: list[ActivePart] = []
         self._due = False
-        """Whether the share at hand is one that logs."""
+        """Whether the current share is logged."""
 
         self._next_seed = self._shares_since_log = self._samples = 0
         self._cuda = self.device.type == "cuda"
@@ -94,7 +95,7 @@ class TrainingRun(Run):
         self._batch_observer: BatchObserver | None = None
         self._step_memory: StepMemory | None = None
 
-    # What the run is over
+    # Steps and data
 
     @property
     @override
@@ -117,11 +118,11 @@ class TrainingRun(Run):
         return Position(self.done, *self.feed.place(self.done))
 
     def seek(self, step: int) -> None:
-        """Stand before the step after `step` ones: part of taking state in."""
+        """Set the number of steps done, after state was restored."""
         self.done = step
 
-    def _make_feed(self, given: Any) -> MicrobatchFeed | StreamFeed:
-        source = training_data_source(given, self._collate, self.task.collate, self.config, self.sizes)
+    def _make_feed(self, data: Any) -> MicrobatchFeed | StreamFeed:
+        source = training_data_source(data, self._collate, self.task.collate, self.config, self.sizes)
         if source.length is not None:
             check_same_sample_count(source.length, self.world)
         pin = self.device.type == "cuda"
@@ -130,7 +131,7 @@ class TrainingRun(Run):
             return StreamFeed(source, self.sizes, self.world, self._seed, pin=pin)
         return MicrobatchFeed(source, self.sizes, self.rank, self._seed, pin=pin)
 
-    # What it trains
+    # Parts and their state
 
     @property
     @override
@@ -139,7 +140,7 @@ class TrainingRun(Run):
 
     @property
     def engine(self) -> Engine:
-        """Of the model, or of its first part."""
+        """Engine of the model, or of its first part."""
         return self._first.trained.engine
 
     @override
@@ -155,16 +156,16 @@ class TrainingRun(Run):
         other = self._member(part)
         if self._active is None:
             raise TaskError(
-                f"run.frozen({part!r}) was called outside of a loss and metrics, where no other part is at work"
+                f"run.frozen({part!r}) was called outside of a loss and metrics: call it inside one of them"
             )
         if other is self._active:
             raise TaskError(
-                f"run.frozen({part!r}) was called in that part's own loss, whose first argument is its model"
+                f"run.frozen({part!r}) was called in that part's own loss: use the loss's first argument, its model"
             )
         engine = other.trained.engine
         return engine.evaluate if self._evaluating else engine.call_frozen
 
-    # The loop's verbs
+    # Methods for the loop
 
     @override
     def batches(self) -> Iterator[Share]:
@@ -178,7 +179,7 @@ class TrainingRun(Run):
     @override
     def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
-            raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it was given {share!r}")
+            raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
         active = self._select_part(part, loss)
         trained = active.trained
         number = self.done + 1
@@ -197,17 +198,17 @@ class TrainingRun(Run):
         if not self._parts_stepped:
             self._shares_since_log, self._samples = self._shares_since_log + 1, share.samples
         self._due = self._shares_since_log == self._every or number == steps or number == 1
-        said = trained.report() if self._due or (out.skipped and not self._scales) else None
+        reported = trained.report() if self._due or (out.skipped and not self._scales) else None
         if out.skipped:
             trained.skip(number, expected=self._scales)
             self._ledger.note("skipped", step=number)
         if self._sync_every and (number % self._sync_every == 0 or number == steps):
             trained.engine.take_mean()
         self._parts_stepped.append(active)
-        if len(self._members) == 1:  # with several, the share is over when the loop asks for the next
+        if len(self._members) == 1:  # with several, the share ends when the loop asks for the next one
             self._end_share()
         self._mark("between")
-        return StepOutcome(number, said)
+        return StepOutcome(number, reported)
 
     def _select_part(self, part: str | None, loss: Fn | None) -> ActivePart:
         """Return the part that a call of `run.step` means."""
@@ -215,16 +216,16 @@ class TrainingRun(Run):
             if len(self._members) == 1:
                 return self._first
             raise TaskError(
-                f"run.step was not told which part: model() returned {', '.join(self._parts)}; run.step(share, "
+                f"run.step was called without part=: model() returned {', '.join(self._parts)}; call run.step(share, "
                 f"part={next(iter(self._parts))!r}, loss=...)"
             )
         chosen = self._member(part)
         if loss is None and chosen is not self._first:
             own = self._first.trained.name
-            raise TaskError(f"run.step(part={part!r}) has no loss: the task's own is that of {own!r}; give loss=")
+            raise TaskError(f"run.step(part={part!r}) has no loss: the task's own is for {own!r}; give loss=")
         if chosen in self._parts_stepped:
             raise TaskError(
-                f"the loop called run.step(part={part!r}) twice for one share; at most once for each part is wanted"
+                f"the loop called run.step(part={part!r}) twice for one share; call it at most once for each part"
             )
         return chosen
 
@@ -238,66 +239,68 @@ class TrainingRun(Run):
         if self._sync_every and self.done != self.steps:
             refuse_unsynced_evaluation(self.done, self._sync_every)
         if self._evaluation is None:
-            told = (self.task, [part.module for part in self._parts.values()], self.engine, self.world)
-            self._evaluation = Evaluation(*told, self.config, self.sizes, mark=self._mark)
+            modules = [part.module for part in self._parts.values()]
+            self._evaluation = Evaluation(
+                self.task, modules, self.engine, self.world, self.config, self.sizes, self._mark
+            )
         self._mark("evaluate")
         self._active, self._evaluating = self._first, True
         try:
             means = self._evaluation()
         finally:
             self._active, self._evaluating = None, False
-        self._tell("eval", means)
+        self._write_values("eval", means)
         self._mark("between")
         return means
 
     @override
     def log(self, **named: float | Tensor) -> None:
-        self._tell("log", {k: float(v) for k, v in named.items()})
+        self._write_values("log", {k: float(v) for k, v in named.items()})
 
     def record(self, steps: int) -> None:
-        """Keep every step's share of the loss, and its norm, on the device."""
+        """Keep this rank's share of the loss, and the norm, of every step on the device."""
         for part in self._parts.values():
             part.record(steps)
 
     def recorded_steps(self) -> dict[str, Any]:
-        """This rank's shares (the ranks' sum is the loss) and the norms, of the steps done; of several parts, each."""
+        """Return this rank's shares of the loss (their sum over ranks is the loss) and the norms; and of each part."""
         parts = {name: part.recorded_steps() for name, part in self._parts.items()}
         if len(parts) == 1:
             return {key: parts[self._first.trained.name][key] for key in ("loss", "norm")}
         return combine_recorded_parts(parts, self.done) | {"parts": parts}
 
-    def on_batches(self, heed: BatchObserver) -> None:
-        """Have `heed` called with what each step is given: this rank's microbatches and which samples they are."""
-        self._batch_observer = heed
+    def on_batches(self, observer: BatchObserver) -> None:
+        """Call `observer` at each step with this rank's microbatches, and the samples that are in them."""
+        self._batch_observer = observer
 
     def mark_waiting(self) -> None:
-        """Say that silence is meant: somebody else has the turn."""
+        """Set the phase "waiting", in which the watchdog does not count silence: another process has the turn."""
         self._mark("waiting")
 
     def use_feed(self, feed: MicrobatchFeed) -> None:
-        """Take the shares from there instead of the task's own data."""
+        """Take the shares from `feed` instead of the task's own data."""
         self._feed = feed
 
-    def at_boundary(self, wait: Callable[[int], None]) -> None:
-        """Have `wait` called at every step boundary, with the number of steps done; the last one too."""
-        self._boundary_hook = wait
+    def at_boundary(self, hook: Callable[[int], None]) -> None:
+        """Call `hook` with the number of steps done at every step boundary, after the last step too."""
+        self._boundary_hook = hook
 
-    def attach_step_memory(self, logged: StepMemory) -> None:
-        """Have the steps that log watched by this."""
-        self._step_memory = logged
+    def attach_step_memory(self, recorder: StepMemory) -> None:
+        """Record the memory of logged steps by `recorder`."""
+        self._step_memory = recorder
 
     def finish(self) -> None:
-        """After the loop: what is not yet reported of its last steps."""
+        """Report the last steps and close the trackers; called after the loop."""
         self._end_share()
         for part in self._parts.values():
             part.finish()
         self._trackers.close()
         self._mark("end")
 
-    # How
+    # Internals
 
     def _pass_boundary(self, done: int) -> None:
-        """A step boundary: where the turn of others is waited for, and a signal is heeded."""
+        """Run what belongs between two steps: the hook, the check for a stop signal, the start of memory recording."""
         if self._boundary_hook is not None:
             self._boundary_hook(done)
         if done < self.steps:
@@ -305,7 +308,7 @@ class TrainingRun(Run):
             if self._step_memory is not None:
                 at = time.perf_counter()
                 self._step_memory.before(logs=self._logs(done + 1, self._shares_since_log + 1))
-                self._since += time.perf_counter() - at  # no step's
+                self._since += time.perf_counter() - at  # not counted as time of a step
 
     def _shares(self, feed: MicrobatchFeed | StreamFeed) -> Iterator[Share]:
         every = self.config.eval.every
@@ -318,16 +321,17 @@ class TrainingRun(Run):
             yield self._share(next(ready), feed)
             self._end_share()
             if self.done != before + 1:
-                wanted = "once" if len(self._members) == 1 else "once for each part at most, and for one at least"
+                times = "once" if len(self._members) == 1 else "at most once for each part, and for at least one part"
+                count = self.done - before
                 raise TaskError(
-                    f"the loop called run.step {self.done - before} times for one share; {wanted}, with that share, "
-                    "is wanted"
+                    f"the loop called run.step {count} times for one share; call it {times}, with that share"
                 )
             if every and self.done % every == 0:
                 self.evaluate()
         self._pass_boundary(self.done)
 
     def _share(self, read: list[tuple[Any, MicrobatchPlan]], feed: MicrobatchFeed | StreamFeed) -> Share:
+        """Return the share of a step: microbatches on the device, each with its weight in the global batch."""
         samples = feed.samples(self.done)
         if self._batch_observer is not None:
             self._batch_observer(read)
@@ -349,24 +353,25 @@ class TrainingRun(Run):
     def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self.task.weight(batch)
         if weight is not None and not float(weight) >= 0:
-            raise TaskError(f"weight(batch) is {float(weight):g}; a number that is not negative is wanted")
+            raise TaskError(f"weight(batch) is {float(weight):g}; it must not be negative")
         return float(samples if weight is None else weight)
 
     def _seeded_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss, under PyTorch's random numbers of this step's microbatch, whichever rank computes it."""
+        """Return the loss, with PyTorch seeded by step and microbatch, so that the rank makes no difference."""
         seed_torch(mix_into(self._loss_seed, self.done, self._next_seed, *self._seeds) >> 1, cuda=self._cuda)
         self._next_seed += self.size
         loss: Any = self._loss(model, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise TaskError(f"loss() returned {shown}; the mean over the batch, a scalar tensor, is wanted")
+            raise TaskError(f"loss() returned {shown}; return the mean over the batch as a scalar tensor")
         return loss
 
     def _logs(self, number: int, filled: int) -> bool:
+        """Return whether step `number`, the `filled`-th since the last log, is logged."""
         return filled == self._every or number == self.steps or number == 1
 
     def _end_share(self) -> None:
-        """Count the share's step, if a part had one with it, and write down what parts gave when that is due."""
+        """Count the share's step, if a part took one, and log the parts' results if the step is due."""
         if not self._parts_stepped:
             return
         self._parts_stepped.clear()
@@ -374,7 +379,7 @@ class TrainingRun(Run):
         if not self._due:
             return
         for part in self._parts.values():
-            if part.steps:  # it had no step in this share
+            if part.steps:  # parts that took a step in this share have reported it already
                 part.report()
         now = time.perf_counter()
         seconds, self._shares_since_log = (now - self._since) / self._shares_since_log, 0
@@ -383,12 +388,12 @@ class TrainingRun(Run):
         if self._step_memory is not None:
             row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._step_memory.after()]
             if self._step_memory.lost:
-                self._ledger.note("memory", said=f"watched no more: {self._step_memory.lost}")
+                self._ledger.note("memory", said=f"no longer recorded: {self._step_memory.lost}")
                 self._step_memory = None
         self._ledger.note("step", step=number, of=self.steps, **row)
         self._trackers.write(number, flatten_logged_step(row))
-        self._since = time.perf_counter()  # what was written down took time of its own
+        self._since = time.perf_counter()  # the time for writing is not counted as time of a step
 
-    def _tell(self, event: str, named: Mapping[str, float]) -> None:
+    def _write_values(self, event: str, named: Mapping[str, float]) -> None:
         self._ledger.note(event, step=self.done, **named)
         self._trackers.write(self.done, {f"{event}/{k}": v for k, v in named.items()})

@@ -1,4 +1,4 @@
-"""From a config to a run, on one rank: meet the others, make the model, let the backend split it."""
+"""Set-up of a run on one rank: join the world, create the model, let the backend build engines."""
 
 from __future__ import annotations
 
@@ -49,17 +49,15 @@ def open_run(
     *,
     met: Callable[[World, HeartbeatWriter], None] | None = None,
 ) -> Generator[TrainingRun]:
-    """A run that is ready to train; its world is left in order when the body ends well.
+    """Context manager: a run that is ready to train; if the body succeeds, the world is closed on exit.
 
-    `backend` is that of the settled cell. `met` is called when the ranks have met and nothing is built.
+    `backend` is that of the settled cell. `met` is called when the ranks have met, before anything is built.
     """
     config = settled.config
     heart = HeartbeatWriter(heartbeat_path(run, place.rank))
     with stop_on_signals(), Ledger(ledger_path(run, place.rank)) as ledger, ExitStack() as failed:
-        if (
-            place.size == 1 or not place.started_by_unipar
-        ):  # a process that goes on after an error; a worker of ours ends at once
-            failed.callback(leave_current_world)
+        if place.size == 1 or not place.started_by_unipar:
+            failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
         with _explain_import_error(backend):
             world = backend.join(config, place)
         if met is not None:
@@ -67,20 +65,20 @@ def open_run(
         watcher = _make_step_memory(config, backend, world, run, heart, ledger)
         trackers = TrackerWriter(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
         with explain_out_of_memory(run, place.rank):
-            made = build_run(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers)
+            live = build_run(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers)
         if watcher is not None:
-            _attach_step_memory(made, watcher)
-        gc.collect()  # what building left in cycles: rank 0's whole model, where it was split
+            _attach_step_memory(live, watcher)
+        gc.collect()  # frees what is in reference cycles: rank 0's whole model, if it was split
         try:
-            yield made
+            yield live
         except Stopped:
-            ledger.note("stopped", step=made.done)
+            ledger.note("stopped", step=live.done)
             trackers.close()
             raise
-        made.finish()
-        ledger.note("end", steps=made.done, peak_rss=peak_resident_bytes())
-        world.barrier()  # every rank's ledger is whole before any rank reads it
-        for part in made.parts.values():
+        live.finish()
+        ledger.note("end", steps=live.done, peak_rss=peak_resident_bytes())
+        world.barrier()  # no rank reads ledgers before all of them are complete
+        for part in live.parts.values():
             part.engine.close()
         world.close()
         failed.pop_all()
@@ -89,7 +87,7 @@ def open_run(
 def _make_step_memory(
     config: Config, backend: Backend, world: World, run: Path, heart: HeartbeatWriter, ledger: Ledger
 ) -> StepMemory | None:
-    """`log.memory`; without it nothing of that is loaded."""
+    """Return the recorder for `log.memory`, or None without it; its modules are imported only if needed."""
     if not config.log.memory:
         return None
     from unipar.memory.recording.step_log import choose_step_memory
@@ -104,21 +102,22 @@ def _attach_step_memory(run: TrainingRun, watcher: StepMemory) -> None:
     watcher.follow([part.engine for part in run.parts.values()])
     if type(run.task).train is Task.train:
         with watcher.reading():
-            run.feed  # noqa: B018 - made here, it is told from what trains
+            run.feed  # noqa: B018 - made here, its memory is not counted as the model's
     run.attach_step_memory(watcher)
 
 
 @contextmanager
 def _explain_import_error(backend: Backend) -> Generator[None]:
-    """What is installed and does not import is refused in its own words."""
+    """Context manager: turn an ImportError of the backend's library into BackendNotInstalled with its text."""
     try:
         yield
     except ImportError as e:
         hint = f": {backend.hint}" if backend.hint else ""
-        raise BackendNotInstalled(f"backend {backend.name!r} is installed and does not import ({e}){hint}") from e
+        raise BackendNotInstalled(f"backend {backend.name!r} is installed and cannot be imported ({e}){hint}") from e
 
 
 EngineFactory = Callable[[Part, Config, World], Engine]
+"""Function that builds the engine of a part, like `Backend.build`."""
 
 
 def build_run(
@@ -132,7 +131,7 @@ def build_run(
     trackers: TrackerWriter,
     build: EngineFactory | None = None,
 ) -> TrainingRun:
-    """The model, its engine (by `build` instead of the backend, if given) and the loop's side, in a world that met."""
+    """Create the model, its engines (by `build`, if given, instead of the backend) and the run, in a joined world."""
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
         raise TaskError("eval.every is given and the task has no validation(): give it a dataset, or leave eval out")
@@ -142,9 +141,8 @@ def build_run(
     modules = create_parts(task.model, config, world)
     whole = combine_parts(modules)
     wanted = config.model.loading
-    loaded = (
-        load_weights(whole, wanted) if wanted is not None and world.rank == 0 else None
-    )  # the others receive the values
+    # on rank 0 only: the other ranks get the values from it when tensors are placed
+    loaded = load_weights(whole, wanted) if wanted is not None and world.rank == 0 else None
     parameters = sum(p.numel() for p in whole.parameters())
     own_optimizer = task.optimizer if task.defines("optimizer") else None
     parts: dict[str, TrainedPart] = {}
@@ -158,21 +156,21 @@ def build_run(
             engine = (build or backend.build)(part, own, world)
             parts[name] = TrainedPart(part, engine, own, world, alone=len(modules) == 1)
     if len(parts) > 1:
-        for part in parts.values():  # some libraries settle in their first forward what takes gradients
+        for part in parts.values():  # some libraries fix in the first forward which parameters take gradients
             part.engine.evaluate(_compute_nothing, None)
-    said = {"rank": world.rank, "size": world.size, "cell": str(settled.cell), "pid": os.getpid()}
-    ledger.note("start", **said, parameters=parameters, resident=base)
+    process = {"rank": world.rank, "size": world.size, "cell": str(settled.cell), "pid": os.getpid()}
+    ledger.note("start", **process, parameters=parameters, resident=base)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))
     return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
 
 
 def _compute_nothing(model: nn.Module, given: None) -> None:
-    """A forward that computes nothing."""
+    """Compute nothing: the function of a forward that only triggers the library's own set-up."""
 
 
 def _prepare_once_per_machine(task: Task, world: World) -> None:
-    """Once on each machine; the others wait as long as it takes: a download may be long."""
+    """Call the task's `prepare` on one rank of each machine; others wait without a limit, as it may download data."""
     if not task.defines("prepare"):
         return
     key = world.key(f"prepared/{world.rank - world.place.local_rank}")

@@ -1,4 +1,4 @@
-"""Stopping on a signal: every rank at the same step boundary."""
+"""Stopping on a signal: all ranks stop at the same step boundary."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from unipar.distributed.world import World
 
 SAME_SIGNAL_SECONDS = 1.0
-"""Seconds within which two signals are one."""
+"""Seconds within which a second signal counts as the first one: launchers forward what the terminal sent already."""
 
 _stop_requested_at: float | None = None
 _previous_handlers: dict[int, Any] = {}
-"""The handlers that were there, while ours are."""
+"""Handlers that were installed before those of `stop_on_signals`, by signal."""
 
 
 @contextmanager
 def stop_on_signals() -> Generator[None]:
-    """SIGTERM and SIGINT ask this run for a stop instead of ending the process at once."""
+    """Context manager: SIGTERM and SIGINT request a stop of the run instead of ending the process at once."""
     global _stop_requested_at
     _stop_requested_at = None
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may take signals
+        yield  # Python allows signal handlers in the main thread only
         return
     _previous_handlers.update(
         {number: signal.signal(number, _handle_signal) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -43,11 +43,9 @@ def stop_on_signals() -> Generator[None]:
 
 
 def _handle_signal(number: int, frame: FrameType | None) -> None:
-    """A second time, a while after the first, it means what it would mean without us."""
+    """Request a stop; pass a second signal, SAME_SIGNAL_SECONDS or more after the first, to the previous handler."""
     global _stop_requested_at
-    if (
-        _stop_requested_at is not None and time.monotonic() - _stop_requested_at < SAME_SIGNAL_SECONDS
-    ):  # launchers pass on what the terminal sent already
+    if _stop_requested_at is not None and time.monotonic() - _stop_requested_at < SAME_SIGNAL_SECONDS:
         return
     if _stop_requested_at is not None and _previous_handlers:
         for which, handler in _previous_handlers.items():
@@ -57,28 +55,30 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
 
 
 def stop_requested() -> bool:
+    """Return whether this process got a signal, or learned that another rank did."""
     return _stop_requested_at is not None
 
 
 def request_stop() -> None:
-    """Another rank was asked: so is this one."""
+    """Request a stop of this rank because another rank got a signal."""
     global _stop_requested_at
     _stop_requested_at = time.monotonic() if _stop_requested_at is None else _stop_requested_at
 
 
 class StopAgreement:
-    """Called before each step. A rank that was asked says where it stands; all stop after the largest, and one more.
+    """Agreement of all ranks on the step after which they stop; called before each step.
 
-    Nobody waits for anybody: a rank may be inside a collective that needs this one.
+    Each rank that knows of the stop publishes its number of steps done; all stop one step after the largest number. No
+    rank waits for another: that one may be inside a collective that needs this rank.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._said = False
+        self._published = False
         self._last_step: int | None = None
 
     def __call__(self, step: int) -> None:
-        """`step` steps are done."""
+        """Raise Stopped if a stop was requested and `step`, the number of steps done, is the agreed last one."""
         if _stop_requested_at is not None:
             self._agree(step)
 
@@ -87,13 +87,13 @@ class StopAgreement:
         if world.size == 1 or world.store is None:
             raise Stopped(f"stopped by a signal after step {step}")
         keys = [f"stop/{rank}" for rank in range(world.size)]
-        if not self._said:
-            self._said = True
+        if not self._published:
+            self._published = True
             if world.device.type == "cuda":
-                world.synchronize()  # the device may be steps behind
+                world.synchronize()  # the GPU may still be computing earlier steps
             world.store.set(keys[world.rank], str(step))
         if self._last_step is None and world.store.check(keys):
             self._last_step = max(int(world.store.get(key)) for key in keys) + 1
         if self._last_step is not None and step >= self._last_step:
-            world.barrier()  # all have read it: the store may live in a rank that leaves first
+            world.barrier()  # until all ranks have read the store, which may be in a rank that exits first
             raise Stopped(f"stopped by a signal after step {step}")

@@ -1,4 +1,4 @@
-"""What only the task's own code can tell: its parameters, blocks and samples. Imports the user's file."""
+"""Facts that only the task's own code knows: its parameters, blocks and samples. Imports the user's file."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from unipar.task.reference import TaskRef
 
 @dataclass(frozen=True)
 class TaskFacts:
+    """Facts about a task's model and data."""
+
     parameters: int
     trainable_parameters: int
-    """Those of them that require a gradient."""
+    """Number of parameters that require a gradient."""
 
     parts: tuple[str, ...]
-    """Names of several parts."""
+    """Names of the parts; empty if there is only one."""
 
     blocks: tuple[str, ...]
     samples: int | None
-    """None for a stream that does not say."""
+    """Number of samples; unknown (None) for a stream without a length."""
 
     per_epoch: int | None
-    """Batches of `batch.total` in an epoch; None where nobody knows before it is over."""
+    """Number of batches of `batch.total` in an epoch; None if it is known only after the epoch."""
 
     stream_description: str
-    """How a stream is read; empty for a map-style dataset."""
+    """Description of how a stream is read; empty for a map-style dataset."""
 
     data: Mapping[str, Any]
-    """Keys of `data` that the task's DataLoader says; they hold where the config does not."""
+    """Keys of `data` that the task's DataLoader sets; each applies unless the config sets it."""
 
     loader_arguments: tuple[str, ...]
-    """Its further arguments that are in force."""
+    """Names of further DataLoader arguments that differ from their defaults."""
 
 
 def load_task(config: Config) -> Task:
-    """The task, made; what its code prints goes to stderr, what it raises becomes a TaskError."""
+    """Create the config's task; its code prints to stderr, and its exceptions become TaskErrors."""
     ref = TaskRef.of(None, config.task, {})
     ref.check_code()
     with _user_errors_as_task_errors("the task's file"):
@@ -51,7 +53,7 @@ def load_task(config: Config) -> Task:
 
 
 def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
-    """Make the task's model, on meta where it can, and its data."""
+    """Create the task's model (on meta, if possible) and its data, and return facts about them."""
     from unipar.data.dataset import data_source_of, training_data_source
     from unipar.data.order import SampleOrder
     from unipar.data.stream import STREAM_PROMISES
@@ -61,11 +63,11 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
     with _user_errors_as_task_errors("model()"):
         modules = _make_parts_on_meta(task)
     with _user_errors_as_task_errors("data()"):
-        given = task.data()
+        data = task.data()
         collate = task.collate if task.defines("collate") else None
-        source = training_data_source(given, collate, task.collate, config, sizes)
-        alone = config.model_copy(update={"data": Data()})
-        theirs = data_source_of(given, collate, task.collate, alone, sizes).settings
+        source = training_data_source(data, collate, task.collate, config, sizes)
+        without_data = config.model_copy(update={"data": Data()})
+        of_loader = data_source_of(data, collate, task.collate, without_data, sizes).settings
         settings = source.settings
         samples = source.length
         per_epoch = None
@@ -84,7 +86,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         samples=samples,
         per_epoch=per_epoch,
         stream_description=STREAM_PROMISES[settings.stream] if source.streams else "",
-        data={name: getattr(theirs, name) for name in sorted(theirs.model_fields_set)},
+        data={name: getattr(of_loader, name) for name in sorted(of_loader.model_fields_set)},
         loader_arguments=tuple(
             name for name, value in source.loader_arguments.items() if value != _LOADER_DEFAULTS.get(name)
         ),
@@ -92,7 +94,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
 
 
 _LOADER_DEFAULTS = {"timeout": 0, "prefetch_factor": 2}
-"""What a DataLoader says where nobody does; None of all others."""
+"""Default values of DataLoader arguments; all others default to None."""
 
 
 def _make_parts_on_meta(task: Task) -> dict[str, Any]:
@@ -102,14 +104,15 @@ def _make_parts_on_meta(task: Task) -> dict[str, Any]:
 
     try:
         with torch.device("meta"):
-            made: Any = task.model()
-    except (NotImplementedError, RuntimeError):  # a constructor that looks at values
-        made = task.model()
-    return check_parts(made)
+            model: Any = task.model()
+    except (NotImplementedError, RuntimeError):  # the constructor reads values, which meta tensors do not have
+        model = task.model()
+    return check_parts(model)
 
 
 @contextlib.contextmanager
 def _user_errors_as_task_errors(what: str) -> Generator[None]:
+    """Context manager: turn an exception of the user's code in `what` into a TaskError; send its prints to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield

@@ -1,1 +1,1 @@
-"""Recording: events become bytes by phase and category."""
+"""Recording of memory during training, and its attribution to phases and categories."""

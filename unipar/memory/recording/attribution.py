@@ -1,4 +1,4 @@
-"""Events to bytes by category, at each phase's peak."""
+"""Attribution: from recorded allocations to bytes by category at the peak of each phase."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from unipar.memory.sources.events import (
 )
 
 HIDDEN_SHARE: Final = 0.02
-"""The share of activations that autograd may not know of before it counts as nobody's."""
+"""Share of activations that autograd may not have saved; above this, those blocks count as unattributed."""
 
 
 CURVE_POINTS: Final = 240
-"""Of a step's curve."""
+"""Number of points of a step's memory curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseWindow:
-    """One phase, from its mark to the next."""
+    """Events of one phase, from its mark to the next."""
 
     phase: str
     low: int
     high: int
     peak: int
     live: int
-    """When it begins."""
+    """Bytes allocated when the phase begins."""
 
     small: int
     pool: PoolPeaks | None
@@ -49,36 +49,36 @@ class PhaseWindow:
 
 
 class Attribution:
-    """Every block's life, and its category."""
+    """Lifetime and category of every recorded block."""
 
     def __init__(self, seen: SeenEvents) -> None:
         self._seen = seen
         self._live = seen.events["live"]
-        self._lives()
+        self._match_frees()
         self.windows = [
             PhaseWindow(a.phase, a.at, b.at, b.peak, a.live, a.small, b.pool, b.when - a.when)
             for a, b in pairwise(seen.marks)
         ]
         self._lows = [window.low for window in self.windows]
         self._first = next((w.low for w in self.windows if w.phase == "forward"), len(seen.events))
-        self._named = self._names()
+        self._named = self._name_blocks()
         self._hidden: set[int] = set()
         self._site_lows = [site.low for site in seen.sites]
 
-    def _lives(self) -> None:
-        """When each block came and went."""
+    def _match_frees(self) -> None:
+        """Find the events at which each block was allocated and freed."""
         open_at: dict[int, int] = {}
         starts: list[int] = []
         ends: list[int] = []
         self._freed: list[tuple[int, int]] = []
-        """Blocks older than the base that went: when, and how large."""
+        """(event, size) of each freed block that was allocated before the base mark."""
         sizes = self._seen.events["size"].tolist()
         self._address = self._seen.events["address"].tolist()
         for i, (address, size) in enumerate(zip(self._address, sizes, strict=True)):
             if size > 0:
                 open_at[address] = len(starts)
                 starts.append(i)
-                ends.append(len(sizes) + 1)  # it stays
+                ends.append(len(sizes) + 1)  # not freed, unless a later event says so
             elif (block := open_at.pop(address, None)) is not None:
                 ends[block] = i
             else:
@@ -87,8 +87,8 @@ class Attribution:
         self._size = self._seen.events["size"][self._start]
         self._asked = self._seen.events["asked"][self._start]
 
-    def _names(self) -> dict[int, tuple[Category, str]]:
-        """Of each block that somebody named: what comes first among the categories holds."""
+    def _name_blocks(self) -> dict[int, tuple[Category, str]]:
+        """Return category and name of each block that engines named; of several, by CATEGORY_PRECEDENCE."""
         by_address: dict[int, list[int]] = {}
         for block, start in enumerate(self._start.tolist()):
             by_address.setdefault(self._address[start], []).append(block)
@@ -106,7 +106,7 @@ class Attribution:
         for block in by_address.get(named.address, ()):
             if self._start[block] < named.at <= self._end[block]:
                 return block
-        alive = self._alive(named.at - 1)  # a storage that begins inside of a larger block
+        alive = self._alive(named.at - 1)  # the storage may begin inside a larger block
         for block in alive.tolist():
             begins = self._address[self._start[block]]
             if begins <= named.address < begins + int(self._size[block]):
@@ -114,14 +114,14 @@ class Attribution:
         return None
 
     def _alive(self, at: int) -> np.ndarray[Any, Any]:
-        """The blocks that are there once event `at` has happened."""
+        """Return the blocks that are allocated after event `at`."""
         return np.nonzero((self._start <= at) & (self._end > at))[0]
 
     def _window(self, at: int) -> int:
         return bisect_right(self._lows, at) - 1
 
     def category(self, block: int) -> tuple[Category, str]:
-        """What a block is for, and how it is called."""
+        """Return the category of a block, and its name or the place that allocated it."""
         if (named := self._named.get(block)) is not None:
             return named
         start, end = int(self._start[block]), int(self._end[block])
@@ -131,38 +131,38 @@ class Attribution:
         if kind != TENSOR:
             return ("runtime" if kind == RUNTIME else "library"), self._seen.owners[start]
         if self._seen.shared and int(self._seen.events["thread"][start]) != self._seen.thread:
-            return "communication", "in a thread of its own"
+            return "communication", "allocated by another thread"
         if site is not None and site.category is not None:
             return site.category, place
         found = self._by_life(block, start, end)
         if found == "unattributed" and self._freed_elsewhere(end):
-            return "communication", f"{place}, until a collective was done with it".removeprefix(", ")
+            return "communication", f"{place}, freed at the end of a collective".removeprefix(", ")
         return found, place
 
     def _freed_elsewhere(self, end: int) -> bool:
-        """Whether another thread than the one that trains let it go, which those of collectives do."""
+        """Return whether a thread other than the training one freed a block: threads of collectives do."""
         threads = self._seen.events["thread"]
         return self._seen.shared and end < len(threads) and int(threads[end]) != self._seen.thread
 
     def _by_life(self, block: int, start: int, end: int) -> Category:
-        """A tensor that nobody named: within one phase, from a forward to a later one of the same step, or longer."""
+        """Return the category of an unnamed tensor by its lifetime: one phase, forward to a later phase, or longer."""
         came, went = self._window(start), self._window(end)
         phase = self.windows[came].phase if came >= 0 else ""
         if came == went and end < len(self._seen.events):
             return "temporaries"
         if phase in ("start", "data") and end <= self._first:
-            return "temporaries"  # of the building
+            return "temporaries"  # used while the model was built
         if phase not in ("forward", "data"):
             return "unattributed"
         later = self.windows[came + 1 :]
-        until = "between" if phase == "forward" else "backward"  # a batch goes when the next one is there
-        broken_off = len(self._seen.events) + (phase == "forward")  # a forward that failed still has them at the end
+        until = "between" if phase == "forward" else "backward"  # a batch is freed after the next one was read
+        broken_off = len(self._seen.events) + (phase == "forward")  # a forward that failed never frees its activations
         over = next((w.high for w in later if w.phase == until and w.low > start), broken_off)
         if phase == "data":
             over = next((w.high for w in later if w.phase == until and w.low > over), len(self._seen.events))
         if end <= over:
             return "unattributed" if block in self._hidden else "activations"
-        return "runtime" if phase == "data" else "unattributed"  # what the task reads from
+        return "runtime" if phase == "data" else "unattributed"  # runtime: the task's dataset
 
     def _site(self, at: int) -> CallSite | None:
         i = bisect_right(self._site_lows, at) - 1
@@ -170,18 +170,18 @@ class Attribution:
 
     @property
     def built(self) -> int:
-        """How many windows there are before the first step."""
+        """Number of windows before the first step."""
         return next((i for i, w in enumerate(self.windows) if w.phase == "forward"), len(self.windows))
 
     def phases(self, before: Sequence[PhaseWindow], step: Sequence[PhaseWindow]) -> Iterator[PhasePeak]:
-        """Each that was met: of the building `before`, and of a step."""
+        """Yield the peak of each phase: "built" from the windows `before` the first step, all others from a step."""
         for name in MEMORY_PHASES:
             windows = before if name == "built" else step
             if any(MEMORY_PHASE_OF.get(w.phase) == name for w in windows):
                 yield self.phase(name, windows)
 
     def phase(self, name: PhaseName, windows: Sequence[PhaseWindow]) -> PhasePeak:
-        """The fullest moment of a phase, among the windows of a step or of the building."""
+        """Return the highest peak of a phase among the given windows."""
         return self._at_peak(
             name, max((w for w in windows if MEMORY_PHASE_OF.get(w.phase) == name), key=lambda w: w.peak)
         )
@@ -196,14 +196,14 @@ class Attribution:
         held: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         blocks: list[NamedBlock] = []
         for block in self._alive(at).tolist():
-            category, said = self.category(block)
+            category, label = self.category(block)
             size = int(self._asked[block])
             held[category] += size
-            held["runtime"] += int(self._size[block]) - size  # what malloc rounds up
-            blocks.append(NamedBlock(category=category, name=said, size=size))
+            held["runtime"] += int(self._size[block]) - size  # malloc's rounding
+            blocks.append(NamedBlock(category=category, name=label, size=size))
         held["runtime"] += small - self._seen.base_small
         held["runtime"] -= sum(size for i, size in self._freed if i <= at)
-        rest = peak - sum(held.values())  # what came between two notes, and what sizes are too small by
+        rest = peak - sum(held.values())  # allocations between two recorded events, and rounding of unknown size
         rounded = min(max(0, rest), self._slack(at))
         held["runtime"] += rounded
         held["unattributed"] += rest - rounded
@@ -217,39 +217,40 @@ class Attribution:
         )
 
     def _slack(self, at: int) -> int:
-        """By how much the blocks that are there once event `at` has happened may be larger than is known."""
+        """Return the bytes by which the blocks allocated after event `at` may be larger than recorded."""
         slack = self._seen.slack
         return sum(slack[start] for start in self._start[self._alive(at)].tolist()) if slack else 0
 
     def saved(self, low: int, high: int, addresses: AbstractSet[int]) -> tuple[int, int]:
-        """Activations of a forward between two events: their bytes, and those at addresses that autograd saved.
+        """Return bytes of activations of a forward between two events: all, and those at `addresses` saved by autograd.
 
-        Where they differ by more than `HIDDEN`, the blocks that autograd does not know of are nobody's, in this step
-        and, at their places, in all others.
+        If they differ by more than `HIDDEN_SHARE`, the blocks that autograd did not save become unattributed, in this
+        forward and in every other one with the same sequence of allocations.
         """
-        came = self._tensors(low, high)
-        found = [b for b in came if self._end[b] >= high and self.category(b)[0] == "activations"]
-        unknown = {b for b in found if self._address[self._start[b]] not in addresses}
-        total = sum(int(self._asked[b]) for b in found)
+        allocated = self._tensors(low, high)
+        activations = [b for b in allocated if self._end[b] >= high and self.category(b)[0] == "activations"]
+        unknown = {b for b in activations if self._address[self._start[b]] not in addresses}
+        total = sum(int(self._asked[b]) for b in activations)
         known = total - sum(int(self._asked[b]) for b in unknown)
         if total - known > HIDDEN_SHARE * total:
-            asked = self._asked[came].tolist()
-            places = [i for i, b in enumerate(came) if b in unknown]
+            asked = self._asked[allocated].tolist()
+            places = [i for i, b in enumerate(allocated) if b in unknown]
             for window in self.windows:
                 blocks = self._tensors(window.low, window.high) if window.phase == "forward" else []
-                if len(blocks) == len(came) and self._asked[blocks].tolist() == asked:  # again the same
+                if len(blocks) == len(allocated) and self._asked[blocks].tolist() == asked:
                     self._hidden.update(blocks[i] for i in places)
         return total, known
 
     def _tensors(self, low: int, high: int) -> list[int]:
-        """Tensors' blocks that came between two events, in their order."""
-        found = np.nonzero((self._start >= low) & (self._start < high))[0].tolist()
-        return [b for b in found if int(self._seen.kinds[self._start[b]]) == TENSOR]
+        """Return the blocks of tensors that were allocated between two events, in order."""
+        blocks = np.nonzero((self._start >= low) & (self._start < high))[0].tolist()
+        return [b for b in blocks if int(self._seen.kinds[self._start[b]]) == TENSOR]
 
     def curve(self, windows: Sequence[PhaseWindow], seconds: Sequence[float]) -> Iterator[tuple[float, int]]:
-        """A step's bytes by its time, of which each window has so many `seconds`; within one, by allocations.
+        """Yield a step's memory curve: (time from 0 to 1, bytes beyond the base).
 
-        The highest point of each window is the peak that was measured in it, with the blocks too small to be noted.
+        `seconds` is the length of each window; within a window, events are evenly spaced in time. The highest point of
+        a window is its measured peak, which includes blocks too small to be recorded.
         """
         events = sum(window.high - window.low for window in windows)
         if not events:
@@ -267,21 +268,24 @@ class Attribution:
         yield 1.0, int(self._live[windows[-1].high - 1]) - self._seen.base
 
     def marked(self, windows: Sequence[PhaseWindow], seconds: Sequence[float]) -> Iterator[tuple[float, str]]:
-        """Where in it each phase begins."""
+        """Yield the start of each phase in the step: (time from 0 to 1, phase)."""
         for window, begins in zip(windows, _cumulative_shares(seconds), strict=False):
             yield begins, window.phase
 
 
 def plain_step_seconds(shown: Sequence[PhaseWindow], plain: Sequence[Sequence[PhaseWindow]]) -> list[float]:
-    """What each window takes in a plain step, where there is one with the same phases: other watching slows it down."""
-    like = [step for step in plain if [window.phase for window in step] == [window.phase for window in shown]]
-    return [min(window.seconds for window in same) for same in zip(*(like or [shown]), strict=True)]
+    """Return the shortest time of each window among plain steps with the same phases; without any, its time in `shown`.
+
+    Passes that record more than a plain one are slower.
+    """
+    same_phases = [step for step in plain if [window.phase for window in step] == [window.phase for window in shown]]
+    return [min(window.seconds for window in same) for same in zip(*(same_phases or [shown]), strict=True)]
 
 
 def _reaching(window: PhaseWindow, points: Sequence[tuple[float, int]], middle: float) -> Iterable[tuple[float, int]]:
-    """Return a window's points with the highest raised to the measured peak, which has the blocks of no note, too.
+    """Return a window's points with the highest raised to the measured peak, which includes unrecorded small blocks.
 
-    Where there are no points, one in the middle shows a peak above what the window began with.
+    If there are no points, return one in the middle, provided that the peak is above the window's first value.
     """
     if window.peak <= max(window.live, *(live for _, live in points), 0):
         return points
@@ -292,6 +296,6 @@ def _reaching(window: PhaseWindow, points: Sequence[tuple[float, int]], middle: 
 
 
 def _cumulative_shares(seconds: Sequence[float]) -> list[float]:
-    """From 0 to 1: where each begins, and where the last one ends."""
+    """Return the starts of all windows, and the end of the last one, on a scale from 0 to 1."""
     total = sum(seconds) or 1.0
     return [min(1.0, at / total) for at in accumulate(seconds, initial=0.0)]

@@ -1,4 +1,4 @@
-"""What a step sends: the payload of every collective that torch.distributed is asked for."""
+"""Communication of a step: payload bytes of every collective of torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 TRAFFIC_METHOD: Final = "each call of torch.distributed's operators"
+"""Description of how bytes are counted, for the account."""
 
 _NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _COLLECTIVE_OF_PREFIX: Final = {
@@ -25,30 +26,32 @@ _COLLECTIVE_OF_PREFIX: Final = {
     "reduce": "reduce",
     "send": "send",
 }
-"""How operators' names begin, without underscores, and what they are called here; barriers carry nothing."""
+"""Collective by the prefix of its operators' names, underscores removed; barriers are absent: they carry no payload."""
 
 
 @final
 class CollectiveCounter(TorchDispatchMode):
-    """Adds up bytes by collective. A payload is the whole tensor that a call is about: of what a rank gives and what it
-    gets the larger."""
+    """Dispatch mode that adds up payload bytes by collective.
 
-    def __init__(self, found: Counter[str]) -> None:
+    The payload of a call is the larger of the tensor that the rank gives and the tensor that it gets.
+    """
+
+    def __init__(self, totals: Counter[str]) -> None:
         super().__init__()
-        self._found = found
+        self._totals = totals
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it asks for what it sends itself, and that comes by here
+            return NotImplemented  # DTensor calls the collectives on plain tensors, which are counted then
         out = func(*args, **(kwargs or {}))
         if (kind := collective_of(func._schema.name)) is not None:
-            self._found[kind] += max(_tensor_bytes(part) for part in (*args[:2], out))
+            self._totals[kind] += max(_tensor_bytes(part) for part in (*args[:2], out))
         return out
 
 
 def collective_of(operator: str) -> str | None:
-    """`c10d::_allgather_base_` is an all_gather; None where nothing is sent."""
+    """Return the collective of an operator (`c10d::_allgather_base_` is an all_gather), or None if it sends nothing."""
     space, _, name = operator.partition("::")
     name = name.replace("_", "")
     if space not in _NAMESPACES:

@@ -1,4 +1,4 @@
-"""What engines keep just now, by category: each storage once, however many names it has."""
+"""Bytes that engines hold at a moment, by category; a storage with several names counts once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from unipar.memory.account import CATEGORY_PRECEDENCE
 
 
 def find_storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storage of a tensor on this rank, if it has one: not on meta, not sparse."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if tensor.layout == torch.strided and tensor.device.type != "meta":
@@ -20,7 +21,7 @@ def find_storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def bytes_held_by(engines: Iterable[Engine], device: str) -> dict[Category, int]:
-    """Bytes on `device`, cpu or cuda."""
+    """Return the bytes that `engines` hold on `device` (cpu or cuda), by category."""
     found: dict[int, tuple[Category, int]] = {}
     for engine in engines:
         for holding in engine.holdings():

@@ -1,4 +1,4 @@
-"""`log.memory`: what a rank allocates in the steps that log, by phase and category; others are left alone."""
+"""`log.memory`: memory that a rank allocates in logged steps, by phase and category."""
 
 from __future__ import annotations
 
@@ -21,52 +21,58 @@ from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.utils.procfs import anonymous_memory, reset_resident_peak
 
 FOLD_AFTER_NOTES: Final = 1 << 20
-"""Notes of the meter after which they are folded, though no step logs."""
+"""Number of the meter's records after which they are folded, even if no step is logged."""
 
 
 class StepMemory(Protocol):
-    """Begun where the ranks have met; told where steps begin, and where those that log end."""
+    """Recorder of memory for logged steps."""
 
     said: str
-    """How it sees what is allocated."""
+    """Description of how allocations are counted."""
 
     @property
     def lost(self) -> str:
-        """Why it does not any more."""
+        """Reason why memory is no longer recorded; empty while it is."""
         ...
 
-    def begin(self, world: World, heart: HeartbeatWriter) -> None: ...
+    def begin(self, world: World, heart: HeartbeatWriter) -> None:
+        """Set the base: called when the ranks have met, before anything is built."""
+        ...
 
     def follow(self, engines: Sequence[Engine]) -> None:
-        """All is built."""
+        """Name memory by what `engines` hold: called when all is built."""
         ...
 
     def reading(self) -> AbstractContextManager[None]:
-        """Around the making of the data."""
+        """Context manager around the making of the data."""
         ...
 
-    def before(self, *, logs: bool) -> None: ...
+    def before(self, *, logs: bool) -> None:
+        """Note that a step begins; `logs` says whether it is one to record."""
+        ...
 
-    def after(self) -> list[PhasePeak]: ...
+    def after(self) -> list[PhasePeak]:
+        """End a recorded step and return the peak of each phase."""
+        ...
 
 
 def choose_step_memory(backend: Backend, world: World, run: Path) -> StepMemory:
-    """The best that can be had in this process; an account of the last step that logged lies in the run's folder."""
+    """Return the most precise recorder that works in this process; the meter's also writes accounts into the folder."""
     if world.device.type == "cuda":
-        return _CounterStepMemory("torch's allocator counts what is allocated")
+        return _CounterStepMemory("the counters of torch's allocator are shown")
     if MallocMeter.here():
         return _MeterStepMemory(backend, run)
     try:
         build_meter()
-        why = f"{world.place.launcher} started this process, which must begin with the meter to be counted"
+        why = f"{world.place.launcher} started this process without the meter, which must be preloaded at its start"
     except MeterUnavailable as e:
         why = str(e)
-    return _CounterStepMemory(f"what the system counts is shown, not what is allocated: {why}")
+    return _CounterStepMemory(f"resident memory as the system counts it is shown, not each allocation: {why}")
 
 
 @final
 class _MeterStepMemory:
-    """Each block by the meter, named as in a comparison."""
+    """Recorder of each block by the meter, attributed as in a comparison."""
 
     said = "each block is counted by a preloaded meter"
 
@@ -104,7 +110,7 @@ class _MeterStepMemory:
 
 @final
 class _CounterStepMemory:
-    """The fullest moment of each phase by a counter; of what was there, what engines name."""
+    """Recorder of each phase's peak by a counter; what engines hold at a phase's end has a category, the rest none."""
 
     lost = ""
 
@@ -139,12 +145,12 @@ class _CounterStepMemory:
         self._mark("between")
         self._close()
         self._on = False
-        found = [self._found[name] for name in MEMORY_PHASES if name in self._found]
+        peaks = [self._peaks[name] for name in MEMORY_PHASES if name in self._peaks]
         self._clear()
-        return found
+        return peaks
 
     def _clear(self) -> None:
-        self._found: dict[PhaseName, PhasePeak] = {}
+        self._peaks: dict[PhaseName, PhasePeak] = {}
 
     def _mark(self, phase: str) -> None:
         if self._on:
@@ -153,16 +159,16 @@ class _CounterStepMemory:
             self._forget()
 
     def _close(self) -> None:
-        """A phase is over: the fullest of its name is kept."""
+        """End the current phase; keep its peak if it is the highest of that phase's name."""
         if self._phase is None:
             return
         peak = self._most() - self._base
-        before = self._found.get(self._phase)
+        before = self._peaks.get(self._phase)
         if before is not None and before.peak >= peak:
             return
         parts: dict[Category, int] = bytes_held_by(self._engines, self._device.type)
         parts["unattributed"] = peak - sum(parts.values())
-        self._found[self._phase] = PhasePeak(name=self._phase, peak=peak, held=parts)
+        self._peaks[self._phase] = PhasePeak(name=self._phase, peak=peak, held=parts)
 
     def _now(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else anonymous_memory()

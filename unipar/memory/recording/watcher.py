@@ -1,4 +1,4 @@
-"""A run whose memory is watched: phases, names and places are written down beside what sources of events see."""
+"""`MemoryRecorder`: records the phases of a run and the names and places of its blocks, beside allocation events."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ MethodArguments = ParamSpec("MethodArguments")
 def _stop_on_error(
     act: Callable[Concatenate[MemoryRecorder, MethodArguments], None],
 ) -> Callable[Concatenate[MemoryRecorder, MethodArguments], None]:
-    """What breaks in watching ends that, and not the training that is watched."""
+    """Decorate a method so that its error ends the recording, and not the training that is recorded."""
 
     @wraps(act)
-    def acts(self: MemoryRecorder, *args: MethodArguments.args, **kwargs: MethodArguments.kwargs) -> None:
+    def guarded(self: MemoryRecorder, *args: MethodArguments.args, **kwargs: MethodArguments.kwargs) -> None:
         if self.lost:
             return
         try:
             act(self, *args, **kwargs)
-        except Exception as e:  # whatever a source does not bear
+        except Exception as e:  # sources use private parts of torch and may raise anything
             self.lose(e)
 
-    return acts
+    return guarded
 
 
 @final
 class MemoryRecorder:
-    """From the base mark to the last watched step, in one memory or several: each has its source."""
+    """Recorder of one memory or several, each with a source of events, from the base mark to the last recorded step."""
 
     def __init__(self, backend: Backend, sources: Sequence[EventSource]) -> None:
         self._backend = backend
@@ -59,10 +59,10 @@ class MemoryRecorder:
         self._pinned = PinnedMemory() if any(source.device == "cuda" for source in sources) else None
         self._marks = 0
         self.ended = False
-        """Whether nothing is counted any more."""
+        """Whether the sources have stopped counting."""
 
         self.lost = ""
-        """Why it ended before its time."""
+        """Reason why recording ended early; empty if it did not."""
 
         self._notes: list[str] = []
         self._steps: list[RecordedStep] = []
@@ -71,7 +71,7 @@ class MemoryRecorder:
         self._holdings: Callable[[], Iterable[Holding]] = tuple
 
     def begin(self, world: World, heart: HeartbeatWriter) -> None:
-        """The base mark: the world has met, and nothing is built."""
+        """Set the base mark: called when the ranks have met, before anything is built."""
         self._world, self._heart = world, heart
         run_toy_step(world)
         self._anonymous = anonymous_memory()
@@ -86,9 +86,9 @@ class MemoryRecorder:
         self._heart.on_phase = self._mark
 
     def lose(self, error: Exception) -> None:
-        """Nothing is seen any more, nor known of what was."""
-        said = str(error).strip()
-        self.lost = f"{type(error).__name__}: {said.splitlines()[0] if said else 'without a word'}"[:300]
+        """End the recording because of an error; no further account is written."""
+        message = str(error).strip()
+        self.lost = f"{type(error).__name__}: {message.splitlines()[0] if message else 'no message'}"[:300]
         self._heart.on_phase = None
         self.ended = True
         around, self._around = self._around, None
@@ -101,31 +101,31 @@ class MemoryRecorder:
 
     @_stop_on_error
     def follow(self, engines: Iterable[Engine]) -> None:
-        """Whose holdings are asked for: all is built."""
-        held = list(engines)
-        self._holdings = lambda: chain.from_iterable(engine.holdings() for engine in held)
+        """Name blocks by the holdings of `engines` from now on: called when all is built."""
+        followed = list(engines)
+        self._holdings = lambda: chain.from_iterable(engine.holdings() for engine in followed)
         self._name()
 
     @contextmanager
     def reading(self) -> Generator[None]:
-        """Around the making of the data: it is no part of what trains."""
+        """Context manager around the making of the data: its memory is not counted as the model's."""
         self._mark("data")
         yield
         self._mark("start")
 
     @property
     def resident(self) -> int:
-        """What the system counted at the base, and the sources' own notes."""
+        """Bytes of resident memory at the base, plus those of the sources' own records."""
         return self._anonymous + sum(watched.source.bytes for watched in self._watched)
 
     @property
     def on(self) -> bool:
-        """Whether a step is watched just now."""
+        """Whether a step is being recorded now."""
         return self._around is not None
 
     @_stop_on_error
     def before(self, how: RecordingPass) -> None:
-        """A step that is watched begins."""
+        """Begin to record a step."""
         self._steps.append((how, self._marks, 0))
         self._around = ExitStack()
         if how == "placed":
@@ -138,11 +138,11 @@ class MemoryRecorder:
 
     @_stop_on_error
     def between(self, *, last: bool, error: BaseException | None = None) -> None:
-        """It is over; after the last one nothing is counted any more."""
+        """End a recorded step; after the last one, stop counting."""
         assert self._around is not None
         if error is None:
             self._around.close()
-        else:  # what closes a step that failed must not wait for other ranks
+        else:  # context managers learn of the error, so that they do not wait for other ranks
             self._around.__exit__(type(error), error, error.__traceback__)
         self._around = None
         how, low, _ = self._steps[-1]
@@ -159,7 +159,7 @@ class MemoryRecorder:
 
     @_stop_on_error
     def end_after_error(self, error: BaseException) -> None:
-        """Something failed: what was seen until now is all there is."""
+        """Stop counting because training failed, and keep the events recorded until now."""
         self._name()
         if self.on:
             self.between(last=True, error=error)
@@ -168,7 +168,7 @@ class MemoryRecorder:
 
     @_stop_on_error
     def _mark(self, phase: str) -> None:
-        """A phase begins."""
+        """Record that a phase begins."""
         self._marks += 1
         saving = self.on and self._steps[-1][0] == "saved"
         for watched in self._watched:
@@ -178,26 +178,26 @@ class MemoryRecorder:
         if self._pinned is not None:
             try:
                 self._pinned.mark(phase)
-            except Exception as e:  # the device's own account is worth more
+            except Exception as e:  # pinned memory alone is lost, not the device's account
                 self._pinned = None
-                self._notes.append(f"what CUDA pins of the host's memory is not known: {type(e).__name__}: {e}")
+                self._notes.append(f"pinned host memory was not recorded: {type(e).__name__}: {e}")
         if self.on:
             self._name()
 
     @property
     def _recorded(self) -> bool:
-        """Whether the library was told to record what it sends itself."""
-        told = self._backend.capabilities.recording
-        return bool(told) and told.items() <= os.environ.items()
+        """Whether the environment makes the library record what it sends itself."""
+        variables = self._backend.capabilities.recording
+        return bool(variables) and variables.items() <= os.environ.items()
 
     @contextmanager
     def _sending(self) -> Generator[None]:
         with (
-            self._backend.sends(self._world) if self._recorded else nullcontext({}) as apart,
+            self._backend.sends(self._world) if self._recorded else nullcontext({}) as by_library,
             CollectiveCounter(self._sent),
         ):
             yield
-        self._sent.update(apart)
+        self._sent.update(by_library)
 
     @property
     def _sent_by(self) -> str:
@@ -226,16 +226,16 @@ class MemoryRecorder:
                     watched.name(at, storage, holding)
 
     def read(self, folder: Path) -> MemoryAccount | None:
-        """A plain step is over, and its account is written down; watching goes on, unless it is lost."""
-        self._mark("between")  # what came last has its name by now
+        """End a recorded step and write its account; recording continues, unless it failed."""
+        self._mark("between")  # names the blocks that the step allocated last
         self.between(last=False)
         self._mark("between")
         return self._written(folder, None)
 
     def write_account(self, folder: Path, resides: ResidentMemory | None = None) -> str:
-        """Its account, into the run's folder, once; or why there is none."""
+        """Write the account into the run folder, once; return the reason why there is none, or an empty string."""
         self._written(folder, resides)
-        self._watched.clear()  # many events, which a collector would go through while steps are timed
+        self._watched.clear()  # millions of events would slow down garbage collection while steps are timed
         return self.lost
 
     def _written(self, folder: Path, resides: ResidentMemory | None) -> MemoryAccount | None:
@@ -243,24 +243,24 @@ class MemoryRecorder:
             return None
         try:
             account = self.account().residing(resides)
-        except Exception as e:  # as above
+        except Exception as e:  # an error in an account must not end the training
             self.lose(e)
             return None
         account.write(folder)
         return account
 
     def forget(self) -> None:
-        """What sources have folded has no names and no marks any more."""
+        """Drop marks and names of events that the sources have folded."""
         self._marks = 0
         self._steps.clear()
         for watched in self._watched:
             watched.forget()
 
     def account(self) -> MemoryAccount:
-        """What was seen, named: of the first memory, with what was sent; another is the host's beside it."""
+        """Return the account of the first memory, with communication; for CUDA, with that of the host's memory."""
         first, *beside = (watched.account(self._world, self._steps) for watched in self._watched)
-        told = {"sent": dict(self._sent), "sent_by": self._sent_by, "notes": (*first.notes, *self._notes)}
-        first = first.model_copy(update=told)
+        added = {"sent": dict(self._sent), "sent_by": self._sent_by, "notes": (*first.notes, *self._notes)}
+        first = first.model_copy(update=added)
         if self._pinned is None or not self._steps:
             return first
         low, high = next(((low, high) for how, low, high in self._steps if how == "placed"), self._steps[-1][1:])
@@ -269,30 +269,30 @@ class MemoryRecorder:
 
 
 def choose_event_sources(device: torch.device) -> list[EventSource]:
-    """What can be seen in this process: the memory of the device that trains comes first."""
+    """Return the sources of events that work in this process; the memory of the training device comes first."""
     if device.type == "cuda":
         return [CudaHistory(), MallocMeter()] if MallocMeter.here() else [CudaHistory()]
     return [MallocMeter() if MallocMeter.here() else ProfilerSource()]
 
 
 RecordedStep = tuple[RecordingPass, int, int]
-"""How it was watched; its marks, from and to."""
+"""A recorded step: its pass, the index of its first mark and the index after its last one."""
 
 
 class _RecordedMemory:
-    """One memory: its source, and what is known of its blocks beside that."""
+    """One memory: its source of events, and the names of its blocks."""
 
     def __init__(self, source: EventSource) -> None:
         self.source = source
         self._named: list[NamedStorage] = []
         self._saved: set[int] = set()
         self._saved_at: tuple[int, int] | None = None
-        """Where the first forward of that pass begins and ends."""
+        """Events at which the first forward of the pass "saved" begins and ends."""
 
         self._forward = 0
 
     def meets(self, phase: str) -> None:
-        """In the pass in which autograd says what it saves."""
+        """Note that a phase begins, in the pass in which autograd reports saved tensors."""
         if self._saved_at is None:
             if phase == "forward":
                 self._forward = self.source.at()
@@ -300,10 +300,12 @@ class _RecordedMemory:
                 self._saved_at = self._forward, self.source.at()
 
     def save(self, storage: torch.UntypedStorage) -> None:
+        """Note a storage that autograd saved in the first forward of that pass."""
         if self._saved_at is None and storage.device.type == self.source.device:
             self._saved.add(storage.data_ptr())
 
     def name(self, at: int, storage: torch.UntypedStorage, holding: Holding) -> None:
+        """Note the name and category of a storage at position `at` of the source."""
         if storage.device.type == self.source.device and (size := storage.nbytes()):
             self._named.append(NamedStorage(at, storage.data_ptr(), size, holding.category, holding.name))
 
@@ -311,17 +313,18 @@ class _RecordedMemory:
         self._named.clear()
 
     def account(self, world: World, steps: Sequence[RecordedStep]) -> MemoryAccount:
+        """Return the account of this memory."""
         source, seen = self.source, self.source.collect_events()
         seen.shared = world.size > 1 and world.device.type == source.device
         seen.named = [NamedStorage(source.index(n.at), n.address, n.size, n.category, n.name) for n in self._named]
-        replay = Attribution(seen)
+        attribution = Attribution(seen)
         saved = None
         if self._saved_at is not None:
             low, high = self._saved_at
-            saved = replay.saved(source.index(low), source.index(high), self._saved)
-        passes = [(how, replay.windows[low:high]) for how, low, high in steps]
-        first = steps[0][1] if steps else replay.built
-        last = passes[-1][1] if passes else replay.windows[first:]
+            saved = attribution.saved(source.index(low), source.index(high), self._saved)
+        passes = [(how, attribution.windows[low:high]) for how, low, high in steps]
+        first = steps[0][1] if steps else attribution.built
+        last = passes[-1][1] if passes else attribution.windows[first:]
         shown = next((windows for how, windows in passes if how == "placed"), last)
         seconds = plain_step_seconds(shown, [windows for how, windows in passes if how == "plain"])
         peaks = [max(window.peak for window in windows) for how, windows in passes if how in ("plain", "placed")]
@@ -330,18 +333,18 @@ class _RecordedMemory:
             method=source.method,
             device=source.device,
             base=seen.base,
-            phases=tuple(replay.phases(replay.windows[:first], shown)),
+            phases=tuple(attribution.phases(attribution.windows[:first], shown)),
             peaks=tuple(peak - seen.base for peak in peaks),
-            curve=tuple(replay.curve(shown, seconds)),
-            marks=tuple(replay.marked(shown, seconds)),
+            curve=tuple(attribution.curve(shown, seconds)),
+            marks=tuple(attribution.marked(shown, seconds)),
             saved=saved,
             on=source.on,
-            notes=(*source.notes, *(() if saved is not None else ("activations are told by lifetime alone",))),
+            notes=(*source.notes, *(() if saved is not None else ("activations are identified by lifetime only",))),
         )
 
 
 def run_toy_step(world: World) -> None:
-    """A toy step: what libraries make on first use is not the model's."""
+    """Run a small step, so that memory which libraries allocate on first use is not counted as the model's."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8)).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch, wanted = torch.ones(2, 64, device=world.device), torch.zeros(2, dtype=torch.long, device=world.device)

@@ -1,1 +1,1 @@
-"""Sources of memory events: they see blocks come and go."""
+"""Sources of memory events: allocations and frees in this process."""

@@ -1,4 +1,4 @@
-"""Which line asked for an operation that allocated something."""
+"""Call sites: the source line that started an operation which allocated memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from unipar.memory.sources.events import CallSite
 _SKIPPED_FOLDERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 CallFrame = tuple[str, str, int]
-"""Of a call: its file, its function, its line."""
+"""A frame of the call stack: file, function, line."""
 
 
 def find_call_site(
     frames: Iterable[CallFrame], sites: Mapping[str, Category], operation: str
 ) -> tuple[str, Category | None]:
-    """The nearest call that a library's sites name, with its category; else the nearest that is not torch's own."""
+    """Return the nearest frame listed in `sites`, with its category; else the nearest outside torch, and None."""
     nearest = ""
     before = f"{operation} in " if operation else ""
     for file, function, line in frames:
@@ -39,19 +39,19 @@ def find_call_site(
 
 @final
 class CallSiteRecorder(TorchDispatchMode):
-    """Around a step: what each operation allocated, from which event to which, and who asked for it."""
+    """Dispatch mode around a step: records the events of each operation that allocates, and its call site."""
 
-    def __init__(self, at: Callable[[], int], found: list[CallSite], sites: Mapping[str, Category]) -> None:
+    def __init__(self, at: Callable[[], int], recorded: list[CallSite], sites: Mapping[str, Category]) -> None:
         super().__init__()
-        self._at, self._found, self._sites = at, found, sites
+        self._at, self._recorded, self._sites = at, recorded, sites
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         low = self._at()
         out = func(*args, **(kwargs or {}))
         high = self._at()
-        if high > low and (not self._found or self._found[-1].high <= low):
-            self._found.append(
+        if high > low and (not self._recorded or self._recorded[-1].high <= low):
+            self._recorded.append(
                 CallSite(low, high, *find_call_site(_outer_frames(currentframe()), self._sites, str(func)))
             )
         return out

@@ -1,4 +1,4 @@
-"""Blocks of CUDA's memory, as torch's allocator remembers them: a source of events. It has never run on a GPU."""
+"""`CudaHistory`: source of events by the history of torch's CUDA allocator. It has never run on a GPU."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from unipar.memory.sources.malloc import NOTE_DTYPE
 from unipar.memory.sources.nvml import query_bytes_used
 
 MAX_HISTORY_ENTRIES: Final = 4_000_000
-"""Entries that torch keeps: four or so for each block."""
+"""Number of history entries that torch keeps: about four for each block."""
 
 CUDA_BLOCK_BYTES: Final = 512
-"""torch's allocator gives multiples of this."""
+"""Unit of block sizes in torch's CUDA allocator."""
 
 UNSPLIT_REST_BYTES: Final = 2**20
-"""Blocks above this may be larger by as much as this than what was asked for: torch splits off no smaller rest."""
+"""Size above which a block may be up to this much larger than requested: torch splits off no smaller remainder."""
 
 
-_TORCH_MEMORY: Any = torch.cuda.memory  # what remembers is not public in torch, though documented there
+_TORCH_MEMORY: Any = torch.cuda.memory  # its functions for the history are documented, but private
 
 
 @dataclass(frozen=True, slots=True)
 class SizeSnapshot:
-    """The true sizes of the blocks that are there when `at` events have come."""
+    """True sizes of the blocks that are allocated after `at` events."""
 
     at: int
     sizes: Mapping[int, int]
-    """By address."""
+    """Bytes of each block by its address."""
 
 
 @final
 class CudaHistory:
-    """Of the device that this process uses."""
+    """Source of events: blocks of torch's CUDA allocator on the device that this process uses."""
 
     method = "torch's CUDA allocator, by its own history and statistics"
     device = "cuda"
@@ -54,7 +54,7 @@ class CudaHistory:
         self._notes: list[str] = []
 
     def begin(self) -> None:
-        """From here on torch remembers."""
+        """Start torch's history."""
         self._index = torch.cuda.current_device()
         self._stream = torch.cuda.current_stream().cuda_stream
         _TORCH_MEMORY._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES)
@@ -65,7 +65,7 @@ class CudaHistory:
         self._look()
 
     def mark(self, phase: str) -> None:
-        stats = self._stats()  # at one instant: other threads may free
+        stats = self._stats()  # all numbers from one call: other threads may free memory between two
         allocated = stats["allocated_bytes"]
         pool = PoolPeaks(*(stats[f"{kind}_bytes"]["peak"] for kind in ("reserved", "active", "requested")))
         self._marks.append(PhaseMark(self._came(stats), phase, allocated["peak"], allocated["current"], 0, pool))
@@ -73,11 +73,11 @@ class CudaHistory:
         self._look()
 
     def at(self) -> int:
-        """How many blocks came and went since the base."""
+        """Return the number of allocations and frees since the base."""
         return self._came(self._stats())
 
     def places(self, sites: Mapping[str, Category]) -> nullcontext[None]:
-        """Nothing to do: each entry has the lines that asked."""
+        """Set the library's call sites; every entry of the history has its call stack already."""
         self._sites = sites
         return nullcontext()
 
@@ -87,13 +87,13 @@ class CudaHistory:
         _TORCH_MEMORY._record_memory_history(None)
         self._trace: list[Mapping[str, Any]] = list(allocation_entries(traces[self._index]))
         if len(self._trace) < self._count:
-            self._notes.append(f"torch kept {len(self._trace)} of {self._count} events of its history, the last ones")
+            self._notes.append(f"torch kept only the last {len(self._trace)} of {self._count} events of its history")
         others = [i for i in range(torch.cuda.device_count()) if i != self._index and torch.cuda.memory_allocated(i)]
         if others:
-            self._notes.append(f"what lies on other devices ({', '.join(map(str, others))}) is not in it")
+            self._notes.append(f"memory on other devices ({', '.join(map(str, others))}) is not counted")
         bytes_used, why = query_bytes_used(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
         if why:
-            self._notes.append(f"what CUDA and NCCL take was not measured: {why}")
+            self._notes.append(f"memory of CUDA and NCCL was not measured: {why}")
         self.on = DeviceMemory(
             name=torch.cuda.get_device_name(self._index),
             reserved=torch.cuda.memory_reserved(self._index),
@@ -102,7 +102,7 @@ class CudaHistory:
 
     @property
     def bytes(self) -> int:
-        """Unknown: torch keeps them. They do not count as notes of ours."""
+        """Zero: the size of torch's history is unknown, and it is not counted as records of the source."""
         return 0
 
     def collect_events(self) -> SeenEvents:
@@ -124,10 +124,10 @@ class CudaHistory:
         return stats["allocation"]["allocated"] + stats["allocation"]["freed"] - self._first
 
     def _stats(self) -> Mapping[str, Mapping[str, int]]:
-        """Of all pools together."""
-        told = torch.cuda.memory_stats_as_nested_dict(self._index)
+        """Return the allocator's counters, summed over all pools."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self._index)
         kinds = ("allocation", "allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
-        return {kind: told[kind]["all"] for kind in kinds}
+        return {kind: stats[kind]["all"] for kind in kinds}
 
     def _look(self) -> None:
         segments = torch.cuda.memory_snapshot(include_traces=False)
@@ -135,21 +135,21 @@ class CudaHistory:
 
 
 def allocation_entries(trace: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
-    """Of a trace's entries those that change what is allocated: a block is given, or no longer wanted."""
+    """Yield the entries of a trace that allocate a block or request its free."""
     return (entry for entry in trace if entry["action"] in ("alloc", "free_requested"))
 
 
 def allocated_block_sizes(segments: Iterable[Mapping[str, Any]], device: int) -> dict[int, int]:
-    """The allocated blocks of a snapshot: their true sizes by address. A segment's blocks lie one after another."""
-    found: dict[int, int] = {}
+    """Return the true sizes of a snapshot's allocated blocks by address; the blocks of a segment are contiguous."""
+    sizes: dict[int, int] = {}
     for segment in segments:
         if segment["device"] == device:
             address = segment["address"]
             for block in segment["blocks"]:
                 if block["state"] == "active_allocated":
-                    found[address] = block["size"]
+                    sizes[address] = block["size"]
                 address += block["size"]
-    return found
+    return sizes
 
 
 def events_from_trace(
@@ -161,7 +161,7 @@ def events_from_trace(
     base: int,
     stream: int,
 ) -> SeenEvents:
-    """All that a trace tells, whose marks and looks count its entries."""
+    """Return the events of a trace; `marks` and `looks` are at numbers of its entries."""
     events, slack = replay_trace(trace, looks, base)
     return SeenEvents(
         events=events,
@@ -179,10 +179,10 @@ def events_from_trace(
 def replay_trace(
     trace: Sequence[Mapping[str, Any]], looks: Sequence[SizeSnapshot], base: int
 ) -> tuple[EventArray, list[int]]:
-    """Events as the meter notes them; of each block by how much it may be larger than that.
+    """Return events in the meter's format, and the bytes by which the block of each may be larger.
 
-    A trace has the sizes that were asked for. The true one is known of a block that was there at a look; of another it
-    is that, rounded up, and a large block may have been given whole.
+    A trace has requested sizes. The true size is known for a block that is in a snapshot; for any other, it is the
+    requested size rounded up, and a large block may be larger than that.
     """
     sizes, slack = [0] * len(trace), [0] * len(trace)
     open_at: dict[int, int] = {}
@@ -221,13 +221,13 @@ def _apply_snapshot(
 
 
 def largest_drift(seen: SeenEvents) -> int:
-    """How far replay and the allocator's own count of what is allocated are apart, at most, at the marks."""
+    """Return the largest difference at a mark, in bytes, between the replayed history and the allocator's counter."""
     live = [seen.base, *seen.events["live"].tolist()]
     return max((abs(live[mark.at] - mark.live) for mark in seen.marks), default=0)
 
 
 def call_sites_of_trace(trace: Sequence[Mapping[str, Any]], sites: Mapping[str, Category]) -> Iterable[CallSite]:
-    """The line that asked for each block; where Python was not there, for a backward above all, there is none."""
+    """Yield the call site of each allocation; without Python frames, mostly in a backward, its place is empty."""
     for i, entry in enumerate(trace):
         if entry["action"] == "alloc":
             frames = ((f["filename"], f["name"], f["line"]) for f in entry.get("frames", ()))

@@ -1,4 +1,4 @@
-"""Blocks, marks and sites as sources note them."""
+"""Data of sources: allocation events, marks of phases, call sites, names of storages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from unipar.backend import Category
 from unipar.memory.account import PhaseName
 
 TENSOR, LIBRARY, RUNTIME = range(3)
-"""Who asked for a block: torch for a tensor, another library, or Python."""
+"""Kinds of callers that allocate a block: torch for a tensor, another library, Python."""
 
 
 LARGEST_BLOCKS: Final = 12
+"""Number of blocks that are listed for a peak."""
 
 
 MEMORY_PHASE_OF: Final[dict[str, PhaseName]] = {
@@ -33,7 +34,7 @@ EventArray = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class PoolPeaks:
-    """What CUDA's allocator counts beside what is allocated: the most since the last mark, in bytes."""
+    """Highest numbers of bytes since the last mark in further counters of torch's CUDA allocator."""
 
     reserved: int
     active: int
@@ -42,26 +43,28 @@ class PoolPeaks:
 
 @dataclass(frozen=True, slots=True)
 class PhaseMark:
-    """Where a phase begins."""
+    """Start of a phase."""
 
     at: int
-    """How many blocks came and went before."""
+    """Number of events before the mark."""
 
     phase: str
     peak: int
-    """The most that was allocated since the last mark."""
+    """Highest number of bytes allocated since the last mark."""
 
     live: int
-    """What is allocated now, and how much of it in blocks too small to be noted."""
+    """Bytes allocated at the mark."""
 
     small: int
+    """Bytes among them in blocks too small to be recorded."""
+
     pool: PoolPeaks | None = None
     when: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedStorage:
-    """A storage that somebody named when `at` blocks had come and gone."""
+    """Storage that an engine named after `at` events."""
 
     at: int
     address: int
@@ -72,7 +75,7 @@ class NamedStorage:
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """Who was at work while blocks from `low` to `high` came and went."""
+    """Source line that was executed during the events `low` to `high`."""
 
     low: int
     high: int
@@ -82,36 +85,36 @@ class CallSite:
 
 @dataclass
 class SeenEvents:
-    """All that was seen of one rank: what came and went, and what is known about it."""
+    """All recorded events of one rank, and facts about them."""
 
     events: EventArray
-    """As the meter notes them."""
+    """Events in the meter's format."""
 
     kinds: np.ndarray[Any, Any]
-    """Of each event, who asked."""
+    """Kind of caller of each event: TENSOR, LIBRARY or RUNTIME."""
 
     owners: Sequence[str]
-    """Of each event, the file whose code asked."""
+    """File whose code caused each event."""
 
     base: int
     base_small: int
     thread: int
-    """The one that trains."""
+    """Id of the thread that trains; on CUDA, of its stream."""
 
     shared: bool = False
-    """Whether there are other ranks: what other threads allocate is for them."""
+    """Whether there are other ranks, so that other threads allocate for communication."""
 
     marks: list[PhaseMark] = field(default_factory=list[PhaseMark])
     named: list[NamedStorage] = field(default_factory=list[NamedStorage])
     sites: list[CallSite] = field(default_factory=list[CallSite])
     slack: Sequence[int] = ()
-    """Of each event by how much the block may be larger than is known; empty where all sizes are exact."""
+    """Bytes by which the block of each event may be larger than recorded; empty if all sizes are exact."""
 
 
 def classify_callers(
     callers: Sequence[int], files: Sequence[tuple[int, int, str]]
 ) -> tuple[np.ndarray[Any, Any], list[str]]:
-    """Who asked for each block, and by which file's code."""
+    """Return the kind of caller of each event, and the name of the file that contains its code."""
     names: dict[int, str] = {}
     for caller in set(callers):
         path = next((path for low, high, path in files if low <= caller < high), "")
@@ -121,6 +124,6 @@ def classify_callers(
 
 
 def _kind_of_library(name: str) -> int:
-    if name.startswith("libc10") and not name.startswith("libc10_cuda"):  # that keeps books on the device's memory
+    if name.startswith("libc10") and not name.startswith("libc10_cuda"):  # libc10_cuda: records on the GPU's memory
         return TENSOR
     return RUNTIME if "python" in name else LIBRARY

@@ -1,7 +1,7 @@
-"""What came and went unseen, told from a counter that heeds all threads.
+"""Reconstruction of allocations and frees that a profiler missed, from a counter that covers all threads.
 
-A profiler writes down what happens in the threads to which torch hands its state. A thread of gloo's may be the last to
-let go of a tensor, and Horovod's has a buffer of its own. The counter of the next event tells how much that was.
+A profiler records only threads to which torch passes its state. A thread of gloo may be the last to free a tensor, and
+Horovod's thread has a buffer of its own. The counter at the next recorded event shows how many bytes were missed.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from itertools import combinations
 from typing import Final
 
 MAX_BLOCKS_AT_ONCE: Final = 3
-"""How many blocks that went between two events are told apart."""
+"""Largest number of blocks freed between two events that are searched for."""
 
 MAX_CANDIDATES: Final = 40
-"""Of how many of each size at most."""
+"""Number of blocks among which a combination of several is searched for."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """A block that came, or went."""
+    """An allocation or a free of a block."""
 
     address: int
     size: int
-    """Below 0 where it goes."""
+    """Bytes; negative for a free."""
 
     live: int
-    """What the counter said afterwards."""
+    """Value of the counter after the change."""
 
     thread: int
 
 
 @dataclass(slots=True)
 class _OpenBlock:
-    """A block that nobody saw go."""
+    """Block whose free was not recorded."""
 
     change: BlockChange
     came: int
     gone: int
-    """It went before this event: its address was given out again."""
+    """Event before which the block was freed, because its address was allocated again; else the number of events."""
 
 
 def fill_gaps(seen: Sequence[BlockChange]) -> tuple[list[BlockChange], list[int]]:
-    """All changes; and where among them each that was seen is, and the end."""
-    left = _blocks_never_freed(seen)
-    made: list[BlockChange] = []
+    """Return all changes, missing ones included; and the index among them of each recorded one, and of the end."""
+    never_freed = _blocks_never_freed(seen)
+    changes: list[BlockChange] = []
     places: list[int] = []
     open_now: list[_OpenBlock] = []
     live = bytes_before(seen)
@@ -53,50 +53,50 @@ def fill_gaps(seen: Sequence[BlockChange]) -> tuple[list[BlockChange], list[int]
         if gap := change.live - change.size - live:
             for address, size in _missing_changes(gap, i, open_now):
                 live += size
-                made.append(BlockChange(address, size, live, -1))
+                changes.append(BlockChange(address, size, live, -1))
                 if size > 0:
-                    open_now.append(_OpenBlock(made[-1], i, len(seen)))
+                    open_now.append(_OpenBlock(changes[-1], i, len(seen)))
         live = change.live
-        if i in left:
-            open_now.append(left[i])
-        places.append(len(made))
-        made.append(change)
-    return made, [*places, len(made)]
+        if i in never_freed:
+            open_now.append(never_freed[i])
+        places.append(len(changes))
+        changes.append(change)
+    return changes, [*places, len(changes)]
 
 
 def bytes_before(seen: Sequence[BlockChange]) -> int:
-    """What the counter said before."""
+    """Return the value of the counter before the first change."""
     return seen[0].live - seen[0].size if seen else 0
 
 
 def _blocks_never_freed(seen: Sequence[BlockChange]) -> dict[int, _OpenBlock]:
-    """By their place the blocks that came, and were not seen to go."""
+    """Return the blocks that have no recorded free, by the index of their allocation."""
     last: dict[int, int] = {}
-    found: dict[int, _OpenBlock] = {}
+    open_blocks: dict[int, _OpenBlock] = {}
     for i, change in enumerate(seen):
         before = last.pop(change.address, None)
         if change.size > 0:
             last[change.address] = i
             if before is not None:
-                found[before] = _OpenBlock(seen[before], before, i)
-    found.update((i, _OpenBlock(seen[i], i, len(seen))) for i in last.values())
-    return found
+                open_blocks[before] = _OpenBlock(seen[before], before, i)
+    open_blocks.update((i, _OpenBlock(seen[i], i, len(seen))) for i in last.values())
+    return open_blocks
 
 
 def _missing_changes(gap: int, now: int, open_now: list[_OpenBlock]) -> Iterable[tuple[int, int]]:
-    """The blocks that came or went unseen: address and size."""
+    """Return the changes that explain a gap in the counter: (address, size) of each."""
     if gap > 0:
         return [(-now - 1, gap)]
     gone = _blocks_of_total_size(-gap, open_now)
     if gone is None:
-        return [(-now - 1, gap)]  # of nobody knows which
+        return [(-now - 1, gap)]  # no known blocks add up to the gap: a free at an invented address
     for block in gone:
         open_now.remove(block)
     return [(block.change.address, -block.change.size) for block in gone]
 
 
 def _blocks_of_total_size(size: int, open_now: Sequence[_OpenBlock]) -> Sequence[_OpenBlock] | None:
-    """Blocks of that size together: first those whose address was soonest given out again, then the youngest."""
+    """Return blocks that add up to `size`; preferred are those whose address was reused soonest, then the youngest."""
     ordered = sorted(open_now, key=lambda block: (block.gone, -block.came))
     fitting = [block for block in ordered if block.change.size <= size]
     for number in range(1, MAX_BLOCKS_AT_ONCE + 1):

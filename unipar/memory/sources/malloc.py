@@ -1,4 +1,4 @@
-"""The malloc meter, in the process that preloaded it."""
+"""`MallocMeter`: source of events in a process that preloaded the malloc meter."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from unipar.memory.sources.call_sites import CallSiteRecorder
 from unipar.memory.sources.events import RUNTIME, CallSite, EventArray, PhaseMark, SeenEvents, classify_callers
 
 MAX_METER_NOTES: Final = 1 << 23
-"""Notes that are kept; their room is touched only as they come."""
+"""Largest number of records kept; address space is reserved for all, memory is used only as they are written."""
 
 NOTE_DTYPE: Final = np.dtype(
     [(name, "i8") for name in ("address", "caller", "size", "live", "small", "thread", "asked")]
 )
+"""Format of a record of the meter, as in meter.c."""
 
 
 @final
 class MallocMeter:
-    """In the process that preloaded it: a source of events."""
+    """Source of events: all blocks of malloc from 1 KiB on, recorded by a preloaded library."""
 
     method = "malloc, counted by a preloaded meter"
     device = "cpu"
     on: DeviceMemory | None = None
 
     def __init__(self) -> None:
-        assert self.here(), "it was not preloaded"
+        assert self.here(), "the meter was not preloaded"
         self._lib = ctypes.CDLL(None)
         for name, result in (("live", "q"), ("small", "q"), ("noted", "q"), ("peak", "q"), ("note", "Q")):
             getattr(self._lib, f"unipar_meter_{name}").restype = {"q": ctypes.c_int64, "Q": ctypes.c_uint64}[result]
@@ -43,26 +44,29 @@ class MallocMeter:
         self._marks: list[PhaseMark] = []
         self._sites: list[CallSite] = []
         self._low = 0
-        """Notes before this one are folded."""
+        """Index of the first record that is not folded."""
 
         self._alive = np.empty(0, dtype=NOTE_DTYPE)
-        """Of those, the blocks that were there when they were folded; and which of them the data brought."""
+        """Folded records: those of blocks that were still allocated."""
 
         self._read = np.empty(0, dtype=bool)
+        """Whether each folded record was made while data were read."""
+
         self._lost = False
 
     @staticmethod
     def here() -> bool:
+        """Return whether this process preloaded the meter."""
         return hasattr(ctypes.CDLL(None), "unipar_meter_live")
 
     def begin(self) -> None:
-        """Blocks are noted from here on."""
-        os.environ.pop("LD_PRELOAD", None)  # what this process starts is not measured
+        """Start to record blocks."""
+        os.environ.pop("LD_PRELOAD", None)  # processes that this one starts are not measured
         self._small = self._lib.unipar_meter_small()
         self._notes = self._lib.unipar_meter_note(MAX_METER_NOTES)
         if not self._notes:
-            raise MemoryError("no addresses left for the meter's notes")
-        os.register_at_fork(after_in_child=self._lib.unipar_meter_end)  # data workers
+            raise MemoryError("no address space left for the meter's records")
+        os.register_at_fork(after_in_child=self._lib.unipar_meter_end)  # data workers are not measured
         self._lib.unipar_meter_peak()
         self._base = self._lib.unipar_meter_live()
 
@@ -72,7 +76,7 @@ class MallocMeter:
         self._marks.append(mark)
 
     def at(self) -> int:
-        """How many blocks came and went until now."""
+        """Return the number of records until now."""
         return self._lib.unipar_meter_noted()
 
     def places(self, sites: Mapping[str, Category]) -> CallSiteRecorder:
@@ -104,7 +108,7 @@ class MallocMeter:
         return max(0, at - self._low + len(self._alive))
 
     def _events(self) -> EventArray:
-        """The blocks that were there, as if they came first, and all notes since."""
+        """Return the folded records, as if they came first, and all records since."""
         high = self.at()
         self._lost = self._lost or high - self._low > MAX_METER_NOTES
         self._low = max(self._low, high - MAX_METER_NOTES)
@@ -113,7 +117,7 @@ class MallocMeter:
         return np.concatenate([self._alive, since])
 
     def fold(self) -> None:
-        """Between steps: of what came and went only what is there is kept, and a long run needs no more room."""
+        """Keep only the records of blocks that are still allocated, so that a long run needs no more room."""
         high = self.at()
         events = self._events()[: self.index(high)]
         read = np.zeros(len(events), dtype=bool)
@@ -127,11 +131,11 @@ class MallocMeter:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (f"of more than {MAX_METER_NOTES} notes the first are lost",) if self._lost else ()
+        return (f"more than {MAX_METER_NOTES} allocations and frees: the first ones are lost",) if self._lost else ()
 
 
 def find_live_blocks(events: EventArray) -> tuple[np.ndarray[Any, Any], int]:
-    """Which events are of blocks that are still there; and the bytes that went of blocks older than all of them."""
+    """Return the indices of allocations that were not freed, and the bytes freed that no event allocated."""
     order = np.argsort(events["address"], kind="stable")
     address, size = events["address"][order], events["size"][order]
     other = address[1:] != address[:-1]
@@ -141,11 +145,11 @@ def find_live_blocks(events: EventArray) -> tuple[np.ndarray[Any, Any], int]:
 
 
 def list_code_ranges() -> list[tuple[int, int, str]]:
-    """The files whose code this process runs: from, to, path."""
-    found: list[tuple[int, int, str]] = []
+    """Return the address ranges of code in this process: (first, end, path of the file)."""
+    ranges: list[tuple[int, int, str]] = []
     for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
         words = line.split(maxsplit=5)
         if "x" in words[1] and len(words) == 6:
             low, _, high = words[0].partition("-")
-            found.append((int(low, 16), int(high, 16), words[5]))
-    return found
+            ranges.append((int(low, 16), int(high, 16), words[5]))
+    return ranges

@@ -1,4 +1,4 @@
-"""The malloc meter, before a worker starts: compiled once, and preloaded."""
+"""Building and preloading of the malloc meter, before a worker starts."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from unipar.errors import UniparError
 from unipar.utils.files import cache_folder
 
 METER_ENVIRONMENT: Final = {"MKL_DISABLE_FAST_MM": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-"""What only the environment can set: MKL keeps no buffers of its own, while it is timed, too; and malloc gives back at
-once what is freed, until it is told to keep it."""
+"""Variables of measured workers. MKL keeps no buffers, not even while steps are timed. malloc returns freed memory to
+the system at once, until `keep_freed_memory`."""
 
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads which allocator CUDA's memory has."""
+"""Variables in which torch reads the settings of its CUDA allocator."""
 
 
 class MeterUnavailable(UniparError):
-    """The meter cannot be compiled here, or not be preloaded."""
+    """Error: the meter cannot be compiled or preloaded on this machine."""
 
 
 def build_meter() -> Path:
-    """The compiled meter, in the user's cache; a process was seen to preload it."""
+    """Return the path of the compiled meter in the user's cache, after a check that a process can preload it."""
     source = files("unipar.memory.sources").joinpath("meter.c").read_bytes()
-    told = hashlib.sha256(source + " ".join(platform.libc_ver()).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(source + " ".join(platform.libc_ver()).encode()).hexdigest()[:16]
     try:
-        made = cache_folder() / f"meter-{platform.machine()}-{told}.so"
-        if not made.exists():
-            _compile_meter(source, made)
-    except (OSError, RuntimeError) as e:  # a home that is read-only, or none
+        library = cache_folder() / f"meter-{platform.machine()}-{digest}.so"
+        if not library.exists():
+            _compile_meter(source, library)
+    except (OSError, RuntimeError) as e:  # the home folder is read-only or missing
         raise MeterUnavailable(
-            f"it cannot be kept in the user's cache ({e}); XDG_CACHE_HOME takes another place"
+            f"it cannot be stored in the user's cache ({e}): set XDG_CACHE_HOME to another folder"
         ) from None
-    _check_preload(made)
-    return made
+    _check_preload(library)
+    return library
 
 
-def _compile_meter(source: bytes, made: Path) -> None:
-    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+def _compile_meter(source: bytes, library: Path) -> None:
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
         raise MeterUnavailable(
             "no C compiler (cc, gcc or clang) was found: install one (Debian: apt install gcc libc6-dev)"
         )
     if platform.libc_ver()[0] != "glibc":
         raise MeterUnavailable(
-            f"it counts the calls of glibc's malloc, and this is {platform.libc_ver()[0] or 'another libc'}"
+            f"it counts calls of glibc's malloc, and this machine has {platform.libc_ver()[0] or 'another libc'}"
         )
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         text, partial = Path(folder) / "meter.c", Path(folder) / "meter.so"
         text.write_bytes(source)
         done = subprocess.run(
@@ -68,24 +68,24 @@ def _compile_meter(source: bytes, made: Path) -> None:
         )
         if done.returncode:
             raise MeterUnavailable(
-                f"{compiler} does not compile it: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}"
+                f"{compiler} cannot compile it: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}"
             )
-        partial.rename(made)
+        partial.rename(library)
 
 
-def _check_preload(made: Path) -> None:
-    """A path with a space in it is none to LD_PRELOAD, and a folder may forbid to run what lies there."""
-    look = "import ctypes; ctypes.CDLL(None).unipar_meter_live"
-    told = {**os.environ, "LD_PRELOAD": str(made)}
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", look], env=told, capture_output=True, text=True)
+def _check_preload(library: Path) -> None:
+    """Raise MeterUnavailable if a process cannot preload the meter: its path has a space, or its disk is noexec."""
+    script = "import ctypes; ctypes.CDLL(None).unipar_meter_live"
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], env=environment, capture_output=True, text=True)
     if done.returncode:
         why = re.search(r"cannot be preloaded \((.*?)\)", done.stderr)
-        said = f" ({why[1]})" if why else ""
-        raise MeterUnavailable(f"it cannot be preloaded from {made}{said}; XDG_CACHE_HOME takes another place")
+        reason = f" ({why[1]})" if why else ""
+        raise MeterUnavailable(f"it cannot be preloaded from {library}{reason}: set XDG_CACHE_HOME to another folder")
 
 
 def why_no_history(environ: Mapping[str, str]) -> str:
-    """Why torch's allocator of CUDA's memory would keep no history; empty where it does."""
+    """Return the reason why torch's CUDA allocator would keep no history; "" if it keeps one."""
     for name in _ALLOCATOR_VARIABLES:
         if "backend:cudaMallocAsync" in environ.get(name, "").replace(" ", ""):
             return f"{name} says backend:cudaMallocAsync, which keeps no history; leave it out"
@@ -93,7 +93,10 @@ def why_no_history(environ: Mapping[str, str]) -> str:
 
 
 def step_log_environment(config: Config) -> dict[str, str]:
-    """What makes workers count under `log.memory`; nothing where they do without: they say why."""
+    """Return variables that make workers count blocks under `log.memory`; empty if the meter is unused or unavailable.
+
+    Workers without the meter log the reason when they start.
+    """
     if not config.log.memory or resources.choose_device(config)[0] != "cpu":
         return {}
     try:
@@ -103,6 +106,6 @@ def step_log_environment(config: Config) -> dict[str, str]:
 
 
 def preload_environment(meter: Path) -> dict[str, str]:
-    """What a worker's environment needs, in addition to what is preloaded already."""
+    """Return variables that preload the meter in a worker, before the libraries that are preloaded already."""
     before = os.environ.get("LD_PRELOAD", "")
     return {"LD_PRELOAD": f"{meter} {before}".strip(), **METER_ENVIRONMENT}

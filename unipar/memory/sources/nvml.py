@@ -1,4 +1,4 @@
-"""What the driver counts for a process on a GPU: all of it, CUDA's context and NCCL's buffers too."""
+"""Memory of this process on a GPU as the driver counts it (NVML), CUDA's context and NCCL's buffers included."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def query_bytes_used(uuid: str) -> tuple[int | None, str]:
-    """Return the bytes of this process on that GPU; or None, and why."""
-    import pynvml  # the worker's side, on CUDA only
+    """Return the bytes of this process on the GPU `uuid` and ""; or None and the reason."""
+    import pynvml  # here: needed only in workers on CUDA
 
     nvml: Any = pynvml
     try:
@@ -19,15 +19,15 @@ def query_bytes_used(uuid: str) -> tuple[int | None, str]:
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as e:
-        return None, f"NVML says: {e}"
+        return None, f"NVML failed: {e}"
     return bytes_of_process(processes, os.getpid())
 
 
 def bytes_of_process(processes: Iterable[Any], pid: int) -> tuple[int | None, str]:
-    """Its bytes among those of all processes on a GPU."""
-    found = [process.usedGpuMemory for process in processes if process.pid == pid]
-    if not found:
-        return None, f"NVML does not know process {pid}: in a container it counts processes by other numbers"
-    if None in found:
-        return None, "NVML does not say how much each process uses on this machine"
-    return sum(found), ""
+    """Return the bytes of process `pid` among all processes on a GPU and ""; or None and the reason."""
+    sizes = [process.usedGpuMemory for process in processes if process.pid == pid]
+    if not sizes:
+        return None, f"NVML does not list process {pid}: in a container it shows other process ids"
+    if None in sizes:
+        return None, "NVML does not report the memory of each process on this machine"
+    return sum(sizes), ""

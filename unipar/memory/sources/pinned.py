@@ -1,4 +1,4 @@
-"""The host's pages that CUDA pins: torch has an allocator of its own for them, and malloc does not see them."""
+"""Pinned host memory, which torch allocates through CUDA and not through malloc."""
 
 from __future__ import annotations
 
@@ -15,50 +15,51 @@ from unipar.memory.sources.events import LARGEST_BLOCKS, MEMORY_PHASE_OF
 
 @dataclass(frozen=True, slots=True)
 class PinnedMark:
-    """Where a phase begins."""
+    """Start of a phase."""
 
     phase: str
     active: int
-    """The most since the last mark that somebody had."""
+    """Highest number of bytes in use since the last mark."""
 
     owned: int
-    """The most since then that the allocator had of the system."""
+    """Highest number of bytes that the allocator took from the system since the last mark."""
 
     named: dict[int, NamedBlock] = field(default_factory=dict[int, NamedBlock])
-    """What was named there, by address."""
+    """Blocks that engines named at this mark, by address."""
 
 
 @final
 class PinnedMemory:
-    """By the statistics of torch's allocator: no history tells of single blocks."""
+    """Recorder of pinned host memory by the statistics of torch's allocator, which keeps no history of blocks."""
 
     def __init__(self) -> None:
         self._marks: list[PinnedMark] = []
 
     def mark(self, phase: str) -> None:
+        """Record that a phase begins, with the peaks since the last mark."""
         stats = torch.cuda.host_memory_stats()
         self._marks.append(PinnedMark(phase, stats.get("active_bytes.peak", 0), stats.get("allocated_bytes.peak", 0)))
         torch.cuda.reset_peak_host_memory_stats()
 
     def name(self, storage: torch.UntypedStorage, holding: Holding) -> None:
-        """At the last mark."""
+        """Record the name of a storage at the last mark."""
         block = NamedBlock(category=holding.category, name=holding.name, size=storage.nbytes())
         self._marks[-1].named.setdefault(storage.data_ptr(), block)
 
     def phases(self, low: int, high: int) -> tuple[PhasePeak, ...]:
-        """Of the windows from one to another, each from its mark to the next."""
-        found: dict[PhaseName, PhasePeak] = {}
+        """Return the peak of each phase among the windows `low` to `high`; a window goes from its mark to the next."""
+        peaks: dict[PhaseName, PhasePeak] = {}
         for mark, after in zip(self._marks[low:high], self._marks[low + 1 : high + 1], strict=True):
             if (name := MEMORY_PHASE_OF.get(mark.phase)) is not None:
                 phase = pinned_phase(name, after.active, after.owned, mark.named | after.named)
-                if name not in found or phase.peak > found[name].peak:
-                    found[name] = phase
-        return tuple(found.values())
+                if name not in peaks or phase.peak > peaks[name].peak:
+                    peaks[name] = phase
+        return tuple(peaks.values())
 
 
 def pinned_phase(name: PhaseName, active: int, owned: int, named: Mapping[int, NamedBlock]) -> PhasePeak:
-    """A phase: what is named, what that is rounded up to (a power of two), what is kept for later, and the rest."""
-    active = min(active, owned)  # torch below 2.13 forgets to count down what is given back
+    """Return a phase's peak by category; "runtime" is rounding to powers of two, and memory kept for reuse."""
+    active = min(active, owned)  # torch before 2.13 does not subtract what is given back
     held: dict[Category, int] = {}
     for block in named.values():
         held[block.category] = held.get(block.category, 0) + block.size

@@ -1,4 +1,4 @@
-"""A source of events where no meter can be compiled: what a profiler of torch's writes down of its own allocator."""
+"""`ProfilerSource`: source of events where no meter can be compiled, by the records of torch's profiler."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from unipar.memory.sources.malloc import NOTE_DTYPE
 
 _LIBRARY: Final = Path(torch.__file__).parent / "lib" / "libc10.so"
 _COUNT_ALL_THREADS: Final = "FLAGS_caffe2_report_cpu_memory_usage"
-"""Whether the allocator's counter heeds all threads, and not those alone whose events are written down."""
+"""Flag in torch's library: whether the allocator's counter covers all threads, and not only profiled ones."""
 
 _MARKER_RANGE: Final = "unipar is here"
-"""A range of the profiler's that is over at once: the events before it came before."""
+"""Name of an empty profiler range that marks a position among the events."""
 
 
 @final
 class ProfilerSource:
-    """Blocks of torch's tensors alone."""
+    """Source of events: blocks of torch's tensors only."""
 
     method = "torch's own allocator, by a profiler's events"
     device = "cpu"
     on: DeviceMemory | None = None
     bytes = 0
     notes = (
-        "torch's tensors alone were seen: nothing that gloo, MKL or Python allocate for themselves",
-        "what is resident has the profiler's own notes in it",
+        "only torch's tensors were recorded, not what gloo, MKL or Python allocate for themselves",
+        "resident memory includes the profiler's own records",
     )
 
     def __init__(self) -> None:
@@ -70,18 +70,18 @@ class ProfilerSource:
 
     def collect_events(self) -> SeenEvents:
         seen: list[BlockChange] = []
-        heres = [0]
+        markers = [0]
         thread = 0
         for event in sorted(self._events(), key=lambda event: event.start_time_ns):
             if event.tag == _EventType.Allocation:
                 block = event.typed[1]
                 seen.append(BlockChange(block.ptr, block.alloc_size, block.total_allocated, event.start_tid))
             else:
-                heres.append(len(seen))
+                markers.append(len(seen))
                 thread = event.start_tid
-        assert len(heres) == self._now + 1, "the profiler lost a range"
+        assert len(markers) == self._now + 1, "the profiler lost a range"
         changes, places = fill_gaps(seen)
-        self._indices = [places[here] for here in heres]
+        self._indices = [places[marker] for marker in markers]
         rows = [(c.address, 0, c.size, c.live, 0, c.thread, max(c.size, 0)) for c in changes]
         events = np.array(rows, dtype=NOTE_DTYPE)
         return SeenEvents(
@@ -99,7 +99,7 @@ class ProfilerSource:
         return self._indices[at]
 
     def _events(self) -> Iterator[Any]:
-        """Of the processor's blocks, and our own ranges."""
+        """Yield the profiler's events of blocks on the CPU, and of marker ranges."""
         left = list[Any](self._profile.profiler.kineto_results.experimental_event_tree())  # pyright: ignore[reportOptionalMemberAccess]
         while left:
             event = left.pop()
@@ -111,7 +111,7 @@ class ProfilerSource:
                 yield event
 
     def _marks(self, live: list[int]) -> list[PhaseMark]:
-        """What the allocator's own counter said, before the first event and after each."""
+        """Return the marks; `live` is the allocator's counter before the first event and after each."""
         ats = [self.index(at) for at, *_ in self._phases]
         peaks = [live[0], *(max(live[a : b + 1]) for a, b in pairwise(ats))]
         return [

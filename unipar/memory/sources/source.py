@@ -1,4 +1,4 @@
-"""What watching needs of a source of events: it sees the blocks of one memory come and go in this process."""
+"""`EventSource`: protocol of sources that record allocations and frees of one memory in this process."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from unipar.memory.sources.events import SeenEvents
 
 
 class EventSource(Protocol):
-    """Begun once, at the base; marked at every phase; ended once; then asked for what it saw."""
+    """Source of allocation events: begun once, at the base; marked at every phase; ended once; then read."""
 
     method: str
-    """How it sees blocks, in words."""
+    """Description of how blocks are recorded."""
 
     device: str
-    """Whose memory: cpu or cuda."""
+    """Device of the memory: cpu or cuda."""
 
     on: DeviceMemory | None
-    """The GPU whose memory it is; known once it has ended."""
+    """The GPU and its memory; known after `end`; None on the CPU."""
 
     def begin(self) -> None:
-        """The base: what is allocated now is not counted."""
+        """Set the base: memory that is allocated now is not counted."""
         ...
 
     def mark(self, phase: str) -> None:
-        """A phase begins."""
+        """Record that a phase begins."""
         ...
 
     def at(self) -> int:
-        """Now, as this source counts: events or time, and never less than before."""
+        """Return the current position of this source, a count that never decreases."""
         ...
 
     def places(self, sites: Mapping[str, Category]) -> AbstractContextManager[Any]:
-        """Around a step whose blocks are to be told by the line that asked for them."""
+        """Context manager around a step in which each block's call site is recorded."""
         ...
 
     def end(self) -> None:
-        """Nothing is counted any more, for good."""
+        """Stop recording for good."""
         ...
 
     @property
     def bytes(self) -> int:
-        """Of its own notes in the host's memory, as they are now."""
+        """Bytes of host memory that the source's own records take now."""
         ...
 
     def collect_events(self) -> SeenEvents:
-        """All events, by their number: of marks and sites too. Only what others named is not in it."""
+        """Return all events with marks and call sites; names of blocks are added by the caller."""
         ...
 
     def index(self, at: int) -> int:
-        """How many events had come when `at()` said this; asked once it has ended."""
+        """Return how many events precede the position `at`; called after `end`."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the account has to know of it."""
+        """Sentences on the limits of what was recorded."""
         ...
