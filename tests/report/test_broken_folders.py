@@ -113,7 +113,7 @@ def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
     """Well-formed, and not what unipar writes: emptied, of something else, without what is read from it."""
     (run / "compare/single/config.json").write_text('{"a": 1}', encoding="utf-8")
     why = {
-        "single": ("", "no start of a run is in it"),
+        "single": ("", "it has no start event"),
         "native-nothing": ("[1]\n", "TypeError: list indices must be integers or slices, not str"),
         "native-parameters": ('{"event": "start"}\n', "KeyError: 'parameters'"),
         "deepspeed-gradients": ('{"event": "memory"}\n{"event": "start", "parameters": 9}\n', ""),
@@ -126,7 +126,7 @@ def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
         for cell, (_, reason) in why.items()
         if reason
     ]
-    config = f"{run}/compare/single/config.json is no config that unipar wrote: no key of it is one of a config"
+    config = f"{run}/compare/single/config.json is not a config that unipar wrote: none of its keys is a key of a config"
     assert told.problems == (said[0], f"{config}; it is left out", *said[1:])
     assert [cell.parameters for cell in told.cells] == [0, 0, 0, 9, PARAMETER_COUNT, PARAMETER_COUNT, 0]
     assert f'<p class="worry">{config}; it is left out</p>' in render_comparison(told)
@@ -185,9 +185,12 @@ def test_a_page_that_cannot_be_written_is_a_sentence(run: Path) -> None:
     with pytest.raises(ReportError) as e:
         write_page(run)
     assert str(e.value) == (
-        f"{run}/compare/report.html cannot be written: Is a directory; --out FILE takes another place"
+        f"{run}/compare/report.html cannot be written: Is a directory; give another path by --out FILE"
     )
     assert try_write_page(lambda: write_page(run / "compare")) == f"no page: {e.value}"
-    with pytest.raises(ReportError, match=r"no/where\.html cannot be written: No such file or directory; --out FILE"):
+    with pytest.raises(
+        ReportError,
+        match=r"no/where\.html cannot be written: No such file or directory; give another path by --out FILE",
+    ):
         write_page(run, out=run / "no/where.html")
     assert list(run.glob("**/.report*")) == []

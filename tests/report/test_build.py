@@ -79,7 +79,7 @@ def test_a_page_that_cannot_be_made_leaves_the_others(run: Path) -> None:
         write_pages(run)
     assert str(e.value).startswith(f"{run}/scale/scale.json cannot be read: it is cut short or is no JSON (")
     others = ", ".join(f"{run}/{folder}report.html" for folder in ("compare/", "worlds/", ""))
-    assert str(e.value).endswith(f" (the other pages are there: {others})")
+    assert str(e.value).endswith(f" (the other pages were written: {others})")
     assert [label for _, label in links(run / PAGE_FILE_NAME)] == ["the comparison", "the comparison by size"]
 
 
@@ -92,11 +92,11 @@ def test_what_unipar_did_not_write_is_not_replaced(run: Path, tmp_path: Path) ->
         with pytest.raises(ReportError) as e:
             write_page(run, out=given)
         assert str(e.value) == (
-            f"{given} is there and is no page of unipar's, so it is not replaced: give --out another name"
+            f"{given} exists and is not a page that unipar wrote, so it is not replaced: give --out another name"
         )
         assert given.read_bytes() == before
     ours = write_page(run, out=tmp_path / "x.html")
     assert write_page(run / "scale", out=ours) == ours
     assert "unipar scale" in ours.read_text("utf-8")
-    with pytest.raises(ReportError, match=r"cannot be written: Is a directory; --out FILE takes another place"):
+    with pytest.raises(ReportError, match=r"cannot be written: Is a directory; give another path by --out FILE"):
         write_page(run, out=tmp_path)

@@ -64,11 +64,11 @@ def test_another_model_is_said(run: Path, tmp_path: Path, differs: dict[str, Any
     """The same task with other arguments, or the same parameters in another task: a change that was meant, maybe."""
     later = write_example_comparison(tmp_path / "later", **differs)
     assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later)) == [
-        f"The two are not alike: {said}."
+        f"The two differ: {said}."
     ]
     text = write_page(run, later).read_text("utf-8")
     head = text[: text.index("</header>")]
-    assert head.index(f"The two are not alike: {said}.") < head.index("Since ")
+    assert head.index(f"The two differ: {said}.") < head.index("Since ")
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,16 @@ def test_another_model_is_said(run: Path, tmp_path: Path, differs: dict[str, Any
         (altered(precision="bf16-mixed"), "precision fp32 before, bf16-mixed now"),
         (altered(samples=16), "total batch 8 before, 16 now"),
         (altered(samples=16, precision="fp64"), "precision fp32 before, fp64 now; total batch 8 before, 16 now"),
-        (marked(MARKS.model_copy(update={"samples": ((8, "01"), (8, "09"))})), "other samples from step 2 on"),
+        (marked(MARKS.model_copy(update={"samples": ((8, "01"), (8, "09"))})), "different samples from step 2 on"),
         (marked(MARKS.model_copy(update={"total": 16, "samples": ((16, "01"),)})), ""),
         (marked(MARKS.model_copy(update={"readers": 2, "samples": ((8, "07"),)})), ""),
         (
             marked(MARKS.model_copy(update={"values": {"wte.weight": "0c", "head.weight": "0b"}})),
-            "other initial values of 1 parameter",
+            "different initial values of 1 parameter",
         ),
         (
             marked(MARKS.model_copy(update={"values": {"wte.weight": "0a", "top.weight": "0b"}})),
-            "other names of parameters",
+            "different parameter names",
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_what_was_changed_on_purpose_is_said_with_both_values(
         edit_example_comparison(write_example_comparison(tmp_path / "later"), marked(MARKS)), changed
     )
     found = changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later))
-    assert found == ([f"The two are not alike: {said}."] if said else [])
+    assert found == ([f"The two differ: {said}."] if said else [])
 
 
 def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
 
     later = edit_example_comparison(write_example_comparison(tmp_path / "later"), elsewhere)
     assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later)) == [
-        "The two are not alike: ranks 2 before, 1 now; device cpu before, cuda now."
+        "The two differ: ranks 2 before, 1 now; device cpu before, cuda now."
     ]
     without = write_example_comparison(tmp_path / "without", memory=False)
     assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(without)) == []
@@ -123,18 +123,18 @@ def test_memory_that_was_watched_in_two_ways_is_not_compared(run: Path, tmp_path
     later = write_example_comparison(tmp_path / "later", scale=0.5, quicker=0.95, method=MallocMeter.method)
     before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
     assert changes.describe_mismatches(before, now) == [
-        "Memory is not compared, it was watched in two ways: torch's own allocator, by a profiler's events before, "
+        "Memory is not compared, it was measured in two ways: torch's own allocator, by a profiler's events before, "
         "malloc, counted by a preloaded meter now."
     ]
     before = changes.without_incomparable_memory(before, now)
     assert changes.describe_largest_change(before, now) == f"Since {run}/compare: single takes 5.0 % less time a step."
     assert changes.change_rows(before, now)[1] == ["native/nothing", "-", "89 MiB", "-", "526 ms", "500 ms", "-5.0 %"]
-    assert "was native/nothing" not in draw_memory_bars(now, before, 900)
+    assert "before, native/nothing" not in draw_memory_bars(now, before, 900)
     text = render_comparison(now, ComparisonPageData.read(run))
     assert "less memory" not in text
     assert 'class="curve before"' not in text
     assert 'class="point before"' not in text
-    assert text.index("Memory is not compared, it was watched") < text.index("less time a step") < text.index("<main>")
+    assert text.index("Memory is not compared, it was measured") < text.index("less time a step") < text.index("<main>")
 
 
 def test_memory_of_one_cell_that_was_watched_in_another_way(run: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_memory_of_one_cell_that_was_watched_in_another_way(run: Path, tmp_path:
     )
     before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
     (said,) = changes.describe_mismatches(before, now)
-    assert said.startswith("Memory of native/nothing is not compared, it was watched in two ways: torch's own")
+    assert said.startswith("Memory of native/nothing is not compared, it was measured in two ways: torch's own")
     rows = {row[0]: row[3] for row in changes.change_rows(changes.without_incomparable_memory(before, now), now)}
     assert (rows["native/nothing"], rows["native/parameters"]) == ("-", "-50.0 %")
 
@@ -157,8 +157,8 @@ def test_another_task_with_another_model_is_refused(run: Path, tmp_path: Path) -
         write_page(run, later)
     assert str(e.value) == (
         f"{run}/compare and {later}/compare trained different things (char_gpt.py:CharGPT with 8,926,848 parameters "
-        "and gan.py:Gan with 263,000 parameters), whose differences say nothing: give one of them, or two of one task, "
-        "which is the same where its file's name and its class are"
+        "and gan.py:Gan with 263,000 parameters) and cannot be compared: give one of them, or two of the same task "
+        "(the same file name and class)"
     )
     assert not (later / "compare/report.html").exists()
 
@@ -186,10 +186,8 @@ def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
     )
     text = write_page(one, two).read_text("utf-8")
     head = text[: text.index("</header>")]
-    assert "The two are not alike: parameters 8,926,848 before, 1,000 now; " in head
+    assert "The two differ: parameters 8,926,848 before, 1,000 now; " in head
     assert "cell native/nothing before, native/gradients now" in head
     retold(task={"use": "gan.py:Gan"})
-    with pytest.raises(
-        errors.ReportError, match=r"and gan.py:Gan with 1,000 parameters\), whose differences say nothing"
-    ):
+    with pytest.raises(errors.ReportError, match=r"and gan.py:Gan with 1,000 parameters\) and cannot be compared"):
         write_page(one, two)

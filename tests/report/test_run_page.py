@@ -31,7 +31,7 @@ def test_a_run_has_a_page(run: Path) -> None:
     took = "12 steps; 6.0\N{NO-BREAK SPACE}s from the first event to the last"
     assert f"<h1>The loss is 4.5000 at step 1 and 3.2500 at step 10: {took}.</h1>" in text
     assert "unipar run · run · native/nothing · 2 ranks · 8,926,848 parameters" in text
-    assert '<p class="badge good"><b aria-hidden="true">✓</b> it came to its end</p>' in text
+    assert '<p class="badge good"><b aria-hidden="true">✓</b> finished</p>' in text
     assert "Ran on A Processor, 2 cores, 24\N{NO-BREAK SPACE}GiB of memory, torch 2.13.0." in text.replace(
         "24 GiB", "24\N{NO-BREAK SPACE}GiB"
     )
@@ -59,8 +59,8 @@ def test_memory_that_was_watched_is_on_the_page(run: Path) -> None:
     assert "Allocated on rank 0, the fullest, by phase and category" in text
     assert '<th scope="row" class="text">update</th><td>178 MiB</td><td>34 MiB</td>' in text
     assert (
-        "<p>Allocated: beyond the 1.9 MiB that were there before the model was built; only torch&#x27;s own tensors "
-        "counted (torch&#x27;s own allocator, by a profiler&#x27;s events).</p>"
+        "<p>Allocated: beyond the 1.9 MiB that were allocated before the model was built; only torch&#x27;s own "
+        "tensors counted (torch&#x27;s own allocator, by a profiler&#x27;s events).</p>"
     ) in text.replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -71,7 +71,7 @@ def test_a_run_s_page_says_how_its_memory_was_seen(run: Path) -> None:
         phases = [phase.model_dump(exclude={"largest"}) for phase in account("native/nothing", rank).phases]
         step = {**EVENTS[3], "memory": phases}
         wrote(run, rank, [EVENTS[0], {"event": "memory", "time": 100.5, "said": system}, step, EVENTS[5]])
-    beyond = "<p>Beyond what was there before the model was built.</p>"
+    beyond = "<p>Counted beyond what was allocated before the model was built.</p>"
     assert f"{beyond}\n<ul><li>{system}</li></ul>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     lost = {"event": "memory", "time": 100.6, "said": "watched no more: <it> cannot be said"}
     wrote(run, 1, [EVENTS[0], lost, EVENTS[5]])
@@ -90,7 +90,7 @@ def test_memory_that_was_logged_is_on_the_page(run: Path) -> None:
     text = render_run(RunPageData.read(run / "rank-0.jsonl"))
     assert "<caption>Step 10 on the fullest rank, by phase and category</caption>" in text
     assert '<th scope="row" class="text">update</th><td>178 MiB</td><td>34 MiB</td>' in text
-    assert "No rank wrote down what it held" not in text
+    assert "No rank recorded its memory" not in text
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_memory_that_was_logged_is_on_the_page(run: Path) -> None:
     [
         (["script", "my loop.py", "--fast"], "<pre>python &#x27;my loop.py&#x27; --fast</pre>"),
         (["module", "my.loop"], "<pre>python -m my.loop</pre>"),
-        ([], "A script started it by launch() with a task of its own: run that again."),
+        ([], "A script started this run by launch() with its own task: run that script again."),
     ],
 )
 def test_the_command_of_a_script(run: Path, script: list[str], said: str) -> None:
@@ -111,7 +111,7 @@ def test_the_command_of_a_script(run: Path, script: list[str], said: str) -> Non
 def test_what_became_of_a_run_is_its_badge(run: Path) -> None:
     """Stopped, failed with its first rank's words, or cut short."""
     wrote(run, 0, EVENTS[:4])
-    assert "it did not come to its end, or goes on" in render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert "it did not finish, or is still running" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     for rank, time in ((0, 7.0), (1, 6.0)):
         said = {"time": time, "kind": "ValueError", "message": f"rank {rank} <fails>"}
         (run / f"rank-{rank}.error.json").write_text(json.dumps(said), encoding="utf-8")
@@ -140,7 +140,7 @@ def test_another_task_is_another_config(run: Path, tmp_path: Path, use: str, *, 
     (later / "config.json").write_text(json.dumps(told), encoding="utf-8")
     text = write_page(run, later).read_text("utf-8")
     row = f'<td class="text">&quot;/x/task.py:Sums&quot;</td><td class="text">&quot;{use}&quot;</td>'
-    assert ("Both configs say the same." in text, row in text) == (same, not same)
+    assert ("Both configs are the same." in text, row in text) == (same, not same)
 
 
 def test_a_real_run(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_ledger_that_breaks_off_is_told(run: Path) -> None:
         whole = file.read_text("utf-8")
         file.write_text(whole[:-20], encoding="utf-8")
         ran = RunPageData.read(run / "rank-0.jsonl")
-        said = f"{file} breaks off in the midst of a line: what is before it is shown"
+        said = f"{file} ends in the middle of a line: the lines before it are shown"
         assert ran.problems == (said,)
         text = render_run(ran)
         assert f'<p class="worry">{said}</p>' in text
@@ -185,9 +185,9 @@ def test_a_ledger_that_breaks_off_is_told(run: Path) -> None:
         assert re.findall('<tr><th scope="row" class="text">([01])</th><td>([^<]*)</td></tr>', text) == [
             tuple(row) for row in rows
         ]
-        assert "–: it wrote down no end." in text
+        assert "–: the rank recorded no end." in text
         file.write_text(whole, encoding="utf-8")
-    assert "–: it wrote down no end." not in render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert "–: the rank recorded no end." not in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
 def test_a_ledger_that_cannot_be_read_moves_no_other_rank(run: Path) -> None:
@@ -240,18 +240,21 @@ def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
     (run / "launch.json").write_text("3", encoding="utf-8")
     ran = RunPageData.read(run / "rank-0.jsonl")
     ledger, launched, config = ran.problems
-    assert ledger == f"{run}/rank-1.jsonl cannot be read as a rank's ledger (a line of it is no event): it is left out"
+    assert (
+        ledger
+        == f"{run}/rank-1.jsonl cannot be read as a rank's ledger (one of its lines is not an event): it is left out"
+    )
     assert launched == f"{run}/launch.json is no launch of a run: it holds no mapping"
     assert config.startswith(f"{run}/config.json cannot be read: it is cut short or is no JSON (")
     assert render_run(ran).count(f'<p class="worry">{run}') == 3
     (run / "rank-0.jsonl").write_text(
         '{"event": "start", "time": 1.0}\n{"event": "memory", "time": 1.0}\n{"event": "st', encoding="utf-8"
     )
-    assert "no loss was written down" in render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert "no loss was recorded" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     (run / "rank-0.jsonl").write_text('{"event": "step", "time": 1.0}\n', encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(run)
-    assert str(e.value) == f"{run}/rank-0.jsonl is no ledger that unipar wrote (KeyError: 'step')"
+    assert str(e.value) == f"{run}/rank-0.jsonl is not a ledger that unipar wrote (KeyError: 'step')"
     (run / "rank-0.jsonl").write_text("what\n", encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(run)
@@ -266,13 +269,13 @@ def test_unlike_kinds_are_not_laid_over_one_another(run: Path, tmp_path: Path) -
     with pytest.raises(ReportError) as e:
         write_page(comparison, run)
     assert str(e.value) == (
-        f"{comparison} holds a comparison and {run} a run: two of one kind can be laid over one another"
+        f"{comparison} holds a comparison and {run} a run: only two of the same kind can be compared"
     )
     (tmp_path / "scale.json").write_text(json.dumps(two_cells().to_json()), encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(tmp_path, tmp_path)
     assert str(e.value) == (
-        f"{tmp_path} and {tmp_path} hold a scaling each, which are not laid over one another: give one"
+        f"{tmp_path} and {tmp_path} each hold a scaling, and two scalings cannot be compared: give one"
     )
 
 
@@ -298,5 +301,5 @@ def test_a_page_of_a_run_that_cannot_be_written(run: Path) -> None:
     (run / "report.html").mkdir()
     with pytest.raises(ReportError) as e:
         write_page(run)
-    assert str(e.value) == f"{run}/report.html cannot be written: Is a directory; --out FILE takes another place"
+    assert str(e.value) == f"{run}/report.html cannot be written: Is a directory; give another path by --out FILE"
     assert list(run.glob(".report*")) == []

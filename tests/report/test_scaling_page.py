@@ -22,7 +22,8 @@ def test_the_page_says_first_how_near_the_ideal_is(tmp_path: Path) -> None:
     """The best cell first; figures with an ideal line, memory where it was watched."""
     watched = two_cells()
     assert scaling_headline(watched) == (
-        "Of the ideal, strong scaling: 89 % for native/parameters on 2 ranks, 80 % for native/nothing on 2 ranks; "
+        "Part of the ideal speed: strong scaling: 89 % for native/parameters on 2 ranks, 80 % for native/nothing on "
+        "2 ranks; "
         "weak scaling: 80 % for native/nothing on 2 ranks, 50 % for native/parameters on 2 ranks."
     )
     told = render_scaling(watched, tmp_path)
@@ -76,5 +77,5 @@ def test_a_page_that_cannot_be_written_is_a_sentence(found: Scaling, tmp_path: P
     """What was measured is shown all the same."""
     assert try_write_page(lambda: write_html(render_scaling(found, tmp_path), tmp_path / "gone/report.html")) == (
         f"no page: {tmp_path}/gone/report.html cannot be written: No such file or directory; "
-        "--out FILE takes another place"
+        "give another path by --out FILE"
     )

@@ -1,4 +1,4 @@
-"""Drawings in SVG, shape by shape, and the scales for them. Colours are classes of page.css."""
+"""SVG drawings, shape by shape, and their scales. Colours are classes of page.css."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Literal
 from typing_extensions import override
 
 LETTER_WIDTH = 7.2
-"""How wide a letter is at most, about, in the size that drawings use; fonts differ."""
+"""Approximate largest width of a letter in pixels, at the text size of drawings; fonts differ."""
 
 TextAnchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]
 
 
 def text_width(words: str) -> float:
+    """Return the approximate largest width of a text, in pixels."""
     return LETTER_WIDTH * len(words)
 
 
 class Drawing:
-    """One figure; `label` is what a screen reader says of it."""
+    """SVG figure; `label` is its text for screen readers."""
 
     def __init__(self, width: float, height: float, label: str) -> None:
         self.width, self.height, self.label = width, height, label
@@ -30,7 +31,8 @@ class Drawing:
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: TextAnchor = "start") -> None:
         self._shapes.append(
-            f'<text x="{x:.1f}" y="{y:.1f}"{_class_attribute(kind)}{_anchor_attribute(anchor)}>{html.escape(words)}</text>'
+            f'<text x="{x:.1f}" y="{y:.1f}"{_class_attribute(kind)}{_anchor_attribute(anchor)}>'
+            f"{html.escape(words)}</text>"
         )
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, tip: str = "") -> None:
@@ -46,7 +48,7 @@ class Drawing:
         self._shapes.append(_with_tip("circle", where + _class_attribute(kind), tip))
 
     def polyline(self, points: Sequence[Point], kind: str, tip: str = "") -> None:
-        """A line through all points; one point alone is a dot."""
+        """Draw a line through all points; a single point becomes a dot."""
         if len(points) == 1:
             self.dot(points[0], 2, kind, tip)
         elif points:
@@ -78,7 +80,7 @@ def _with_tip(shape: str, attributes: str, tip: str) -> str:
 
 @dataclass(frozen=True)
 class AxisScale:
-    """From a figure's values to places in a drawing."""
+    """Scale from the values of an axis to pixels; linear or logarithmic."""
 
     low: float
     high: float
@@ -94,7 +96,7 @@ class AxisScale:
 
 
 def round_ticks(low: float, high: float, about: int = 5, unit: float = 1.0) -> list[float]:
-    """Round values between two others: steps of 1, 2 or 5, times a power of ten, times `unit`."""
+    """Return round values between `low` and `high`: steps of 1, 2 or 5, times a power of ten, times `unit`."""
     if not high > low:
         return [low]
     rough = (high - low) / max(about, 1) / unit
@@ -105,11 +107,11 @@ def round_ticks(low: float, high: float, about: int = 5, unit: float = 1.0) -> l
 
 
 def power_of_two_ticks(low: float, high: float, unit: float) -> list[float]:
-    """Marks for a logarithmic scale: powers of two times `unit`."""
+    """Return ticks of a logarithmic scale: powers of two times `unit`."""
     first, last = math.ceil(math.log2(low / unit) - 1e-9), math.floor(math.log2(high / unit) + 1e-9)
     return [unit * 2.0**i for i in range(first, last + 1)]
 
 
 def byte_unit_of(size: float) -> float:
-    """The power of 1024 in which a number of bytes is said."""
+    """Return the power of 1024 in which a number of bytes is shown."""
     return next((float(u) for u in (2**30, 2**20, 2**10) if size >= 0.98 * u), 1.0)

@@ -1,4 +1,4 @@
-"""report.html of one run: its losses, time, memory, config, versions, and the command that starts it again."""
+"""report.html of one run: losses, step times, memory, config, versions, and the command that starts it again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from unipar.report.data.headline import CATEGORY_LABELS
 from unipar.report.data.run import RunPageData
 from unipar.report.pages.elements import (
     bullet_list,
+    config_differences,
     config_listing,
     describe_machine,
     environment_tables,
@@ -31,7 +32,7 @@ _NO_VALUE = "–"
 
 
 def render_run(ran: RunPageData, before: RunPageData | None = None) -> str:
-    """All of it; with `before`, an earlier run's curves behind this one's."""
+    """Return the page; with `before`, an earlier run's curves are drawn behind this run's."""
     sections = [
         _losses(ran, before),
         _changes_section(ran, before),
@@ -45,28 +46,29 @@ def render_run(ran: RunPageData, before: RunPageData | None = None) -> str:
 
 
 def run_headline(ran: RunPageData) -> str:
-    """What became of it, in one line."""
-    found = ran.report
-    took = f"{count_of(found.steps, 'step')}; {format_duration(found.seconds)} from the first event to the last"
-    if not found.losses:
-        return f"{took}; no loss was written down."
-    (first, a), (last, b) = found.losses[0], found.losses[-1]
+    """Return the first sentence of the page: first and last loss, number of steps, duration."""
+    report = ran.report
+    took = f"{count_of(report.steps, 'step')}; {format_duration(report.seconds)} from the first event to the last"
+    if not report.losses:
+        return f"{took}; no loss was recorded."
+    (first, a), (last, b) = report.losses[0], report.losses[-1]
     return f"The loss is {a:.4f} at step {first} and {b:.4f} at step {last}: {took}."
 
 
 def _describe_end(ran: RunPageData) -> tuple[str, str, str]:
+    """Return the badge that says how the run ended: CSS class, sign and words."""
     if ran.report.stopped is not None:
         return "open", "?", f"stopped by a signal after step {ran.report.stopped}"
     if ran.failure:
         return "bad", "✗", f"failed: {ran.failure}"
     if not ran.ended:
-        return "bad", "✗", "it did not come to its end, or goes on: this is what was written down until now"
-    return "good", "✓", "it came to its end"
+        return "bad", "✗", "it did not finish, or is still running: this is what was recorded so far"
+    return "good", "✓", "finished"
 
 
 def _head(ran: RunPageData, before: RunPageData | None) -> str:
-    found = ran.report
-    facts = [ran.name, found.cell, count_of(found.size, "rank"), f"{found.parameters:,} parameters"]
+    report = ran.report
+    facts = [ran.name, report.cell, count_of(report.size, "rank"), f"{report.parameters:,} parameters"]
     kind, sign, words = _describe_end(ran)
     since = f"Before, {before.folder}: {run_headline(before)}" if before is not None else ""
     return "\n".join(
@@ -119,7 +121,7 @@ def _losses(ran: RunPageData, before: RunPageData | None) -> str:
     return html_section(
         "losses",
         "Losses",
-        paragraph("Of the global batch, in the steps that were logged." + (" Dashed: before." if before else "")),
+        paragraph("Loss of the global batch, at each logged step." + (" Dashed: the earlier run." if before else "")),
         html_figure(
             lambda width: draw_lines(_loss_series(ran, before), width, "Loss by step"),
             html_table(head, rows, "Loss by step"),
@@ -130,8 +132,6 @@ def _losses(ran: RunPageData, before: RunPageData | None) -> str:
 def _changes_section(ran: RunPageData, before: RunPageData | None) -> str:
     if before is None:
         return ""
-    differ = changes.differing_key_rows(before.config, ran.config)
-    known = bool(before.config and ran.config)
     return html_section(
         "changed",
         "Before and after",
@@ -139,10 +139,7 @@ def _changes_section(ran: RunPageData, before: RunPageData | None) -> str:
             paragraph(text, "worry")
             for text in changes.environment_warnings(before.machine, ran.machine, before.versions, ran.versions)
         ),
-        html_table(["key", "before", "now"], differ, "What the configs say differently", (0, 1, 2)) if differ else "",
-        paragraph(
-            "Both configs say the same." if known and not differ else "" if known else "One config was not kept."
-        ),
+        config_differences(before.config, ran.config),
     )
 
 
@@ -170,7 +167,7 @@ def _times(ran: RunPageData, before: RunPageData | None) -> str:
         "times",
         "Time of a step",
         paragraph(
-            "Milliseconds a step on rank 0, the mean since the line before; with all that a run does between steps."
+            "Milliseconds a step on rank 0: the mean since the previous row, with all that a run does between steps."
         ),
         html_figure(
             lambda width: draw_lines([*old, own], width, "Milliseconds a step"),
@@ -188,19 +185,19 @@ def _memory(ran: RunPageData) -> str:
     logged, ended = ran.report.memory[-1:], any(ran.peaks.values())
     if not ended and not ran.memory and not logged:
         return html_section(
-            "memory", "Memory", paragraph("No rank wrote down what it held: that comes at a run's end.")
+            "memory", "Memory", paragraph("No rank recorded its memory: that happens at the end of a run.")
         )
     parts: list[str] = []
     if ended:
         parts.append(
-            html_table(["rank", "peak RSS"], peaks, "The most that each rank ever held, as the system counts it")
+            html_table(["rank", "peak RSS"], peaks, "Peak resident memory of each rank, as the system counts it")
         )
-        parts.append(paragraph("" if all(ran.peaks.values()) else f"{_NO_VALUE}: it wrote down no end.", "note"))
+        parts.append(paragraph("" if all(ran.peaks.values()) else f"{_NO_VALUE}: the rank recorded no end.", "note"))
     if ran.memory:
         parts += _account_parts(largest_account(ran.memory))
     for step, phases in () if ran.memory else logged:
         parts.append(_phase_table(phases, f"Step {step} on the fullest rank, by phase and category"))
-        parts.append(paragraph("Beyond what was there before the model was built."))
+        parts.append(paragraph("Counted beyond what was allocated before the model was built."))
     notes = [f"rank {account.rank}: {note}" for account in ran.memory for note in account.notes]
     return html_section("memory", "Memory", *parts, bullet_list([*ran.watched, *notes]))
 
@@ -208,7 +205,7 @@ def _memory(ran: RunPageData) -> str:
 def _account_parts(account: MemoryAccount) -> list[str]:
     label = f"Allocated on rank {account.rank}, the fullest, by phase and category"
     how = f"{describe_counting([account])} ({account.method})"
-    base = f"Allocated: beyond the {format_size(account.base)} that were there before the model was built; {how}."
+    base = f"Allocated: beyond the {format_size(account.base)} that were allocated before the model was built; {how}."
     return [_phase_table(account.phases, label), paragraph(base)]
 
 
@@ -238,6 +235,7 @@ def _method_section(ran: RunPageData) -> str:
         environment_tables(ran.machine, ran.versions),
         repeat_command_block(ran.command),
         paragraph(
-            "" if ran.command else "A script started it by launch() with a task of its own: run that again.", "note"
+            "" if ran.command else "A script started this run by launch() with its own task: run that script again.",
+            "note",
         ),
     )

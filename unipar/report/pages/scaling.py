@@ -1,4 +1,4 @@
-"""report.html of `unipar scale`: speed-up, efficiency and memory by the number of ranks."""
+"""report.html of a scaling: speed-up, efficiency and memory by the number of ranks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from unipar.utils.text import count_of, format_duration, format_size
 
 _NO_VALUE = "–"
 COLOUR_COUNT = 6
-"""Lines of more cells begin with the first colour again, dashed."""
+"""Number of line colours; further cells use them again, dashed."""
 
 
 @dataclass(frozen=True)
 class ScalingFigure:
-    """What a figure is of."""
+    """Quantity that a figure shows, with its format and its ideal line."""
 
     label: str
     value_of: Callable[[ScaledCell], float | None]
@@ -50,7 +50,7 @@ class ScalingFigure:
 
 
 def render_scaling(found: Scaling, folder: Path) -> str:
-    """All of it; in `folder` lies what was asked."""
+    """Return the page; `folder` holds the scaling's file and the config that was given."""
     problems: list[str] = []
     file = _find_config_file(found, folder)
     config = read_config_keys(file, problems) if file is not None else {}
@@ -67,7 +67,7 @@ def render_scaling(found: Scaling, folder: Path) -> str:
 
 
 def _find_config_file(found: Scaling, folder: Path) -> Path | None:
-    """Its own config; of comparisons that of the smallest world, in which the others differ by their size alone."""
+    """Return the file of the config that was given, in `folder` or in that of the smallest world."""
     smallest = min(world.ranks for world in found.worlds)
     files = [original_config_path(at, found.name) for at in (folder, folder / f"world-{smallest}")]
     return next((file for file in files if file.exists()), None)
@@ -83,19 +83,21 @@ def _command_to_repeat(found: Scaling, folder: Path, file: Path | None) -> str:
 
 
 def _configs(config: Mapping[str, Any]) -> str:
-    return html_section("configs", "Config", config_listing(config, "All keys of what was asked")) if config else ""
+    return html_section("configs", "Config", config_listing(config, "All keys of the given config")) if config else ""
 
 
 def scaling_headline(found: Scaling) -> str:
-    """How near the widest worlds come to the ideal, the best cell first."""
-    said: list[str] = []
+    """Return the first sentence of the page: efficiency in the largest world of each cell, best cell first."""
+    parts: list[str] = []
     for kind in found.kinds:
         last = [worlds[-1] for cell in found.cells if len(worlds := found.timed_worlds(cell, kind)) > 1]
         by = {world: share for world in last if (share := found.efficiency(world)) is not None}
         best = sorted(by, key=lambda world: -by[world])
-        told = [f"{format_percent(by[world])} for {world.cell} on {count_of(world.ranks, 'rank')}" for world in best]
-        said += [f"{kind} scaling: {', '.join(told)}"] if told else []
-    return f"Of the ideal, {'; '.join(said)}." if said else "No cell ran in two worlds, so there is nothing to hold."
+        shares = [f"{format_percent(by[world])} for {world.cell} on {count_of(world.ranks, 'rank')}" for world in best]
+        parts += [f"{kind} scaling: {', '.join(shares)}"] if shares else []
+    if not parts:
+        return "No cell ran in two worlds, so there is nothing to compare."
+    return f"Part of the ideal speed: {'; '.join(parts)}."
 
 
 def _head(found: Scaling, problems: Sequence[str]) -> str:
@@ -140,18 +142,18 @@ def _figure_sections(found: Scaling) -> Iterator[str]:
     yield _figure_section(
         found,
         ScalingFigure("Speed-up", found.speed_up, lambda v: f"{v:.2f}", max([*map(ideal, worlds), *faster]), ideal),
-        "Samples a second in proportion to the smallest world. Dashed: the ideal, twice as much on twice the ranks.",
+        "Samples a second, relative to the smallest world. Dashed: the ideal, twice the speed on twice the ranks.",
     )
     yield _figure_section(
         found,
         ScalingFigure("Efficiency", found.efficiency, format_percent, max([1.0, *share]), lambda _: 1.0),
-        "The speed-up in proportion to the ranks. Dashed: all of it.",
+        "Speed-up as a part of the ideal speed-up. Dashed: the ideal, 100 %.",
     )
     if held:
         yield _figure_section(
             found,
             ScalingFigure("Memory", found.memory, format_size, max(held)),
-            "What the fullest rank had allocated at its fullest moment, beyond what it held before training.",
+            "Peak of the memory that the fullest rank allocated, beyond what it held before training.",
         )
 
 
@@ -174,10 +176,10 @@ def _method_section(found: Scaling, repeated: str) -> str:
 
 
 def _is_all_measured(found: Scaling) -> bool:
-    """Whether no figure of CUDA is a prediction."""
-    watched = [(row.memory, world.ranks) for world in found.worlds if (row := found.row(world)).memory]
+    """Return whether every figure for CUDA was measured."""
+    measured = [(row.memory, world.ranks) for world in found.worlds if (row := found.row(world)).memory]
     return all(
-        isinstance(total_on_cuda(largest_account(accounts), ranks), MeasuredCudaMemory) for accounts, ranks in watched
+        isinstance(total_on_cuda(largest_account(accounts), ranks), MeasuredCudaMemory) for accounts, ranks in measured
     )
 
 
@@ -187,7 +189,7 @@ def _worlds(found: Scaling) -> str:
         "scaling",
         "ranks",
         "samples a step",
-        "a rank",
+        "on a rank",
         "median step",
         "samples/s",
         "speed-up",
@@ -205,16 +207,16 @@ def _worlds(found: Scaling) -> str:
             rows.append([*start, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
             continue
         faster, efficient = found.speed_up(world), found.efficiency(world)
-        told = [
+        ratios = [
             _NO_VALUE if faster is None else f"{faster:.2f}",
             _NO_VALUE if efficient is None else format_percent(efficient),
         ]
         held.append([*start[:3], *memory_cells(row, world.ranks)])
-        rows.append([*start, format_duration(world.samples / rate), f"{rate:.1f}", *told])
+        rows.append([*start, format_duration(world.samples / rate), f"{rate:.1f}", *ratios])
     return html_section(
         "worlds",
         "Every world",
-        html_table(head, rows, "What each world took", (0, 1)),
+        html_table(head, rows, "Time of each world", (0, 1)),
         html_table(memory, held, "Memory of its largest rank", (0, 1)),
         column_notes(cuda=cuda, measured=_is_all_measured(found)),
     )
@@ -235,7 +237,7 @@ def _table(found: Scaling, shown: ScalingFigure) -> str:
 
 
 def draw_scaling_panels(found: Scaling, shown: ScalingFigure, width: int) -> str:
-    """Strong scaling at the left, weak at the right; below it where it is narrow. A line a cell."""
+    """Draw a line per cell, with strong and weak scaling side by side, or one below the other if `width` is small."""
     across, tall, gap = (1, 190, 56) if width < NARROW_BELOW_PIXELS or len(found.kinds) == 1 else (2, 230, 56)
     at = (
         byte_ticks(shown.high)
