@@ -78,7 +78,7 @@ def planted(
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        (RunKey("look"), "a look at the task"),
+        (RunKey("look"), "task probe"),
         (RunKey("one process"), "one process"),
         (RunKey("one process", precision="fp64"), "one process, fp64"),
         (RunKey("one process", micro=2), "one process, microbatches of 2"),
@@ -87,10 +87,10 @@ def planted(
         (RunKey("shares"), "a replay, share by share, as configured"),
         (RunKey("micros"), "a replay, microbatch by microbatch, as configured"),
         (RunKey("shares", precision="fp64"), "a replay, share by share, fp64"),
-        (RunKey("shares", step=3), "step 3 again"),
-        (RunKey("shares", step=3, precision="fp64"), "step 3 in fp64"),
+        (RunKey("shares", step=3), "a replay up to step 3"),
+        (RunKey("shares", step=3, precision="fp64"), "a replay up to step 3, fp64"),
         (RunKey("cell", "native/nothing"), "native/nothing"),
-        (RunKey("cell", "native/nothing", bitwise=True), "bits of native/nothing"),
+        (RunKey("cell", "native/nothing", bitwise=True), "native/nothing, bitwise"),
     ],
 )
 def test_a_run_is_known_by_its_key(key: RunKey, text: str) -> None:
@@ -145,8 +145,8 @@ def test_where_a_fault_is(planted: tuple[Any, dict[str, Any]]) -> None:
 def test_two_factors_are_told_apart(planted: tuple[Any, dict[str, Any]]) -> None:
     """Two ranks and two microbatches: a run with one microbatch shows which half it is."""
     ranks = row_of(planted[1], "faulty/nothing+averaging-twice")["finding"]["says"]
-    assert ranks.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it stays (0.5)")
+    assert ranks.endswith("0.5 times that of one process; with 1 microbatch instead of 2 it stays the same (0.5)")
     micros = row_of(planted[1], "faulty/nothing+divided-twice")["finding"]["says"]
-    assert micros.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it goes with them (1)")
+    assert micros.endswith("0.5 times that of one process; with 1 microbatch instead of 2 it changes with them (1)")
     cells = ("faulty/nothing+averaging-twice", "faulty/nothing+divided-twice")
     assert [row_of(planted[1], cell)["finding"]["candidates"] for cell in cells] == [[], []]

@@ -86,21 +86,21 @@ def test_batch_norm_and_dropout_are_named(prove: Callable[..., Verdicts]) -> Non
     agreed(found)
     (said,) = found.remarks
     assert said.startswith("BatchNorm without sync takes the statistics of a microbatch on one rank (norm): the loss ")
-    assert said.endswith("so cells are held to one that cuts them as they do")
+    assert said.endswith("so cells are compared with one that splits them as they do")
 
 
 def test_dropout_is_set_to_0_and_named(prove: Callable[..., Verdicts]) -> None:
     """In the proof's own copy of the model."""
     found = prove(tasks.Plain, dropout=0.3)
     agreed(found)
-    assert found.remarks == ["dropout is set to 0 for this proof: dropout"]
+    assert found.remarks == ["dropout is set to 0 for this verification: dropout"]
 
 
 def test_a_loss_across_samples_is_named(prove: Callable[..., Verdicts]) -> None:
     """The loss of a batch is not the mean of its halves'."""
     found = prove(proofs.Contrast)
     agreed(found)
-    assert found.remarks[0].startswith("the loss of a batch is not the mean of its halves' losses: it goes across ")
+    assert found.remarks[0].startswith("the loss of a batch is not the mean of its halves' losses: it combines ")
 
 
 def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
@@ -118,12 +118,13 @@ def test_an_optimizer_that_uses_a_tensors_norm_is_named(prove: Callable[..., Ver
     assert finding is not None
     assert (finding.kind, finding.step) == ("an optimizer that uses a tensor's norm", 1)
     assert finding.says == (
-        f"step 1 moves {finding.parameter} otherwise, though losses and norms are the same: the task's optimizer goes "
-        "by whole tensors, and this cell keeps them in parts; take shard: nothing, or one that goes element by element"
+        f"step 1 changes {finding.parameter} differently, although losses and norms are the same: the task's optimizer "
+        "uses whole tensors, and this cell keeps them in parts; use shard: nothing, or an optimizer that works element "
+        "by element"
     )
     assert found.remarks == [
-        "the task's optimizer goes by whole tensors (a step on a tensor is another than on its halves): cells that "
-        "keep a tensor in parts cannot give one process's numbers"
+        "the task's optimizer uses whole tensors (a step on a tensor differs from a step on its halves): cells that "
+        "keep a tensor in parts cannot give the same numbers as one process"
     ]
 
 
@@ -131,7 +132,7 @@ def test_a_loss_that_draws_is_named(prove: Callable[..., Verdicts]) -> None:
     """Every cell draws what the replay draws."""
     found = prove(proofs.Drawing)
     agreed(found)
-    assert found.remarks[0].startswith("the loss draws random numbers by itself; one process that cuts batches in ")
+    assert found.remarks[0].startswith("the loss draws random numbers; one process that splits batches in ")
 
 
 def test_a_stream(prove: Callable[..., Verdicts]) -> None:
@@ -140,8 +141,8 @@ def test_a_stream(prove: Callable[..., Verdicts]) -> None:
     agreed(found)
     assert [row.bits for row in found.rows] == ["shares", "micros"]
     assert found.remarks == [
-        "data() returns a stream: its first samples were read once and held, and cells take theirs from these; how "
-        "ranks and workers read the stream itself is not compared"
+        "data() returns a stream: its first samples were read once and kept, and every cell takes its samples from "
+        "these; how ranks and workers read the stream itself is not compared"
     ]
 
 
@@ -197,7 +198,7 @@ def test_one_rank_proves_nothing(tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError) as e:
         verify(config, task=tasks.Plain, overrides={"out": str(tmp_path)})
     assert str(e.value) == (
-        "verify holds several ranks to one process, and this is a world of 1; give it at least two (--world 2, or "
+        "verify compares several ranks with one process, and this is a world of 1; give it at least two (--world 2, or "
         "verify(..., world=2))"
     )
 
@@ -214,7 +215,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         assert going.stderr is not None
         assert going.stdout is not None
         for line in going.stderr:
-            if "a look at the task" in line:
+            if "task probe" in line:
                 break
         time.sleep(0.5)
         going.send_signal(signal.SIGINT)
