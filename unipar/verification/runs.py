@@ -38,10 +38,12 @@ class RunPlan:
 
     @property
     def config(self) -> Config:
+        """Config of the cells."""
         return self.settled.config
 
     @property
     def ranks(self) -> int:
+        """Number of ranks of each cell."""
         return self.settled.ranks
 
     @property
@@ -52,6 +54,7 @@ class RunPlan:
 
     @property
     def accumulate(self) -> int:
+        """Number of microbatches of each rank in a step."""
         return self.settled.sizes.accumulate
 
     def one_process_config(self, precision: Precision | None = None) -> SettledConfig:

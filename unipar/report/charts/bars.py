@@ -36,6 +36,7 @@ class BarRows:
         return self.top + self.step * i + (18 if self.small else 0)
 
     def draw_name(self, i: int) -> None:
+        """Draw the name of row `i`."""
         y = self.y(i)
         if self.small:
             self.drawing.text(0, y - 5, self._names[i], "name")
@@ -60,10 +61,10 @@ def byte_ticks(high: float, about: int = 5) -> list[tuple[float, str]]:
     return [(v, format_size(v) if v else "0") for v in round_ticks(0, high, about, unit)]
 
 
-def choose_bar_scale(told: ComparisonPageData, before: ComparisonPageData | None) -> tuple[float, list[str]]:
+def choose_bar_scale(page: ComparisonPageData, before: ComparisonPageData | None) -> tuple[float, list[str]]:
     """Return the largest value of the memory scale, and the few cells beyond it, whose bars are cut."""
     old = {c.cell: c.peak for c in (before.measured_cells if before is not None else [])}
-    by = {c.cell: max(c.peak, old.get(c.cell, 0)) for c in told.measured_cells}
+    by = {c.cell: max(c.peak, old.get(c.cell, 0)) for c in page.measured_cells}
     names = sorted(by, key=lambda name: by[name])
     for n in range(len(names) // 3, 0, -1):
         if by[names[-n]] > OUTLIER_RATIO * by[names[-n - 1]]:
@@ -71,11 +72,11 @@ def choose_bar_scale(told: ComparisonPageData, before: ComparisonPageData | None
     return by[names[-1]], []
 
 
-def draw_memory_bars(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
+def draw_memory_bars(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
     """Draw each cell's peak by category, smallest first; with `before`, an earlier comparison's as a thin bar below."""
-    cells = told.measured_cells
+    cells = page.measured_cells
     old = {c.cell: c for c in (before.measured_cells if before is not None else [])}
-    high, cut = choose_bar_scale(told, before)
+    high, cut = choose_bar_scale(page, before)
     names = [f"{c.cell} †" if c.is_library_default else c.cell for c in cells]
     label = "Memory at the peak, by category"
     label += "".join(f"; the bar of {c.cell} is cut short, it is {format_size(c.peak)}" for c in cells if c.cell in cut)
@@ -94,9 +95,9 @@ def draw_memory_bars(told: ComparisonPageData, before: ComparisonPageData | None
 def _draw_stacked_bar(rows: BarRows, cell: CellPageData, y: float, height: float, whose: str) -> float:
     """Draw one stacked bar and return its end; a bar beyond the scale is drawn with a gap before its end."""
     assert cell.fullest_account is not None
-    held, total = cell.fullest_account.peak.held, 0
+    by_category, total = cell.fullest_account.peak.held, 0
     for category in CATEGORIES:
-        if part := held.get(category, 0):
+        if part := by_category.get(category, 0):
             start, end = rows.x(total), rows.x(total + part)
             total += part
             if start < rows.x.end:
@@ -148,9 +149,9 @@ def _signed(delta: int) -> str:
     return f"{'−' if delta < 0 else '+'}{format_size(abs(delta))}"
 
 
-def draw_rank_balance(told: ComparisonPageData, width: int) -> str:
+def draw_rank_balance(page: ComparisonPageData, width: int) -> str:
     """Draw each rank's peak as a dot, and how much the largest exceeds the smallest."""
-    cells = told.measured_cells
+    cells = page.measured_cells
     high = max(c.peak for c in cells)
     rows = BarRows([c.cell for c in cells], width, 26, high, "Each rank's peak", 70)
     rows.grid(byte_ticks(high, 3 if rows.small else 5))
@@ -167,9 +168,9 @@ def draw_rank_balance(told: ComparisonPageData, width: int) -> str:
     return str(rows.drawing)
 
 
-def draw_step_times(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
+def draw_step_times(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
     """Draw every step as a dot, the middle half as a bar, the median as a line; fastest cell first."""
-    cells = told.timed_cells
+    cells = page.timed_cells
     old = {c.cell: c for c in (before.timed_cells if before is not None else [])}
     high = max(max(c.timed) for c in cells)
     high = max([high, *(step_time_quartiles(old[c.cell])[1] for c in cells if c.cell in old)])

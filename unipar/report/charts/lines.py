@@ -40,9 +40,9 @@ def cells_with_curves(cells: Sequence[CellPageData]) -> list[tuple[CellPageData,
     return [(c, c.fullest_account) for c in cells if c.fullest_account is not None and c.fullest_account.curve]
 
 
-def draw_memory_through_step(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
+def draw_memory_through_step(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
     """Draw one panel per cell: bytes along one step of its fullest rank, on a common scale except for outliers."""
-    drawn = cells_with_curves(told.measured_cells)
+    drawn = cells_with_curves(page.measured_cells)
     old = {c.cell: a for c, a in cells_with_curves(before.measured_cells if before is not None else [])}
     across = 1 if width < NARROW_BELOW_PIXELS else 3
     gap, left, high = 18, 62, 128
@@ -101,10 +101,10 @@ class LineSeries:
     points: Sequence[tuple[int, float]]
 
 
-def draw_losses(told: ComparisonPageData, width: int) -> str:
+def draw_losses(page: ComparisonPageData, width: int) -> str:
     """Draw the losses of one process as a thick line, and every cell's on top of it."""
-    one = told.comparison.reference
-    rows = [c.row for c in told.cells if c.row.outcome == "ran" and c.row.losses]
+    one = page.comparison.reference
+    rows = [c.row for c in page.cells if c.row.outcome == "ran" and c.row.losses]
     series = [
         LineSeries(row.cell, "loss one" if row is one else "loss", list(enumerate(row.losses, 1))) for row in rows
     ]
@@ -137,13 +137,13 @@ def _steps(count: int, about: int) -> list[int]:
     return sorted({1, *(int(v) for v in round_ticks(1, count, about) if v >= 1 and v == int(v))})
 
 
-def loss_differences(told: ComparisonPageData) -> list[tuple[str, list[float]]]:
+def loss_differences(page: ComparisonPageData) -> list[tuple[str, list[float]]]:
     """Return name and differences from one process by step, per cell or part; relative to losses above 1."""
-    one = told.comparison.reference
+    one = page.comparison.reference
     if one is None:
         return []
     series: list[tuple[str, list[float]]] = []
-    for cell in told.cells:
+    for cell in page.cells:
         if cell.row is one or cell.row.outcome != "ran":
             continue
         parts = [(f"{cell.cell}, {p}", v, one.parts.get(p, [])) for p, v in cell.row.parts.items()]
@@ -157,16 +157,16 @@ def shade_of(off: float) -> int:
     return 0 if off == 0 else 1 + sum(off >= bound for bound in SHADE_BOUNDS)
 
 
-def draw_loss_differences(told: ComparisonPageData, width: int) -> str:
+def draw_loss_differences(page: ComparisonPageData, width: int) -> str:
     """Draw a row per cell and a square per step, darker with the difference; a cross marks one that is not allowed."""
-    series = loss_differences(told)
+    series = loss_differences(page)
     small = width < NARROW_BELOW_PIXELS
     left = 0.0 if small else max(text_width(name) for name, _ in series) + 14
     count = max(len(values) for _, values in series)
     bins = min(count, 40 if small else 100)
     each, step = (width - left) / bins, 40 if small else 24
     drawing = Drawing(width, step * len(series) + 34, "Difference of each loss from one process, by step")
-    allowed = loss_tolerance(told.comparison.precision)
+    allowed = loss_tolerance(page.comparison.precision)
     for i, (name, values) in enumerate(series):
         y = step * i + (18 if small else 0)
         drawing.text(0 if small else left - 12, y - 5 if small else y + 15, name, "name", "start" if small else "end")
@@ -190,16 +190,16 @@ def draw_loss_differences(told: ComparisonPageData, width: int) -> str:
     return str(drawing)
 
 
-def draw_pareto(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
+def draw_pareto(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
     """Draw samples a second against memory; the line joins the cells that no other beats in both."""
     small = width < NARROW_BELOW_PIXELS
-    cells = [c for c in told.measured_cells if c.timed]
+    cells = [c for c in page.measured_cells if c.timed]
     old = {c.cell: c for c in (before.measured_cells if before is not None else []) if c.timed}
 
     def place(c: CellPageData, samples: int) -> tuple[float, float]:
         return max(float(c.peak), 1.0), samples / c.median_seconds
 
-    now = {c.cell: place(c, told.comparison.samples) for c in cells}
+    now = {c.cell: place(c, page.comparison.samples) for c in cells}
     was = {n: place(c, before.comparison.samples) for n, c in old.items() if n in now} if before is not None else {}
     xs, ys = zip(*now.values(), *was.values(), strict=True)
     below = 18 * len(cells) + 8 if small else 0
@@ -224,7 +224,7 @@ def draw_pareto(told: ComparisonPageData, before: ComparisonPageData | None, wid
     drawing.text(x.start + 6, y.end + 4, "samples a second", "tick")
     places = {n: (x(a), y(b)) for n, (a, b) in now.items()}
     olden = [(x(a), y(b)) for a, b in was.values()]
-    best = pareto_front({c.cell: now[c.cell] for c in cells_to_rank(cells, told)})
+    best = pareto_front({c.cell: now[c.cell] for c in cells_to_rank(cells, page)})
     drawing.polyline([places[n] for n in best], "front")
     for name, (a, b) in was.items():
         drawing.line((x(a), y(b)), places[name], "arrow")

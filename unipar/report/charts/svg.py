@@ -30,20 +30,24 @@ class Drawing:
         self._shapes: list[str] = []
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: TextAnchor = "start") -> None:
+        """Add a text at a position."""
         self._shapes.append(
             f'<text x="{x:.1f}" y="{y:.1f}"{_class_attribute(kind)}{_anchor_attribute(anchor)}>'
             f"{html.escape(words)}</text>"
         )
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, tip: str = "") -> None:
+        """Add a rectangle; `tip` is shown by a pointer over it."""
         where = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
         self._shapes.append(_with_tip("rect", where + _class_attribute(kind), tip))
 
     def line(self, start: Point, end: Point, kind: str) -> None:
+        """Add a straight line."""
         (x1, y1), (x2, y2) = start, end
         self._shapes.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{_class_attribute(kind)}/>')
 
     def dot(self, at: Point, radius: float, kind: str, tip: str = "") -> None:
+        """Add a circle; `tip` is shown by a pointer over it."""
         where = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="{radius:g}"'
         self._shapes.append(_with_tip("circle", where + _class_attribute(kind), tip))
 
@@ -56,6 +60,7 @@ class Drawing:
             self._shapes.append(_with_tip("polyline", where + _class_attribute(kind), tip))
 
     def polygon(self, points: Sequence[Point], kind: str) -> None:
+        """Add a filled shape."""
         self._shapes.append(
             f'<polygon points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"{_class_attribute(kind)}/>'
         )

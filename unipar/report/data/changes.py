@@ -36,9 +36,9 @@ def describe_largest_change(before: ComparisonPageData, now: ComparisonPageData)
     return f"Since {before.folder}: " + (", ".join(words) if words else "no cell is in both") + "."
 
 
-def _peaks(told: ComparisonPageData) -> dict[str, int]:
+def _peaks(page: ComparisonPageData) -> dict[str, int]:
     """Return peak bytes by cell; cells that failed are left out, because their memory is not fully known."""
-    return {cell.cell: cell.peak for cell in told.measured_cells}
+    return {cell.cell: cell.peak for cell in page.measured_cells}
 
 
 def _percent(part: float) -> str:
@@ -106,22 +106,22 @@ def describe_mismatches(before: ComparisonPageData | RunPageData, now: Compariso
 def describe_different_tasks(before: ComparisonPageData | RunPageData, now: ComparisonPageData | RunPageData) -> str:
     """Return what each of the two trained, if both task and parameter count differ; else ""."""
     both = [identifying_facts(before), identifying_facts(now)]
-    kinds = [[told.get(key) for told in both] for key in ("task", "parameters")]
+    kinds = [[facts.get(key) for facts in both] for key in ("task", "parameters")]
     if any(None in pair or pair[0] == pair[1] for pair in kinds):
         return ""
-    return " and ".join(f"{told['task']} with {told['parameters']} parameters" for told in both)
+    return " and ".join(f"{facts['task']} with {facts['parameters']} parameters" for facts in both)
 
 
-def identifying_facts(told: ComparisonPageData | RunPageData) -> dict[str, str]:
+def identifying_facts(page: ComparisonPageData | RunPageData) -> dict[str, str]:
     """Return task, parameters, precision, total batch, ranks, and cell or device, as text, as far as they are known."""
-    config = told.config
-    if isinstance(told, RunPageData):
-        parameters, precision, total = told.report.parameters, config.get("train.precision"), config.get("batch.total")
-        known = {"cell": told.report.cell, "ranks": told.report.size}
+    config = page.config
+    if isinstance(page, RunPageData):
+        parameters, precision, total = page.report.parameters, config.get("train.precision"), config.get("batch.total")
+        known = {"cell": page.report.cell, "ranks": page.report.size}
     else:
-        parameters, precision, total = told.parameters, told.comparison.precision, told.comparison.samples
-        devices = {a.device if a.on is None else a.on.name for c in told.cells for a in c.memory}
-        known = {"ranks": told.comparison.ranks, "device": " and ".join(sorted(devices))}
+        parameters, precision, total = page.parameters, page.comparison.precision, page.comparison.samples
+        devices = {a.device if a.on is None else a.on.name for c in page.cells for a in c.memory}
+        known = {"ranks": page.comparison.ranks, "device": " and ".join(sorted(devices))}
     shown_first = {
         "task": _task(config.get("task.use")),
         "parameters": f"{parameters:,}" if parameters else None,
@@ -176,7 +176,7 @@ def _describe_incomparable_memory(before: ComparisonPageData, now: ComparisonPag
     if not apart:
         return []
     old_methods, methods = (
-        {a.method for c in apart if (seen := told.cell(c.cell)) for a in seen.memory} for told in (before, now)
+        {a.method for c in apart if (seen := page.cell(c.cell)) for a in seen.memory} for page in (before, now)
     )
     cells = "" if len(apart) == len(before.measured_cells) else f" of {', '.join(c.cell for c in apart)}"
     ways = f"{' and '.join(sorted(old_methods))} before, {' and '.join(sorted(methods))} now"

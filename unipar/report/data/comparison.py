@@ -49,14 +49,17 @@ class CellPageData:
 
     @property
     def cell(self) -> str:
+        """Name of the cell."""
         return self.row.cell
 
     @property
     def timed(self) -> list[float]:
+        """Seconds of each timed step; [] if the cell did not run to its end."""
         return self.row.timed_seconds if self.row.outcome == "ran" else []
 
     @property
     def median_seconds(self) -> float:
+        """Median seconds of a timed step."""
         return median(self.timed)
 
     @cached_property
@@ -66,6 +69,7 @@ class CellPageData:
 
     @property
     def peak(self) -> int:
+        """Peak bytes of the fullest rank."""
         assert self.fullest_account is not None, self.cell
         return self.fullest_account.peak.peak
 
@@ -129,6 +133,7 @@ class ComparisonPageData:
 
     @property
     def parameters(self) -> int:
+        """Number of parameters; 0 if no cell recorded it."""
         return max((c.parameters for c in self.cells), default=0)
 
 

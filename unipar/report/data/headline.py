@@ -25,26 +25,26 @@ CATEGORY_LABELS: dict[Category, str] = {
 """Names of the categories of memory, as pages show them."""
 
 
-def comparison_headline(told: ComparisonPageData) -> str:
+def comparison_headline(page: ComparisonPageData) -> str:
     """Return the first sentence of the page: the smallest cell (if memory was measured), then the fastest."""
-    parts = [text for text in (describe_smallest_cell(told), describe_fastest_cell(told)) if text]
+    parts = [text for text in (describe_smallest_cell(page), describe_fastest_cell(page)) if text]
     return "; ".join(parts) + "." if parts else "No cell finished, so there is nothing to rank."
 
 
-def cells_to_rank(cells: list[CellPageData], told: ComparisonPageData) -> list[CellPageData]:
+def cells_to_rank(cells: list[CellPageData], page: ComparisonPageData) -> list[CellPageData]:
     """Return the cells without the one-process reference, unless it is the only one: it has no ranks to share with."""
-    others = [cell for cell in cells if cell.row is not told.comparison.reference]
+    others = [cell for cell in cells if cell.row is not page.comparison.reference]
     return others or cells
 
 
-def describe_smallest_cell(told: ComparisonPageData) -> str:
+def describe_smallest_cell(page: ComparisonPageData) -> str:
     """Return which cell is smallest, by how much, and mostly in which category; "" if memory was not measured."""
-    cells = cells_to_rank(told.measured_cells, told)
+    cells = cells_to_rank(page.measured_cells, page)
     if not cells:
         return ""
     first = cells[0]
     says = f"{first.cell} is smallest: {format_size(first.peak)} on its largest rank"
-    other = baseline_with_memory(told) or (cells[1] if len(cells) > 1 else None)
+    other = baseline_with_memory(page) or (cells[1] if len(cells) > 1 else None)
     if other is first:
         other = cells[1] if len(cells) > 1 else None
     if other is None or other.peak <= first.peak:
@@ -57,9 +57,9 @@ def describe_smallest_cell(told: ComparisonPageData) -> str:
     return f"{says}, {part:.0f} % less than {other.cell}, mostly {change}"
 
 
-def describe_fastest_cell(told: ComparisonPageData) -> str:
+def describe_fastest_cell(page: ComparisonPageData) -> str:
     """Return which cell is fastest, and cells whose median is in the middle half of its step times; "" if none ran."""
-    cells = cells_to_rank(told.timed_cells, told)
+    cells = cells_to_rank(page.timed_cells, page)
     if not cells:
         return ""
     first, *rest = cells
@@ -79,10 +79,10 @@ def step_time_quartiles(cell: CellPageData) -> tuple[float, float]:
     return low, high
 
 
-def baseline_with_memory(told: ComparisonPageData) -> CellPageData | None:
+def baseline_with_memory(page: ComparisonPageData) -> CellPageData | None:
     """Return the comparison's baseline cell, or None if there is none or its memory was not measured."""
-    base = told.comparison.baseline
-    cell = told.cell(base.cell) if base is not None else None
+    base = page.comparison.baseline
+    cell = page.cell(base.cell) if base is not None else None
     return cell if cell is not None and cell.fullest_account is not None else None
 
 

@@ -53,6 +53,7 @@ class RunPageData:
 
     @property
     def name(self) -> str:
+        """Name of the run's folder."""
         return self.folder.resolve().name
 
     @classmethod
@@ -118,10 +119,10 @@ def _describe_memory_recording(ranks: Mapping[int, Iterable[Mapping[str, Any]]])
     """Yield each sentence on how memory was recorded once, with its ranks unless all ranks recorded it."""
     by: dict[str, list[int]] = {}
     for rank, rows in ranks.items():
-        for said in dict.fromkeys(str(row["said"]) for row in rows if row["event"] == "memory" and "said" in row):
-            by.setdefault(said, []).append(rank)
-    for said, whose in by.items():
-        yield said if len(whose) == len(ranks) else f"rank {', '.join(map(str, whose))}: {said}"
+        for sentence in dict.fromkeys(str(row["said"]) for row in rows if row["event"] == "memory" and "said" in row):
+            by.setdefault(sentence, []).append(rank)
+    for sentence, recorded_by in by.items():
+        yield sentence if len(recorded_by) == len(ranks) else f"rank {', '.join(map(str, recorded_by))}: {sentence}"
 
 
 def _read_launch_file(file: Path, problems: list[str]) -> dict[str, Any]:

@@ -57,130 +57,130 @@ from unipar.utils.text import count_of, format_duration, format_size
 _NO_VALUE = "–"
 
 
-def render_comparison(told: ComparisonPageData, before: ComparisonPageData | None = None) -> str:
+def render_comparison(page: ComparisonPageData, before: ComparisonPageData | None = None) -> str:
     """Return the page; with `before`, an earlier comparison is shown below this one in tables and figures."""
-    mismatches = changes.describe_mismatches(before, told) if before is not None else []
-    before = changes.without_incomparable_memory(before, told) if before is not None else None
+    mismatches = changes.describe_mismatches(before, page) if before is not None else []
+    before = changes.without_incomparable_memory(before, page) if before is not None else None
     sections = [
-        memory_section(told, before),
-        _cells(told),
-        failed_cells_section(told),
-        devices_section(told),
-        _changes_section(told, before),
-        bridges_section(told),
-        step_memory_section(told, before),
-        balance_section(told),
-        _losses(told),
-        _pareto(told, before),
-        _times(told, before),
-        communication_section(told),
-        _configs(told),
-        _method_section(told),
+        memory_section(page, before),
+        _cells(page),
+        failed_cells_section(page),
+        devices_section(page),
+        _changes_section(page, before),
+        bridges_section(page),
+        step_memory_section(page, before),
+        balance_section(page),
+        _losses(page),
+        _pareto(page, before),
+        _times(page, before),
+        communication_section(page),
+        _configs(page),
+        _method_section(page),
     ]
-    return html_page(f"unipar compare: {told.comparison.name}", _head(told, before, mismatches), sections)
+    return html_page(f"unipar compare: {page.comparison.name}", _head(page, before, mismatches), sections)
 
 
-def _head(told: ComparisonPageData, before: ComparisonPageData | None, mismatches: Sequence[str]) -> str:
-    found = told.comparison
-    facts = [count_of(found.ranks, "rank")] if found.ranks else []
-    facts += [found.precision, f"{count_of(found.samples, 'sample')} a step"]
-    facts += [f"{told.parameters:,} parameters"] if told.parameters else []
-    sure = found.reference is not None and any(found.agreement(row) is not None for row in found.rows)
-    kind, sign = ("bad", "✗") if found.disagreeing_rows else ("good", "✓") if sure else ("open", "?")
-    first = found.verdict()
-    worries = [*told.problems, *(before.problems if before is not None else ())]
+def _head(page: ComparisonPageData, before: ComparisonPageData | None, mismatches: Sequence[str]) -> str:
+    comparison = page.comparison
+    facts = [count_of(comparison.ranks, "rank")] if comparison.ranks else []
+    facts += [comparison.precision, f"{count_of(comparison.samples, 'sample')} a step"]
+    facts += [f"{page.parameters:,} parameters"] if page.parameters else []
+    sure = comparison.reference is not None and any(comparison.agreement(row) is not None for row in comparison.rows)
+    kind, sign = ("bad", "✗") if comparison.disagreeing_rows else ("good", "✓") if sure else ("open", "?")
+    first = comparison.verdict()
+    worries = [*page.problems, *(before.problems if before is not None else ())]
     return "\n".join(
         [
             "<header>",
-            f'<p class="kicker">unipar compare · {escape(found.name)} · {escape(" · ".join(facts))}</p>',
-            f"<h1>{escape(keep_units_together(comparison_headline(told)))}</h1>",
+            f'<p class="kicker">unipar compare · {escape(comparison.name)} · {escape(" · ".join(facts))}</p>',
+            f"<h1>{escape(keep_units_together(comparison_headline(page)))}</h1>",
             *(paragraph(text, "worry") for text in mismatches),
-            *([paragraph(changes.describe_largest_change(before, told), "since")] if before is not None else []),
+            *([paragraph(changes.describe_largest_change(before, page), "since")] if before is not None else []),
             *(f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {escape(line)}</p>' for line in first[:1]),
             *(
                 f'<p class="badge bad"><b aria-hidden="true">{sign}</b> {escape(line)}</p>'
                 for line in first[1:]
                 if kind == "bad"
             ),
-            f'<p class="where">Measured on {escape(describe_machine_and_devices(told))}.</p>',
+            f'<p class="where">Measured on {escape(describe_machine_and_devices(page))}.</p>',
             *(f'<p class="worry">{escape(worry)}</p>' for worry in worries),
             "</header>",
         ]
     )
 
 
-def describe_machine_and_devices(told: ComparisonPageData) -> str:
+def describe_machine_and_devices(page: ComparisonPageData) -> str:
     """Return the machine and the devices whose memory was counted, in one line."""
-    devices = sorted({a.device.upper() if a.on is None else a.on.name for c in told.cells for a in c.memory})
+    devices = sorted({a.device.upper() if a.on is None else a.on.name for c in page.cells for a in c.memory})
     return describe_machine(
-        told.machine, told.versions, [f"memory counted on the {' and '.join(devices)}"] if devices else ()
+        page.machine, page.versions, [f"memory counted on the {' and '.join(devices)}"] if devices else ()
     )
 
 
-def _cells(told: ComparisonPageData) -> str:
+def _cells(page: ComparisonPageData) -> str:
     head = ["cell", "loss", "median step", "× time", "samples/s"]
     cuda, measured = (
-        any(a.on is not None for c in told.measured_cells for a in c.memory),
-        not _has_cuda_predictions(told),
+        any(a.on is not None for c in page.measured_cells for a in c.memory),
+        not _has_cuda_predictions(page),
     )
     memory = memory_column_heads(cuda=cuda, measured=measured)
-    base = told.comparison.baseline
+    base = page.comparison.baseline
     rows: list[list[str]] = []
-    for cell in told.cells:
+    for cell in page.cells:
         row = cell.row
         if row.outcome != "ran" or not row.timed_seconds:
             rows.append([cell.cell, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
             continue
-        found = told.comparison.agreement(row)
-        verdict = "reference" if row is told.comparison.reference else str(found or _NO_VALUE)
+        agreement = page.comparison.agreement(row)
+        verdict = "reference" if row is page.comparison.reference else str(agreement or _NO_VALUE)
         factor = f"{cell.median_seconds / median(base.timed_seconds):.2f}" if base is not None else _NO_VALUE
         rows.append(
             [
                 cell.cell,
-                verdict + (" ✗" if found is not None and not found.within else ""),
+                verdict + (" ✗" if agreement is not None and not agreement.within else ""),
                 format_duration(cell.median_seconds),
                 factor,
-                f"{told.comparison.samples / cell.median_seconds:.1f}",
-                *memory_cells(row, told.comparison.rank_count(row)),
+                f"{page.comparison.samples / cell.median_seconds:.1f}",
+                *memory_cells(row, page.comparison.rank_count(row)),
             ]
         )
     return html_section(
         "cells",
         "Every cell",
         html_table([*head, *memory], rows, "What each cell costs, and whether it agrees", (0, 1)),
-        column_notes(cuda=cuda, measured=not _has_cuda_predictions(told)),
+        column_notes(cuda=cuda, measured=not _has_cuda_predictions(page)),
     )
 
 
-def _has_cuda_predictions(told: ComparisonPageData) -> bool:
+def _has_cuda_predictions(page: ComparisonPageData) -> bool:
     """Return whether any figure for CUDA is a prediction."""
     return any(
-        isinstance(total_on_cuda(largest_account(c.memory), told.comparison.rank_count(c.row)), PredictedCudaMemory)
-        for c in told.measured_cells
+        isinstance(total_on_cuda(largest_account(c.memory), page.comparison.rank_count(c.row)), PredictedCudaMemory)
+        for c in page.measured_cells
     )
 
 
-def _changes_section(told: ComparisonPageData, before: ComparisonPageData | None) -> str:
+def _changes_section(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
     if before is None:
         return ""
     head = ["cell", "memory before", "now", "change", "step before", "now", "change"]
     return html_section(
         "changed",
         "Before and after",
-        *(paragraph(text, "worry") for text in changes.timing_warnings(before, told)),
-        html_table(head, changes.change_rows(before, told), f"Since {before.folder}"),
-        config_differences(before.config, told.config),
+        *(paragraph(text, "worry") for text in changes.timing_warnings(before, page)),
+        html_table(head, changes.change_rows(before, page), f"Since {before.folder}"),
+        config_differences(before.config, page.config),
     )
 
 
-def _losses(told: ComparisonPageData) -> str:
-    ran = [c.row for c in told.cells if c.row.outcome == "ran" and c.row.losses]
+def _losses(page: ComparisonPageData) -> str:
+    ran = [c.row for c in page.cells if c.row.outcome == "ran" and c.row.losses]
     if not ran:
         return ""
     head = ["step", *(row.cell for row in ran)]
     rows = [[str(i + 1), *(f"{row.losses[i]:.8g}" for row in ran)] for i in range(len(ran[0].losses))]
-    parts = [html_figure(lambda width: draw_losses(told, width), html_table(head, rows, "Loss by step"))]
-    if series := loss_differences(told):
+    parts = [html_figure(lambda width: draw_losses(page, width), html_table(head, rows, "Loss by step"))]
+    if series := loss_differences(page):
         worst = [[n, f"{max(v):.1e}" if max(v) else "identical", str(v.index(max(v)) + 1)] for n, v in series if v]
         bounds = [
             "identical",
@@ -193,12 +193,12 @@ def _losses(told: ComparisonPageData) -> str:
             "<h3>Difference from one process</h3>",
             paragraph(
                 "Relative to the loss if the loss is above 1. Allowed over the first 20 steps in "
-                f"{told.comparison.precision}: {loss_tolerance(told.comparison.precision):g}; a cross marks a larger "
+                f"{page.comparison.precision}: {loss_tolerance(page.comparison.precision):g}; a cross marks a larger "
                 "difference."
             ),
             f'<ul class="key">{key}</ul>',
             html_figure(
-                lambda width: draw_loss_differences(told, width),
+                lambda width: draw_loss_differences(page, width),
                 html_table(["cell", "largest difference", "at step"], worst, "The largest difference of each cell"),
             ),
         ]
@@ -212,25 +212,25 @@ def _losses(told: ComparisonPageData) -> str:
     )
 
 
-def _pareto(told: ComparisonPageData, before: ComparisonPageData | None) -> str:
-    cells = [c for c in told.measured_cells if c.timed]
+def _pareto(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
+    cells = [c for c in page.measured_cells if c.timed]
     if not cells:
         return ""
-    rows = [[c.cell, format_size(c.peak), f"{told.comparison.samples / c.median_seconds:.1f}"] for c in cells]
+    rows = [[c.cell, format_size(c.peak), f"{page.comparison.samples / c.median_seconds:.1f}"] for c in cells]
     table = html_table(["cell", "memory at the peak", "samples/s"], rows, "Throughput and memory")
-    aside = f" {one.cell}, one process, is not ranked." if (one := told.comparison.reference) is not None else ""
+    aside = f" {one.cell}, one process, is not ranked." if (one := page.comparison.reference) is not None else ""
     compared = before is not None and before.measured_cells
     moved = " A line leads from each cell's place in the earlier comparison." if compared else ""
     return html_section(
         "pareto",
         "Throughput against memory",
         paragraph(f"Better is up and to the left. Filled: no other cell beats it in both.{aside}{moved}"),
-        html_figure(lambda width: draw_pareto(told, before, width), table),
+        html_figure(lambda width: draw_pareto(page, before, width), table),
     )
 
 
-def _times(told: ComparisonPageData, before: ComparisonPageData | None) -> str:
-    if not told.timed_cells:
+def _times(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
+    if not page.timed_cells:
         return ""
     rows = [
         [
@@ -246,7 +246,7 @@ def _times(told: ComparisonPageData, before: ComparisonPageData | None) -> str:
                 )
             ),
         ]
-        for c in told.timed_cells
+        for c in page.timed_cells
     ]
     head = ["cell", "fastest", "middle half from", "median", "to", "slowest"]
     below = " Below it, the middle half of the earlier comparison." if before is not None else ""
@@ -254,21 +254,21 @@ def _times(told: ComparisonPageData, before: ComparisonPageData | None) -> str:
         "times",
         "Time of a step",
         paragraph(f"One dot per step, of the slowest rank; the bar is the middle half, the line the median.{below}"),
-        html_figure(lambda width: draw_step_times(told, before, width), html_table(head, rows, "Time of a step")),
+        html_figure(lambda width: draw_step_times(page, before, width), html_table(head, rows, "Time of a step")),
     )
 
 
-def _configs(told: ComparisonPageData) -> str:
+def _configs(page: ComparisonPageData) -> str:
     whose = "the given config"
-    asked = dict(told.config)
+    asked = dict(page.config)
     if not asked:
-        known = next((c for c in told.cells if c.config), None)
+        known = next((c for c in page.cells if c.config), None)
         if known is None:
             return ""
         asked, whose = dict(known.config), known.cell
     rows = [
         [c.cell, key, now]
-        for c in told.cells
+        for c in page.cells
         if c.config
         for key, _, now in changes.differing_key_rows(asked, c.config)
     ]
@@ -282,8 +282,8 @@ def _configs(told: ComparisonPageData) -> str:
     )
 
 
-def _method_section(told: ComparisonPageData) -> str:
-    accounts = [(c, a) for c in told.cells if (a := c.fullest_account) is not None]
+def _method_section(page: ComparisonPageData) -> str:
+    accounts = [(c, a) for c in page.cells if (a := c.fullest_account) is not None]
     methods = sorted({a.method for _, a in accounts})
     keeps = (
         ["before the timed steps malloc is told to keep what is freed"]
@@ -292,18 +292,18 @@ def _method_section(told: ComparisonPageData) -> str:
     )
     notes = sorted({f"{c.cell}: {note}" for c, a in accounts for note in a.notes})
     saved = [[c.cell, *(format_size(s) for s in a.saved)] for c, a in accounts if a.saved is not None]
-    asked = [f"--cell {shlex.quote(c.cell)}" for c in told.cells if c.row is not told.comparison.rows[0]]
-    config, out = original_config_path(told.folder, told.comparison.name), told.folder.parent
+    asked = [f"--cell {shlex.quote(c.cell)}" for c in page.cells if c.row is not page.comparison.rows[0]]
+    config, out = original_config_path(page.folder, page.comparison.name), page.folder.parent
     places = [shlex.quote(str(config)), f"--out {shlex.quote(str(out))}"]
     command = ["unipar compare", *places, *asked, "--overwrite"]
     return html_section(
         "how",
         "How it was measured",
-        bullet_list([*methods, *told.comparison.remarks(), *keeps, *notes]),
+        bullet_list([*methods, *page.comparison.remarks(), *keeps, *notes]),
         html_table(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
         if saved
         else "",
-        cuda_assumptions() if _has_cuda_predictions(told) else "",
-        environment_tables(told.machine, told.versions),
-        repeat_command_block(" ".join(command) if told.config and told.folder.name == "compare" else ""),
+        cuda_assumptions() if _has_cuda_predictions(page) else "",
+        environment_tables(page.machine, page.versions),
+        repeat_command_block(" ".join(command) if page.config and page.folder.name == "compare" else ""),
     )

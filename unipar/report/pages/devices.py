@@ -12,9 +12,9 @@ from unipar.utils.text import format_size
 _NO_VALUE = "–"
 
 
-def devices_section(told: ComparisonPageData) -> str:
+def devices_section(page: ComparisonPageData) -> str:
     """Return the section, about the fullest rank of each cell, or "" if no cell ran on CUDA."""
-    cells = [(c.cell, a) for c in told.measured_cells if (a := c.fullest_account) is not None and a.on is not None]
+    cells = [(c.cell, a) for c in page.measured_cells if (a := c.fullest_account) is not None and a.on is not None]
     if not cells:
         return ""
     head = ["cell", "phase", "allocated", "requested", "active", "reserved", "gaps"]

@@ -10,15 +10,15 @@ from unipar.report.pages.elements import html_section, html_table, paragraph
 from unipar.utils.text import format_size
 
 
-def failed_cells_section(told: ComparisonPageData) -> str:
+def failed_cells_section(page: ComparisonPageData) -> str:
     """Return the section, or "" if no failed cell has a memory account."""
-    if not told.failed_cells:
+    if not page.failed_cells:
         return ""
     return html_section(
         "till",
         "Until it failed",
         paragraph("These cells did not finish, and are not ranked."),
-        *(part for cell in told.failed_cells for part in _failed_cell_parts(cell)),
+        *(part for cell in page.failed_cells for part in _failed_cell_parts(cell)),
     )
 
 

@@ -10,15 +10,15 @@ from unipar.report.data.headline import CATEGORY_LABELS, category_differences
 from unipar.utils.text import format_size
 
 
-def library_default_note(told: ComparisonPageData, cell: CellPageData) -> str:
+def library_default_note(page: ComparisonPageData, cell: CellPageData) -> str:
     """Return the peak of `cell` compared with the same cell without the defaults and with torch alone, if measured."""
     says = f"† {cell.cell} runs {cell.says}, its default"
-    if cell not in told.measured_cells:
+    if cell not in page.measured_cells:
         return f"{says}."
     says += f": {format_size(cell.peak)}"
     torch_alone = str(Cell(Config.model_fields["backend"].default))  # default backend, nothing sharded
     without, plain = (
-        next((c for c in told.measured_cells if c.cell == name), None)
+        next((c for c in page.measured_cells if c.cell == name), None)
         for name in (str(replace(Cell.parse(cell.cell), variant=None)), torch_alone)
     )
     beside = [(without, " without them")] if without is not None else []

@@ -15,37 +15,37 @@ from unipar.utils.text import format_size
 _NO_VALUE = "–"
 
 
-def _key(told: ComparisonPageData) -> str:
+def _key(page: ComparisonPageData) -> str:
     """Return the legend of colours, in the order in which categories are drawn."""
-    items = "".join(f'<li><i class="c-{c}"></i>{escape(CATEGORY_LABELS[c])}</li>' for c in _categories_at_peak(told))
+    items = "".join(f'<li><i class="c-{c}"></i>{escape(CATEGORY_LABELS[c])}</li>' for c in _categories_at_peak(page))
     return f'<ul class="key">{items}</ul>'
 
 
-def _categories_at_peak(told: ComparisonPageData) -> list[Category]:
+def _categories_at_peak(page: ComparisonPageData) -> list[Category]:
     """Return the categories that any cell holds at its peak."""
-    present = {c for cell in told.measured_cells if cell.fullest_account for c in cell.fullest_account.peak.held}
+    present = {c for cell in page.measured_cells if cell.fullest_account for c in cell.fullest_account.peak.held}
     return [c for c in CATEGORIES if c in present]
 
 
-def memory_section(told: ComparisonPageData, before: ComparisonPageData | None) -> str:
+def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
     """Return the section on memory at the peak by category, or a sentence that memory was not measured."""
     title = "Memory at the peak"
-    if not told.measured_cells:
+    if not page.measured_cells:
         return html_section(
             "memory", title, paragraph("Memory was not measured in this comparison: no cell has a memory account.")
         )
-    missing = [c.cell for c in told.cells if c.row.outcome == "ran" and c.fullest_account is None]
-    shown = _categories_at_peak(told)
+    missing = [c.cell for c in page.cells if c.row.outcome == "ran" and c.fullest_account is None]
+    shown = _categories_at_peak(page)
     rows: list[list[str]] = []
-    for cell in told.measured_cells:
+    for cell in page.measured_cells:
         assert cell.fullest_account is not None
         peak = cell.fullest_account.peak
         parts = [format_size(peak.held[c]) if c in peak.held else _NO_VALUE for c in shown]
         rows.append([cell.cell, peak.name, format_size(peak.peak), *parts])
     cut = [
         f"{c.cell} holds {format_size(c.peak)}"
-        for c in told.measured_cells
-        if c.cell in choose_bar_scale(told, before)[1]
+        for c in page.measured_cells
+        if c.cell in choose_bar_scale(page, before)[1]
     ]
     table = html_table(
         ["cell", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)], rows, "Bytes by category at the peak", (0, 1)
@@ -57,18 +57,18 @@ def memory_section(told: ComparisonPageData, before: ComparisonPageData | None) 
             "Peak of the memory that the fullest rank allocated, beyond what it held before training. "
             + ("The thin bar is the earlier comparison." if before is not None and before.measured_cells else "")
         ),
-        _key(told),
+        _key(page),
         paragraph(f"A bar with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""),
-        html_figure(lambda width: draw_memory_bars(told, before, width), table),
-        *(paragraph(library_default_note(told, c), "own") for c in told.cells if c.is_library_default),
+        html_figure(lambda width: draw_memory_bars(page, before, width), table),
+        *(paragraph(library_default_note(page, c), "own") for c in page.cells if c.is_library_default),
         paragraph(f"Not measured: {', '.join(missing)}." if missing else ""),
     )
 
 
-def bridges_section(told: ComparisonPageData) -> str:
+def bridges_section(page: ComparisonPageData) -> str:
     """Return the section on differences in memory from the baseline to each other cell, or "" without a baseline."""
-    base = baseline_with_memory(told)
-    others = [c for c in cells_to_rank(told.measured_cells, told) if c is not base]
+    base = baseline_with_memory(page)
+    others = [c for c in cells_to_rank(page.measured_cells, page) if c is not base]
     if base is None or not others:
         return ""
 
@@ -92,9 +92,9 @@ def bridges_section(told: ComparisonPageData) -> str:
     )
 
 
-def step_memory_section(told: ComparisonPageData, before: ComparisonPageData | None) -> str:
+def step_memory_section(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
     """Return the section on memory during a step, or "" if no cell has a curve."""
-    drawn = cells_with_curves(told.measured_cells)
+    drawn = cells_with_curves(page.measured_cells)
     if not drawn:
         return ""
     rows = [
@@ -116,38 +116,38 @@ def step_memory_section(told: ComparisonPageData, before: ComparisonPageData | N
             f"allocations are spread evenly within each. Panels share one scale, except where noted.{dashed}"
         ),
         html_figure(
-            lambda width: draw_memory_through_step(told, before, width),
+            lambda width: draw_memory_through_step(page, before, width),
             html_table(["cell", *MEMORY_PHASES], rows, "Peak of each phase"),
         ),
     )
 
 
-def balance_section(told: ComparisonPageData) -> str:
+def balance_section(page: ComparisonPageData) -> str:
     """Return the section on differences in memory between ranks, or "" if no cell has several accounts."""
-    if not any(len(c.memory) > 1 for c in told.measured_cells):
+    if not any(len(c.memory) > 1 for c in page.measured_cells):
         return ""
-    ranks = sorted({a.rank for c in told.measured_cells for a in c.memory})
+    ranks = sorted({a.rank for c in page.measured_cells for a in c.memory})
     rows = [
         [c.cell, *(next((format_size(a.peak.peak) for a in c.memory if a.rank == r), _NO_VALUE) for r in ranks)]
-        for c in told.measured_cells
+        for c in page.measured_cells
     ]
     return html_section(
         "balance",
         "Balance between ranks",
         paragraph("One dot per rank; at the right, how much more the fullest rank holds than the emptiest."),
         html_figure(
-            lambda width: draw_rank_balance(told, width),
+            lambda width: draw_rank_balance(page, width),
             html_table(["cell", *(f"rank {r}" for r in ranks)], rows, "Peak by rank"),
         ),
     )
 
 
-def communication_section(told: ComparisonPageData) -> str:
+def communication_section(page: ComparisonPageData) -> str:
     """Return the section on what a step sends by collective, or "" if nothing is known of it."""
-    kinds = sorted({kind for c in told.measured_cells for a in c.memory for kind in a.sent})
+    kinds = sorted({kind for c in page.measured_cells for a in c.memory for kind in a.sent})
     if not kinds:
         return ""
-    known = [(c.cell, a) for c in told.measured_cells if (a := c.fullest_account)]
+    known = [(c.cell, a) for c in page.measured_cells if (a := c.fullest_account)]
     rows = [[cell, *(format_size(a.sent[k]) if k in a.sent else _NO_VALUE for k in kinds)] for cell, a in known]
     ways = {a.sent_by: [cell for cell, b in known if b.sent and b.sent_by == a.sent_by] for _, a in known if a.sent_by}
     return html_section(

@@ -91,13 +91,16 @@ class _Panel:
         self.top, self.steps, self.low, self.high = top, max(steps, 1), low, high
 
     def x(self, step: int) -> float:
+        """Return the horizontal position of a step (from 1)."""
         inner = FIGURE_PIXELS - LEFT - RIGHT
         return LEFT + inner * (step - 1) / max(self.steps - 1, 1)
 
     def y(self, value: float) -> float:
+        """Return the vertical position of a value."""
         return self.top + 20 + (HEIGHT - 20) * (self.high - value) / (self.high - self.low)
 
     def frame(self, title: str, marks: Sequence[tuple[float, str]]) -> list[str]:
+        """Return the title, the grid with its marks, and the steps, as SVG shapes."""
         right, bottom = FIGURE_PIXELS - RIGHT, self.top + HEIGHT
         shapes = [f'<text x="{LEFT}" y="{self.top + 8}" font-weight="bold">{html.escape(title)}</text>']
         for value, text in marks:
@@ -108,6 +111,7 @@ class _Panel:
         return shapes + [f'<text x="{self.x(s):.1f}" y="{bottom + 16}" text-anchor="middle">{s}</text>' for s in steps]
 
     def line(self, values: Sequence[float], color: str, name: str, place: int, *, dashed: bool = False) -> str:
+        """Return one curve and its entry in the legend, as SVG shapes."""
         points = " ".join(
             f"{self.x(i + 1):.1f},{self.y(min(max(v, self.low), self.high)):.1f}"
             for i, v in enumerate(values)

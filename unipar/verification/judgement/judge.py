@@ -63,6 +63,7 @@ class Judgement:
 
     @property
     def agrees(self) -> bool:
+        """Whether nothing is beyond its tolerance."""
         return self.first is None
 
 

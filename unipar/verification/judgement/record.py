@@ -81,6 +81,7 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
+        """Number of steps."""
         return len(self.losses)
 
     @property
