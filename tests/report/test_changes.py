@@ -1,4 +1,4 @@
-"""Two comparisons laid over one another: what is not alike is said first, and what cannot be compared is not."""
+"""Comparing two folders: mismatches are named first, and what cannot be compared is left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def marked(marks: TrainingMarks) -> Callable[[dict[str, Any]], object]:
-    """What the one process was seen to train."""
+    """Return an edit that gives the one process these marks."""
     return lambda data: data["cells"][0].update(marks=marks.model_dump(mode="json"))
 
 
@@ -46,7 +46,7 @@ def altered(**told: Any) -> Callable[[dict[str, Any]], object]:
 
 
 def test_what_was_trained_in_the_same_way_is_alike(run: Path, tmp_path: Path) -> None:
-    """Another folder, other settings, other figures: nothing is said."""
+    """Another folder, other settings and other results are not mismatches."""
     later = write_example_comparison(tmp_path / "later", scale=0.9, fused=True, use="/y/char_gpt.py:CharGPT")
     for folder in (run, later):
         edit_example_comparison(folder, marked(MARKS))
@@ -61,7 +61,7 @@ def test_what_was_trained_in_the_same_way_is_alike(run: Path, tmp_path: Path) ->
     ],
 )
 def test_another_model_is_said(run: Path, tmp_path: Path, differs: dict[str, Any], said: str) -> None:
-    """The same task with other arguments, or the same parameters in another task: a change that was meant, maybe."""
+    """Another number of parameters, or another task, is named above the first change."""
     later = write_example_comparison(tmp_path / "later", **differs)
     assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later)) == [
         f"The two differ: {said}."
@@ -93,7 +93,7 @@ def test_another_model_is_said(run: Path, tmp_path: Path, differs: dict[str, Any
 def test_what_was_changed_on_purpose_is_said_with_both_values(
     run: Path, tmp_path: Path, changed: Callable[[dict[str, Any]], object], said: str
 ) -> None:
-    """One who did not mean it reads it first. Other samples are no news where the batch or their cutting is another."""
+    """Each mismatch has both values; different samples are not named if the batch or the number of readers differs."""
     edit_example_comparison(run, marked(MARKS))
     later = edit_example_comparison(
         edit_example_comparison(write_example_comparison(tmp_path / "later"), marked(MARKS)), changed
@@ -103,7 +103,7 @@ def test_what_was_changed_on_purpose_is_said_with_both_values(
 
 
 def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
-    """Devices by the accounts of the memory; without those they are not known."""
+    """Devices are known from memory accounts, and not compared without them."""
 
     def elsewhere(data: dict[str, Any]) -> None:
         data["ranks"] = 1
@@ -119,7 +119,7 @@ def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
 
 
 def test_memory_that_was_watched_in_two_ways_is_not_compared(run: Path, tmp_path: Path) -> None:
-    """In no sentence, table or figure; times are."""
+    """Memory is left out of sentences, tables and figures; times are compared."""
     later = write_example_comparison(tmp_path / "later", scale=0.5, quicker=0.95, method=MallocMeter.method)
     before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
     assert changes.describe_mismatches(before, now) == [
@@ -138,7 +138,7 @@ def test_memory_that_was_watched_in_two_ways_is_not_compared(run: Path, tmp_path
 
 
 def test_memory_of_one_cell_that_was_watched_in_another_way(run: Path, tmp_path: Path) -> None:
-    """The others' is compared."""
+    """Only that cell's memory is left out."""
     metered = [account("native/nothing", rank, 0.5, MallocMeter.method).model_dump(mode="json") for rank in (0, 1)]
     later = edit_example_comparison(
         write_example_comparison(tmp_path / "later", scale=0.5), lambda data: data["cells"][1].update(memory=metered)
@@ -151,7 +151,7 @@ def test_memory_of_one_cell_that_was_watched_in_another_way(run: Path, tmp_path:
 
 
 def test_another_task_with_another_model_is_refused(run: Path, tmp_path: Path) -> None:
-    """Differences would say nothing; the page that is there stays."""
+    """The error names both tasks, and no page is written."""
     later = write_example_comparison(tmp_path / "later", use="/x/gan.py:Gan", parameters=263_000)
     with pytest.raises(errors.ReportError) as e:
         write_page(run, later)
@@ -164,7 +164,7 @@ def test_another_task_with_another_model_is_refused(run: Path, tmp_path: Path) -
 
 
 def test_a_task_or_a_model_that_is_not_known_is_not_refused(run: Path, tmp_path: Path) -> None:
-    """Where a config was not kept, or no ledger: what is known is said."""
+    """Facts that are unknown, because a config or a ledger is missing, are not compared."""
     later = write_example_comparison(tmp_path / "later", use="/x/gan.py:Gan", parameters=0)
     assert changes.describe_different_tasks(ComparisonPageData.read(run), ComparisonPageData.read(later)) == ""
     (later / "compare/asked/quickstart.json").unlink()
@@ -172,7 +172,7 @@ def test_a_task_or_a_model_that_is_not_known_is_not_refused(run: Path, tmp_path:
 
 
 def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
-    """By their configs and first events; another task with another model is refused."""
+    """Mismatches of runs come from configs and first events; another task with another model is refused."""
     one, two = plain(tmp_path / "one"), plain(tmp_path / "two")
 
     def retold(**told: Any) -> None:
