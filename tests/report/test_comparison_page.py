@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_first_sentence(run: Path) -> None:
-    """The headline names the smallest and the fastest cell besides the one process, and the category that differs most."""
+    """The headline names the smallest and the fastest cell besides the one process, and the main category."""
     assert comparison_headline(ComparisonPageData.read(run)) == (
         "native/parameters is smallest: 97 MiB on its largest rank, 45 % less than native/nothing, mostly "
         "optimizer states (68 MiB to 34 MiB); native/nothing is fastest: 526 ms a step, but the difference from "
