@@ -141,7 +141,7 @@ def test_verify_leaves_it_to_compare() -> None:
     row, _ = select_multi_rank_cells(wide, (str(CELL),))[str(CELL)]
     assert (row.outcome, row.note) == (
         "refused",
-        "it is one process, and verify holds several ranks to one; `unipar compare` runs it",
+        "it is one process, and verify compares several ranks with one process; `unipar compare` runs it",
     )
 
 

@@ -300,7 +300,7 @@ def test_report(unipar: Any, folder: Path) -> None:
     assert Path("y.html").read_text("utf-8").startswith("<!doctype html>")
     write_example_comparison(folder / "runs/z", parameters=1000)
     assert unipar("report", "runs/x", "runs/z").out == (
-        "page: runs/z/compare/report.html\nThe two are not alike: parameters 8,926,848 before, 1,000 now.\n"
+        "page: runs/z/compare/report.html\nThe two differ: parameters 8,926,848 before, 1,000 now.\n"
     )
     answer = unipar("report", "runs/y")
     assert (answer.code, answer.err) == (2, "unipar: runs/y is not there; give a run folder\n")

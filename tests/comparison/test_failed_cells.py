@@ -110,7 +110,7 @@ def test_table_and_page_show_it_as_till_then(found: dict[str, Any]) -> None:
     ]
     told = ComparisonPageData.read(Path(found["out"]))
     assert [cell.cell for cell in told.failed_cells] == ["native/gradients", "native/parameters"]
-    assert "<caption>native/parameters, by phase, till it failed</caption>" in render_comparison(told)
+    assert "<caption>native/parameters, by phase, until it failed</caption>" in render_comparison(told)
 
 
 def test_a_cell_that_failed_is_shown_till_then(tmp_path: Path) -> None:
@@ -126,4 +126,4 @@ def test_a_cell_that_failed_is_shown_till_then(tmp_path: Path) -> None:
     assert [cell.cell for cell in told.failed_cells] == ["native/parameters"]
     assert "native/parameters" not in [cell.cell for cell in told.measured_cells]
     assert "native/parameters failed in the backward of step 7: rank 1 was killed</p>" in text
-    assert "<caption>native/parameters, by phase, till it failed</caption>" in text
+    assert "<caption>native/parameters, by phase, until it failed</caption>" in text

@@ -346,7 +346,7 @@ def test_explained(tmp_path: Path) -> None:
          "data.stream: shards gives each rank samples of its own, and verify needs the same ones in one process; "
          "verify with --set data.stream=whole"),
         ({"train": {"epochs": 1}},
-         "train.epochs: verify holds a stream's first samples, whatever an epoch is; say train.steps"),
+         "train.epochs: verify uses the first samples of a stream and does not know its epochs; set train.steps"),
     ],
 )  # fmt: skip
 def test_streams_that_verify_refuses(sections: dict[str, Any], sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Figures of bars: one that dwarfs the others is cut short, and the rows of a bridge join."""
+"""Figures of bars: a bar much longer than the others is cut, and the rows of a bridge join."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_bar_that_dwarfs_the_others_is_cut(run: Path) -> None:
-    """With a gap, its true number and words: 704 MiB would leave 178 MiB a quarter of the room."""
+    """The cut bar has a gap, its true value and a sentence; uncut it would dwarf the others."""
     told = ComparisonPageData.read(run)
     drawn = draw_memory_bars(told, None, 920)
     said = "; the bar of deepspeed/gradients+library is cut short, it is 704 MiB"
@@ -29,28 +29,27 @@ def test_a_bar_that_dwarfs_the_others_is_cut(run: Path) -> None:
     reach = 920 - 84 + 7
     assert ends[-1] == reach
     assert ends[-2] == pytest.approx(reach - (reach - 7 - ends_of_names(drawn)) * (1 - 1 / 1.3), abs=1)
-    assert (
-        "cut short, for all others could not be read beside it: deepspeed/gradients+library holds 704"
-        in render_comparison(told)
+    assert "cut short, so that all others stay readable: deepspeed/gradients+library holds 704" in render_comparison(
+        told
     )
     shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', drawn)
     assert max(float(x) + float(width) for x, width in shapes) <= reach - 7
 
 
 def ends_of_names(drawn: str) -> float:
-    """Where the bars begin."""
+    """Return the left end of the bars."""
     return min(float(x) for x in re.findall(r'<rect x="([\d.]+)"', drawn))
 
 
 def test_bars_of_like_lengths_are_whole(run: Path) -> None:
-    """Without the outlier; and where an earlier comparison is laid below, its bars count."""
+    """Without the outlier no bar is cut."""
     told = ComparisonPageData.read(edit_example_comparison(run, lambda data: data["cells"][4].update(memory=[])))
     assert choose_bar_scale(told, None) == (told.measured_cells[-1].peak, [])
     assert 'class="break"' not in draw_memory_bars(told, None, 920)
 
 
 def test_a_bridge_ends_where_the_other_cell_is(run: Path) -> None:
-    """Its steps add up: from the first bar's end to the second's."""
+    """The steps add up, from the first cell's peak to the second's."""
     told = ComparisonPageData.read(run)
     one, two = told.cell("native/nothing"), told.cell("native/parameters")
     assert one is not None
@@ -63,7 +62,7 @@ def test_a_bridge_ends_where_the_other_cell_is(run: Path) -> None:
 
 
 def test_the_steps_of_a_bridge_join(run: Path) -> None:
-    """Each begins where the last one ended, down to the other cell's own bar."""
+    """Each row begins where the previous one ended, down to the bar of the other cell."""
     told = ComparisonPageData.read(run)
     one, two = told.cell("native/nothing"), told.cell("native/parameters")
     assert one is not None

@@ -1,4 +1,4 @@
-"""report.html of folders that are not as they should be: a sentence for what cannot be read."""
+"""report.html of damaged folders: what cannot be read is named in a sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_cell_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
-    """Whatever a rank of it left in its folder: in no figure, no sentence and no column."""
+    """Accounts that a rank left in the cell's folder are in no figure, no sentence and no column."""
     for rank in (0, 1):
         account("native/parameters", rank, 0.1).write(run / "compare/native-parameters")
     told = ComparisonPageData.read(
@@ -39,7 +39,7 @@ def test_a_cell_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
 
 
 def test_the_figures_alone_have_all_that_was_measured(run: Path, tmp_path: Path) -> None:
-    """Without a cell's folder, or with accounts there that are cut short: compare.json has them whole."""
+    """Memory is read from compare.json, even if the cell's folder is missing or its accounts are truncated."""
     (run / "compare/native-nothing/rank-1.memory.json").write_text('{"rank": 1', encoding="utf-8")
     whole = ComparisonPageData.read(run)
     assert whole.problems == ()
@@ -56,7 +56,7 @@ def test_the_figures_alone_have_all_that_was_measured(run: Path, tmp_path: Path)
 
 
 def test_a_rank_without_an_account_is_a_rank_all_the_same(run: Path) -> None:
-    """On CUDA NCCL is there for it: 200 MiB; one process has none."""
+    """The prediction for CUDA includes 200 MiB for NCCL with several ranks, and none for one process."""
     data = edit_example_comparison(run, lambda data: data["cells"][1]["memory"].pop())
     told = ComparisonPageData.read(data)
     text = render_comparison(told)
@@ -74,7 +74,7 @@ def test_a_rank_without_an_account_is_a_rank_all_the_same(run: Path) -> None:
 
 
 def test_the_ranks_are_known_before_any_has_started(run: Path) -> None:
-    """After Ctrl-C, while worlds start; a file that does not tell is not asked for a number."""
+    """The header names the ranks even after Ctrl-C at the start, and leaves them out if the file lacks them."""
 
     def stopped(data: dict[str, Any]) -> None:
         data["interrupted"] = True
@@ -90,7 +90,7 @@ def test_the_ranks_are_known_before_any_has_started(run: Path) -> None:
 
 @pytest.mark.parametrize("phases", [[], None])
 def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | None) -> None:
-    """Nothing that unipar writes is so: what is built is always one."""
+    """Accounts always have the phase in which the model was built, so one without phases is refused."""
     edit_example_comparison(run, lambda data: data["cells"][1]["memory"][1].update(phases=phases))
     with pytest.raises(ReportError) as e:
         write_page(run)
@@ -99,7 +99,7 @@ def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | 
 
 
 def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
-    """Parameters come from the other cells; the config's sentence is on the page."""
+    """The number of parameters comes from the other cells; both files are named as problems."""
     (run / "compare/single/rank-0.jsonl").write_text('{"event": "sta', encoding="utf-8")
     (run / "compare/single/config.json").write_text("[1", encoding="utf-8")
     told = ComparisonPageData.read(run)
@@ -110,10 +110,10 @@ def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
 
 
 def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
-    """Well-formed, and not what unipar writes: emptied, of something else, without what is read from it."""
+    """Well-formed files with other content are named as problems: empty, another kind, a missing key."""
     (run / "compare/single/config.json").write_text('{"a": 1}', encoding="utf-8")
     why = {
-        "single": ("", "no start of a run is in it"),
+        "single": ("", "it has no start event"),
         "native-nothing": ("[1]\n", "TypeError: list indices must be integers or slices, not str"),
         "native-parameters": ('{"event": "start"}\n', "KeyError: 'parameters'"),
         "deepspeed-gradients": ('{"event": "memory"}\n{"event": "start", "parameters": 9}\n', ""),
@@ -126,14 +126,16 @@ def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
         for cell, (_, reason) in why.items()
         if reason
     ]
-    config = f"{run}/compare/single/config.json is no config that unipar wrote: no key of it is one of a config"
+    config = (
+        f"{run}/compare/single/config.json is not a config that unipar wrote: none of its keys is a key of a config"
+    )
     assert told.problems == (said[0], f"{config}; it is left out", *said[1:])
     assert [cell.parameters for cell in told.cells] == [0, 0, 0, 9, PARAMETER_COUNT, PARAMETER_COUNT, 0]
     assert f'<p class="worry">{config}; it is left out</p>' in render_comparison(told)
 
 
 def test_a_cell_that_failed_before_it_began_has_an_empty_ledger(run: Path) -> None:
-    """Nothing is left out there."""
+    """An empty ledger of a failed cell is not a problem."""
     (run / "compare/native-nothing/rank-0.jsonl").write_text("", encoding="utf-8")
     edit_example_comparison(run, lambda data: data["cells"][1].update(outcome="failed", note="no"))
     assert ComparisonPageData.read(run).problems == ()
@@ -150,7 +152,7 @@ def test_a_cell_that_failed_before_it_began_has_an_empty_ledger(run: Path) -> No
     ],
 )
 def test_a_foreign_comparison_is_a_sentence(run: Path, text: str, sentence: str) -> None:
-    """It is not touched."""
+    """The error says what is wrong, and the file is not changed."""
     file = run / "compare/compare.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ReportError) as e:
@@ -161,7 +163,7 @@ def test_a_foreign_comparison_is_a_sentence(run: Path, text: str, sentence: str)
 
 
 def test_foreign_figures_are_a_sentence(run: Path) -> None:
-    """Losses that are words; losses of another number of steps; no cells at all."""
+    """Losses that are words, losses of another number of steps, and an empty list of cells are errors."""
     file = run / "compare/compare.json"
     edit_example_comparison(run, lambda data: data["cells"][2].update(losses=["a", "b"]))
     with pytest.raises(ReportError, match="is no comparison that unipar wrote: 2 validation errors for "):
@@ -179,15 +181,18 @@ def test_foreign_figures_are_a_sentence(run: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(run: Path) -> None:
-    """Nothing half written stays, and compare goes on with the sentence."""
+    """No temporary file stays, and compare goes on with the sentence."""
     (run / "compare/report.html").mkdir()
     (run / "compare/report.html/x").touch()
     with pytest.raises(ReportError) as e:
         write_page(run)
     assert str(e.value) == (
-        f"{run}/compare/report.html cannot be written: Is a directory; --out FILE takes another place"
+        f"{run}/compare/report.html cannot be written: Is a directory; give another path by --out FILE"
     )
     assert try_write_page(lambda: write_page(run / "compare")) == f"no page: {e.value}"
-    with pytest.raises(ReportError, match=r"no/where\.html cannot be written: No such file or directory; --out FILE"):
+    with pytest.raises(
+        ReportError,
+        match=r"no/where\.html cannot be written: No such file or directory; give another path by --out FILE",
+    ):
         write_page(run, out=run / "no/where.html")
     assert list(run.glob("**/.report*")) == []

@@ -1,4 +1,4 @@
-"""All pages of a run folder: made together, each with links to the others; and what is never replaced."""
+"""All pages of a run folder are written together, with links to one another; other files are never replaced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unipar.report.build import PAGE_FILE_NAME, write_page, write_pages
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that was compared and scaled, too."""
+    """Run folder with a run, a comparison, a scaling and comparisons by size."""
     run = write_example_comparison(plain(tmp_path / "run"))
     for folder, name in (("scale", "scale.json"), ("worlds", "worlds.json")):
         (run / folder).mkdir()
@@ -34,7 +34,7 @@ def links(page: Path) -> list[tuple[str, str]]:
 
 
 def test_every_page_of_a_run_folder_is_made_and_linked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every path is said; links are relative, and lead to pages that are there."""
+    """Every path is printed; links are relative, and lead to pages that exist."""
     folders = ("compare/", "worlds/", "scale/", "")
     assert write_pages(run) == [f"page: {run}/{folder}report.html" for folder in folders]
     assert links(run / PAGE_FILE_NAME) == [
@@ -52,7 +52,7 @@ def test_every_page_of_a_run_folder_is_made_and_linked(run: Path, monkeypatch: p
 
 
 def test_comparisons_by_size_and_each_of_them_are_linked(run: Path) -> None:
-    """From the page of all to that of one, and back; a folder's own page alone is made where that is named."""
+    """Links lead from the page of all sizes to that of one, and back; a folder given by name gets its own page only."""
     write_pages(run)
     assert write_pages(run / "worlds/world-2") == [f"page: {run}/worlds/world-2/report.html"]
     assert ("../../worlds/report.html", "the comparison by size") in links(run / "worlds/world-2" / PAGE_FILE_NAME)
@@ -64,7 +64,7 @@ def test_comparisons_by_size_and_each_of_them_are_linked(run: Path) -> None:
 
 
 def test_a_page_without_others_has_no_links(tmp_path: Path) -> None:
-    """Nor has one that is made to be sent on."""
+    """A page at another path has no links either."""
     run = write_example_comparison(tmp_path / "run")
     assert write_pages(run) == [f"page: {run}/compare/report.html"]
     assert "<nav>" not in (run / "compare" / PAGE_FILE_NAME).read_text("utf-8")
@@ -73,18 +73,18 @@ def test_a_page_without_others_has_no_links(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_made_leaves_the_others(run: Path) -> None:
-    """They are there, with no link to it; the error names both."""
+    """The other pages are written, without a link to it; the error names all of them."""
     (run / "scale/scale.json").write_text("{", encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_pages(run)
     assert str(e.value).startswith(f"{run}/scale/scale.json cannot be read: it is cut short or is no JSON (")
     others = ", ".join(f"{run}/{folder}report.html" for folder in ("compare/", "worlds/", ""))
-    assert str(e.value).endswith(f" (the other pages are there: {others})")
+    assert str(e.value).endswith(f" (the other pages were written: {others})")
     assert [label for _, label in links(run / PAGE_FILE_NAME)] == ["the comparison", "the comparison by size"]
 
 
 def test_what_unipar_did_not_write_is_not_replaced(run: Path, tmp_path: Path) -> None:
-    """By a name that was given; a page of ours is."""
+    """A given path is refused if it is not a page of unipar, and replaced if it is."""
     mine = tmp_path / "thesis.html"
     mine.write_text("<!doctype html><title>unipar in my thesis</title>", encoding="utf-8")
     for given in (mine, run / "compare/compare.json", Path("/dev/null")):
@@ -92,11 +92,11 @@ def test_what_unipar_did_not_write_is_not_replaced(run: Path, tmp_path: Path) ->
         with pytest.raises(ReportError) as e:
             write_page(run, out=given)
         assert str(e.value) == (
-            f"{given} is there and is no page of unipar's, so it is not replaced: give --out another name"
+            f"{given} exists and is not a page that unipar wrote, so it is not replaced: give --out another name"
         )
         assert given.read_bytes() == before
     ours = write_page(run, out=tmp_path / "x.html")
     assert write_page(run / "scale", out=ours) == ours
     assert "unipar scale" in ours.read_text("utf-8")
-    with pytest.raises(ReportError, match=r"cannot be written: Is a directory; --out FILE takes another place"):
+    with pytest.raises(ReportError, match=r"cannot be written: Is a directory; give another path by --out FILE"):
         write_page(run, out=tmp_path)

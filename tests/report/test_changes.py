@@ -1,4 +1,4 @@
-"""Two comparisons laid over one another: what is not alike is said first, and what cannot be compared is not."""
+"""Comparing two folders: mismatches are named first, and what cannot be compared is left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def marked(marks: TrainingMarks) -> Callable[[dict[str, Any]], object]:
-    """What the one process was seen to train."""
+    """Return an edit that gives the one process these marks."""
     return lambda data: data["cells"][0].update(marks=marks.model_dump(mode="json"))
 
 
@@ -46,7 +46,7 @@ def altered(**told: Any) -> Callable[[dict[str, Any]], object]:
 
 
 def test_what_was_trained_in_the_same_way_is_alike(run: Path, tmp_path: Path) -> None:
-    """Another folder, other settings, other figures: nothing is said."""
+    """Another folder, other settings and other results are not mismatches."""
     later = write_example_comparison(tmp_path / "later", scale=0.9, fused=True, use="/y/char_gpt.py:CharGPT")
     for folder in (run, later):
         edit_example_comparison(folder, marked(MARKS))
@@ -61,14 +61,14 @@ def test_what_was_trained_in_the_same_way_is_alike(run: Path, tmp_path: Path) ->
     ],
 )
 def test_another_model_is_said(run: Path, tmp_path: Path, differs: dict[str, Any], said: str) -> None:
-    """The same task with other arguments, or the same parameters in another task: a change that was meant, maybe."""
+    """Another number of parameters, or another task, is named above the first change."""
     later = write_example_comparison(tmp_path / "later", **differs)
     assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later)) == [
-        f"The two are not alike: {said}."
+        f"The two differ: {said}."
     ]
     text = write_page(run, later).read_text("utf-8")
     head = text[: text.index("</header>")]
-    assert head.index(f"The two are not alike: {said}.") < head.index("Since ")
+    assert head.index(f"The two differ: {said}.") < head.index("Since ")
 
 
 @pytest.mark.parametrize(
@@ -77,33 +77,33 @@ def test_another_model_is_said(run: Path, tmp_path: Path, differs: dict[str, Any
         (altered(precision="bf16-mixed"), "precision fp32 before, bf16-mixed now"),
         (altered(samples=16), "total batch 8 before, 16 now"),
         (altered(samples=16, precision="fp64"), "precision fp32 before, fp64 now; total batch 8 before, 16 now"),
-        (marked(MARKS.model_copy(update={"samples": ((8, "01"), (8, "09"))})), "other samples from step 2 on"),
+        (marked(MARKS.model_copy(update={"samples": ((8, "01"), (8, "09"))})), "different samples from step 2 on"),
         (marked(MARKS.model_copy(update={"total": 16, "samples": ((16, "01"),)})), ""),
         (marked(MARKS.model_copy(update={"readers": 2, "samples": ((8, "07"),)})), ""),
         (
             marked(MARKS.model_copy(update={"values": {"wte.weight": "0c", "head.weight": "0b"}})),
-            "other initial values of 1 parameter",
+            "different initial values of 1 parameter",
         ),
         (
             marked(MARKS.model_copy(update={"values": {"wte.weight": "0a", "top.weight": "0b"}})),
-            "other names of parameters",
+            "different parameter names",
         ),
     ],
 )
 def test_what_was_changed_on_purpose_is_said_with_both_values(
     run: Path, tmp_path: Path, changed: Callable[[dict[str, Any]], object], said: str
 ) -> None:
-    """One who did not mean it reads it first. Other samples are no news where the batch or their cutting is another."""
+    """Each mismatch has both values; different samples are not named if the batch or the number of readers differs."""
     edit_example_comparison(run, marked(MARKS))
     later = edit_example_comparison(
         edit_example_comparison(write_example_comparison(tmp_path / "later"), marked(MARKS)), changed
     )
     found = changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later))
-    assert found == ([f"The two are not alike: {said}."] if said else [])
+    assert found == ([f"The two differ: {said}."] if said else [])
 
 
 def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
-    """Devices by the accounts of the memory; without those they are not known."""
+    """Devices are known from memory accounts, and not compared without them."""
 
     def elsewhere(data: dict[str, Any]) -> None:
         data["ranks"] = 1
@@ -112,59 +112,59 @@ def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
 
     later = edit_example_comparison(write_example_comparison(tmp_path / "later"), elsewhere)
     assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(later)) == [
-        "The two are not alike: ranks 2 before, 1 now; device cpu before, cuda now."
+        "The two differ: ranks 2 before, 1 now; device cpu before, cuda now."
     ]
     without = write_example_comparison(tmp_path / "without", memory=False)
     assert changes.describe_mismatches(ComparisonPageData.read(run), ComparisonPageData.read(without)) == []
 
 
 def test_memory_that_was_watched_in_two_ways_is_not_compared(run: Path, tmp_path: Path) -> None:
-    """In no sentence, table or figure; times are."""
+    """Memory is left out of sentences, tables and figures; times are compared."""
     later = write_example_comparison(tmp_path / "later", scale=0.5, quicker=0.95, method=MallocMeter.method)
     before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
     assert changes.describe_mismatches(before, now) == [
-        "Memory is not compared, it was watched in two ways: torch's own allocator, by a profiler's events before, "
+        "Memory is not compared, it was measured in two ways: torch's own allocator, by a profiler's events before, "
         "malloc, counted by a preloaded meter now."
     ]
     before = changes.without_incomparable_memory(before, now)
     assert changes.describe_largest_change(before, now) == f"Since {run}/compare: single takes 5.0 % less time a step."
     assert changes.change_rows(before, now)[1] == ["native/nothing", "-", "89 MiB", "-", "526 ms", "500 ms", "-5.0 %"]
-    assert "was native/nothing" not in draw_memory_bars(now, before, 900)
+    assert "before, native/nothing" not in draw_memory_bars(now, before, 900)
     text = render_comparison(now, ComparisonPageData.read(run))
     assert "less memory" not in text
     assert 'class="curve before"' not in text
     assert 'class="point before"' not in text
-    assert text.index("Memory is not compared, it was watched") < text.index("less time a step") < text.index("<main>")
+    assert text.index("Memory is not compared, it was measured") < text.index("less time a step") < text.index("<main>")
 
 
 def test_memory_of_one_cell_that_was_watched_in_another_way(run: Path, tmp_path: Path) -> None:
-    """The others' is compared."""
+    """Only that cell's memory is left out."""
     metered = [account("native/nothing", rank, 0.5, MallocMeter.method).model_dump(mode="json") for rank in (0, 1)]
     later = edit_example_comparison(
         write_example_comparison(tmp_path / "later", scale=0.5), lambda data: data["cells"][1].update(memory=metered)
     )
     before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
     (said,) = changes.describe_mismatches(before, now)
-    assert said.startswith("Memory of native/nothing is not compared, it was watched in two ways: torch's own")
+    assert said.startswith("Memory of native/nothing is not compared, it was measured in two ways: torch's own")
     rows = {row[0]: row[3] for row in changes.change_rows(changes.without_incomparable_memory(before, now), now)}
     assert (rows["native/nothing"], rows["native/parameters"]) == ("-", "-50.0 %")
 
 
 def test_another_task_with_another_model_is_refused(run: Path, tmp_path: Path) -> None:
-    """Differences would say nothing; the page that is there stays."""
+    """The error names both tasks, and no page is written."""
     later = write_example_comparison(tmp_path / "later", use="/x/gan.py:Gan", parameters=263_000)
     with pytest.raises(errors.ReportError) as e:
         write_page(run, later)
     assert str(e.value) == (
         f"{run}/compare and {later}/compare trained different things (char_gpt.py:CharGPT with 8,926,848 parameters "
-        "and gan.py:Gan with 263,000 parameters), whose differences say nothing: give one of them, or two of one task, "
-        "which is the same where its file's name and its class are"
+        "and gan.py:Gan with 263,000 parameters) and cannot be compared: give one of them, or two of the same task "
+        "(the same file name and class)"
     )
     assert not (later / "compare/report.html").exists()
 
 
 def test_a_task_or_a_model_that_is_not_known_is_not_refused(run: Path, tmp_path: Path) -> None:
-    """Where a config was not kept, or no ledger: what is known is said."""
+    """Facts that are unknown, because a config or a ledger is missing, are not compared."""
     later = write_example_comparison(tmp_path / "later", use="/x/gan.py:Gan", parameters=0)
     assert changes.describe_different_tasks(ComparisonPageData.read(run), ComparisonPageData.read(later)) == ""
     (later / "compare/asked/quickstart.json").unlink()
@@ -172,7 +172,7 @@ def test_a_task_or_a_model_that_is_not_known_is_not_refused(run: Path, tmp_path:
 
 
 def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
-    """By their configs and first events; another task with another model is refused."""
+    """Mismatches of runs come from configs and first events; another task with another model is refused."""
     one, two = plain(tmp_path / "one"), plain(tmp_path / "two")
 
     def retold(**told: Any) -> None:
@@ -186,10 +186,8 @@ def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
     )
     text = write_page(one, two).read_text("utf-8")
     head = text[: text.index("</header>")]
-    assert "The two are not alike: parameters 8,926,848 before, 1,000 now; " in head
+    assert "The two differ: parameters 8,926,848 before, 1,000 now; " in head
     assert "cell native/nothing before, native/gradients now" in head
     retold(task={"use": "gan.py:Gan"})
-    with pytest.raises(
-        errors.ReportError, match=r"and gan.py:Gan with 1,000 parameters\), whose differences say nothing"
-    ):
+    with pytest.raises(errors.ReportError, match=r"and gan.py:Gan with 1,000 parameters\) and cannot be compared"):
         write_page(one, two)

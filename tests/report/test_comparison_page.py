@@ -1,4 +1,4 @@
-"""report.html: what it says and what it holds."""
+"""report.html of a comparison: its sentences, tables and figures."""
 
 from __future__ import annotations
 
@@ -40,45 +40,43 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_first_sentence(run: Path) -> None:
-    """Smallest of the cells that are not the one process, fastest, and why."""
+    """The headline names the smallest and the fastest cell besides the one process, and the main category."""
     assert comparison_headline(ComparisonPageData.read(run)) == (
-        "native/parameters is smallest: 97 MiB on its largest rank, 45 % less than native/nothing, above all "
-        "optimizer states (68 MiB to 34 MiB); native/nothing is fastest: 526 ms a step, though horovod/nothing is too "
-        "near to tell."
+        "native/parameters is smallest: 97 MiB on its largest rank, 45 % less than native/nothing, mostly "
+        "optimizer states (68 MiB to 34 MiB); native/nothing is fastest: 526 ms a step, but the difference from "
+        "horovod/nothing is within noise."
     )
 
 
 def test_a_number_stays_with_its_unit(run: Path) -> None:
-    """In one line, in the sentence above all."""
+    """A no-break space keeps number and unit in one line."""
     assert "97\N{NO-BREAK SPACE}MiB on its largest rank, 45\N{NO-BREAK SPACE}% less" in render_comparison(
         ComparisonPageData.read(run)
     )
 
 
 def test_the_first_sentence_without_memory(tmp_path: Path) -> None:
-    """Time alone."""
+    """The headline names the fastest cell only."""
     told = ComparisonPageData.read(write_example_comparison(tmp_path / "run", memory=False))
     assert (
         comparison_headline(told)
-        == "native/nothing is fastest: 526 ms a step, though horovod/nothing is too near to tell."
+        == "native/nothing is fastest: 526 ms a step, but the difference from horovod/nothing is within noise."
     )
 
 
 def test_the_baseline_itself_may_be_smallest(run: Path) -> None:
-    """Then it is held to the next one; where nothing ran, that is said."""
+    """The baseline is then compared with the next cell; if no cell ran, the headline says so."""
 
     def only(data: dict[str, Any]) -> None:
         data["cells"] = [c for c in data["cells"] if c["cell"] in ("single", "native/nothing", "horovod/nothing")]
         data["cells"][2]["seconds"] = [[0.9]]
 
     assert comparison_headline(ComparisonPageData.read(edit_example_comparison(run, only))) == (
-        "native/nothing is smallest: 178 MiB on its largest rank, 3 % less than horovod/nothing, above all "
+        "native/nothing is smallest: 178 MiB on its largest rank, 3 % less than horovod/nothing, mostly "
         "communication buffers (39 MiB to 34 MiB); native/nothing is fastest: 526 ms a step."
     )
     nothing = edit_example_comparison(run, lambda data: [c.update(outcome="failed", memory=[]) for c in data["cells"]])
-    assert (
-        comparison_headline(ComparisonPageData.read(nothing)) == "No cell came to its end, so there is nothing to rank."
-    )
+    assert comparison_headline(ComparisonPageData.read(nothing)) == "No cell finished, so there is nothing to rank."
 
 
 def test_the_prediction_for_cuda_adds_what_is_assumed() -> None:
@@ -98,13 +96,13 @@ def test_a_block_may_need_a_segment_more() -> None:
 
 
 def test_nothing_is_fetched_and_nothing_runs(run: Path) -> None:
-    """One file: no script, no address, no import."""
+    """The page is one file, without script, address or import."""
     text = render_comparison(ComparisonPageData.read(run))
     assert re.findall(r"<script|<link|<img|https?:|@import|url\(|\son\w+=", text) == []
 
 
 def test_a_table_behind_each_figure(run: Path) -> None:
-    """And each figure has words for those who do not see it."""
+    """Each figure has a table and a label for screen readers."""
     text = render_comparison(ComparisonPageData.read(run))
     figures = re.split("<figure>", text)[1:]
     assert len(figures) == 11
@@ -114,7 +112,7 @@ def test_a_table_behind_each_figure(run: Path) -> None:
 
 
 def test_memory_is_told_in_three_columns(run: Path) -> None:
-    """What was allocated and resident here, and what is predicted for CUDA, with what is assumed for it."""
+    """The columns are allocated, resident and predicted on CUDA; the assumptions are listed."""
     text = render_comparison(ComparisonPageData.read(run))
     assert "allocated here</th>" in text
     assert "resident here</th>" in text
@@ -129,7 +127,7 @@ def test_memory_is_told_in_three_columns(run: Path) -> None:
 
 
 def test_a_library_s_own_sizes_are_marked(run: Path) -> None:
-    """In the first figure, and in its variant's own words below."""
+    """A cell with its library's sizes has a † in the first figure, and a footnote."""
     text = render_comparison(ComparisonPageData.read(run))
     assert "deepspeed/gradients+library †</text>" in text
     assert (
@@ -149,7 +147,7 @@ def test_a_library_s_own_sizes_are_marked(run: Path) -> None:
     ],
 )
 def test_a_library_s_own_sizes_are_put_beside_what_was_measured(run: Path, gone: tuple[int, ...], said: str) -> None:
-    """Whatever was."""
+    """The footnote compares with the cells that were measured."""
     told = ComparisonPageData.read(
         edit_example_comparison(run, lambda data: [data["cells"][i].update(memory=[]) for i in gone])
     )
@@ -158,7 +156,7 @@ def test_a_library_s_own_sizes_are_put_beside_what_was_measured(run: Path, gone:
 
 
 def test_own_sizes_that_cost_nothing_are_told_without_a_reason(run: Path) -> None:
-    """Where buckets are no larger than elsewhere, they are not why."""
+    """If no category grew, the footnote names none."""
     less = [account("native/parameters", rank).model_dump(mode="json") for rank in (0, 1)]
     told = ComparisonPageData.read(edit_example_comparison(run, lambda data: data["cells"][4].update(memory=less)))
     said = "its default: 97 MiB, 0.7 times deepspeed/gradients without them (144 MiB) and 0.5 times native/nothing "
@@ -166,7 +164,7 @@ def test_own_sizes_that_cost_nothing_are_told_without_a_reason(run: Path) -> Non
 
 
 def test_gradients_that_nobody_named_are_not_set_beside_buffers(run: Path) -> None:
-    """0 B would be said of them."""
+    """The footnote leaves out gradients that are not known."""
 
     def unnamed(data: dict[str, Any]) -> None:
         for held in (phase["held"] for told in data["cells"][1]["memory"] for phase in told["phases"]):
@@ -178,7 +176,7 @@ def test_gradients_that_nobody_named_are_not_set_beside_buffers(run: Path) -> No
 
 
 def test_what_only_the_environment_can_set_is_stated(run: Path, tmp_path: Path) -> None:
-    """With its values, on the page and below the table; not where memory was not watched."""
+    """Variables and values are on the page and below the table, unless memory was not measured."""
     told = ComparisonPageData.read(run)
     said = "set: MKL_DISABLE_FAST_MM=1 always, MALLOC_MMAP_THRESHOLD_=65536 while watched"
     assert (said in told.comparison.table().splitlines(), told.comparison.remarks().count(said)) == (True, 1)
@@ -190,7 +188,7 @@ def test_what_only_the_environment_can_set_is_stated(run: Path, tmp_path: Path) 
 
 
 def test_agreement_is_a_badge(run: Path) -> None:
-    """And disagreement is one of another colour, with a cross in the figure of differences."""
+    """Disagreement is a badge of another colour, with a cross in the figure of differences."""
     text = render_comparison(ComparisonPageData.read(run))
     assert '<p class="badge good"><b aria-hidden="true">✓</b> all 5 cells agree with one process' in text
     assert 'class="cross"' not in text
@@ -201,14 +199,14 @@ def test_agreement_is_a_badge(run: Path) -> None:
 
 
 def test_what_others_wrote_is_only_text(run: Path) -> None:
-    """A note with angle brackets stays one."""
+    """Angle brackets in a note are escaped."""
     text = render_comparison(ComparisonPageData.read(run))
     assert "refused: train.precision: fp64 &lt;cannot&gt; be had" in text
     assert "<cannot>" not in text
 
 
 def test_a_cell_that_is_not_alike_is_in_no_figure(run: Path) -> None:
-    """Whatever was measured of it: it has a row with its sentence."""
+    """The cell has only a row with its sentence, even if it was measured."""
     why = "step 1 trains on other samples than in single"
     told = ComparisonPageData.read(
         edit_example_comparison(run, lambda data: data["cells"][2].update(outcome="unlike", note=why))
@@ -219,7 +217,7 @@ def test_a_cell_that_is_not_alike_is_in_no_figure(run: Path) -> None:
 
 
 def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
-    """As older ones are: nothing of versions, of the machine or of the config."""
+    """Older comparisons lack memory, versions, machine and config, and still have a page."""
 
     def old(data: dict[str, Any]) -> None:
         del data["of"]
@@ -228,7 +226,7 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
     (run / "compare/asked/quickstart.json").unlink()
     text = render_comparison(ComparisonPageData.read(run))
     assert "Memory was not measured in this comparison" in text
-    assert "Measured on a machine that was not written down." in text
+    assert "Measured on a machine that was not recorded." in text
     assert re.findall('<section id="([a-z]+)">', text) == ["memory", "cells", "losses", "times", "configs", "how"]
     assert "<td>–</td><td>~640 MiB</td><td>–</td>" in text
 
@@ -256,7 +254,7 @@ def test_what_is_counted_depends_on_who_counts(methods: tuple[str, ...], said: s
 
 
 def test_the_config_and_the_command_to_repeat_it(run: Path) -> None:
-    """Every key as it was asked, what differs in a cell, and a line to type."""
+    """The page has all keys of the config, the keys that differ in a cell, and the command."""
     text = render_comparison(ComparisonPageData.read(run))
     assert "train.steps: 12\ntrain.optimizer.fused: false</pre>" in text
     assert '<th scope="row" class="text">horovod/nothing</th><td class="text">backend</td>' in text
@@ -264,7 +262,7 @@ def test_the_config_and_the_command_to_repeat_it(run: Path) -> None:
 
 
 def test_the_page_lies_where_it_is_wanted(run: Path, tmp_path: Path) -> None:
-    """Beside compare.json, whichever way the run is named; or at --out."""
+    """The page is beside compare.json, whichever path is given, or at --out."""
     assert (
         write_page(run)
         == write_page(run / "compare")
@@ -276,7 +274,7 @@ def test_the_page_lies_where_it_is_wanted(run: Path, tmp_path: Path) -> None:
 
 
 def test_two_comparisons_over_one_another(run: Path, tmp_path: Path) -> None:
-    """What changed, in a sentence, a table, the configs' keys and the figures; the page is the later one's."""
+    """The later folder's page shows changes in a sentence, a table, the configs' keys and the figures."""
     later = write_example_comparison(tmp_path / "later", scale=0.9, quicker=0.95, fused=True)
     assert write_page(run, later) == later / "compare/report.html"
     before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
@@ -288,14 +286,14 @@ def test_two_comparisons_over_one_another(run: Path, tmp_path: Path) -> None:
         *("native/nothing", "178 MiB", "160 MiB", "-10.0 %", "526 ms", "500 ms", "-5.0 %")
     ]
     assert changes.differing_key_rows(before.config, now.config) == [["train.optimizer.fused", "false", "true"]]
-    assert "was native/nothing, parameters: 34 MiB" in draw_memory_bars(now, before, 900)
+    assert "before, native/nothing, parameters: 34 MiB" in draw_memory_bars(now, before, 900)
     text = render_comparison(now, before)
     assert 'class="curve before"' in text
     assert 'class="point before"' in text
 
 
 def test_what_a_cell_held_till_it_failed_is_no_change(run: Path, tmp_path: Path) -> None:
-    """On either side: its memory is not all known, and it has no time."""
+    """A cell that failed in either comparison is in no change."""
     later = write_example_comparison(tmp_path / "later", scale=0.9)
     before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
     assert (
@@ -310,19 +308,19 @@ def test_what_a_cell_held_till_it_failed_is_no_change(run: Path, tmp_path: Path)
 
 
 def test_two_machines_are_a_warning(run: Path, tmp_path: Path) -> None:
-    """Other versions, too."""
+    """Different machines and different versions are warnings."""
     later = edit_example_comparison(
         write_example_comparison(tmp_path / "later"),
         lambda data: data["of"].update(machine={"cpu": "Another"}, versions={"python": "3.11.7", "torch": "2.14.0"}),
     )
     assert changes.timing_warnings(ComparisonPageData.read(run), ComparisonPageData.read(later)) == [
-        "They were measured on different machines: differences in time say nothing.",
-        "Other versions: torch 2.13.0 to 2.14.0.",
+        "They were measured on different machines: times cannot be compared.",
+        "Different versions: torch 2.13.0 to 2.14.0.",
     ]
 
 
 def test_differences_have_shades(run: Path) -> None:
-    """The same bits first, then powers of ten."""
+    """Shade 0 is for identical losses, then one for each power of ten."""
     assert [shade_of(off) for off in (0.0, 6e-8, 1e-7, 2e-6, 1e-5, 1e-4, 0.5)] == [0, 1, 2, 3, 4, 5, 6]
     assert [name for name, _ in loss_differences(ComparisonPageData.read(run))] == [
         *("native/nothing", "native/parameters", "deepspeed/gradients", "deepspeed/gradients+library"),
@@ -331,7 +329,7 @@ def test_differences_have_shades(run: Path) -> None:
 
 
 def test_each_part_has_a_row_of_differences(run: Path) -> None:
-    """Where a task has several, a cell's parts are held to the same part of one process."""
+    """Each part of a task is compared with the same part of one process."""
 
     def split(data: dict[str, Any]) -> None:
         data["cells"][0]["parts"] = {"maker": [1.0, 2.0], "critic": [3.0]}
@@ -342,7 +340,7 @@ def test_each_part_has_a_row_of_differences(run: Path) -> None:
 
 
 def test_a_long_curve_keeps_its_peak() -> None:
-    """Of many points few are drawn, the fullest of each stretch."""
+    """A long curve is reduced to the highest point of each interval."""
     curve = [(i / 9999, 7 if i == 1234 else 1) for i in range(10_000)]
     drawn = thin_curve(curve)
     assert len(drawn) == 240
@@ -351,12 +349,12 @@ def test_a_long_curve_keeps_its_peak() -> None:
 
 
 def test_the_front_holds_what_no_other_beats() -> None:
-    """Memory first, samples a second after it: more of the one must buy more of the other."""
+    """A cell is on the front if no other has both less memory and more speed."""
     assert pareto_front({"a": (10, 5), "b": (20, 4), "c": (20, 9), "d": (30, 9), "e": (5, 1)}) == ["e", "a", "c"]
 
 
 def test_one_process_is_a_point_and_not_on_the_front(run: Path) -> None:
-    """It has all samples to itself, and is the fastest here by far; the line leads past it."""
+    """One process is drawn as a point, and never on the front."""
     one = edit_example_comparison(run, lambda data: data["cells"][0].update(seconds=[[0.001] * 3] * 3))
     drawn = re.findall(
         r'class="(point[^"]*)"[^>]*><title>([^:]+):', draw_pareto(ComparisonPageData.read(one), None, 900)
@@ -371,7 +369,7 @@ def test_one_process_is_a_point_and_not_on_the_front(run: Path) -> None:
 
 
 def test_words_do_not_lie_upon_one_another() -> None:
-    """Ten points in one place: each finds room nearby."""
+    """Labels of ten points in one place do not overlap."""
     places = {f"a cell {i}": (300.0, 150.0) for i in range(10)}
     found = label_positions(places, {n: n for n in places}, AxisScale(0, 1, 50, 900), AxisScale(0, 1, 320, 10))
     boxes = [(x - 65 * ends, y) for (x, y), ends in found.values()]
@@ -389,10 +387,10 @@ def test_words_do_not_lie_upon_one_another() -> None:
     ],
 )
 def test_marks_are_round(low: float, high: float, unit: float, expected: list[float]) -> None:
-    """Steps of 1, 2 or 5."""
+    """Ticks are multiples of 1, 2 or 5 times a power of ten."""
     assert round_ticks(low, high, 5, unit) == pytest.approx(expected)
 
 
 def test_marks_of_a_logarithm_double() -> None:
-    """In powers of two."""
+    """Ticks of a logarithmic scale of bytes are powers of two."""
     assert power_of_two_ticks(100 * MIB, 700 * MIB, MIB) == [128 * MIB, 256 * MIB, 512 * MIB]

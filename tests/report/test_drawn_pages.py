@@ -87,7 +87,7 @@ def browse(tmp_path: Path, *words: str) -> str:
 
 
 def looked_at(whole: str, tmp_path: Path, width: int, *flags: str) -> dict[str, Any]:
-    """What LOOK finds in a page of this width."""
+    """Return the result of LOOK in a page of this width."""
     inner = whole.replace("</body>", f"<script>{LOOK}</script></body>")
     frame = f'<iframe srcdoc="{html.escape(inner)}" style="border:0;width:{width}px;height:900px"></iframe>'
     (tmp_path / "host.html").write_text(f"<!doctype html><title>-</title><body>{frame}</body>", encoding="utf-8")
@@ -135,7 +135,7 @@ def test_everything_can_be_read(
 )
 @pytest.mark.parametrize("kind", ["scaling", "sizes", "run"])
 def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...], kind: str) -> None:
-    """Of worlds that took turns, of a comparison for each size, and of two runs over one another."""
+    """Pages of a scaling, of comparisons by size, and of two runs can be read."""
     strong = [(w, row) for w, row in zip(two_cells().worlds, two_cells().rows, strict=True) if "strong" in w.kinds]
     alone = [(replace(w, kinds=("strong",)), row) for w, row in strong]
     sizes = replace(two_cells(), verb="compare", worlds=tuple(w for w, _ in alone))
@@ -154,7 +154,7 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
     shutil.which("pdftotext") is None, reason="there is no pdftotext (Debian: apt install poppler-utils)"
 )
 def test_on_paper_nothing_is_folded_away(told: ComparisonPageData, tmp_path: Path) -> None:
-    """Printed, the tables behind the figures are there as well, in their whole width."""
+    """On paper the tables behind the figures are open, and not cut."""
     (tmp_path / "report.html").write_text(render_comparison(told), encoding="utf-8")
     browse(tmp_path, f"--print-to-pdf={tmp_path}/x.pdf", "--no-pdf-header-footer", f"file://{tmp_path}/report.html")
     command = ["pdftotext", "-layout", f"{tmp_path}/x.pdf", "-"]
@@ -170,7 +170,7 @@ MACHADO = {
     "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
     "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
 }
-"""How linear red, green and blue are seen (Machado, Oliveira and Fernandes 2009, severity 1)."""
+"""Matrices of how linear red, green and blue are seen (Machado, Oliveira and Fernandes 2009, severity 1)."""
 
 
 def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""`unipar report` of whatever a run folder holds: one run, worlds of several sizes; and of what it cannot read."""
+"""`unipar report` of a run and of a scaling, and its errors on what it cannot read."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_has_a_page(run: Path) -> None:
-    """What became of it, its losses and times with a table behind each, memory, config, versions, command."""
+    """The page has a headline, a badge, losses and times with tables, memory, config, versions and the command."""
     assert write_page(run) == run / "report.html"
     text = (run / "report.html").read_text("utf-8")
     took = "12 steps; 6.0\N{NO-BREAK SPACE}s from the first event to the last"
     assert f"<h1>The loss is 4.5000 at step 1 and 3.2500 at step 10: {took}.</h1>" in text
     assert "unipar run · run · native/nothing · 2 ranks · 8,926,848 parameters" in text
-    assert '<p class="badge good"><b aria-hidden="true">✓</b> it came to its end</p>' in text
+    assert '<p class="badge good"><b aria-hidden="true">✓</b> finished</p>' in text
     assert "Ran on A Processor, 2 cores, 24\N{NO-BREAK SPACE}GiB of memory, torch 2.13.0." in text.replace(
         "24 GiB", "24\N{NO-BREAK SPACE}GiB"
     )
@@ -44,7 +44,7 @@ def test_a_run_has_a_page(run: Path) -> None:
 
 
 def test_a_metric_that_is_not_finite(run: Path) -> None:
-    """A ledger has null for it; page and table say so."""
+    """A metric that is null in the ledger is named on the page and in the table."""
     wrote(run, 0, [*EVENTS[:4], {"event": "eval", "time": 104.0, "step": 10, "perplexity": None}, EVENTS[5]])
     told = RunPageData.read(run / "rank-0.jsonl")
     assert "perplexity" in render_run(told)
@@ -52,26 +52,26 @@ def test_a_metric_that_is_not_finite(run: Path) -> None:
 
 
 def test_memory_that_was_watched_is_on_the_page(run: Path) -> None:
-    """By phase and category, of the fullest rank."""
+    """Memory accounts are shown by phase and category, for the fullest rank."""
     for rank in (0, 1):
         account("native/nothing", rank).write(run)
     text = render_run(RunPageData.read(run / "rank-0.jsonl"))
     assert "Allocated on rank 0, the fullest, by phase and category" in text
     assert '<th scope="row" class="text">update</th><td>178 MiB</td><td>34 MiB</td>' in text
     assert (
-        "<p>Allocated: beyond the 1.9 MiB that were there before the model was built; only torch&#x27;s own tensors "
-        "counted (torch&#x27;s own allocator, by a profiler&#x27;s events).</p>"
+        "<p>Allocated: beyond the 1.9 MiB that were allocated before the model was built; only torch&#x27;s own "
+        "tensors counted (torch&#x27;s own allocator, by a profiler&#x27;s events).</p>"
     ) in text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_a_run_s_page_says_how_its_memory_was_seen(run: Path) -> None:
-    """In the ranks' own words, and what those who counted had to say; by whom, where not all say the same."""
+    """The ranks' sentences on recording are on the page, with the rank unless all ranks say the same."""
     system = "resident memory as the system counts it is shown, not each allocation: torchrun started this process"
     for rank in (0, 1):
         phases = [phase.model_dump(exclude={"largest"}) for phase in account("native/nothing", rank).phases]
         step = {**EVENTS[3], "memory": phases}
         wrote(run, rank, [EVENTS[0], {"event": "memory", "time": 100.5, "said": system}, step, EVENTS[5]])
-    beyond = "<p>Beyond what was there before the model was built.</p>"
+    beyond = "<p>Counted beyond what was allocated before the model was built.</p>"
     assert f"{beyond}\n<ul><li>{system}</li></ul>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     lost = {"event": "memory", "time": 100.6, "said": "no longer recorded: <it> cannot be said"}
     wrote(run, 1, [EVENTS[0], lost, EVENTS[5]])
@@ -83,14 +83,14 @@ def test_a_run_s_page_says_how_its_memory_was_seen(run: Path) -> None:
 
 
 def test_memory_that_was_logged_is_on_the_page(run: Path) -> None:
-    """Without the meter the ledgers alone have it: the last step that logged, of the rank that was fullest in it."""
+    """Without accounts, the last logged step of the fullest rank is shown from the ledgers."""
     for rank in (0, 1):
         phases = [phase.model_dump(exclude={"largest"}) for phase in account("native/nothing", rank).phases]
         wrote(run, rank, [*EVENTS[:3], {**EVENTS[3], "memory": phases}, *EVENTS[4:5]])
     text = render_run(RunPageData.read(run / "rank-0.jsonl"))
     assert "<caption>Step 10 on the fullest rank, by phase and category</caption>" in text
     assert '<th scope="row" class="text">update</th><td>178 MiB</td><td>34 MiB</td>' in text
-    assert "No rank wrote down what it held" not in text
+    assert "No rank recorded its memory" not in text
 
 
 @pytest.mark.parametrize(
@@ -98,20 +98,20 @@ def test_memory_that_was_logged_is_on_the_page(run: Path) -> None:
     [
         (["script", "my loop.py", "--fast"], "<pre>python &#x27;my loop.py&#x27; --fast</pre>"),
         (["module", "my.loop"], "<pre>python -m my.loop</pre>"),
-        ([], "A script started it by launch() with a task of its own: run that again."),
+        ([], "A script started this run by launch() with its own task: run that script again."),
     ],
 )
 def test_the_command_of_a_script(run: Path, script: list[str], said: str) -> None:
-    """A loop of the user's own is started by its file; a task that a script gave, by that script."""
+    """A script is repeated by its file or module; a task given to launch() has only a note."""
     plain(run, script=script)
     (run / "config.json").write_text('{"task": null}', encoding="utf-8")
     assert said in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
 def test_what_became_of_a_run_is_its_badge(run: Path) -> None:
-    """Stopped, failed with its first rank's words, or cut short."""
+    """The badge says whether the run stopped, failed (with the first error), or did not finish."""
     wrote(run, 0, EVENTS[:4])
-    assert "it did not come to its end, or goes on" in render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert "it did not finish, or is still running" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     for rank, time in ((0, 7.0), (1, 6.0)):
         said = {"time": time, "kind": "ValueError", "message": f"rank {rank} <fails>"}
         (run / f"rank-{rank}.error.json").write_text(json.dumps(said), encoding="utf-8")
@@ -122,7 +122,7 @@ def test_what_became_of_a_run_is_its_badge(run: Path) -> None:
 
 
 def test_two_runs_over_one_another(run: Path, tmp_path: Path) -> None:
-    """The earlier one's curves dashed, what both configs say, and a warning of another machine."""
+    """The later run's page has the earlier run's curves, the differing keys, and a warning of another machine."""
     later = plain(tmp_path / "later", loss=2.5, machine={"cpu": "Another"})
     assert write_page(run, later) == later / "report.html"
     text = (later / "report.html").read_text("utf-8")
@@ -134,17 +134,17 @@ def test_two_runs_over_one_another(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("use", "same"), [("/y/task.py:Sums", True), ("/x/task.py:Other", False), ("a.b:Sums", False)])
 def test_another_task_is_another_config(run: Path, tmp_path: Path, use: str, *, same: bool) -> None:
-    """Its class and its file's name tell which; another folder is the same project, checked out twice."""
+    """Tasks are the same if file name and class are the same, in whatever folder."""
     later = plain(tmp_path / "later")
     told = json.loads((later / "config.json").read_text("utf-8")) | {"task": {"use": use}}
     (later / "config.json").write_text(json.dumps(told), encoding="utf-8")
     text = write_page(run, later).read_text("utf-8")
     row = f'<td class="text">&quot;/x/task.py:Sums&quot;</td><td class="text">&quot;{use}&quot;</td>'
-    assert ("Both configs say the same." in text, row in text) == (same, not same)
+    assert ("Both configs are the same." in text, row in text) == (same, not same)
 
 
 def test_a_real_run(tmp_path: Path) -> None:
-    """Its folder names the versions and the machine; its page is made from there."""
+    """A real run's folder has versions and machine, and a page can be written from it."""
     launch(CONFIG | {"out": str(tmp_path / "out"), "parallel": {"data": 1}}, task=Tiny, quiet=True)
     ran = RunPageData.read(tmp_path / "out/rank-0.jsonl")
     assert {"python", "unipar", "torch"} <= ran.versions.keys()
@@ -154,7 +154,7 @@ def test_a_real_run(tmp_path: Path) -> None:
 
 
 def test_a_scaling_has_its_page_again(tmp_path: Path) -> None:
-    """From its figures, as a whole: the same page as at its end."""
+    """The page of a scaling is written again from its file."""
     found = two_cells()
     (tmp_path / "scale").mkdir()
     file = tmp_path / "scale/scale.json"
@@ -170,13 +170,13 @@ def test_a_scaling_has_its_page_again(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_breaks_off_is_told(run: Path) -> None:
-    """A rank's peak stands beside its own number; what it wrote down before is shown."""
+    """The events before a truncated line are shown, and the rank's peak is missing."""
     for rank in (0, 1):
         file = run / f"rank-{rank}.jsonl"
         whole = file.read_text("utf-8")
         file.write_text(whole[:-20], encoding="utf-8")
         ran = RunPageData.read(run / "rank-0.jsonl")
-        said = f"{file} breaks off in the midst of a line: what is before it is shown"
+        said = f"{file} ends in the middle of a line: the lines before it are shown"
         assert ran.problems == (said,)
         text = render_run(ran)
         assert f'<p class="worry">{said}</p>' in text
@@ -185,13 +185,13 @@ def test_a_ledger_that_breaks_off_is_told(run: Path) -> None:
         assert re.findall('<tr><th scope="row" class="text">([01])</th><td>([^<]*)</td></tr>', text) == [
             tuple(row) for row in rows
         ]
-        assert "–: it wrote down no end." in text
+        assert "–: the rank recorded no end." in text
         file.write_text(whole, encoding="utf-8")
-    assert "–: it wrote down no end." not in render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert "–: the rank recorded no end." not in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
 def test_a_ledger_that_cannot_be_read_moves_no_other_rank(run: Path) -> None:
-    """Ranks are told by their files."""
+    """Peaks are shown beside the right rank even if another rank's ledger is unreadable."""
     wrote(run, 2, [EVENTS[0], {"event": "end", "time": 106.0, "steps": 12, "peak_rss": 7 * 2**20}])
     (run / "rank-1.jsonl").write_text("[1]\n", encoding="utf-8")
     text = render_run(RunPageData.read(run / "rank-0.jsonl"))
@@ -211,7 +211,7 @@ def test_a_ledger_that_cannot_be_read_moves_no_other_rank(run: Path) -> None:
     ],
 )
 def test_a_foreign_scaling_is_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
-    """It is not touched."""
+    """The error says what is wrong, and the file is not changed."""
     file = tmp_path / "scale.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ReportError) as e:
@@ -221,7 +221,7 @@ def test_a_foreign_scaling_is_a_sentence(tmp_path: Path, text: str, sentence: st
 
 
 def test_figures_of_another_kind_are_a_sentence(tmp_path: Path) -> None:
-    """Times that are words; no worlds at all."""
+    """Times that are words, and an empty list of worlds, are errors."""
     data = two_cells().to_json()
     data["worlds"][0]["seconds"] = [["soon"]]
     file = tmp_path / "scale.json"
@@ -234,24 +234,27 @@ def test_figures_of_another_kind_are_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
-    """The first rank's is needed; another's, a config and a launch that cannot be read are left out and named."""
+    """Rank 0's ledger is required; other unreadable files are left out and named."""
     (run / "rank-1.jsonl").write_text("[1]\n", encoding="utf-8")
     (run / "config.json").write_text('{"tr', encoding="utf-8")
     (run / "launch.json").write_text("3", encoding="utf-8")
     ran = RunPageData.read(run / "rank-0.jsonl")
     ledger, launched, config = ran.problems
-    assert ledger == f"{run}/rank-1.jsonl cannot be read as a rank's ledger (a line of it is no event): it is left out"
+    assert (
+        ledger
+        == f"{run}/rank-1.jsonl cannot be read as a rank's ledger (one of its lines is not an event): it is left out"
+    )
     assert launched == f"{run}/launch.json is no launch of a run: it holds no mapping"
     assert config.startswith(f"{run}/config.json cannot be read: it is cut short or is no JSON (")
     assert render_run(ran).count(f'<p class="worry">{run}') == 3
     (run / "rank-0.jsonl").write_text(
         '{"event": "start", "time": 1.0}\n{"event": "memory", "time": 1.0}\n{"event": "st', encoding="utf-8"
     )
-    assert "no loss was written down" in render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert "no loss was recorded" in render_run(RunPageData.read(run / "rank-0.jsonl"))
     (run / "rank-0.jsonl").write_text('{"event": "step", "time": 1.0}\n', encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(run)
-    assert str(e.value) == f"{run}/rank-0.jsonl is no ledger that unipar wrote (KeyError: 'step')"
+    assert str(e.value) == f"{run}/rank-0.jsonl is not a ledger that unipar wrote (KeyError: 'step')"
     (run / "rank-0.jsonl").write_text("what\n", encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(run)
@@ -261,23 +264,23 @@ def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
 
 
 def test_unlike_kinds_are_not_laid_over_one_another(run: Path, tmp_path: Path) -> None:
-    """A comparison and a run; two scalings neither."""
+    """A comparison and a run, or two scalings, are refused."""
     comparison = write_example_comparison(tmp_path / "comparison")
     with pytest.raises(ReportError) as e:
         write_page(comparison, run)
     assert str(e.value) == (
-        f"{comparison} holds a comparison and {run} a run: two of one kind can be laid over one another"
+        f"{comparison} holds a comparison and {run} a run: only two of the same kind can be compared"
     )
     (tmp_path / "scale.json").write_text(json.dumps(two_cells().to_json()), encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(tmp_path, tmp_path)
     assert str(e.value) == (
-        f"{tmp_path} and {tmp_path} hold a scaling each, which are not laid over one another: give one"
+        f"{tmp_path} and {tmp_path} each hold a scaling, and two scalings cannot be compared: give one"
     )
 
 
 def test_what_holds_nothing_is_a_sentence(tmp_path: Path) -> None:
-    """With the way out."""
+    """The error says what was looked for, and what to give."""
     with pytest.raises(ReportError) as e:
         write_page(tmp_path / "none")
     assert str(e.value) == f"{tmp_path}/none is not there; give a run folder"
@@ -294,9 +297,9 @@ def test_what_holds_nothing_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_page_of_a_run_that_cannot_be_written(run: Path) -> None:
-    """Nothing half written stays."""
+    """No temporary file stays."""
     (run / "report.html").mkdir()
     with pytest.raises(ReportError) as e:
         write_page(run)
-    assert str(e.value) == f"{run}/report.html cannot be written: Is a directory; --out FILE takes another place"
+    assert str(e.value) == f"{run}/report.html cannot be written: Is a directory; give another path by --out FILE"
     assert list(run.glob(".report*")) == []

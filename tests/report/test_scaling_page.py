@@ -1,4 +1,4 @@
-"""The page of worlds of several sizes: figures, memory in three columns, the config, and a command."""
+"""Page of a scaling: figures, memory in three columns, the config, and the command."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def found() -> Scaling:
 
 
 def test_the_page_says_first_how_near_the_ideal_is(tmp_path: Path) -> None:
-    """The best cell first; figures with an ideal line, memory where it was watched."""
+    """The headline names the best cell first; figures have an ideal line, and memory if it was measured."""
     watched = two_cells()
     assert scaling_headline(watched) == (
-        "Of the ideal, strong scaling: 89 % for native/parameters on 2 ranks, 80 % for native/nothing on 2 ranks; "
+        "Part of the ideal speed: strong scaling: 89 % for native/parameters on 2 ranks, 80 % for native/nothing on "
+        "2 ranks; "
         "weak scaling: 80 % for native/nothing on 2 ranks, 50 % for native/parameters on 2 ranks."
     )
     told = render_scaling(watched, tmp_path)
@@ -35,7 +36,7 @@ def test_the_page_says_first_how_near_the_ideal_is(tmp_path: Path) -> None:
 
 
 def test_the_page_without_memory(found: Scaling, tmp_path: Path) -> None:
-    """Its other parts stand; resident memory is the peak RSS, and says so."""
+    """Without memory, the other sections remain, and resident memory is the peak RSS, marked by ~."""
     told = render_scaling(found, tmp_path)
     assert '<section id="memory">' not in told
     assert "<td>–</td><td>~100 MiB</td><td>–</td></tr>" in told
@@ -43,7 +44,7 @@ def test_the_page_without_memory(found: Scaling, tmp_path: Path) -> None:
 
 
 def test_the_page_has_memory_in_three_columns(tmp_path: Path) -> None:
-    """Of every world, with what each column is, and what is assumed."""
+    """Each world has three memory columns; their meaning and the assumptions are on the page."""
     told = render_scaling(two_cells(), tmp_path)
     heads = ("allocated here", "resident here", "on CUDA (predicted)")
     assert "".join(f'<th scope="col">{head}</th>' for head in heads) in told
@@ -54,7 +55,7 @@ def test_the_page_has_memory_in_three_columns(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_config_and_a_command(tmp_path: Path) -> None:
-    """As it was asked; of comparisons by size the smallest one's, whose world the command replaces."""
+    """The page has the given config (of comparisons by size, the smallest world's) and the command."""
     told = render_scaling(two_cells(), tmp_path)
     assert "To repeat it" not in told
     for verb, folder, where in (("scale", "scale", "asked"), ("compare", "worlds", "world-1/asked")):
@@ -73,8 +74,8 @@ def test_the_page_has_the_config_and_a_command(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(found: Scaling, tmp_path: Path) -> None:
-    """What was measured is shown all the same."""
+    """A failure to write the page becomes a sentence, not an error."""
     assert try_write_page(lambda: write_html(render_scaling(found, tmp_path), tmp_path / "gone/report.html")) == (
         f"no page: {tmp_path}/gone/report.html cannot be written: No such file or directory; "
-        "--out FILE takes another place"
+        "give another path by --out FILE"
     )

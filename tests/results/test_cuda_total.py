@@ -92,10 +92,10 @@ def test_the_page_without_the_driver(tmp_path: Path) -> None:
     """What CUDA and NCCL take is predicted, and the page says so."""
     text = paged(tmp_path, used=None)
     assert re.search(row("allocated here", "reserved here", "on CUDA (predicted)"), text)
-    assert "What CUDA and NCCL take themselves was not measured." in text
+    assert "The memory that CUDA and NCCL take for themselves was not measured." in text
     assert "On CUDA: assumed, not measured" in text
 
 
 def test_a_page_of_the_cpu_has_no_such_section(tmp_path: Path) -> None:
     """Nothing of a device."""
-    assert "On the device" not in render_comparison(ComparisonPageData.read(write_example_comparison(tmp_path / "run")))
+    assert "Device and host memory" not in render_comparison(ComparisonPageData.read(write_example_comparison(tmp_path / "run")))

@@ -1,4 +1,4 @@
-"""`unipar verify`: faults that were planted are found and named, and a healthy engine is given no name."""
+"""`unipar verify`: planted faults are found and named, and a correct engine is given no fault."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ NAMED = {
     "last-gradient-lost": "a microbatch left out",
     "wrong-module": "another forward",
 }
-"""Each planted fault, and what it must be called."""
+"""Kind of fault that verify must name, by planted fault."""
 
 FIRST = {"stale-gradient": 2}
-"""The step in which a fault shows first, where it is not the first step."""
+"""First step that a planted fault changes, if it is not step 1."""
 
 
 def proved(
     forks: Forks, folder: Path, config: str, *words: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The command, with the faulty backend installed; and what it wrote down."""
+    """Run verify with the faulty backend installed; return the process and verify.json."""
     file = folder / "config.yaml"
     file.write_text(config, "utf-8")
     path = os.pathsep.join([str(ROOT / "tests" / "support" / "faulty"), str(ROOT)])
@@ -69,7 +69,7 @@ def proved(
 def planted(
     tmp_path_factory: pytest.TempPathFactory, forks: Forks
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """All faults in one proof, and the same engine without any."""
+    """Verify all faults at once, and the same engine without a fault."""
     cells = ["faulty/nothing", "faulty/nothing+dies", *(f"faulty/nothing+{fault}" for fault in NAMED)]
     words = [word for cell in cells for word in ("--cells", cell)]
     return proved(forks, tmp_path_factory.mktemp("planted"), CONFIG, "--steps", "6", *words)
@@ -78,7 +78,7 @@ def planted(
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        (RunKey("look"), "a look at the task"),
+        (RunKey("look"), "task probe"),
         (RunKey("one process"), "one process"),
         (RunKey("one process", precision="fp64"), "one process, fp64"),
         (RunKey("one process", micro=2), "one process, microbatches of 2"),
@@ -87,14 +87,14 @@ def planted(
         (RunKey("shares"), "a replay, share by share, as configured"),
         (RunKey("micros"), "a replay, microbatch by microbatch, as configured"),
         (RunKey("shares", precision="fp64"), "a replay, share by share, fp64"),
-        (RunKey("shares", step=3), "step 3 again"),
-        (RunKey("shares", step=3, precision="fp64"), "step 3 in fp64"),
+        (RunKey("shares", step=3), "a replay up to step 3"),
+        (RunKey("shares", step=3, precision="fp64"), "a replay up to step 3, fp64"),
         (RunKey("cell", "native/nothing"), "native/nothing"),
-        (RunKey("cell", "native/nothing", bitwise=True), "bits of native/nothing"),
+        (RunKey("cell", "native/nothing", bitwise=True), "native/nothing, bitwise"),
     ],
 )
 def test_a_run_is_known_by_its_key(key: RunKey, text: str) -> None:
-    """Its text is what the terminal and verify.json say; a job comes whole through the file of its world."""
+    """The text of a key names its run; a job survives the way through the file of its world."""
     config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}})
     job = Job(key=key, kind="run", settled=SettledConfig.of(config, Cell("native"), 2, "cpu"), steps=2)
     told = json.loads(json.dumps(job.to_json()))
@@ -108,14 +108,14 @@ def row_of(said: dict[str, Any], cell: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_planted_fault_is_found_and_named(planted: tuple[Any, dict[str, Any]], fault: str) -> None:
-    """By kind, in the step in which it shows first."""
+    """Each planted fault is named by its kind and its first bad step."""
     row = row_of(planted[1], f"faulty/nothing+{fault}")
     assert row["outcome"] == "disagrees", row
     assert (row["finding"]["kind"], row["finding"]["step"]) == (NAMED[fault], FIRST.get(fault, 1)), row["finding"]
 
 
 def test_the_same_engine_without_a_fault_agrees(planted: tuple[Any, dict[str, Any]]) -> None:
-    """To the bits of the replay; and the command fails for the others' sake."""
+    """The correct engine is bit-for-bit equal to the replay; the command fails because of the others."""
     row = row_of(planted[1], "faulty/nothing")
     assert (row["outcome"], row["bits"], row["finding"]) == ("agrees", "shares", None)
     assert planted[0].returncode == 1
@@ -123,7 +123,7 @@ def test_the_same_engine_without_a_fault_agrees(planted: tuple[Any, dict[str, An
 
 
 def test_a_cell_that_dies_is_a_row(planted: tuple[Any, dict[str, Any]]) -> None:
-    """The others go on; the log that its row names is still there."""
+    """The other cells go on, and the log named in the row exists."""
     row = row_of(planted[1], "faulty/nothing+dies")
     assert row["outcome"] == "failed"
     assert row["note"].startswith("rank 1 ended with exit code 3, without an error of its own")
@@ -131,7 +131,7 @@ def test_a_cell_that_dies_is_a_row(planted: tuple[Any, dict[str, Any]]) -> None:
 
 
 def test_where_a_fault_is(planted: tuple[Any, dict[str, Any]]) -> None:
-    """The module on the way forward and back, and the parameter, by name."""
+    """The finding names the first module, forward and backward, and the first parameter."""
     forward = row_of(planted[1], "faulty/nothing+wrong-module")["finding"]
     assert forward["forward"] == "blocks.1.up (rank 1, microbatch 1)"
     lost = row_of(planted[1], "faulty/nothing+last-gradient-lost")["finding"]
@@ -143,10 +143,10 @@ def test_where_a_fault_is(planted: tuple[Any, dict[str, Any]]) -> None:
 
 
 def test_two_factors_are_told_apart(planted: tuple[Any, dict[str, Any]]) -> None:
-    """Two ranks and two microbatches: a run with one microbatch shows which half it is."""
+    """With two ranks and two microbatches, a run with one microbatch tells the two factors apart."""
     ranks = row_of(planted[1], "faulty/nothing+averaging-twice")["finding"]["says"]
-    assert ranks.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it stays (0.5)")
+    assert ranks.endswith("0.5 times that of one process; with 1 microbatch instead of 2 it stays the same (0.5)")
     micros = row_of(planted[1], "faulty/nothing+divided-twice")["finding"]["says"]
-    assert micros.endswith("0.5 times that of one process; with 1 microbatch in place of 2 it goes with them (1)")
+    assert micros.endswith("0.5 times that of one process; with 1 microbatch instead of 2 it changes with them (1)")
     cells = ("faulty/nothing+averaging-twice", "faulty/nothing+divided-twice")
     assert [row_of(planted[1], cell)["finding"]["candidates"] for cell in cells] == [[], []]

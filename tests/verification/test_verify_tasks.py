@@ -1,4 +1,4 @@
-"""Healthy engines on tasks that trip others: they agree, no fault is named, and what the task itself does is said."""
+"""Correct engines on difficult tasks: they agree, no fault is named, and remarks say what the task does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ONLY = ("native/nothing", "native/parameters")
 
 @pytest.fixture
 def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdicts]:
-    """A proof of a task over five steps of 16 samples."""
+    """Function that verifies a task over five steps of 16 samples."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
 
     def proved(task: type[unipar.Task], *, world: int = 2, cells: tuple[str, ...] = ONLY, **args: Any) -> Verdicts:
@@ -66,7 +66,7 @@ def agreed(found: Verdicts) -> None:
 def test_a_healthy_engine_is_given_no_name(
     prove: Callable[..., Verdicts], task: type[unipar.Task], args: dict[str, Any]
 ) -> None:
-    """Both agree, and their bits are a replay's; native/parameters reduces each microbatch."""
+    """Both cells are bit-for-bit equal to a replay; native/parameters reduces each microbatch."""
     found = prove(task, **args)
     agreed(found)
     assert [row.bits for row in found.rows] == ["shares", "micros"]
@@ -74,85 +74,86 @@ def test_a_healthy_engine_is_given_no_name(
 
 
 def test_four_ranks(prove: Callable[..., Verdicts]) -> None:
-    """More than two may be added in an order of the library's own; the spread of one process decides then."""
+    """With four ranks a library may add in its own order; then the spread of one process decides."""
     found = prove(tasks.Plain, world=4)
     agreed(found)
     assert found.ranks == 4
 
 
 def test_batch_norm_and_dropout_are_named(prove: Callable[..., Verdicts]) -> None:
-    """Cells are held to one process that cuts batches as they do; one that does not is off."""
+    """Cells are compared with one process that splits batches as they do."""
     found = prove(tasks.Normed)
     agreed(found)
     (said,) = found.remarks
     assert said.startswith("BatchNorm without sync takes the statistics of a microbatch on one rank (norm): the loss ")
-    assert said.endswith("so cells are held to one that cuts them as they do")
+    assert said.endswith("so cells are compared with one that splits them as they do")
 
 
 def test_dropout_is_set_to_0_and_named(prove: Callable[..., Verdicts]) -> None:
-    """In the proof's own copy of the model."""
+    """Dropout is set to 0, and a remark says so."""
     found = prove(tasks.Plain, dropout=0.3)
     agreed(found)
-    assert found.remarks == ["dropout is set to 0 for this proof: dropout"]
+    assert found.remarks == ["dropout is set to 0 for this verification: dropout"]
 
 
 def test_a_loss_across_samples_is_named(prove: Callable[..., Verdicts]) -> None:
-    """The loss of a batch is not the mean of its halves'."""
+    """A remark says that the loss of a batch is not the mean of its halves' losses."""
     found = prove(proofs.Contrast)
     agreed(found)
-    assert found.remarks[0].startswith("the loss of a batch is not the mean of its halves' losses: it goes across ")
+    assert found.remarks[0].startswith("the loss of a batch is not the mean of its halves' losses: it combines ")
 
 
 def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
-    """One that goes element by element agrees wherever it is."""
+    """An optimizer of the task that works element by element agrees in every cell."""
     found = prove(tasks.Owning)
     agreed(found)
     assert found.remarks == []
 
 
 def test_an_optimizer_that_uses_a_tensors_norm_is_named(prove: Callable[..., Verdicts]) -> None:
-    """On flat parts it has other norms; where tensors are whole, on one rank or on all, it agrees."""
+    """Such an optimizer disagrees on flat parts of tensors, and agrees on whole tensors."""
     found = prove(proofs.ByNorm, cells=("native/nothing", "native/optimizer", "deepspeed/optimizer"))
     assert [row.outcome for row in found.rows] == ["agrees", "agrees", "disagrees"]
     finding = found.rows[2].finding
     assert finding is not None
     assert (finding.kind, finding.step) == ("an optimizer that uses a tensor's norm", 1)
     assert finding.says == (
-        f"step 1 moves {finding.parameter} otherwise, though losses and norms are the same: the task's optimizer goes "
-        "by whole tensors, and this cell keeps them in parts; take shard: nothing, or one that goes element by element"
+        f"step 1 changes {finding.parameter} differently, although losses and norms are the same: the task's optimizer "
+        "uses whole tensors, and this cell keeps them in parts; use shard: nothing, or an optimizer that works element "
+        "by element"
     )
     assert found.remarks == [
-        "the task's optimizer goes by whole tensors (a step on a tensor is another than on its halves): cells that "
-        "keep a tensor in parts cannot give one process's numbers"
+        "the task's optimizer uses whole tensors (a step on a tensor differs from a step on its halves): cells that "
+        "keep a tensor in parts cannot give the same numbers as one process"
     ]
 
 
 def test_a_loss_that_draws_is_named(prove: Callable[..., Verdicts]) -> None:
-    """Every cell draws what the replay draws."""
+    """Every cell draws the same numbers as the replay, and a remark says that the loss draws."""
     found = prove(proofs.Drawing)
     agreed(found)
-    assert found.remarks[0].startswith("the loss draws random numbers by itself; one process that cuts batches in ")
+    assert found.remarks[0].startswith("the loss draws random numbers; one process that splits batches in ")
 
 
 def test_a_stream(prove: Callable[..., Verdicts]) -> None:
-    """Its first samples are held: two and a half batches an epoch, and two epochs of them."""
+    """The first samples of a stream are kept: two epochs of two and a half batches."""
     found = prove(tasks.Streamed)
     agreed(found)
     assert [row.bits for row in found.rows] == ["shares", "micros"]
     assert found.remarks == [
-        "data() returns a stream: its first samples were read once and held, and cells take theirs from these; how "
-        "ranks and workers read the stream itself is not compared"
+        "data() returns a stream: its first samples were read once and kept, and every cell takes its samples from "
+        "these; how ranks and workers read the stream itself is not compared"
     ]
 
 
 def test_a_stream_that_is_random_per_read(prove: Callable[..., Verdicts]) -> None:
-    """Held samples are the same again; the stream is not."""
+    """A stream that differs when read again gives no verdict."""
     found = prove(proofs.UnseededStreamTask)
     assert found.stopped.startswith("the data is random at each read: the same samples, read twice under the same")
 
 
 def test_data_that_is_random_per_read_is_named(prove: Callable[..., Verdicts]) -> None:
-    """There is nothing to hold together, and no verdict."""
+    """Data that differs at each read gives no verdict."""
     found = prove(proofs.UnseededTask)
     assert [(row.outcome, row.note) for row in found.rows] == [("waits", "was not run")] * 2
     assert found.stopped.startswith("the data is random at each read: the same samples, read twice under the same")
@@ -173,7 +174,7 @@ def test_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_lies_in_the_folder_is_kept(tmp_path: Path) -> None:
-    """An earlier proof goes when that is said, anything else never."""
+    """Earlier results are replaced only with overwrite, other files never."""
     config = {"device": "cpu", "batch": {"total": 8}, "train": {"steps": 4}, "out": str(tmp_path)}
     (tmp_path / "verify").mkdir()
     (tmp_path / "verify" / "verify.json").write_text("{}", "utf-8")
@@ -192,18 +193,18 @@ def test_what_lies_in_the_folder_is_kept(tmp_path: Path) -> None:
 
 
 def test_one_rank_proves_nothing(tmp_path: Path) -> None:
-    """A world of one is said to be none."""
+    """A world of one rank is refused."""
     config = {"device": "cpu", "batch": {"total": 8}, "parallel": {"data": 1}, "train": {"steps": 4}}
     with pytest.raises(errors.ConfigError) as e:
         verify(config, task=tasks.Plain, overrides={"out": str(tmp_path)})
     assert str(e.value) == (
-        "verify holds several ranks to one process, and this is a world of 1; give it at least two (--world 2, or "
+        "verify compares several ranks with one process, and this is a world of 1; give it at least two (--world 2, or "
         "verify(..., world=2))"
     )
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """What was known is in the table and on disk; no process and no world's folder is left."""
+    """After Ctrl-C the table and the files hold what was known, and no folder of a world is left."""
     config: dict[str, Any] = {"device": "cpu", "batch": {"total": 16, "micro": 4}, "train": {"steps": 400}}
     config |= {"out": str(tmp_path), "task": {"use": "tests.conformance.tasks:Plain"}}
     (tmp_path / "c.yaml").write_text(json.dumps(config), "utf-8")
@@ -214,7 +215,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         assert going.stderr is not None
         assert going.stdout is not None
         for line in going.stderr:
-            if "a look at the task" in line:
+            if "task probe" in line:
                 break
         time.sleep(0.5)
         going.send_signal(signal.SIGINT)

@@ -1,1 +1,1 @@
-"""HTML pages: `data/` reads a folder for a page, `charts/` draws SVG, `pages/` puts them together."""
+"""HTML pages: `data/` reads result folders, `charts/` draws SVG figures, `pages/` assembles both into pages."""

@@ -1,4 +1,4 @@
-"""`unipar report`: the page of what lies in a run folder, made again; of two, one over the other."""
+"""`unipar report`: write the pages of a run folder, or one page that compares two folders."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from unipar.utils.files import write_file_atomically
 PAGE_FILE_NAME = "report.html"
 
 PAGE_LABELS = {"": "the run", "compare": "the comparison", "worlds": "the comparison by size", "scale": "the scaling"}
-"""Where a run folder's pages lie."""
+"""Folders of a run folder that hold a page, and the names of these pages in links."""
 
 PageData = TypeVar("PageData", ComparisonPageData, RunPageData)
+"""Data of a page that can be compared with an earlier one."""
 
 
 def write_pages(run: Path, after: Path | None = None, out: Path | None = None) -> list[str]:
-    """What to say of the pages that were made: of a run folder all, of two the later one's, at `out` one."""
+    """Write all pages of a run folder, or one page if `after` or `out` is given; return lines to print about them."""
     if after is None and out is None:
         return [f"page: {to}" for to in _write_every_page(run)]
-    to, said = _write_one_page(run, after, out)
-    return [f"page: {to}", *said]
+    to, mismatches = _write_one_page(run, after, out)
+    return [f"page: {to}", *mismatches]
 
 
 def write_page(run: Path, after: Path | None = None, out: Path | None = None) -> Path:
-    """The page of `run`, beside its figures or at `out`; of two, that of `after` with `run` laid below."""
+    """Write the page of `run`, or of `after` compared with `run`, at `out` or beside its results; return its path."""
     return _write_one_page(run, after, out)[0]
 
 
 def _write_one_page(run: Path, after: Path | None, out: Path | None) -> tuple[Path, list[str]]:
-    """Where it lies, and in what two are not alike."""
+    """Write the page; return its path and the differences that make the two folders hard to compare."""
     kind, file = find_result_file(run)
     if out is not None:
         _check_replaceable(out)
@@ -47,37 +48,37 @@ def _write_one_page(run: Path, after: Path | None, out: Path | None) -> tuple[Pa
         return write_html(_render_page(kind, file), out or file.parent / PAGE_FILE_NAME), []
     later, file = find_result_file(after)
     if later != kind:
-        raise ReportError(f"{run} holds a {kind} and {after} a {later}: two of one kind can be laid over one another")
+        raise ReportError(f"{run} holds a {kind} and {after} a {later}: only two of the same kind can be compared")
     if kind == "scaling":
-        raise ReportError(f"{run} and {after} hold a scaling each, which are not laid over one another: give one")
+        raise ReportError(f"{run} and {after} each hold a scaling, and two scalings cannot be compared: give one")
     if kind == "comparison":
-        text, said = _render_with_earlier(
+        text, mismatches = _render_with_earlier(
             comparison.render_comparison, ComparisonPageData.read(run), ComparisonPageData.read(file)
         )
     else:
-        text, said = _render_with_earlier(
+        text, mismatches = _render_with_earlier(
             pages_run.render_run, RunPageData.read(find_result_file(run)[1]), RunPageData.read(file)
         )
-    return write_html(text, out or file.parent / PAGE_FILE_NAME), said
+    return write_html(text, out or file.parent / PAGE_FILE_NAME), mismatches
 
 
 def _write_every_page(run: Path) -> list[Path]:
-    """All pages of a run folder; where one cannot be made the others are, and then an error says why."""
+    """Write all pages of a run folder; return their paths; if one is impossible, raise ReportError after the others."""
     first = find_result_file(run)
     files: dict[Path, ResultKind] = {run / name: kind for name, kind in RESULT_FILES.items() if (run / name).is_file()}
     files = files or {first[1]: first[0]}
     texts: dict[Path, str] = {}
-    wrong: list[str] = []
+    errors: list[str] = []
     for file, kind in files.items():
         try:
             texts[file.parent / PAGE_FILE_NAME] = _render_page(kind, file)
         except ReportError as e:
-            wrong.append(str(e))
-    made = [write_html(text, to, texts) for to, text in texts.items()]
-    if wrong:
-        rest = f" (the other pages are there: {', '.join(map(str, made))})" if made else ""
-        raise ReportError("; ".join(wrong) + rest)
-    return made
+            errors.append(str(e))
+    written = [write_html(text, to, texts) for to, text in texts.items()]
+    if errors:
+        rest = f" (the other pages were written: {', '.join(map(str, written))})" if written else ""
+        raise ReportError("; ".join(errors) + rest)
+    return written
 
 
 def _render_page(kind: ResultKind, file: Path) -> str:
@@ -89,44 +90,46 @@ def _render_page(kind: ResultKind, file: Path) -> str:
 
 
 def _check_replaceable(out: Path) -> None:
-    """Raise where something else than a page of ours would be replaced."""
-    if not out.exists() or out.is_dir():  # which says so when it is written
+    """Raise ReportError if a file that unipar did not write would be replaced."""
+    if not out.exists() or out.is_dir():  # writing to a folder raises an error of its own
         return
     if not out.is_file() or GENERATOR_TAG not in out.read_bytes()[:1000].decode("utf-8", "replace"):
-        raise ReportError(f"{out} is there and is no page of unipar's, so it is not replaced: give --out another name")
+        raise ReportError(
+            f"{out} exists and is not a page that unipar wrote, so it is not replaced: give --out another name"
+        )
 
 
 def _render_with_earlier(
-    made: Callable[[PageData, PageData], str], before: PageData, now: PageData
+    render: Callable[[PageData, PageData], str], before: PageData, now: PageData
 ) -> tuple[str, list[str]]:
-    """The later one's page with the earlier one below; an error where they are of different things."""
-    if said := changes.describe_different_tasks(before, now):
+    """Return the later folder's page, compared with the earlier one, and their mismatches; raise if tasks differ."""
+    if tasks := changes.describe_different_tasks(before, now):
         raise ReportError(
-            f"{before.folder} and {now.folder} trained different things ({said}), whose differences say nothing: give "
-            "one of them, or two of one task, which is the same where its file's name and its class are"
+            f"{before.folder} and {now.folder} trained different things ({tasks}) and cannot be compared: give one of "
+            "them, or two of the same task (the same file name and class)"
         )
-    return made(now, before), changes.describe_mismatches(before, now)
+    return render(now, before), changes.describe_mismatches(before, now)
 
 
-def try_write_page(made: Callable[[], Path]) -> str:
-    """The page of what has just ended, as a sentence for its table: it never fails."""
+def try_write_page(write: Callable[[], Path]) -> str:
+    """Write a page and return one line for the table: its path, or why there is none; never raise."""
     try:
-        return f"page: {made()}"
-    except Exception as e:  # what was measured is written already, and must be shown
+        return f"page: {write()}"
+    except Exception as e:  # the results are written already and must still be shown
         return f"no page: {e}" if isinstance(e, ReportError) else f"no page: {type(e).__name__}: {e}"
 
 
 def write_html(text: str, to: Path, others: Collection[Path] = ()) -> Path:
-    """With links to the pages that lie beside it, or will; or a sentence that says why not."""
+    """Write a page with links to the folder's other pages, those that exist or are in `others`."""
     try:
         write_file_atomically(to, add_links(text, _links_to_other_pages(to, others)))
     except OSError as e:
-        raise ReportError(f"{to} cannot be written: {e.strerror}; --out FILE takes another place") from None
+        raise ReportError(f"{to} cannot be written: {e.strerror}; give another path by --out FILE") from None
     return to
 
 
 def _links_to_other_pages(to: Path, others: Collection[Path]) -> dict[str, str]:
-    """From a page in a run folder to the folder's other pages: what each is, and where."""
+    """Return label and relative path of each other page of the run folder; {} if the page is not in a run folder."""
     to, others = to.absolute(), {at.absolute() for at in others}
     place, above = to.parent.name, to.parents[1]
     if to.name != PAGE_FILE_NAME or not any((to.parent / Path(name).name).is_file() for name in RESULT_FILES):
@@ -137,5 +140,5 @@ def _links_to_other_pages(to: Path, others: Collection[Path]) -> dict[str, str]:
     there = {label: root / folder / PAGE_FILE_NAME for folder, label in PAGE_LABELS.items()}
     if up and to.relative_to(root).parts[0] == "worlds":
         there |= {f"the comparison in {at.name}": at / PAGE_FILE_NAME for at in sorted(root.glob("worlds/world-*"))}
-    kept = {label: at for label, at in there.items() if at != to and (at in others or at.is_file())}
-    return {label: "../" * up + at.relative_to(root).as_posix() for label, at in kept.items()}
+    linked = {label: at for label, at in there.items() if at != to and (at in others or at.is_file())}
+    return {label: "../" * up + at.relative_to(root).as_posix() for label, at in linked.items()}

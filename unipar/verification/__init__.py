@@ -1,1 +1,1 @@
-"""How `unipar verify` proves that backends agree: runs that are watched, references to hold them to, and a verdict."""
+"""`unipar verify`: recorded runs of every cell, one-process references, and a verdict on each cell."""

@@ -1,4 +1,4 @@
-"""Which runs a proof needs: one process in several ways, then every cell in two."""
+"""Runs that a verification needs: one process in several ways, then every cell in two."""
 
 from __future__ import annotations
 
@@ -16,48 +16,54 @@ TASK_PROBE_NAME, FP64_RUN_NAME, BASE_RUN_NAME = (
     RunKey("one process", precision="fp64"),
     RunKey("one process"),
 )
+"""Runs of one process: the probe of the task, a run in fp64, and the run that cells are compared with."""
+
 SHARES_REPLAY_NAME, MICROBATCH_REPLAY_NAME = RunKey("shares", bitwise=True), RunKey("micros", bitwise=True)
+"""Replays in bitwise arithmetic, which cells may equal bit for bit."""
 
 SHARES_CONFIGURED, MICROS_CONFIGURED, SHARES_EXACT = (
     RunKey("shares"),
     RunKey("micros"),
     RunKey("shares", precision="fp64"),
 )
-"""Replays for a task whose numbers depend on how a batch is cut."""
+"""Further replays, for a task whose numbers depend on how a batch is split."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is run of a config whose number of ranks is settled."""
+    """Jobs of a verification, for a config whose number of ranks is settled."""
 
     settled: SettledConfig
     steps: int
 
     @property
     def config(self) -> Config:
+        """Config of the cells."""
         return self.settled.config
 
     @property
     def ranks(self) -> int:
+        """Number of ranks of each cell."""
         return self.settled.ranks
 
     @property
     def precision(self) -> Precision:
-        """Of one process: it keeps no second copy, so bf16-master has its stand-in."""
+        """Precision of the one-process runs: bf16-mixed stands in for bf16-master, which needs master copies."""
         wanted = self.config.train.precision
         return "bf16-mixed" if wanted == "bf16-master" else wanted
 
     @property
     def accumulate(self) -> int:
+        """Number of microbatches of each rank in a step."""
         return self.settled.sizes.accumulate
 
     def one_process_config(self, precision: Precision | None = None) -> SettledConfig:
-        """One process without a wrapper, through the same microbatches one after another."""
+        """Return the config of one process without a wrapper, which takes the same microbatches one after another."""
         config = config_in_cell(self.config, ONE).changed({"train.precision": precision or self.precision})
         return SettledConfig.of(config, ONE, 1, self.settled.device)
 
     def reference_jobs(self) -> list[list[Job]]:
-        """Two worlds of one process, side by side."""
+        """Return the jobs of the references, as two lists that can run side by side."""
         one, exactly = self.one_process_config(), with_bitwise_arithmetic(self.one_process_config())
         others = [
             self._run(RunKey("one process", micro=m), _with_micro_size(one, self._total, m)) for m in self._cuts()
@@ -72,7 +78,7 @@ class RunPlan:
         ]
 
     def replay_jobs_cut_alike(self) -> list[list[Job]]:
-        """More replays, for a task whose numbers depend on how a batch is cut: nothing else is cut alike."""
+        """Return further replays for a task whose numbers depend on how a batch is split, as cells split it."""
         return [
             [self.replay_job(SHARES_CONFIGURED, self.one_process_config())],
             [
@@ -82,7 +88,7 @@ class RunPlan:
         ]
 
     def cell_jobs(self, configs: Mapping[str, SettledConfig]) -> list[Job]:
-        """Each as it is configured, and once more by the arithmetic that a replay can repeat to the bit."""
+        """Return two jobs per cell: as configured, and in the arithmetic that a replay can repeat bit for bit."""
         jobs: list[Job] = []
         for name, settled in configs.items():
             jobs.append(self._run(RunKey("cell", name), settled))
@@ -90,10 +96,10 @@ class RunPlan:
         return jobs
 
     def replay_job(self, key: RunKey, settled: SettledConfig, *, apart: bool = False) -> Job:
-        """Return a replay in the order that `key` says, up to the step that it says; all steps without one."""
+        """Return a replay that adds in the order `key.kind`, up to `key.step`, or all steps if that is None."""
         steps = key.step or self.steps
-        made = Job(key=key, kind="replay", settled=settled, steps=steps, ranks=self.ranks, order=key.kind)
-        return replace(made, trace_at=key.step, apart=apart)
+        job = Job(key=key, kind="replay", settled=settled, steps=steps, ranks=self.ranks, order=key.kind)
+        return replace(job, trace_at=key.step, apart=apart)
 
     def _run(self, key: RunKey, settled: SettledConfig) -> Job:
         return Job(key=key, kind="run", settled=settled, steps=self.steps)
@@ -103,7 +109,7 @@ class RunPlan:
         return self.settled.sizes.total
 
     def _cuts(self) -> list[int]:
-        """Other microbatches than the config's: smaller ones first, for they need no more memory."""
+        """Return up to two other sizes of a microbatch, smaller ones preferred, because they need no more memory."""
         sizes = self.settled.sizes
         others = [m for m in range(1, sizes.total + 1) if sizes.total % m == 0 and m != sizes.micro]
         smaller, larger = [m for m in others if m < sizes.micro][::-1], [m for m in others if m > sizes.micro]
@@ -111,14 +117,14 @@ class RunPlan:
 
 
 def with_bitwise_arithmetic(settled: SettledConfig) -> SettledConfig:
-    """The optimizer by for-loop, the norm summed in fp64: what does not depend on how tensors are split."""
+    """Return the config with a for-loop optimizer and an fp64 norm, which do not depend on how tensors are split."""
     clip = settled.config.train.clipping
     loops = {"train.optimizer.fused": False, "train.optimizer.foreach": False}
     return settled.changed({**loops, "train.clip": None if clip is None else Clip(max=clip.max, norm="fp64")})
 
 
 def with_accumulation(settled: SettledConfig, accumulate: int) -> SettledConfig:
-    """The same global batch in so many microbatches on each rank."""
+    """Return the config with the same global batch in `accumulate` microbatches on each rank."""
     total = settled.sizes.total
     return _with_micro_size(settled, total, total // (settled.ranks * accumulate))
 

@@ -1,4 +1,4 @@
-"""A closer look at cells that part: the first bad step again, module by module, and what kind of fault fits."""
+"""Second look at cells that disagree: rerun the first bad step, compare modules, and classify the fault."""
 
 from __future__ import annotations
 
@@ -21,52 +21,54 @@ from unipar.verification.world_pool import JobResult, WorldPool, group_jobs_by_l
 
 
 class SecondLook:
-    """Runs again what is needed, up to the first bad step of each."""
+    """Reruns of the runs that disagree, each up to its first bad step, and the diagnosis of each."""
 
     def __init__(
         self,
         runs: RunPlan,
         worlds: WorldPool,
         configs: Mapping[str, SettledConfig],
-        looked: Mapping[str, Any],
+        task_facts: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
         self._runs, self._worlds, self._configs, self._say = runs, worlds, configs, say
-        self._optimizer_uses_whole_tensors: bool | None = looked["optimizer"]
+        self._optimizer_uses_whole_tensors: bool | None = task_facts["optimizer"]
 
-    def findings(self, found: Mapping[RunKey, Judgement], allowance: Tolerance) -> Iterator[tuple[RunKey, Finding]]:
-        """Yield the key and the finding of each run that parted."""
-        if not found:
+    def findings(
+        self, judgements: Mapping[RunKey, Judgement], tolerance: Tolerance
+    ) -> Iterator[tuple[RunKey, Finding]]:
+        """Yield the key and the finding of each run that disagrees."""
+        if not judgements:
             return
-        replays = self._replays({_first_bad_step(held) for held in found.values()})
-        jobs = [self._rerun_job(key, _first_bad_step(held)) for key, held in found.items()]
+        replays = self._replays({_first_bad_step(judgement) for judgement in judgements.values()})
+        jobs = [self._rerun_job(key, _first_bad_step(judgement)) for key, judgement in judgements.items()]
         again = self._worlds.run_jobs(group_jobs_by_library(jobs), self._show_result)
         cases: dict[RunKey, tuple[faults.FaultCase, faults.Fault | None, Finding]] = {}
-        for key, held in found.items():
+        for key, judgement in judgements.items():
             result = again[key]
-            step = _first_bad_step(held)
+            step = _first_bad_step(judgement)
             own, exact = replays[step]
             if isinstance(result, UniparError):
-                yield key, replace(_create_finding(held, {}), says=f"the step could not be run again: {result}")
+                yield key, replace(_create_finding(judgement, {}), says=f"the step could not be run again: {result}")
                 continue
             run = combine_ranks(result)
-            limit = allowance.norms[step - 1] / max(allowance.base.norms[step - 1][0], 1e-300)
+            limit = tolerance.norms[step - 1] / max(tolerance.base.norms[step - 1][0], 1e-300)
             ranks, micros = self._runs.ranks, self._runs.accumulate
-            parted = find_module_differences(run, own, exact, ranks)
+            differences = find_module_differences(run, own, exact, ranks)
             case = faults.FaultCase(
                 run,
-                allowance.base,
+                tolerance.base,
                 exact,
-                held,
+                judgement,
                 self._settled_of(key).config,
                 ranks,
                 micros,
                 limit,
-                parted,
+                differences,
                 self._optimizer_uses_whole_tensors,
             )
             kind = faults.classify_fault(case)
-            cases[key] = case, kind, _of_kind(_create_finding(held, parted), kind)
+            cases[key] = case, kind, _of_kind(_create_finding(judgement, differences), kind)
         yield from self._resolve_factors(cases)
 
     def _settled_of(self, key: RunKey) -> SettledConfig:
@@ -74,15 +76,18 @@ class SecondLook:
         return with_bitwise_arithmetic(settled) if key.bitwise else settled
 
     def _replays(self, steps: set[int]) -> dict[int, tuple[RunRecord, RunRecord]]:
-        """In the run's precision and in fp64, up to each first bad step."""
+        """Return by step two replays up to that step: in the run's precision and in fp64."""
         one, exactly = self._runs.one_process_config(), self._runs.one_process_config("fp64")
         keys = {s: (RunKey("shares", step=s), RunKey("shares", step=s, precision="fp64")) for s in sorted(steps)}
         batches = [
             [self._runs.replay_job(again, one) for again, _ in keys.values()],
             [self._runs.replay_job(exact, exactly, apart=True) for _, exact in keys.values()],
         ]
-        made = self._worlds.run_jobs(batches, self._show_result, side_by_side=2)
-        return {s: (_record_or_raise(made[again]), _record_or_raise(made[exact])) for s, (again, exact) in keys.items()}
+        results = self._worlds.run_jobs(batches, self._show_result, side_by_side=2)
+        return {
+            s: (_record_or_raise(results[again]), _record_or_raise(results[exact]))
+            for s, (again, exact) in keys.items()
+        }
 
     def _rerun_job(self, key: RunKey, step: int) -> Job:
         return Job(key=key, kind="run", settled=self._settled_of(key), steps=step, trace_at=step)
@@ -90,7 +95,7 @@ class SecondLook:
     def _resolve_factors(
         self, cases: Mapping[RunKey, tuple[faults.FaultCase, faults.Fault | None, Finding]]
     ) -> Iterator[tuple[RunKey, Finding]]:
-        """Where as many ranks as microbatches leave two factors possible, other microbatches tell which."""
+        """Yield all findings; if two factors fit (as many ranks as microbatches), rerun to tell which one."""
         micros = self._runs.accumulate
         other = 1 if micros > 1 else 2
         jobs = [
@@ -108,12 +113,12 @@ class SecondLook:
                 yield key, finding
 
     def _show_result(self, key: RunKey, result: JobResult) -> None:
-        self._say(f"{key}: {'failed' if isinstance(result, UniparError) else 'looked at again'}")
+        self._say(f"{key}: {'failed' if isinstance(result, UniparError) else 'rerun'}")
 
 
-def _first_bad_step(held: Judgement) -> int:
-    assert held.first is not None
-    return held.first.step
+def _first_bad_step(judgement: Judgement) -> int:
+    assert judgement.first is not None
+    return judgement.first.step
 
 
 def _record_or_raise(result: JobResult) -> RunRecord:
@@ -123,22 +128,22 @@ def _record_or_raise(result: JobResult) -> RunRecord:
 
 
 def _gradient_factor(case: faults.FaultCase, step: int) -> float:
-    """The whole gradient in proportion to one process's, however it is cut."""
-    found, whole = faults.run_gradient(case, step), faults.whole_gradient(case, step)
-    mix = fit_gradient_mix(found, {(0, 0): whole}, {}, sorted(found))
+    """Return the factor between the run's whole gradient and that of one process; NaN if it cannot be computed."""
+    gradient, whole = faults.run_gradient(case, step), faults.whole_gradient(case, step)
+    mix = fit_gradient_mix(gradient, {(0, 0): whole}, {}, sorted(gradient))
     return float("nan") if mix is None else mix.parts[0, 0]
 
 
 def _of_kind(finding: Finding, kind: faults.Fault | None) -> Finding:
-    """Return the finding with the kind of fault that fits; as it is where none does."""
+    """Return the finding with the kind of fault that fits, or unchanged if none does."""
     return finding if kind is None else replace(finding, kind=kind.name, says=kind.says, candidates=kind.candidates)
 
 
-def _create_finding(held: Judgement, found: Mapping[str, ModuleDifference]) -> Finding:
-    first = held.first
+def _create_finding(judgement: Judgement, differences: Mapping[str, ModuleDifference]) -> Finding:
+    first = judgement.first
     assert first is not None
-    shown = {way: f"{p.module} (rank {p.rank}, microbatch {p.micro + 1})" for way, p in found.items()}
-    names = list(dict.fromkeys(name for name, _ in held.differing))
+    shown = {way: f"{p.module} (rank {p.rank}, microbatch {p.micro + 1})" for way, p in differences.items()}
+    names = list(dict.fromkeys(name for name, _ in judgement.differing))
     return Finding(
         step=first.step,
         what=first.what,

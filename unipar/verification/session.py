@@ -1,4 +1,4 @@
-"""The proof: references first, then every cell, then a closer look at those that part."""
+"""Steps of a verification: references first, then every cell, then a second look at those that disagree."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ from unipar.verification.worker.jobs import RunKey
 from unipar.verification.world_pool import JobResult, WorldPool, group_jobs_by_library
 
 RANDOM_DATA_TEXT = (
-    "the data is random at each read: the same samples, read twice under the same seeds, were others. Draw in the "
-    "dataset from the global generators of torch, random or numpy, which unipar seeds for each sample"
+    "the data is random at each read: the same samples, read twice under the same seeds, were different. In the "
+    "dataset, draw from the global generators of torch, random or numpy, which unipar seeds for each sample"
 )
+"""Reason why no verdict is possible on data that differs at each read."""
 
 ShowProgress = Callable[[Verdicts, str], None]
+"""Function that shows the verdicts so far and one line of progress."""
 
 
 class VerificationSession:
-    """One proof from start to end; `now` is what is known so far."""
+    """One verification from start to end; `verdicts` holds what is known so far."""
 
     def __init__(
         self, runs: RunPlan, worlds: WorldPool, configs: Mapping[str, SettledConfig], now: Verdicts, show: ShowProgress
@@ -49,6 +51,7 @@ class VerificationSession:
         self._disagreements: dict[RunKey, Judgement] = {}
 
     def run(self) -> Verdicts:
+        """Run all parts and return the verdicts; after an interrupt, those known until then."""
         try:
             self._references()
             if not self.verdicts.stopped:
@@ -74,7 +77,7 @@ class VerificationSession:
 
     def _take_reference(self, key: RunKey, result: JobResult) -> None:
         if isinstance(result, UniparError):
-            raise result  # what one process cannot do is no verdict on any cell
+            raise result  # without the references there is no verdict on any cell
         if key == TASK_PROBE_NAME:
             self._task_facts = result[0]
         else:
@@ -86,16 +89,19 @@ class VerificationSession:
         return bool(self._task_facts["draws"] or self._task_facts["apart"])
 
     def _add_cut_remark(self) -> None:
-        """One process through other microbatches, held to the replay: not a cell's fault."""
+        """Add to the last remark by how much one process differs if it splits batches in another way."""
         one, alike = self._records[FP64_RUN_NAME], self._records[SHARES_EXACT].losses
         off = max(abs(a - b) for r in [one, *self._other_cuts] for a, b in zip(r.losses, alike, strict=True))
         why, *others = self.verdicts.remarks[::-1]
-        why += f"; one process that cuts batches in another way is off by up to {off:.1e}, so cells are held to one "
-        self.verdicts = replace(self.verdicts, remarks=[*others[::-1], why + "that cuts them as they do"])
+        why += (
+            f"; one process that splits batches in another way is off by up to {off:.1e}, so cells are compared with "
+            "one that splits them as they do"
+        )
+        self.verdicts = replace(self.verdicts, remarks=[*others[::-1], why])
 
     @property
     def _other_cuts(self) -> list[RunRecord]:
-        """One process through microbatches of other sizes than the config's."""
+        """Records of one process with microbatches of other sizes than the config's."""
         return [record for key, record in self._records.items() if key.micro is not None]
 
     def _measure_tolerance(self) -> None:
@@ -107,13 +113,15 @@ class VerificationSession:
             base = records[BASE_RUN_NAME]
             others = [*self._other_cuts, records[SHARES_REPLAY_NAME], records[MICROBATCH_REPLAY_NAME]]
             if self._runs.config.train.precision != self._runs.precision:
-                others.append(exact)  # a stand-in: its own rounding counts as well
+                others.append(exact)  # another precision stands in: its own rounding counts as well
         self._tolerance = measure_tolerance(base, others, exact, self._runs.config.train.precision)
         one = {str(key): {"loss": r.losses, "norm": [n[0] for n in r.norms]} for key, r in records.items()}
         allowed = {"loss": self._tolerance.losses, "norm": self._tolerance.norms}
         noise = sorted(self._tolerance.noise)
-        said = [f"judged by gradient, for theirs is rounding noise: {', '.join(noise)}"] if noise else []
-        self.verdicts = replace(self.verdicts, one=one, allowed=allowed, remarks=[*self.verdicts.remarks, *said])
+        remarks = list(self.verdicts.remarks)
+        if noise:
+            remarks.append(f"judged by gradient, because their gradients are rounding noise: {', '.join(noise)}")
+        self.verdicts = replace(self.verdicts, one=one, allowed=allowed, remarks=remarks)
 
     # Cells
 
@@ -129,31 +137,31 @@ class VerificationSession:
                 )
             return
         record = combine_ranks(result)
-        found = judge(record, self._tolerance, self._records[SHARES_REPLAY_NAME])
+        judgement = judge(record, self._tolerance, self._records[SHARES_REPLAY_NAME])
         if key.bitwise:
             orders = ("shares", self._records[SHARES_REPLAY_NAME]), ("micros", self._records[MICROBATCH_REPLAY_NAME])
             bits = next((order for order, replay in orders if equals_bitwise(record, replay)), "")
             row = replace(row, bits=bits)
-            if bits or found.agrees or row.outcome in ("disagrees", "failed"):
-                self._replace_row(row, "has the replay's bits" if bits else "adds in an order of its own")
+            if bits or judgement.agrees or row.outcome in ("disagrees", "failed"):
+                self._replace_row(row, "is bit-for-bit equal to the replay" if bits else "adds in an order of its own")
                 return
-        row = self._row(row, record, found)
+        row = self._row(row, record, judgement)
         self._replace_row(row, f"{row.outcome}: {row.worst}" if row.outcome == "disagrees" else row.outcome)
-        if not found.agrees:
-            self._disagreements[key] = found
+        if not judgement.agrees:
+            self._disagreements[key] = judgement
 
     def _verdict(self, key: RunKey) -> Verdict:
-        """Return what is known so far of the cell that a run is of."""
+        """Return the verdict so far on the cell of a run."""
         return next(row for row in self.verdicts.rows if row.cell == key.cell)
 
-    def _row(self, row: Verdict, record: RunRecord, found: Judgement) -> Verdict:
+    def _row(self, row: Verdict, record: RunRecord, judgement: Judgement) -> Verdict:
         near = measure_agreement(record.losses, self._tolerance.base.losses, 1.0)
         return replace(
             row,
-            outcome="agrees" if found.agrees else "disagrees",
+            outcome="agrees" if judgement.agrees else "disagrees",
             digits=near.digits,
-            worst=found.worst.says,
-            share=found.worst.share,
+            worst=judgement.worst.says,
+            share=judgement.worst.share,
             losses=record.losses,
             norms=[norms[0] for norms in record.norms],
         )
@@ -164,7 +172,7 @@ class VerificationSession:
         )
         self._show(self.verdicts, f"{row.cell} {line}")
 
-    # Those that part
+    # Cells that disagree
 
     def _second_look(self) -> None:
         looks = second_look.SecondLook(
@@ -172,43 +180,43 @@ class VerificationSession:
         )
         for key, finding in looks.findings(self._disagreements, self._tolerance):
             row = replace(self._verdict(key), finding=finding)
-            self._replace_row(row, f"parts at step {finding.step}: {finding.kind or 'no known kind'}")
+            self._replace_row(row, f"differs from step {finding.step} on: {finding.kind or 'unknown kind of fault'}")
 
 
-def describe_task(looked: Mapping[str, Any]) -> list[str]:
-    """What a look at the task has shown, as sentences."""
-    said: list[str] = []
-    if quiet := looked["quiet"]:
-        said.append(f"dropout is set to 0 for this proof: {first_few(quiet)}")
-    if looked["stream"]:
-        said.append(
-            "data() returns a stream: its first samples were read once and held, and cells take theirs from these; how "
-            "ranks and workers read the stream itself is not compared"
+def describe_task(facts: Mapping[str, Any]) -> list[str]:
+    """Return the facts about the task that matter for the comparison, as sentences."""
+    remarks: list[str] = []
+    if quiet := facts["quiet"]:
+        remarks.append(f"dropout is set to 0 for this verification: {first_few(quiet)}")
+    if facts["stream"]:
+        remarks.append(
+            "data() returns a stream: its first samples were read once and kept, and every cell takes its samples from "
+            "these; how ranks and workers read the stream itself is not compared"
         )
-    if len(looked["parts"]) > 1:
-        said.append(
-            f"the parts ({first_few(looked['parts'])}) have losses of their own, so whether these depend on how a "
-            "batch is cut was not looked at; steps are counted one for each part's"
+    if len(facts["parts"]) > 1:
+        remarks.append(
+            f"the parts ({first_few(facts['parts'])}) have losses of their own; whether these depend on how a "
+            "batch is split was not checked; each step of each part counts as one step"
         )
-    if looked["optimizer"]:
-        said.append(
-            "the task's optimizer goes by whole tensors (a step on a tensor is another than on its halves): cells that "
-            "keep a tensor in parts cannot give one process's numbers"
+    if facts["optimizer"]:
+        remarks.append(
+            "the task's optimizer uses whole tensors (a step on a tensor differs from a step on its halves): cells "
+            "that keep a tensor in parts cannot give the same numbers as one process"
         )
-    if not looked["readable"]:
-        said.append("batches hold no tensors that can be found, so which samples are seen is not compared")
-    if looked["draws"]:
-        said.append("the loss draws random numbers by itself")
-    elif looked["apart"]:
-        figures = f"{looked['batch_loss']:.6g} for a batch, {looked['halves_loss']:.6g} for its halves"
-        if norms := looked["norms"]:
-            said.append(
+    if not facts["readable"]:
+        remarks.append("no tensors were found in the batches, so it is not compared which samples are used")
+    if facts["draws"]:
+        remarks.append("the loss draws random numbers")
+    elif facts["apart"]:
+        figures = f"{facts['batch_loss']:.6g} for a batch, {facts['halves_loss']:.6g} for its halves"
+        if norms := facts["norms"]:
+            remarks.append(
                 f"BatchNorm without sync takes the statistics of a microbatch on one rank ({first_few(norms)}): the "
-                f"loss depends on how a batch is cut, {figures}"
+                f"loss depends on how a batch is split, {figures}"
             )
         else:
-            said.append(
-                "the loss of a batch is not the mean of its halves' losses: it goes across samples, or it is a mean "
+            remarks.append(
+                "the loss of a batch is not the mean of its halves' losses: it combines samples, or it is a mean "
                 f"over something that weight(batch) does not count; {figures}"
             )
-    return said
+    return remarks

@@ -1,4 +1,4 @@
-"""`unipar verify`: do all cells give the numbers of one process on this very task? If not, where do they part?"""
+"""`unipar verify`: check that every cell gives the numbers of one process on a task, and find where it differs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from unipar.task.reference import TaskRef
 from unipar.utils.procfs import cores_per_rank
 
 DEFAULT_STEPS = 10
+"""Number of steps that are compared unless `steps` is given."""
+
 VERIFY_FILE_NAMES = ("verify.json", "verify.svg", "verify.html")
+"""Names of the files that verify writes."""
 
 
 def verify(
@@ -39,22 +42,22 @@ def verify(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Verdicts:
-    """Train some steps of what `config` says in one process and in every cell, and hold them together.
+    """Train some steps of `config` in one process and in every cell, and compare the numbers.
 
-    `cells` are instead of its `compare.cells`, `world` instead of its `parallel.data` (2, if that is
-    open), `steps` instead of 10. Progress goes to stderr; the Verdicts print as a table.
+    `cells` replaces the config's `compare.cells`, `world` its `parallel.data` (2 if that is not set), `steps` the
+    default of 10. Progress goes to stderr; the returned Verdicts print as a table.
     """
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
     assert prepared.ref is not None
     source, settled = prepared.source, _with_rank_count(prepared, world)
-    said = settled.config.train
+    train = settled.config.train
     entrants = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)
-    wanted = min(steps or DEFAULT_STEPS, said.steps or steps or DEFAULT_STEPS)
+    wanted = min(steps or DEFAULT_STEPS, train.steps or steps or DEFAULT_STEPS)
     out = source.out / "verify"
     first = Verdicts(
         name=source.name,
         out=str(out),
-        precision=said.precision,
+        precision=train.precision,
         ranks=settled.ranks,
         steps=wanted,
         rows=[
@@ -70,27 +73,27 @@ def verify(
 
 
 def select_multi_rank_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
-    """Compare's cells; what is one process has no ranks that could be held to one."""
-    found = select_cells(settled, patterns)
-    del found[str(ONE)]
-    for name, (row, at) in found.items():
+    """Return the cells that compare would select, without the reference; those of one process are refused."""
+    entrants = select_cells(settled, patterns)
+    del entrants[str(ONE)]
+    for name, (row, at) in entrants.items():
         if row.outcome == "waits" and is_single_process(Cell.parse(name)):
-            note = "it is one process, and verify holds several ranks to one; `unipar compare` runs it"
-            found[name] = replace(row, outcome="refused", note=note), at
-    return found
+            note = "it is one process, and verify compares several ranks with one process; `unipar compare` runs it"
+            entrants[name] = replace(row, outcome="refused", note=note), at
+    return entrants
 
 
-def _initial_outcome(said: str) -> Any:
-    return said if said in ("waits", "refused", "absent") else "failed"
+def _initial_outcome(outcome: str) -> Any:
+    return outcome if outcome in ("waits", "refused", "absent") else "failed"
 
 
 def _with_rank_count(prepared: Prepared, world: int | None) -> SettledConfig:
-    """Return the config in the number of ranks of every cell, with nothing between steps."""
-    said = prepared.source.config.parallel.data
-    number = world or (said if isinstance(said, int) else max(2, prepared.ranks().number))
+    """Return the config with the number of ranks of every cell, without evaluations and trackers."""
+    configured = prepared.source.config.parallel.data
+    number = world or (configured if isinstance(configured, int) else max(2, prepared.ranks().number))
     if number < 2:
         raise ConfigError(
-            f"verify holds several ranks to one process, and this is a world of {number}; "
+            f"verify compares several ranks with one process, and this is a world of {number}; "
             "give it at least two (--world 2, or verify(..., world=2))"
         )
     return prepared.settled(number).changed({"eval": Eval(), "log.to": ()})
@@ -106,12 +109,12 @@ def _run_session(
     runs = RunPlan(settled, first.steps)
     one = runs.one_process_config()
     checks.check_cell(one.config, registry.find_backend(one.cell.backend), one.cell)
-    threads = cores_per_rank(first.ranks)  # in one process too: the same arithmetic
+    threads = cores_per_rank(first.ranks)  # the same in one process, because sums depend on the number of threads
     backends = {one.cell.backend, *(at.cell.backend for at in configs.values())}
     with sigterm_as_interrupt(), LiveTable() as board:
         board.show(first, "starts")
-        with open_world_pool(Path(first.out), ref, backends, threads) as made:
-            return VerificationSession(runs, made, configs, first, board.show).run()
+        with open_world_pool(Path(first.out), ref, backends, threads) as pool:
+            return VerificationSession(runs, pool, configs, first, board.show).run()
 
 
 def _write(out: Path, now: Verdicts) -> None:

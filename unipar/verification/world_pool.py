@@ -1,4 +1,4 @@
-"""Worlds for jobs: forked from one process that has imported what takes long, one for each library and its options."""
+"""Worlds that run the jobs of a verification, forked from one process that has imported all libraries."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from unipar.task.reference import TaskRef
 from unipar.verification.worker.jobs import JOBS_ENTRY, JOBS_FILE_NAME, Job, RunKey, job_result_path
 
 JobResult = list[dict[str, Any]] | UniparError
-"""What each rank wrote down, or why the run came to nothing."""
+"""Result of a job: what each rank recorded, or the error that ended the run."""
 
 OnResult = Callable[[RunKey, JobResult], None]
-"""Called with each job's key and result when it is there."""
+"""Callback for each job's key and result, as soon as the job is done."""
 
 
 @dataclass
 class _RunningWorld:
-    """One crew at work, and how far it has come."""
+    """Running group of workers, its jobs, and how many of them are done."""
 
     group: WorkerGroup
     folder: Path
@@ -35,30 +35,30 @@ class _RunningWorld:
     size: int
     done: int = 0
     died: bool = False
-    """Then its folder stays, for the logs that the error names."""
+    """Whether the group failed; its folder is then kept, because the error names logs in it."""
 
 
 class WorldPool:
-    """Enter it; then `play` jobs."""
+    """Worlds that run jobs; workers are forks of `fork_server`, each with `threads` threads."""
 
-    def __init__(self, folder: Path, ref: TaskRef, zygote: ForkServer, threads: int) -> None:
-        self._folder, self._ref, self._zygote, self._threads = folder, ref, zygote, threads
+    def __init__(self, folder: Path, ref: TaskRef, fork_server: ForkServer, threads: int) -> None:
+        self._folder, self._ref, self._fork_server, self._threads = folder, ref, fork_server, threads
         self._number = 0
 
     def run_jobs(
-        self, batches: Iterable[Sequence[Job]], said: OnResult, side_by_side: int = 1
+        self, batches: Iterable[Sequence[Job]], on_result: OnResult, side_by_side: int = 1
     ) -> dict[RunKey, JobResult]:
-        """Each batch of jobs in a world of its own, some at a time; what a dead world leaves undone has another."""
+        """Run each batch of jobs in a world of its own; jobs that a failed world leaves undone run in a new one."""
         waiting = [list(jobs) for jobs in batches if jobs]
-        found: dict[RunKey, JobResult] = {}
+        results: dict[RunKey, JobResult] = {}
         while waiting:
             now, waiting = waiting[:side_by_side], waiting[side_by_side:]
-            left = self._run_side_by_side(now, found, said)
+            left = self._run_side_by_side(now, results, on_result)
             waiting = left + waiting
-        return found
+        return results
 
     def _run_side_by_side(
-        self, batches: list[list[Job]], found: dict[RunKey, JobResult], said: OnResult
+        self, batches: list[list[Job]], results: dict[RunKey, JobResult], on_result: OnResult
     ) -> list[list[Job]]:
         worlds: list[_RunningWorld] = []
         left: list[list[Job]] = []
@@ -77,10 +77,10 @@ class WorldPool:
                         raise
                     except UniparError as e:
                         ended, fault, world.died = True, e, True
-                    self._collect(world, found, said)
+                    self._collect(world, results, on_result)
                     if ended:
                         going.remove(world)
-                        left += self._close_world(world, fault, found, said)
+                        left += self._close_world(world, fault, results, on_result)
         finally:
             for world in worlds:
                 world.group.__exit__()
@@ -92,22 +92,22 @@ class WorldPool:
         self._number += 1
         folder = self._folder / f"world-{self._number}"
         folder.mkdir(parents=True)
-        told = {"task": self._ref.to_json(), "jobs": [job.to_json() for job in jobs]}
-        (folder / JOBS_FILE_NAME).write_text(json.dumps(told), encoding="utf-8")
+        orders = {"task": self._ref.to_json(), "jobs": [job.to_json() for job in jobs]}
+        (folder / JOBS_FILE_NAME).write_text(json.dumps(orders), encoding="utf-8")
         settled = jobs[0].settled
-        crew = WorkerGroup.of(
+        group = WorkerGroup.of(
             settled,
             registry.find_backend(settled.cell.backend),
             folder,
             JOBS_ENTRY,
             {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads))},
             parcel=self._ref.parcel,
-            zygote=self._zygote,
+            zygote=self._fork_server,
         )
-        return _RunningWorld(crew, folder, jobs, settled.ranks)
+        return _RunningWorld(group, folder, jobs, settled.ranks)
 
-    def _collect(self, world: _RunningWorld, found: dict[RunKey, JobResult], said: OnResult) -> None:
-        """What has come since the last look."""
+    def _collect(self, world: _RunningWorld, results: dict[RunKey, JobResult], on_result: OnResult) -> None:
+        """Read the results that all ranks of the world have written since the last call."""
         import torch
 
         while world.done < len(world.jobs):
@@ -117,22 +117,24 @@ class WorldPool:
             ranks: list[dict[str, Any]] = [torch.load(file, weights_only=True) for file in files]
             for file in files:
                 file.unlink()
-            self._note_result(world.jobs[world.done].key, _result_or_error(ranks), found, said)
+            self._note_result(world.jobs[world.done].key, _result_or_error(ranks), results, on_result)
             world.done += 1
 
     def _close_world(
-        self, world: _RunningWorld, fault: UniparError | None, found: dict[RunKey, JobResult], said: OnResult
+        self, world: _RunningWorld, fault: UniparError | None, results: dict[RunKey, JobResult], on_result: OnResult
     ) -> list[list[Job]]:
         if world.done == len(world.jobs):
             return []
         key = world.jobs[world.done].key
-        self._note_result(key, fault or WorkerFailed(f"the world of {key} ended without a result"), found, said)
+        self._note_result(key, fault or WorkerFailed(f"the world of {key} ended without a result"), results, on_result)
         rest = list(world.jobs[world.done + 1 :])
         return [rest] if rest else []
 
-    def _note_result(self, key: RunKey, result: JobResult, found: dict[RunKey, JobResult], said: OnResult) -> None:
-        found[key] = result
-        said(key, result)
+    def _note_result(
+        self, key: RunKey, result: JobResult, results: dict[RunKey, JobResult], on_result: OnResult
+    ) -> None:
+        results[key] = result
+        on_result(key, result)
 
 
 def _result_or_error(ranks: list[dict[str, Any]]) -> JobResult:
@@ -143,21 +145,21 @@ def _result_or_error(ranks: list[dict[str, Any]]) -> JobResult:
 
 
 def group_jobs_by_library(jobs: Iterable[Job]) -> list[list[Job]]:
-    """By library and what it is told when its world is made."""
-    found: dict[str, list[Job]] = {}
+    """Return the jobs in groups that can share a world: same backend, device and options of the backend."""
+    groups: dict[str, list[Job]] = {}
     for job in jobs:
         config = job.settled.config
-        told = config.backend, config.device, config.options.get(config.backend, {})
-        found.setdefault(json.dumps(told, sort_keys=True), []).append(job)
-    return list(found.values())
+        joined_with = config.backend, config.device, config.options.get(config.backend, {})
+        groups.setdefault(json.dumps(joined_with, sort_keys=True), []).append(job)
+    return list(groups.values())
 
 
 @contextmanager
 def open_world_pool(folder: Path, ref: TaskRef, names: Iterable[str], threads: int) -> Generator[WorldPool]:
-    """One process imports what all these backends need; workers are its forks."""
+    """Context manager: start a process that imports all these backends; yield a pool that forks workers from it."""
     backends = {name: registry.find_backend(name) for name in names}
-    with ForkServer(sorted({module for b in backends.values() for module in _modules_to_import(b)})) as zygote:
-        yield WorldPool(folder, ref, zygote, threads)
+    with ForkServer(sorted({module for b in backends.values() for module in _modules_to_import(b)})) as server:
+        yield WorldPool(folder, ref, server, threads)
 
 
 def _modules_to_import(backend: Backend) -> list[str]:

@@ -1,4 +1,4 @@
-"""Figures of bars: memory by category, a bridge from one cell to another, ranks beside each other, step times."""
+"""Figures with one row per cell: memory by category, a bridge between two cells, balance of ranks, step times."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from unipar.report.data.headline import CATEGORY_LABELS, category_differences, s
 from unipar.utils.text import format_duration, format_size
 
 NARROW_BELOW_PIXELS = 500
-"""Below this width a name stands above its row, and not left of it."""
-
+"""Width below which a name is above its row instead of left of the row."""
 
 OUTLIER_RATIO = 2.5
-"""So many times the next one, and a bar would make all others unreadably short."""
+"""Ratio to the next smaller bar above which a bar is cut, so that all others stay readable."""
 
 
 class BarRows:
-    """Names at the left, or above where it is narrow; values at the right; a scale between."""
+    """Frame of a figure: rows with names at the left (above them if narrow), values at the right, a scale between."""
 
     def __init__(self, names: Sequence[str], width: int, height: float, high: float, label: str, room: float) -> None:
         self.small = width < NARROW_BELOW_PIXELS
@@ -33,10 +32,11 @@ class BarRows:
         self.bottom, self._names = bottom, names
 
     def y(self, i: int) -> float:
-        """Where the row's own space begins."""
+        """Return the top of row `i`, below its name if the figure is narrow."""
         return self.top + self.step * i + (18 if self.small else 0)
 
     def draw_name(self, i: int) -> None:
+        """Draw the name of row `i`."""
         y = self.y(i)
         if self.small:
             self.drawing.text(0, y - 5, self._names[i], "name")
@@ -44,7 +44,7 @@ class BarRows:
             self.drawing.text(self.x.start - 12, y + 18, self._names[i], "name", "end")
 
     def grid(self, at: Sequence[tuple[float, str]]) -> None:
-        """Lines behind what is drawn later, as far as their words have room."""
+        """Draw grid lines at these values; words that would overlap are left out."""
         free = 0.0
         for value, words in at:
             x, half = self.x(value), text_width(words) / 2
@@ -56,15 +56,15 @@ class BarRows:
 
 
 def byte_ticks(high: float, about: int = 5) -> list[tuple[float, str]]:
-    """Round numbers of bytes up to `high`, with their words."""
+    """Return round numbers of bytes up to `high`, each with its text."""
     unit = byte_unit_of(high)
     return [(v, format_size(v) if v else "0") for v in round_ticks(0, high, about, unit)]
 
 
-def choose_bar_scale(told: ComparisonPageData, before: ComparisonPageData | None) -> tuple[float, list[str]]:
-    """How far bars of memory reach; and the cells, few and far larger than all others, whose bars end there."""
+def choose_bar_scale(page: ComparisonPageData, before: ComparisonPageData | None) -> tuple[float, list[str]]:
+    """Return the largest value of the memory scale, and the few cells beyond it, whose bars are cut."""
     old = {c.cell: c.peak for c in (before.measured_cells if before is not None else [])}
-    by = {c.cell: max(c.peak, old.get(c.cell, 0)) for c in told.measured_cells}
+    by = {c.cell: max(c.peak, old.get(c.cell, 0)) for c in page.measured_cells}
     names = sorted(by, key=lambda name: by[name])
     for n in range(len(names) // 3, 0, -1):
         if by[names[-n]] > OUTLIER_RATIO * by[names[-n - 1]]:
@@ -72,11 +72,11 @@ def choose_bar_scale(told: ComparisonPageData, before: ComparisonPageData | None
     return by[names[-1]], []
 
 
-def draw_memory_bars(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
-    """Each cell's peak by category, the smallest first; of an earlier comparison, a thin bar below."""
-    cells = told.measured_cells
+def draw_memory_bars(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
+    """Draw each cell's peak by category, smallest first; with `before`, an earlier comparison's as a thin bar below."""
+    cells = page.measured_cells
     old = {c.cell: c for c in (before.measured_cells if before is not None else [])}
-    high, cut = choose_bar_scale(told, before)
+    high, cut = choose_bar_scale(page, before)
     names = [f"{c.cell} †" if c.is_library_default else c.cell for c in cells]
     label = "Memory at the peak, by category"
     label += "".join(f"; the bar of {c.cell} is cut short, it is {format_size(c.peak)}" for c in cells if c.cell in cut)
@@ -87,17 +87,17 @@ def draw_memory_bars(told: ComparisonPageData, before: ComparisonPageData | None
         end = _draw_stacked_bar(rows, cell, rows.y(i) + 4, 20, "")
         rows.drawing.text(end + 7, rows.y(i) + 18, format_size(cell.peak), "value")
         if (was := old.get(cell.cell)) is not None:
-            end = _draw_stacked_bar(rows, was, rows.y(i) + 26, 5, "was ")
+            end = _draw_stacked_bar(rows, was, rows.y(i) + 26, 5, "before, ")
             rows.drawing.text(end + 7, rows.y(i) + 33, format_size(was.peak), "faint")
     return str(rows.drawing)
 
 
 def _draw_stacked_bar(rows: BarRows, cell: CellPageData, y: float, height: float, whose: str) -> float:
-    """Where it ends; one that goes beyond the scale has a gap before its end."""
+    """Draw one stacked bar and return its end; a bar beyond the scale is drawn with a gap before its end."""
     assert cell.fullest_account is not None
-    held, total = cell.fullest_account.peak.held, 0
+    by_category, total = cell.fullest_account.peak.held, 0
     for category in CATEGORIES:
-        if part := held.get(category, 0):
+        if part := by_category.get(category, 0):
             start, end = rows.x(total), rows.x(total + part)
             total += part
             if start < rows.x.end:
@@ -111,7 +111,7 @@ def _draw_stacked_bar(rows: BarRows, cell: CellPageData, y: float, height: float
 
 
 def draw_bridge(one: CellPageData, two: CellPageData, width: int) -> str:
-    """From one cell's peak to another's: a row a category, which begins where the last one ended."""
+    """Draw the steps from one cell's peak to another's: a row per category, starting where the previous one ended."""
     moved = category_differences(one, two)
     least = 0.004 * max(one.peak, two.peak)
     shown: list[tuple[Category | None, int]] = [(c, d) for c, d in moved.items() if abs(d) >= least]
@@ -149,9 +149,9 @@ def _signed(delta: int) -> str:
     return f"{'−' if delta < 0 else '+'}{format_size(abs(delta))}"
 
 
-def draw_rank_balance(told: ComparisonPageData, width: int) -> str:
-    """A dot a rank: how evenly a cell's ranks are filled."""
-    cells = told.measured_cells
+def draw_rank_balance(page: ComparisonPageData, width: int) -> str:
+    """Draw each rank's peak as a dot, and how much the largest exceeds the smallest."""
+    cells = page.measured_cells
     high = max(c.peak for c in cells)
     rows = BarRows([c.cell for c in cells], width, 26, high, "Each rank's peak", 70)
     rows.grid(byte_ticks(high, 3 if rows.small else 5))
@@ -168,9 +168,9 @@ def draw_rank_balance(told: ComparisonPageData, width: int) -> str:
     return str(rows.drawing)
 
 
-def draw_step_times(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
-    """Every step as a dot, the middle half as a bar, the median as a line; the fastest first."""
-    cells = told.timed_cells
+def draw_step_times(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
+    """Draw every step as a dot, the middle half as a bar, the median as a line; fastest cell first."""
+    cells = page.timed_cells
     old = {c.cell: c for c in (before.timed_cells if before is not None else [])}
     high = max(max(c.timed) for c in cells)
     high = max([high, *(step_time_quartiles(old[c.cell])[1] for c in cells if c.cell in old)])

@@ -1,4 +1,4 @@
-"""Figures with two axes: memory through a step, losses and how far they part, throughput against memory."""
+"""Figures with two axes: memory through a step, losses and their differences, throughput against memory."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from unipar.results.agreement import loss_tolerance
 from unipar.utils.text import format_size
 
 MAX_CURVE_POINTS = 240
-"""A curve is drawn with so many points at most: the fullest of each stretch."""
+"""Largest number of points of a drawn curve."""
 
 OWN_SCALE_RATIO = 3
-"""A curve so many times higher than the middle one has a scale of its own."""
+"""Ratio to the median curve's height above which a curve gets a scale of its own."""
 
 SHADE_BOUNDS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
-"""Where one shade of a difference ends and the next begins; below the first but not the same is a shade as well."""
+"""Bounds between the shades of a difference; 0 and differences below the first bound have shades of their own."""
 
 
 def cells_with_curves(cells: Sequence[CellPageData]) -> list[tuple[CellPageData, MemoryAccount]]:
+    """Return the cells with a curve of memory over a step, each with the account of its fullest rank."""
     return [(c, c.fullest_account) for c in cells if c.fullest_account is not None and c.fullest_account.curve]
 
 
-def draw_memory_through_step(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
-    """A panel a cell, all to one scale: bytes along one step of its fullest rank."""
-    drawn = cells_with_curves(told.measured_cells)
+def draw_memory_through_step(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
+    """Draw one panel per cell: bytes along one step of its fullest rank, on a common scale except for outliers."""
+    drawn = cells_with_curves(page.measured_cells)
     old = {c.cell: a for c, a in cells_with_curves(before.measured_cells if before is not None else [])}
     across = 1 if width < NARROW_BELOW_PIXELS else 3
     gap, left, high = 18, 62, 128
@@ -80,30 +81,30 @@ def _draw_phases(drawing: Drawing, account: MemoryAccount, x: AxisScale, y: Axis
 
 
 def thin_curve(curve: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """The fullest point of each stretch, and the last; never more than BINS."""
+    """Return at most MAX_CURVE_POINTS points: the highest of each interval, and the last one."""
     if len(curve) <= MAX_CURVE_POINTS:
         return list(curve)
-    kept: dict[int, tuple[float, int]] = {}
-    for at, held in curve:
-        place = min(int(at * (MAX_CURVE_POINTS - 1)), MAX_CURVE_POINTS - 2)
-        if place not in kept or held > kept[place][1]:
-            kept[place] = (at, held)
-    return [*(kept[place] for place in sorted(kept)), curve[-1]]
+    highest: dict[int, tuple[float, int]] = {}
+    for at, size in curve:
+        interval = min(int(at * (MAX_CURVE_POINTS - 1)), MAX_CURVE_POINTS - 2)
+        if interval not in highest or size > highest[interval][1]:
+            highest[interval] = (at, size)
+    return [*(highest[interval] for interval in sorted(highest)), curve[-1]]
 
 
 @dataclass(frozen=True)
 class LineSeries:
-    """A series by step."""
+    """Values by step, drawn as one line."""
 
     tip: str
     kind: str
     points: Sequence[tuple[int, float]]
 
 
-def draw_losses(told: ComparisonPageData, width: int) -> str:
-    """Of the one process as a line; the cells lie upon it where they agree."""
-    one = told.comparison.reference
-    rows = [c.row for c in told.cells if c.row.outcome == "ran" and c.row.losses]
+def draw_losses(page: ComparisonPageData, width: int) -> str:
+    """Draw the losses of one process as a thick line, and every cell's on top of it."""
+    one = page.comparison.reference
+    rows = [c.row for c in page.cells if c.row.outcome == "ran" and c.row.losses]
     series = [
         LineSeries(row.cell, "loss one" if row is one else "loss", list(enumerate(row.losses, 1))) for row in rows
     ]
@@ -111,7 +112,7 @@ def draw_losses(told: ComparisonPageData, width: int) -> str:
 
 
 def draw_lines(series: Sequence[LineSeries], width: int, label: str) -> str:
-    """Upon one another; values that are not finite are left out."""
+    """Draw all series in one figure; values that are not finite are left out."""
     series = [LineSeries(s.tip, s.kind, [(i, v) for i, v in s.points if math.isfinite(v)]) for s in series]
     values = [v for s in series for _, v in s.points] or [0.0]
     count = max((i for s in series for i, _ in s.points), default=1)
@@ -136,36 +137,36 @@ def _steps(count: int, about: int) -> list[int]:
     return sorted({1, *(int(v) for v in round_ticks(1, count, about) if v >= 1 and v == int(v))})
 
 
-def loss_differences(told: ComparisonPageData) -> list[tuple[str, list[float]]]:
-    """By cell, and by part where there are several: how far each loss is from one process's, relative above 1."""
-    one = told.comparison.reference
+def loss_differences(page: ComparisonPageData) -> list[tuple[str, list[float]]]:
+    """Return name and differences from one process by step, per cell or part; relative to losses above 1."""
+    one = page.comparison.reference
     if one is None:
         return []
-    made: list[tuple[str, list[float]]] = []
-    for cell in told.cells:
+    series: list[tuple[str, list[float]]] = []
+    for cell in page.cells:
         if cell.row is one or cell.row.outcome != "ran":
             continue
-        held = [(f"{cell.cell}, {p}", v, one.parts.get(p, [])) for p, v in cell.row.parts.items()]
-        for name, mine, theirs in held or [(cell.cell, cell.row.losses, one.losses)]:
-            made.append((name, [abs(a - b) / max(1.0, abs(b)) for a, b in zip(mine, theirs, strict=False)]))
-    return made
+        parts = [(f"{cell.cell}, {p}", v, one.parts.get(p, [])) for p, v in cell.row.parts.items()]
+        for name, mine, theirs in parts or [(cell.cell, cell.row.losses, one.losses)]:
+            series.append((name, [abs(a - b) / max(1.0, abs(b)) for a, b in zip(mine, theirs, strict=False)]))
+    return series
 
 
 def shade_of(off: float) -> int:
-    """0 for the same bits, then darker with each power of ten."""
+    """Return the shade of a difference: 0 if there is none, then darker with each power of ten."""
     return 0 if off == 0 else 1 + sum(off >= bound for bound in SHADE_BOUNDS)
 
 
-def draw_loss_differences(told: ComparisonPageData, width: int) -> str:
-    """A row a cell, a square a step: the darker, the further from one process; a cross is beyond what is allowed."""
-    series = loss_differences(told)
+def draw_loss_differences(page: ComparisonPageData, width: int) -> str:
+    """Draw a row per cell and a square per step, darker with the difference; a cross marks one that is not allowed."""
+    series = loss_differences(page)
     small = width < NARROW_BELOW_PIXELS
     left = 0.0 if small else max(text_width(name) for name, _ in series) + 14
     count = max(len(values) for _, values in series)
     bins = min(count, 40 if small else 100)
     each, step = (width - left) / bins, 40 if small else 24
-    drawing = Drawing(width, step * len(series) + 34, "How far each loss is from one process's, by step")
-    allowed = loss_tolerance(told.comparison.precision)
+    drawing = Drawing(width, step * len(series) + 34, "Difference of each loss from one process, by step")
+    allowed = loss_tolerance(page.comparison.precision)
     for i, (name, values) in enumerate(series):
         y = step * i + (18 if small else 0)
         drawing.text(0 if small else left - 12, y - 5 if small else y + 15, name, "name", "start" if small else "end")
@@ -174,10 +175,10 @@ def draw_loss_differences(told: ComparisonPageData, width: int) -> str:
             if not values[first:last]:
                 continue
             off = max(values[first:last])
-            said = f"{off:.1e}" if off else "the same bits"
+            size = f"{off:.1e}" if off else "identical"
             where = f"step {first + 1}" if last == first + 1 else f"steps {first + 1} to {last}"
             x = left + each * j
-            drawing.rect(x, y + 1, each - 1, 19, f"s{shade_of(off)}", f"{name}, {where}: {said}")
+            drawing.rect(x, y + 1, each - 1, 19, f"s{shade_of(off)}", f"{name}, {where}: {size}")
             if off > allowed:
                 drawing.line((x + 2, y + 4), (x + each - 3, y + 17), "cross")
                 drawing.line((x + 2, y + 17), (x + each - 3, y + 4), "cross")
@@ -189,16 +190,16 @@ def draw_loss_differences(told: ComparisonPageData, width: int) -> str:
     return str(drawing)
 
 
-def draw_pareto(told: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
-    """Samples a second against memory; the line joins the cells that no other beats in both."""
+def draw_pareto(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
+    """Draw samples a second against memory; the line joins the cells that no other beats in both."""
     small = width < NARROW_BELOW_PIXELS
-    cells = [c for c in told.measured_cells if c.timed]
+    cells = [c for c in page.measured_cells if c.timed]
     old = {c.cell: c for c in (before.measured_cells if before is not None else []) if c.timed}
 
     def place(c: CellPageData, samples: int) -> tuple[float, float]:
         return max(float(c.peak), 1.0), samples / c.median_seconds
 
-    now = {c.cell: place(c, told.comparison.samples) for c in cells}
+    now = {c.cell: place(c, page.comparison.samples) for c in cells}
     was = {n: place(c, before.comparison.samples) for n, c in old.items() if n in now} if before is not None else {}
     xs, ys = zip(*now.values(), *was.values(), strict=True)
     below = 18 * len(cells) + 8 if small else 0
@@ -219,11 +220,11 @@ def draw_pareto(told: ComparisonPageData, before: ComparisonPageData | None, wid
     for value in round_ticks(y.low, y.high, 5):
         drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
         drawing.text(48, y(value) + 4, f"{value:g}", "tick", "end")
-    drawing.text(x.end, y.start + 36, f"memory at the peak{', each step twice the last' if log else ''}", "tick", "end")
+    drawing.text(x.end, y.start + 36, f"memory at the peak{', logarithmic scale' if log else ''}", "tick", "end")
     drawing.text(x.start + 6, y.end + 4, "samples a second", "tick")
     places = {n: (x(a), y(b)) for n, (a, b) in now.items()}
     olden = [(x(a), y(b)) for a, b in was.values()]
-    best = pareto_front({c.cell: now[c.cell] for c in cells_to_rank(cells, told)})
+    best = pareto_front({c.cell: now[c.cell] for c in cells_to_rank(cells, page)})
     drawing.polyline([places[n] for n in best], "front")
     for name, (a, b) in was.items():
         drawing.line((x(a), y(b)), places[name], "arrow")
@@ -245,7 +246,7 @@ def draw_pareto(told: ComparisonPageData, before: ComparisonPageData | None, wid
 
 
 def pareto_front(places: dict[str, tuple[float, float]]) -> list[str]:
-    """The cells that none other beats in both, the smallest first."""
+    """Return the cells that no other beats in both memory and speed, smallest first."""
     best: list[str] = []
     for name in sorted(places, key=lambda n: (places[n][0], -places[n][1])):
         if not best or places[name][1] > places[best[-1]][1]:
@@ -254,21 +255,21 @@ def pareto_front(places: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def points_along(way: Sequence[Point]) -> list[Point]:
-    """Points every few pixels of a line."""
-    made: list[Point] = []
+    """Return points every few pixels along a line, which labels must not cover."""
+    points: list[Point] = []
     for (x1, y1), (x2, y2) in pairwise(way):
         count = max(int(math.hypot(x2 - x1, y2 - y1) / 8), 1)
-        made += [(x1 + (x2 - x1) * i / count, y1 + (y2 - y1) * i / count) for i in range(count)]
-    return made
+        points += [(x1 + (x2 - x1) * i / count, y1 + (y2 - y1) * i / count) for i in range(count)]
+    return points
 
 
 def label_positions(
     places: dict[str, Point], words: dict[str, str], x: AxisScale, y: AxisScale, others: Sequence[Point] = ()
 ) -> dict[str, tuple[Point, bool]]:
-    """Where each point's words stand, and whether they end there: beside it, or where there is room near it."""
+    """Return the position of each point's label, beside it or nearby, and whether the label ends there."""
     taken = [(px - 6, py - 6, px + 6, py + 6) for px, py in places.values()]
     taken += [(px - 3, py - 3, px + 3, py + 3) for px, py in others]
-    found: dict[str, tuple[Point, bool]] = {}
+    positions: dict[str, tuple[Point, bool]] = {}
     for name, (px, py) in places.items():
         options = [
             ((px + side * 10, py + 4 + rise), side < 0)
@@ -281,10 +282,10 @@ def label_positions(
             box = (left - 2, spot[1] - 11, left + text_width(words[name]) + 2, spot[1] + 3)
             inside = box[0] >= x.start and box[2] <= x.end + 10 and box[1] >= y.end + 8 and box[3] <= y.start
             if inside and not any(_boxes_overlap(box, other) for other in taken):
-                found[name] = spot, ends
+                positions[name] = spot, ends
                 taken.append(box)
                 break
-    return found
+    return positions
 
 
 def _boxes_overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:

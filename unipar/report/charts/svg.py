@@ -1,4 +1,4 @@
-"""Drawings in SVG, shape by shape, and the scales for them. Colours are classes of page.css."""
+"""SVG drawings, shape by shape, and their scales. Colours are classes of page.css."""
 
 from __future__ import annotations
 
@@ -11,42 +11,48 @@ from typing import Literal
 from typing_extensions import override
 
 LETTER_WIDTH = 7.2
-"""How wide a letter is at most, about, in the size that drawings use; fonts differ."""
+"""Approximate largest width of a letter in pixels, at the text size of drawings; fonts differ."""
 
 TextAnchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]
 
 
 def text_width(words: str) -> float:
+    """Return the approximate largest width of a text, in pixels."""
     return LETTER_WIDTH * len(words)
 
 
 class Drawing:
-    """One figure; `label` is what a screen reader says of it."""
+    """SVG figure; `label` is its text for screen readers."""
 
     def __init__(self, width: float, height: float, label: str) -> None:
         self.width, self.height, self.label = width, height, label
         self._shapes: list[str] = []
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: TextAnchor = "start") -> None:
+        """Add a text at a position."""
         self._shapes.append(
-            f'<text x="{x:.1f}" y="{y:.1f}"{_class_attribute(kind)}{_anchor_attribute(anchor)}>{html.escape(words)}</text>'
+            f'<text x="{x:.1f}" y="{y:.1f}"{_class_attribute(kind)}{_anchor_attribute(anchor)}>'
+            f"{html.escape(words)}</text>"
         )
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, tip: str = "") -> None:
+        """Add a rectangle; `tip` is shown by a pointer over it."""
         where = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
         self._shapes.append(_with_tip("rect", where + _class_attribute(kind), tip))
 
     def line(self, start: Point, end: Point, kind: str) -> None:
+        """Add a straight line."""
         (x1, y1), (x2, y2) = start, end
         self._shapes.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{_class_attribute(kind)}/>')
 
     def dot(self, at: Point, radius: float, kind: str, tip: str = "") -> None:
+        """Add a circle; `tip` is shown by a pointer over it."""
         where = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="{radius:g}"'
         self._shapes.append(_with_tip("circle", where + _class_attribute(kind), tip))
 
     def polyline(self, points: Sequence[Point], kind: str, tip: str = "") -> None:
-        """A line through all points; one point alone is a dot."""
+        """Draw a line through all points; a single point becomes a dot."""
         if len(points) == 1:
             self.dot(points[0], 2, kind, tip)
         elif points:
@@ -54,6 +60,7 @@ class Drawing:
             self._shapes.append(_with_tip("polyline", where + _class_attribute(kind), tip))
 
     def polygon(self, points: Sequence[Point], kind: str) -> None:
+        """Add a filled shape."""
         self._shapes.append(
             f'<polygon points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"{_class_attribute(kind)}/>'
         )
@@ -78,7 +85,7 @@ def _with_tip(shape: str, attributes: str, tip: str) -> str:
 
 @dataclass(frozen=True)
 class AxisScale:
-    """From a figure's values to places in a drawing."""
+    """Scale from the values of an axis to pixels; linear or logarithmic."""
 
     low: float
     high: float
@@ -94,7 +101,7 @@ class AxisScale:
 
 
 def round_ticks(low: float, high: float, about: int = 5, unit: float = 1.0) -> list[float]:
-    """Round values between two others: steps of 1, 2 or 5, times a power of ten, times `unit`."""
+    """Return round values between `low` and `high`: steps of 1, 2 or 5, times a power of ten, times `unit`."""
     if not high > low:
         return [low]
     rough = (high - low) / max(about, 1) / unit
@@ -105,11 +112,11 @@ def round_ticks(low: float, high: float, about: int = 5, unit: float = 1.0) -> l
 
 
 def power_of_two_ticks(low: float, high: float, unit: float) -> list[float]:
-    """Marks for a logarithmic scale: powers of two times `unit`."""
+    """Return ticks of a logarithmic scale: powers of two times `unit`."""
     first, last = math.ceil(math.log2(low / unit) - 1e-9), math.floor(math.log2(high / unit) + 1e-9)
     return [unit * 2.0**i for i in range(first, last + 1)]
 
 
 def byte_unit_of(size: float) -> float:
-    """The power of 1024 in which a number of bytes is said."""
+    """Return the power of 1024 in which a number of bytes is shown."""
     return next((float(u) for u in (2**30, 2**20, 2**10) if size >= 0.98 * u), 1.0)

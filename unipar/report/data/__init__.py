@@ -1,1 +1,1 @@
-"""Data of a page, read from a result folder."""
+"""Data of each page, read from a result folder."""

@@ -1,4 +1,4 @@
-"""A comparison read for its page."""
+"""Data of a comparison's page, read from its folder."""
 
 from __future__ import annotations
 
@@ -30,49 +30,53 @@ from unipar.utils.mappings import flatten
 
 @dataclass(frozen=True, kw_only=True)
 class CellPageData:
-    """One cell, with what lies in its folder."""
+    """Data of one cell: its row of results, and what its folder holds."""
 
     row: CellResult
     memory: Sequence[MemoryAccount]
-    """Of its ranks, as the comparison has it: what only lies in the cell's folder was not measured whole."""
+    """Memory accounts by rank, as in compare.json; one that only the cell's folder holds is incomplete, and ignored."""
 
     config: Mapping[str, Any]
-    """Dotted keys, as its processes were given them; empty where they cannot be read."""
+    """Config that the cell's processes were given, by dotted key; empty if it cannot be read."""
 
     says: str = ""
-    """What its variant does otherwise, in its backend's words."""
+    """Description of the cell's variant, by its backend."""
 
     is_library_default: bool = False
-    """Whether a size in it is its library's default and not ours."""
+    """Whether the variant uses a size that is its library's default instead of unipar's."""
 
     parameters: int = 0
 
     @property
     def cell(self) -> str:
+        """Name of the cell."""
         return self.row.cell
 
     @property
     def timed(self) -> list[float]:
+        """Seconds of each timed step; [] if the cell did not run to its end."""
         return self.row.timed_seconds if self.row.outcome == "ran" else []
 
     @property
     def median_seconds(self) -> float:
+        """Median seconds of a timed step."""
         return median(self.timed)
 
     @cached_property
     def fullest_account(self) -> MemoryAccount | None:
-        """Of the rank that held most."""
+        """Memory account of the rank with the highest peak; None if memory was not measured."""
         return max(self.memory, key=lambda a: a.peak.peak, default=None)
 
     @property
     def peak(self) -> int:
+        """Peak bytes of the fullest rank."""
         assert self.fullest_account is not None, self.cell
         return self.fullest_account.peak.peak
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPageData:
-    """A comparison as its page shows it."""
+    """Data of a comparison, as its page shows it."""
 
     folder: Path
     comparison: Comparison
@@ -80,17 +84,17 @@ class ComparisonPageData:
     versions: Mapping[str, str]
     machine: Mapping[str, Any]
     config: Mapping[str, Any]
-    """What was asked, with dotted keys; empty where it was not kept."""
+    """Config that the comparison was given, by dotted key; empty if no copy was kept."""
 
     problems: tuple[str, ...] = ()
-    """What could not be read."""
+    """Sentences on files that could not be read."""
 
     @classmethod
     def read(cls, place: Path) -> Self:
-        """From a run folder, its folder `compare` or the file in that."""
+        """Return the comparison in a run folder; `place` may also be its `compare` folder or the file compare.json."""
         kind, file = find_result_file(place)
         if kind != "comparison":
-            raise ReportError(f"{place} holds a {kind}, and no comparison")
+            raise ReportError(f"{place} holds a {kind}, not a comparison")
         data = read_mapping(file, "comparison")
         problems: list[str] = []
         compared, folder = parse_comparison(file, data), file.parent
@@ -109,25 +113,27 @@ class ComparisonPageData:
 
     @cached_property
     def measured_cells(self) -> list[CellPageData]:
-        """The cells whose memory is known, the smallest first; of those that failed it is not all."""
+        """Cells whose memory is fully known, smallest first; cells that failed are left out."""
         known = (c for c in self.cells if c.fullest_account is not None and c.row.outcome not in ("failed", "unlike"))
         return sorted(known, key=lambda c: c.peak)
 
     @property
     def failed_cells(self) -> list[CellPageData]:
-        """The cells that failed after something of their memory was written down."""
+        """Cells that failed after at least one memory account was written."""
         return [c for c in self.cells if c.fullest_account is not None and c.row.outcome == "failed"]
 
     @cached_property
     def timed_cells(self) -> list[CellPageData]:
-        """The cells whose steps were timed, the fastest first."""
+        """Cells whose steps were timed, fastest first."""
         return sorted((c for c in self.cells if c.timed), key=lambda c: c.median_seconds)
 
     def cell(self, name: str) -> CellPageData | None:
+        """Return the cell of that name, or None."""
         return next((c for c in self.cells if c.cell == name), None)
 
     @property
     def parameters(self) -> int:
+        """Number of parameters; 0 if no cell recorded it."""
         return max((c.parameters for c in self.cells), default=0)
 
 
@@ -137,20 +143,22 @@ def _read_cell_data(folder: Path, row: CellResult, problems: list[str]) -> CellP
     except ConfigError:
         return CellPageData(row=row, memory=row.memory, config={})
     at = folder / cell.slug
-    begun = _read_parameter_count(
-        at, problems if row.outcome in ("ran", "unlike") else []
-    )  # others may not have come to a start
-    seen = CellPageData(row=row, memory=row.memory, config={}, parameters=begun)
+    # a cell with another outcome may have no start event, which is then not a problem
+    parameters = _read_parameter_count(at, problems if row.outcome in ("ran", "unlike") else [])
+    cell_data = CellPageData(row=row, memory=row.memory, config={}, parameters=parameters)
     if (at / CONFIG_FILE).exists():
-        seen = replace(seen, config=read_config_keys(at / CONFIG_FILE, problems))
+        cell_data = replace(cell_data, config=read_config_keys(at / CONFIG_FILE, problems))
     try:
         variant = registry.find_backend(cell.backend).capabilities.variants.get(cell.variant or "")
-    except UniparError:  # a backend that is not known where the page is made
+    except UniparError:  # the backend may not be installed where the page is made
         variant = None
-    return seen if variant is None else replace(seen, says=variant.says, is_library_default=variant.library_defaults)
+    if variant is None:
+        return cell_data
+    return replace(cell_data, says=variant.says, is_library_default=variant.library_defaults)
 
 
 def read_config_keys(file: Path, problems: list[str]) -> dict[str, Any]:
+    """Return a config file by dotted key; if that is impossible return {} and append the reason to `problems`."""
     try:
         data = read_mapping(file, "config")
     except ReportError as e:
@@ -158,12 +166,12 @@ def read_config_keys(file: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     if data.keys() & Config.model_fields.keys():
         return dict(flatten(data))
-    problems.append(f"{file} is no config that unipar wrote: no key of it is one of a config; it is left out")
+    problems.append(f"{file} is not a config that unipar wrote: none of its keys is a key of a config; it is left out")
     return {}
 
 
 def _read_parameter_count(at: Path, problems: list[str]) -> int:
-    """As rank 0's first events say; 0 where they cannot be read, or it never began."""
+    """Return the number of parameters from rank 0's start event; 0 if there is none, or if it cannot be read."""
     file = ledger_path(at, 0)
     if not file.exists():
         return 0
@@ -173,7 +181,7 @@ def _read_parameter_count(at: Path, problems: list[str]) -> int:
                 row = json.loads(line)
                 if row["event"] == "start":
                     return int(row["parameters"])
-        why = "no start of a run is in it"
+        why = "it has no start event"
     except (OSError, ValueError, LookupError, TypeError) as e:
         why = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
     problems.append(f"{file} cannot be read as a rank's ledger ({why}): it is left out")

@@ -1,4 +1,4 @@
-"""The page's first sentence: which cell is smallest, which is fastest, and why."""
+"""First sentence of a comparison's page: which cell is smallest, which is fastest, and why."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ CATEGORY_LABELS: dict[Category, str] = {
     "runtime": "runtime",
     "unattributed": "unattributed",
 }
+"""Names of the categories of memory, as pages show them."""
 
 
-def comparison_headline(told: ComparisonPageData) -> str:
-    """One line: memory first where it was measured, then time."""
-    said = [text for text in (describe_smallest_cell(told), describe_fastest_cell(told)) if text]
-    return "; ".join(said) + "." if said else "No cell came to its end, so there is nothing to rank."
+def comparison_headline(page: ComparisonPageData) -> str:
+    """Return the first sentence of the page: the smallest cell (if memory was measured), then the fastest."""
+    parts = [text for text in (describe_smallest_cell(page), describe_fastest_cell(page)) if text]
+    return "; ".join(parts) + "." if parts else "No cell finished, so there is nothing to rank."
 
 
-def cells_to_rank(cells: list[CellPageData], told: ComparisonPageData) -> list[CellPageData]:
-    """Without the one process, which has all samples to itself, where there is any other."""
-    others = [cell for cell in cells if cell.row is not told.comparison.reference]
+def cells_to_rank(cells: list[CellPageData], page: ComparisonPageData) -> list[CellPageData]:
+    """Return the cells without the one-process reference, unless it is the only one: it has no ranks to share with."""
+    others = [cell for cell in cells if cell.row is not page.comparison.reference]
     return others or cells
 
 
-def describe_smallest_cell(told: ComparisonPageData) -> str:
-    cells = cells_to_rank(told.measured_cells, told)
+def describe_smallest_cell(page: ComparisonPageData) -> str:
+    """Return which cell is smallest, by how much, and mostly in which category; "" if memory was not measured."""
+    cells = cells_to_rank(page.measured_cells, page)
     if not cells:
         return ""
     first = cells[0]
     says = f"{first.cell} is smallest: {format_size(first.peak)} on its largest rank"
-    other = baseline_with_memory(told) or (cells[1] if len(cells) > 1 else None)
+    other = baseline_with_memory(page) or (cells[1] if len(cells) > 1 else None)
     if other is first:
         other = cells[1] if len(cells) > 1 else None
     if other is None or other.peak <= first.peak:
@@ -52,11 +54,12 @@ def describe_smallest_cell(told: ComparisonPageData) -> str:
     before, after = (_bytes_by_category(cell).get(category, 0) for cell in (other, first))
     part = 100 * (1 - first.peak / other.peak)
     change = f"{CATEGORY_LABELS[category]} ({format_size(before)} to {format_size(after)})"
-    return f"{says}, {part:.0f} % less than {other.cell}, above all {change}"
+    return f"{says}, {part:.0f} % less than {other.cell}, mostly {change}"
 
 
-def describe_fastest_cell(told: ComparisonPageData) -> str:
-    cells = cells_to_rank(told.timed_cells, told)
+def describe_fastest_cell(page: ComparisonPageData) -> str:
+    """Return which cell is fastest, and cells whose median is in the middle half of its step times; "" if none ran."""
+    cells = cells_to_rank(page.timed_cells, page)
     if not cells:
         return ""
     first, *rest = cells
@@ -65,26 +68,26 @@ def describe_fastest_cell(told: ComparisonPageData) -> str:
     says = f"{first.cell} is fastest: {format_duration(first.median_seconds)} a step"
     if not ties:
         return says
-    return f"{says}, though {first_few(ties, most=1)} {'is' if len(ties) == 1 else 'are'} too near to tell"
+    return f"{says}, but the difference from {first_few(ties, most=1)} is within noise"
 
 
 def step_time_quartiles(cell: CellPageData) -> tuple[float, float]:
-    """Where the middle half of its step times begins and ends."""
+    """Return the first and third quartile of a cell's step times, in seconds."""
     if len(cell.timed) < 2:
         return cell.median_seconds, cell.median_seconds
     low, _, high = quantiles(cell.timed, n=4, method="inclusive")
     return low, high
 
 
-def baseline_with_memory(told: ComparisonPageData) -> CellPageData | None:
-    """What others are held to: the comparison's baseline, where its memory is known."""
-    base = told.comparison.baseline
-    found = told.cell(base.cell) if base is not None else None
-    return found if found is not None and found.fullest_account is not None else None
+def baseline_with_memory(page: ComparisonPageData) -> CellPageData | None:
+    """Return the comparison's baseline cell, or None if there is none or its memory was not measured."""
+    base = page.comparison.baseline
+    cell = page.cell(base.cell) if base is not None else None
+    return cell if cell is not None and cell.fullest_account is not None else None
 
 
 def category_differences(before: CellPageData, after: CellPageData) -> dict[Category, int]:
-    """By category, how many bytes more the second holds at its peak."""
+    """Return by category how many bytes more the second cell holds at its peak than the first."""
     one, two = _bytes_by_category(before), _bytes_by_category(after)
     return {c: two.get(c, 0) - one.get(c, 0) for c in CATEGORIES if c in one or c in two}
 

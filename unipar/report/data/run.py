@@ -1,4 +1,4 @@
-"""One run, read from its folder for its page: what cannot be read is a sentence, and the rest is kept."""
+"""Data of a run's page, read from its folder; what cannot be read is named in a sentence and left out."""
 
 from __future__ import annotations
 
@@ -22,47 +22,52 @@ _LEDGER_FILE_PATTERN = r"rank-(\d+)\.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class RunPageData:
-    """A run as its page shows it."""
+    """Data of a run, as its page shows it."""
 
     folder: Path
     report: Report
     rows: tuple[Mapping[str, Any], ...]
-    """Of rank 0: its logged steps."""
+    """Step events of rank 0."""
 
     ended: bool
     failure: str
-    """What a rank said at its end, where it failed."""
+    """Error of the rank that failed first; "" if none failed."""
 
     peaks: Mapping[int, int | None]
-    """By rank, the bytes that it ever held at its peak; None where it came to no end."""
+    """Peak resident bytes by rank; None for a rank that recorded no end."""
 
     memory: tuple[MemoryAccount, ...]
+    """Memory accounts of the ranks that wrote one."""
+
     watched: tuple[str, ...]
-    """How memory was seen, in the ranks' words."""
+    """Sentences of the ranks on how their memory was recorded."""
 
     config: Mapping[str, Any]
     command: str
-    """What starts it again, where that is known."""
+    """Command that starts the run again; "" if unknown."""
 
     versions: Mapping[str, str]
     machine: Mapping[str, Any]
     problems: tuple[str, ...]
+    """Sentences on files that could not be read."""
 
     @property
     def name(self) -> str:
+        """Name of the run's folder."""
         return self.folder.resolve().name
 
     @classmethod
     def read(cls, ledger: Path) -> Self:
+        """Return the run whose folder holds the ledger of rank 0; raise ReportError if that ledger cannot be read."""
         folder, problems = ledger.parent, list[str]()
         by = dict(_read_ledgers(folder, problems))
         ranks = list(by.values())
         try:
             report = Report.of(folder, ranks)
         except (LookupError, TypeError, ValueError) as e:
-            raise ReportError(f"{ledger} is no ledger that unipar wrote ({type(e).__name__}: {e})") from None
+            raise ReportError(f"{ledger} is not a ledger that unipar wrote ({type(e).__name__}: {e})") from None
         launch = folder / "launch.json"
-        told = _read_launch_file(launch, problems) if launch.exists() else {}
+        launched = _read_launch_file(launch, problems) if launch.exists() else {}
         config = read_config_keys(folder / CONFIG_FILE, problems) if (folder / CONFIG_FILE).exists() else {}
         return cls(
             folder=folder,
@@ -74,35 +79,35 @@ class RunPageData:
             watched=tuple(_describe_memory_recording(by)),
             memory=tuple(account for account in read_accounts(folder, problems) if account.phases),
             config=config,
-            command=_command_to_repeat(folder, told, config),
-            versions={str(k): str(v) for k, v in nested_mapping(told, "versions").items()},
-            machine=nested_mapping(told, "machine"),
+            command=_command_to_repeat(folder, launched, config),
+            versions={str(k): str(v) for k, v in nested_mapping(launched, "versions").items()},
+            machine=nested_mapping(launched, "machine"),
             problems=tuple(problems),
         )
 
 
 def _read_ledgers(folder: Path, problems: list[str]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Each rank's events by its number; the first one's must be there, another that cannot be read is left out."""
+    """Yield each rank and its events; raise if rank 0's ledger is unreadable, leave out any other rank's."""
     numbers = sorted(int(m[1]) for file in folder.iterdir() if (m := re.fullmatch(_LEDGER_FILE_PATTERN, file.name)))
     for rank in numbers:
         file = folder / f"rank-{rank}.jsonl"
         try:
             rows = _events(file)
         except (OSError, ValueError) as e:
-            said = f"{file} cannot be read as a rank's ledger ({getattr(e, 'strerror', None) or e})"
+            problem = f"{file} cannot be read as a rank's ledger ({getattr(e, 'strerror', None) or e})"
             if rank == 0:
-                raise ReportError(said) from None
-            problems.append(f"{said}: it is left out")
+                raise ReportError(problem) from None
+            problems.append(f"{problem}: it is left out")
         else:
             if not Ledger.whole(file):
-                problems.append(f"{file} breaks off in the midst of a line: what is before it is shown")
+                problems.append(f"{file} ends in the middle of a line: the lines before it are shown")
             yield rank, rows
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
     rows: list[Any] = list(Ledger.read(file))
     if not all(isinstance(row, dict) and {"event", "time"} <= row.keys() for row in rows):
-        raise ValueError("a line of it is no event")
+        raise ValueError("one of its lines is not an event")
     return rows
 
 
@@ -111,13 +116,13 @@ def _peak(rows: Iterable[Mapping[str, Any]]) -> int | None:
 
 
 def _describe_memory_recording(ranks: Mapping[int, Iterable[Mapping[str, Any]]]) -> Iterator[str]:
-    """What they said of how memory was seen, once; and who did, where not all say the same."""
+    """Yield each sentence on how memory was recorded once, with its ranks unless all ranks recorded it."""
     by: dict[str, list[int]] = {}
     for rank, rows in ranks.items():
-        for said in dict.fromkeys(str(row["said"]) for row in rows if row["event"] == "memory" and "said" in row):
-            by.setdefault(said, []).append(rank)
-    for said, whose in by.items():
-        yield said if len(whose) == len(ranks) else f"rank {', '.join(map(str, whose))}: {said}"
+        for sentence in dict.fromkeys(str(row["said"]) for row in rows if row["event"] == "memory" and "said" in row):
+            by.setdefault(sentence, []).append(rank)
+    for sentence, recorded_by in by.items():
+        yield sentence if len(recorded_by) == len(ranks) else f"rank {', '.join(map(str, recorded_by))}: {sentence}"
 
 
 def _read_launch_file(file: Path, problems: list[str]) -> dict[str, Any]:
@@ -129,19 +134,19 @@ def _read_launch_file(file: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_first_error(folder: Path) -> str:
-    """The first rank's words, by its own clock."""
-    told: list[tuple[float, str]] = []
+    """Return the error with the earliest time, or "" if no rank recorded one."""
+    errors: list[tuple[float, str]] = []
     for file in folder.glob("rank-*.error.json"):
         try:
-            said = json.loads(file.read_text("utf-8"))
-            told.append((float(said["time"]), f"{said['kind']}: {said['message']}"))
+            error = json.loads(file.read_text("utf-8"))
+            errors.append((float(error["time"]), f"{error['kind']}: {error['message']}"))
         except (OSError, ValueError, LookupError, TypeError):
             continue
-    return min(told)[1] if told else ""
+    return min(errors)[1] if errors else ""
 
 
-def _command_to_repeat(folder: Path, told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    script = told.get("script")
+def _command_to_repeat(folder: Path, launched: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    script = launched.get("script")
     if isinstance(script, list) and len(script) > 1:
         how, *words = map(str, script)
         return shlex.join(["python", *(["-m"] if how == "module" else []), *words])

@@ -1,4 +1,4 @@
-"""What a page says of runs on CUDA: the device's allocator phase by phase, and the host's memory beside it."""
+"""Section of the comparison page on CUDA: the device's allocator by phase, the driver's figures, host memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from unipar.utils.text import format_size
 _NO_VALUE = "–"
 
 
-def devices_section(told: ComparisonPageData) -> str:
-    """Of the fullest rank of each cell; nothing where none ran on CUDA."""
-    cells = [(c.cell, a) for c in told.measured_cells if (a := c.fullest_account) is not None and a.on is not None]
+def devices_section(page: ComparisonPageData) -> str:
+    """Return the section, about the fullest rank of each cell, or "" if no cell ran on CUDA."""
+    cells = [(c.cell, a) for c in page.measured_cells if (a := c.fullest_account) is not None and a.on is not None]
     if not cells:
         return ""
     head = ["cell", "phase", "allocated", "requested", "active", "reserved", "gaps"]
     return html_section(
         "device",
-        "On the device, and beside it",
+        "Device and host memory",
         html_table(head, [row for cell, a in cells for row in _phase_rows(cell, a)], "CUDA's memory by phase", (0, 1)),
         paragraph(
-            "Allocated: beyond the base; the others from zero, as torch's allocator counts them, each at its own peak. "
-            "Gaps: what it had of the device in that phase and nobody had of it.",
+            "Allocated is counted beyond the base, the other columns from zero, as torch's allocator counts them, each "
+            "at its own peak. Gaps: reserved on the device in that phase, but not allocated.",
             "note",
         ),
         _driver_table(cells),
@@ -38,28 +38,28 @@ def _phase_rows(cell: str, account: MemoryAccount) -> list[list[str]]:
 
 
 def _driver_table(cells: list[tuple[str, MemoryAccount]]) -> str:
-    """What the driver counts, where it told."""
+    """Return the table of the driver's figures, or a sentence if there are none."""
     rows = [
         [cell, a.on.name, format_size(a.on.used), format_size(a.on.reserved), format_size(a.on.beside)]
         for cell, a in cells
         if a.on is not None and a.on.used is not None and a.on.beside is not None
     ]
     if not rows:
-        return paragraph("What CUDA and NCCL take themselves was not measured.", "note")
+        return paragraph("The memory that CUDA and NCCL take for themselves was not measured.", "note")
     head = ["cell", "GPU", "the process", "torch's allocator", "context, NCCL and others"]
-    return html_table(head, rows, "As the driver counts when all watched steps are done (NVML)", (0, 1))
+    return html_table(head, rows, "As the driver counts it after all recorded steps (NVML)", (0, 1))
 
 
 def _host_table(cells: list[tuple[str, MemoryAccount]]) -> str:
-    found: list[tuple[str, str, PhasePeak]] = []
+    peaks: list[tuple[str, str, PhasePeak]] = []
     for cell, a in cells:
         if a.host is not None and a.host.phases:
-            found.append((cell, "malloc", a.host.peak))
+            peaks.append((cell, "malloc", a.host.peak))
         if any(phase.peak for phase in a.pinned):
-            found.append((cell, "pinned", max(a.pinned, key=lambda phase: phase.peak)))
-    if not found:
-        return paragraph("The host's memory was not watched.", "note")
-    shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for _, _, phase in found)]
+            peaks.append((cell, "pinned", max(a.pinned, key=lambda phase: phase.peak)))
+    if not peaks:
+        return paragraph("Host memory was not recorded.", "note")
+    shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for _, _, phase in peaks)]
     rows = [
         [
             cell,
@@ -68,7 +68,7 @@ def _host_table(cells: list[tuple[str, MemoryAccount]]) -> str:
             format_size(p.peak),
             *(format_size(p.held[c]) if c in p.held else _NO_VALUE for c in shown),
         ]
-        for cell, kind, p in found
+        for cell, kind, p in peaks
     ]
     head = ["cell", "by", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)]
-    return html_table(head, rows, "The host's memory at its own peak", (0, 1, 2))
+    return html_table(head, rows, "Host memory at its own peak", (0, 1, 2))

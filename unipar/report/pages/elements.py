@@ -1,4 +1,4 @@
-"""What report.html is put together from: sections, sentences, tables, figures that are drawn twice."""
+"""HTML elements of every page: page frame, sections, paragraphs, lists, tables, figures, listings."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
+from unipar.report.data.changes import differing_key_rows
 from unipar.utils.text import count_of, format_size
 
 SCREEN_PIXELS, PHONE_PIXELS = 920, 350
-"""How wide a figure is drawn for a screen, and for a phone."""
+"""Width of a figure for a screen, and for a phone."""
 
 GENERATOR_TAG: Final = '<meta name="generator" content="unipar">'
-"""By which a page of ours is known."""
+"""Tag that marks a page as written by unipar."""
 
 BODY_START_TAG: Final = "</head><body>"
+"""Tags between head and body, after which links are inserted."""
 
 escape = html.escape
 
 
 def html_page(title: str, head: str, sections: Iterable[str]) -> str:
-    """A page that needs nothing else, no network and no script."""
+    """Return a self-contained page: styles inside, no network, no script."""
     style = files("unipar.report.pages").joinpath("page.css").read_text("utf-8")
     return "\n".join(
         [
@@ -45,87 +47,100 @@ def html_page(title: str, head: str, sections: Iterable[str]) -> str:
 
 
 def add_links(page: str, links: Mapping[str, str]) -> str:
-    """A page with links to others at its top, by what each is."""
+    """Return the page with links at its top; `links` maps labels to addresses."""
     listed = " · ".join(f'<a href="{escape(at)}">{escape(label)}</a>' for label, at in links.items())
-    return page.replace(BODY_START_TAG, f"{BODY_START_TAG}\n<nav>Beside it: {listed}</nav>", 1) if links else page
+    return page.replace(BODY_START_TAG, f"{BODY_START_TAG}\n<nav>Related pages: {listed}</nav>", 1) if links else page
 
 
 def html_section(name: str, title: str, *parts: str) -> str:
+    """Return a section with an id and a title; empty parts are left out."""
     return "\n".join([f'<section id="{name}"><h2>{escape(title)}</h2>', *filter(None, parts), "</section>"])
 
 
 def paragraph(words: str, kind: str = "") -> str:
+    """Return a paragraph of class `kind`, or "" without words."""
     return f"<p{class_attribute(kind)}>{escape(keep_units_together(words))}</p>" if words else ""
 
 
 def bullet_list(words: Iterable[str]) -> str:
-    """A point each; nothing where there are none."""
+    """Return a list with one item per sentence, or "" without sentences."""
     items = "".join(f"<li>{escape(keep_units_together(text))}</li>" for text in words)
     return f"<ul>{items}</ul>" if items else ""
 
 
 def keep_units_together(words: str) -> str:
-    """A number and its unit stay in one line."""
+    """Return the words with a no-break space between each number and its unit."""
     return re.sub(r"(?<=\d) (?=%|[KMG]iB|B\b|m?s\b|us\b)", "\N{NO-BREAK SPACE}", words)
 
 
 def class_attribute(kind: str) -> str:
+    """Return a class attribute with a space before it, or "" for no class."""
     return f' class="{kind}"' if kind else ""
 
 
 def html_figure(draw: Callable[[int], str], table: str) -> str:
-    """Drawn twice, for a screen and for a phone; the table behind it opens."""
+    """Return a figure, drawn for a screen and for a phone, and a table with the same numbers that can be opened."""
     return (
-        f'<figure><div class="wide">{draw(SCREEN_PIXELS)}</div><div class="narrow">{draw(PHONE_PIXELS)}</div></figure>\n'
+        f'<figure><div class="wide">{draw(SCREEN_PIXELS)}</div>'
+        f'<div class="narrow">{draw(PHONE_PIXELS)}</div></figure>\n'
         f"<details><summary>The same as a table</summary>{table}</details>"
     )
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str, text: Collection[int] = (0,)) -> str:
-    """Figures end in line; the columns in `text` begin in line. A short row's last cell takes the rest."""
+    """Return a table; columns in `text` are left-aligned, others right. A short row's last cell spans the rest."""
 
     def cells(row: Sequence[str]) -> str:
-        made: list[str] = []
+        tags: list[str] = []
         for i, words in enumerate(row):
             short = f' colspan="{len(head) - i}"' if i == len(row) - 1 and len(row) < len(head) else ""
             kind = class_attribute("text" if i in text or short else "")
-            made.append(
+            tags.append(
                 f'<th scope="row"{kind}>{escape(words)}</th>' if i == 0 else f"<td{kind}{short}>{escape(words)}</td>"
             )
-        return f"<tr>{''.join(made)}</tr>"
+        return f"<tr>{''.join(tags)}</tr>"
 
     tops = "".join(
         f'<th scope="col"{class_attribute("text" if i in text else "")}>{escape(h)}</th>' for i, h in enumerate(head)
     )
     body = "\n".join(cells(row) for row in rows)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><caption>{escape(label)}</caption>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
+        f"<table><caption>{escape(label)}</caption>"
         f"<thead><tr>{tops}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
     )
 
 
 def config_listing(config: Mapping[str, Any], label: str) -> str:
-    """All that a config says, with dotted keys; it opens."""
+    """Return all keys of a config, dotted, as a block that can be opened."""
     text = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in config.items())
     return f"<details><summary>{escape(label)}</summary><pre class='keys'>{escape(text)}</pre></details>"
 
 
+def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return a table of the keys that differ between two configs, or a sentence if there are none or one is missing."""
+    if rows := differing_key_rows(before, now):
+        table = html_table(["key", "before", "now"], rows, "Keys that differ between the configs", (0, 1, 2))
+        return table if before and now else "\n".join([table, paragraph("One of the configs was not kept.")])
+    return paragraph("Both configs are the same." if before and now else "One of the configs was not kept.")
+
+
 def repeat_command_block(command: str) -> str:
-    """What to type to have it once more."""
+    """Return the command that repeats what the page shows, under a heading, or "" without a command."""
     return f"<h3>To repeat it</h3><pre>{escape(command)}</pre>" if command else ""
 
 
 def describe_machine(machine: Mapping[str, Any], versions: Mapping[str, str], more: Sequence[str] = ()) -> str:
-    """The machine, in words."""
+    """Return CPU, cores, memory, `more` and torch's version in one line, as far as they are known."""
     words = [str(machine["cpu"])] if "cpu" in machine else []
     words += [count_of(int(machine["cores"]), "core")] if isinstance(machine.get("cores"), int) else []
     words += [f"{format_size(float(machine['memory']))} of memory"] if isinstance(machine.get("memory"), int) else []
     words += [*more, *([f"torch {versions['torch']}"] if "torch" in versions else [])]
-    return ", ".join(words) or "a machine that was not written down"
+    return ", ".join(words) or "a machine that was not recorded"
 
 
 def environment_tables(machine: Mapping[str, Any], versions: Mapping[str, str]) -> str:
-    """The same as tables, beside each other."""
+    """Return the versions and the machine as two tables side by side."""
     rows = [[str(k), format_size(v) if k == "memory" and isinstance(v, int) else str(v)] for k, v in machine.items()]
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""The page's section on cells that failed: what was measured of their memory till then."""
+"""Section of the comparison page on failed cells: their memory until they failed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from unipar.report.pages.elements import html_section, html_table, paragraph
 from unipar.utils.text import format_size
 
 
-def failed_cells_section(told: ComparisonPageData) -> str:
-    """Nothing where there is no such cell."""
-    if not told.failed_cells:
+def failed_cells_section(page: ComparisonPageData) -> str:
+    """Return the section, or "" if no failed cell has a memory account."""
+    if not page.failed_cells:
         return ""
     return html_section(
         "till",
-        "Till it failed",
-        paragraph("These cells did not come to their end, and are in no ranking."),
-        *(part for cell in told.failed_cells for part in _failed_cell_parts(cell)),
+        "Until it failed",
+        paragraph("These cells did not finish, and are not ranked."),
+        *(part for cell in page.failed_cells for part in _failed_cell_parts(cell)),
     )
 
 
@@ -32,5 +32,6 @@ def _failed_cell_parts(cell: CellPageData) -> tuple[str, str]:
     ]
     head = ["phase", "peak", *(CATEGORY_LABELS[c] for c in shown)]
     where = f" {cell.row.at}" if cell.row.at else ""
-    sentence = f"{cell.cell} failed{where}: {cell.row.note.splitlines()[0] if cell.row.note else 'it did not say why'}"
-    return paragraph(sentence), html_table(head, rows, f"{cell.cell}, by phase, till it failed", (0,))
+    reason = cell.row.note.splitlines()[0] if cell.row.note else "the reason is not known"
+    sentence = f"{cell.cell} failed{where}: {reason}"
+    return paragraph(sentence), html_table(head, rows, f"{cell.cell}, by phase, until it failed", (0,))

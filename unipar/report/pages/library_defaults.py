@@ -1,4 +1,4 @@
-"""What a library's own sizes cost: the sentence of the page's † below its first figure."""
+"""Footnote † of the memory figure: what the library's default sizes cost."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from unipar.report.data.headline import CATEGORY_LABELS, category_differences
 from unipar.utils.text import format_size
 
 
-def library_default_note(told: ComparisonPageData, cell: CellPageData) -> str:
-    """Its peak beside that of the same cell without them, and of the plain one, where they were measured; and why."""
+def library_default_note(page: ComparisonPageData, cell: CellPageData) -> str:
+    """Return the peak of `cell` compared with the same cell without the defaults and with torch alone, if measured."""
     says = f"† {cell.cell} runs {cell.says}, its default"
-    if cell not in told.measured_cells:
+    if cell not in page.measured_cells:
         return f"{says}."
     says += f": {format_size(cell.peak)}"
-    torch_alone = str(Cell(Config.model_fields["backend"].default))  # and nothing split
+    torch_alone = str(Cell(Config.model_fields["backend"].default))  # default backend, nothing sharded
     without, plain = (
-        next((c for c in told.measured_cells if c.cell == name), None)
+        next((c for c in page.measured_cells if c.cell == name), None)
         for name in (str(replace(Cell.parse(cell.cell), variant=None)), torch_alone)
     )
     beside = [(without, " without them")] if without is not None else []
@@ -30,13 +30,14 @@ def library_default_note(told: ComparisonPageData, cell: CellPageData) -> str:
 
 
 def _describe_largest_category(cell: CellPageData, other: CellPageData, plain: CellPageData | None) -> str:
-    """What it holds more of than the other, above all; the plain cell's gradients are whole."""
+    """Return the category that grew most from `other` to `cell`; "" if the peak did not grow."""
     moved = category_differences(other, cell)
     category = max(moved, key=lambda c: moved[c])
     if moved[category] <= 0 or cell.peak <= other.peak:
         return ""
     assert cell.fullest_account is not None
     says = f"; {format_size(cell.fullest_account.peak.held[category])} of it are {CATEGORY_LABELS[category]}"
+    # communication buffers are explained by the gradients that they carry, which are whole in the plain cell
     if category != "communication" or plain is None or plain.fullest_account is None:
         return says
     gradients = max(phase.held.get("gradients", 0) for phase in plain.fullest_account.phases)

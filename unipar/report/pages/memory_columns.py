@@ -1,4 +1,4 @@
-"""Memory on a page, in three columns: allocated here, resident or reserved here, and on CUDA."""
+"""Memory columns of a page's tables: allocated here, resident or reserved here, and on CUDA."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ _NO_VALUE = "–"
 
 
 def memory_column_heads(*, cuda: bool, measured: bool) -> list[str]:
-    """The heads of those in which memory is always shown."""
-    there = "measured" if cuda and measured else "predicted"
-    return ["allocated here", "reserved here" if cuda else "resident here", f"on CUDA ({there})"]
+    """Return the heads of the three memory columns."""
+    how = "measured" if cuda and measured else "predicted"
+    return ["allocated here", "reserved here" if cuda else "resident here", f"on CUDA ({how})"]
 
 
 def column_notes(*, cuda: bool, measured: bool) -> str:
-    """What these columns are."""
+    """Return a note that says what the memory columns mean."""
     return paragraph(
         "Allocated: measured, on the largest rank, beyond what it held before the model was built. Resident: the "
-        "same as the system counts it, files left out; where memory was not measured the peak RSS of the timed "
-        "run (~), which is no ranking. "
-        + ("Reserved: the most that torch's allocator had of the device. " if cuda else "")
+        "same as the system counts it, without mapped files; if memory was not measured, the peak RSS of the timed "
+        "run (~), which is not suited to rank cells. "
+        + ("Reserved: the most that torch's allocator reserved on the device. " if cuda else "")
         + ("" if measured else "On CUDA: not measured, see the assumptions below."),
         "note",
     )
 
 
 def cuda_assumptions() -> str:
-    """Of what is predicted on CUDA."""
+    """Return the list of assumptions behind the figures that are predicted for CUDA."""
     return "<h3>On CUDA: assumed, not measured</h3>" + bullet_list(CUDA_ASSUMPTIONS)
 
 
 def memory_cells(row: CellResult, ranks: int) -> list[str]:
-    """The columns in which memory is always shown, in its world of so many ranks."""
+    """Return the three memory columns of a cell that ran with `ranks` ranks."""
     rss = f"~{format_size(max(row.peak_rss))}" if row.peak_rss else _NO_VALUE
     if not row.memory:
         return [_NO_VALUE, rss, _NO_VALUE]
-    account, taken = largest_account(row.memory), bytes_on_this_machine(row.memory)
+    account, resident = largest_account(row.memory), bytes_on_this_machine(row.memory)
     return [
         format_size(account.peak.peak),
-        rss if taken is None else format_size(taken),
+        rss if resident is None else format_size(resident),
         format_size(total_on_cuda(account, ranks).total),
     ]

@@ -1,4 +1,4 @@
-"""report.html of `unipar scale`: speed-up, efficiency and memory by the number of ranks."""
+"""report.html of a scaling: speed-up, efficiency and memory by the number of ranks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from unipar.utils.text import count_of, format_duration, format_size
 
 _NO_VALUE = "–"
 COLOUR_COUNT = 6
-"""Lines of more cells begin with the first colour again, dashed."""
+"""Number of line colours; further cells use them again, dashed."""
 
 
 @dataclass(frozen=True)
 class ScalingFigure:
-    """What a figure is of."""
+    """Quantity that a figure shows, with its format and its ideal line."""
 
     label: str
     value_of: Callable[[ScaledCell], float | None]
@@ -49,79 +49,81 @@ class ScalingFigure:
     ideal: Callable[[ScaledCell], float] | None = None
 
 
-def render_scaling(found: Scaling, folder: Path) -> str:
-    """All of it; in `folder` lies what was asked."""
+def render_scaling(scaling: Scaling, folder: Path) -> str:
+    """Return the page; `folder` holds the scaling's file and the config that was given."""
     problems: list[str] = []
-    file = _find_config_file(found, folder)
+    file = _find_config_file(scaling, folder)
     config = read_config_keys(file, problems) if file is not None else {}
     return html_page(
-        f"unipar {found.verb}: {found.name}",
-        _head(found, problems),
+        f"unipar {scaling.verb}: {scaling.name}",
+        _head(scaling, problems),
         [
-            *_figure_sections(found),
-            _worlds(found),
+            *_figure_sections(scaling),
+            _worlds(scaling),
             _configs(config),
-            _method_section(found, repeat_command_block(_command_to_repeat(found, folder, file))),
+            _method_section(scaling, repeat_command_block(_command_to_repeat(scaling, folder, file))),
         ],
     )
 
 
-def _find_config_file(found: Scaling, folder: Path) -> Path | None:
-    """Its own config; of comparisons that of the smallest world, in which the others differ by their size alone."""
-    smallest = min(world.ranks for world in found.worlds)
-    files = [original_config_path(at, found.name) for at in (folder, folder / f"world-{smallest}")]
+def _find_config_file(scaling: Scaling, folder: Path) -> Path | None:
+    """Return the file of the config that was given, in `folder` or in that of the smallest world."""
+    smallest = min(world.ranks for world in scaling.worlds)
+    files = [original_config_path(at, scaling.name) for at in (folder, folder / f"world-{smallest}")]
     return next((file for file in files if file.exists()), None)
 
 
-def _command_to_repeat(found: Scaling, folder: Path, file: Path | None) -> str:
+def _command_to_repeat(scaling: Scaling, folder: Path, file: Path | None) -> str:
     if file is None or folder.name not in ("scale", "worlds"):
         return ""
-    sizes = ",".join(map(str, sorted({world.ranks for world in found.worlds})))
-    cells = [word for cell in found.cells for word in ("--cell", cell)]
-    words = ["unipar", found.verb, str(file), "--out", str(folder.parent), "--world", sizes, *cells, "--overwrite"]
+    sizes = ",".join(map(str, sorted({world.ranks for world in scaling.worlds})))
+    cells = [word for cell in scaling.cells for word in ("--cell", cell)]
+    words = ["unipar", scaling.verb, str(file), "--out", str(folder.parent), "--world", sizes, *cells, "--overwrite"]
     return shlex.join(words)
 
 
 def _configs(config: Mapping[str, Any]) -> str:
-    return html_section("configs", "Config", config_listing(config, "All keys of what was asked")) if config else ""
+    return html_section("configs", "Config", config_listing(config, "All keys of the given config")) if config else ""
 
 
-def scaling_headline(found: Scaling) -> str:
-    """How near the widest worlds come to the ideal, the best cell first."""
-    said: list[str] = []
-    for kind in found.kinds:
-        last = [worlds[-1] for cell in found.cells if len(worlds := found.timed_worlds(cell, kind)) > 1]
-        by = {world: share for world in last if (share := found.efficiency(world)) is not None}
+def scaling_headline(scaling: Scaling) -> str:
+    """Return the first sentence of the page: efficiency in the largest world of each cell, best cell first."""
+    parts: list[str] = []
+    for kind in scaling.kinds:
+        last = [worlds[-1] for cell in scaling.cells if len(worlds := scaling.timed_worlds(cell, kind)) > 1]
+        by = {world: share for world in last if (share := scaling.efficiency(world)) is not None}
         best = sorted(by, key=lambda world: -by[world])
-        told = [f"{format_percent(by[world])} for {world.cell} on {count_of(world.ranks, 'rank')}" for world in best]
-        said += [f"{kind} scaling: {', '.join(told)}"] if told else []
-    return f"Of the ideal, {'; '.join(said)}." if said else "No cell ran in two worlds, so there is nothing to hold."
+        shares = [f"{format_percent(by[world])} for {world.cell} on {count_of(world.ranks, 'rank')}" for world in best]
+        parts += [f"{kind} scaling: {', '.join(shares)}"] if shares else []
+    if not parts:
+        return "No cell ran in two worlds, so there is nothing to compare."
+    return f"Part of the ideal speed: {'; '.join(parts)}."
 
 
-def _head(found: Scaling, problems: Sequence[str]) -> str:
-    ranks = sorted({world.ranks for world in found.worlds})
+def _head(scaling: Scaling, problems: Sequence[str]) -> str:
+    ranks = sorted({world.ranks for world in scaling.worlds})
     worlds = f"worlds of {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if len(ranks) > 1 else "one world"
-    facts = [found.name, worlds, found.precision]
-    right = all(a.within for _, a in found.agreements)
-    kind, sign = ("open", "?") if not found.agreements else ("good", "✓") if right else ("bad", "✗")
+    facts = [scaling.name, worlds, scaling.precision]
+    right = all(a.within for _, a in scaling.agreements)
+    kind, sign = ("open", "?") if not scaling.agreements else ("good", "✓") if right else ("bad", "✗")
     return "\n".join(
         [
             "<header>",
-            f'<p class="kicker">unipar {found.verb} · {escape(" · ".join(facts))}</p>',
-            f"<h1>{escape(keep_units_together(scaling_headline(found)))}</h1>",
+            f'<p class="kicker">unipar {scaling.verb} · {escape(" · ".join(facts))}</p>',
+            f"<h1>{escape(keep_units_together(scaling_headline(scaling)))}</h1>",
             *(
                 f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {escape(line)}</p>'
-                for line in found.verdict()
+                for line in scaling.verdict()
             ),
-            f'<p class="where">Measured on {escape(describe_machine(found.machine, found.versions))}.</p>',
-            *(paragraph(text, "worry") for text in [f"On {found.shared()}.", *problems]),
+            f'<p class="where">Measured on {escape(describe_machine(scaling.machine, scaling.versions))}.</p>',
+            *(paragraph(text, "worry") for text in [f"On {scaling.shared()}.", *problems]),
             "</header>",
         ]
     )
 
 
-def _key(found: Scaling) -> str:
-    items = "".join(f'<li><i class="{_line_class(i)}"></i>{escape(cell)}</li>' for i, cell in enumerate(found.cells))
+def _key(scaling: Scaling) -> str:
+    items = "".join(f'<li><i class="{_line_class(i)}"></i>{escape(cell)}</li>' for i, cell in enumerate(scaling.cells))
     return f'<ul class="key">{items}</ul>'
 
 
@@ -129,103 +131,103 @@ def _line_class(i: int) -> str:
     return f"w{i % COLOUR_COUNT}" + (" again" if i >= COLOUR_COUNT else "")
 
 
-def _figure_sections(found: Scaling) -> Iterator[str]:
+def _figure_sections(scaling: Scaling) -> Iterator[str]:
     def ideal(world: ScaledCell) -> float:
-        return world.ranks / found.base(world).ranks
+        return world.ranks / scaling.base(world).ranks
 
-    worlds = found.worlds
-    faster = [v for w in worlds if (v := found.speed_up(w)) is not None]
-    share = [v for w in worlds if (v := found.efficiency(w)) is not None]
-    held = [v for w in worlds if (v := found.memory(w)) is not None]
+    worlds = scaling.worlds
+    faster = [v for w in worlds if (v := scaling.speed_up(w)) is not None]
+    share = [v for w in worlds if (v := scaling.efficiency(w)) is not None]
+    memory = [v for w in worlds if (v := scaling.memory(w)) is not None]
     yield _figure_section(
-        found,
-        ScalingFigure("Speed-up", found.speed_up, lambda v: f"{v:.2f}", max([*map(ideal, worlds), *faster]), ideal),
-        "Samples a second in proportion to the smallest world. Dashed: the ideal, twice as much on twice the ranks.",
+        scaling,
+        ScalingFigure("Speed-up", scaling.speed_up, lambda v: f"{v:.2f}", max([*map(ideal, worlds), *faster]), ideal),
+        "Samples a second, relative to the smallest world. Dashed: the ideal, twice the speed on twice the ranks.",
     )
     yield _figure_section(
-        found,
-        ScalingFigure("Efficiency", found.efficiency, format_percent, max([1.0, *share]), lambda _: 1.0),
-        "The speed-up in proportion to the ranks. Dashed: all of it.",
+        scaling,
+        ScalingFigure("Efficiency", scaling.efficiency, format_percent, max([1.0, *share]), lambda _: 1.0),
+        "Speed-up as a part of the ideal speed-up. Dashed: the ideal, 100 %.",
     )
-    if held:
+    if memory:
         yield _figure_section(
-            found,
-            ScalingFigure("Memory", found.memory, format_size, max(held)),
-            "What the fullest rank had allocated at its fullest moment, beyond what it held before training.",
+            scaling,
+            ScalingFigure("Memory", scaling.memory, format_size, max(memory)),
+            "Peak of the memory that the fullest rank allocated, beyond what it held before training.",
         )
 
 
-def _figure_section(found: Scaling, shown: ScalingFigure, words: str) -> str:
-    drawn = html_figure(lambda width: draw_scaling_panels(found, shown, width), _table(found, shown))
-    return html_section(shown.label.lower(), shown.label, paragraph(words), _key(found), drawn)
+def _figure_section(scaling: Scaling, shown: ScalingFigure, words: str) -> str:
+    drawn = html_figure(lambda width: draw_scaling_panels(scaling, shown, width), _table(scaling, shown))
+    return html_section(shown.label.lower(), shown.label, paragraph(words), _key(scaling), drawn)
 
 
-def _method_section(found: Scaling, repeated: str) -> str:
-    accounts = [(row.cell, largest_account(row.memory)) for row in found.rows if row.memory]
+def _method_section(scaling: Scaling, repeated: str) -> str:
+    accounts = [(row.cell, largest_account(row.memory)) for row in scaling.rows if row.memory]
     methods, notes = {a.method for _, a in accounts}, {f"{name}: {note}" for name, a in accounts for note in a.notes}
     return html_section(
         "how",
         "How it was measured",
-        bullet_list([*sorted(methods), *found.remarks(), *sorted(notes)]),
-        cuda_assumptions() if accounts and not _is_all_measured(found) else "",
-        environment_tables(found.machine, found.versions),
+        bullet_list([*sorted(methods), *scaling.remarks(), *sorted(notes)]),
+        cuda_assumptions() if accounts and not _is_all_measured(scaling) else "",
+        environment_tables(scaling.machine, scaling.versions),
         repeated,
     )
 
 
-def _is_all_measured(found: Scaling) -> bool:
-    """Whether no figure of CUDA is a prediction."""
-    watched = [(row.memory, world.ranks) for world in found.worlds if (row := found.row(world)).memory]
+def _is_all_measured(scaling: Scaling) -> bool:
+    """Return whether every figure for CUDA was measured."""
+    measured = [(row.memory, world.ranks) for world in scaling.worlds if (row := scaling.row(world)).memory]
     return all(
-        isinstance(total_on_cuda(largest_account(accounts), ranks), MeasuredCudaMemory) for accounts, ranks in watched
+        isinstance(total_on_cuda(largest_account(accounts), ranks), MeasuredCudaMemory) for accounts, ranks in measured
     )
 
 
-def _worlds(found: Scaling) -> str:
+def _worlds(scaling: Scaling) -> str:
     head = [
         "cell",
         "scaling",
         "ranks",
         "samples a step",
-        "a rank",
+        "on a rank",
         "median step",
         "samples/s",
         "speed-up",
         "efficiency",
     ]
-    cuda = any(a.on is not None for row in found.rows for a in row.memory)
-    memory = ["cell", "scaling", "ranks", *memory_column_heads(cuda=cuda, measured=_is_all_measured(found))]
+    cuda = any(a.on is not None for row in scaling.rows for a in row.memory)
+    memory = ["cell", "scaling", "ranks", *memory_column_heads(cuda=cuda, measured=_is_all_measured(scaling))]
     rows: list[list[str]] = []
-    held: list[list[str]] = []
-    for world in found.worlds:
-        row, rate = found.row(world), found.samples_per_second(world)
+    memory_rows: list[list[str]] = []
+    for world in scaling.worlds:
+        row, rate = scaling.row(world), scaling.samples_per_second(world)
         share = f"{world.micro} × {world.accumulate}"
         start = [world.cell, " and ".join(world.kinds), str(world.ranks), str(world.samples), share]
         if rate is None:
             rows.append([*start, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
             continue
-        faster, efficient = found.speed_up(world), found.efficiency(world)
-        told = [
+        faster, efficient = scaling.speed_up(world), scaling.efficiency(world)
+        ratios = [
             _NO_VALUE if faster is None else f"{faster:.2f}",
             _NO_VALUE if efficient is None else format_percent(efficient),
         ]
-        held.append([*start[:3], *memory_cells(row, world.ranks)])
-        rows.append([*start, format_duration(world.samples / rate), f"{rate:.1f}", *told])
+        memory_rows.append([*start[:3], *memory_cells(row, world.ranks)])
+        rows.append([*start, format_duration(world.samples / rate), f"{rate:.1f}", *ratios])
     return html_section(
         "worlds",
         "Every world",
-        html_table(head, rows, "What each world took", (0, 1)),
-        html_table(memory, held, "Memory of its largest rank", (0, 1)),
-        column_notes(cuda=cuda, measured=_is_all_measured(found)),
+        html_table(head, rows, "Time of each world", (0, 1)),
+        html_table(memory, memory_rows, "Memory of its largest rank", (0, 1)),
+        column_notes(cuda=cuda, measured=_is_all_measured(scaling)),
     )
 
 
-def _table(found: Scaling, shown: ScalingFigure) -> str:
-    ranks = sorted({world.ranks for world in found.worlds})
+def _table(scaling: Scaling, shown: ScalingFigure) -> str:
+    ranks = sorted({world.ranks for world in scaling.worlds})
     rows: list[list[str]] = []
-    for cell in found.cells:
-        for kind in found.kinds:
-            by = {world.ranks: shown.value_of(world) for world in found.timed_worlds(cell, kind)}
+    for cell in scaling.cells:
+        for kind in scaling.kinds:
+            by = {world.ranks: shown.value_of(world) for world in scaling.timed_worlds(cell, kind)}
             rows.append(
                 [cell, kind, *(_NO_VALUE if (v := by.get(n)) is None else shown.format_value(v) for n in ranks)]
             )
@@ -234,9 +236,9 @@ def _table(found: Scaling, shown: ScalingFigure) -> str:
     )
 
 
-def draw_scaling_panels(found: Scaling, shown: ScalingFigure, width: int) -> str:
-    """Strong scaling at the left, weak at the right; below it where it is narrow. A line a cell."""
-    across, tall, gap = (1, 190, 56) if width < NARROW_BELOW_PIXELS or len(found.kinds) == 1 else (2, 230, 56)
+def draw_scaling_panels(scaling: Scaling, shown: ScalingFigure, width: int) -> str:
+    """Draw a line per cell, with strong and weak scaling side by side, or one below the other if `width` is small."""
+    across, tall, gap = (1, 190, 56) if width < NARROW_BELOW_PIXELS or len(scaling.kinds) == 1 else (2, 230, 56)
     at = (
         byte_ticks(shown.high)
         if shown.ideal is None
@@ -244,9 +246,9 @@ def draw_scaling_panels(found: Scaling, shown: ScalingFigure, width: int) -> str
     )
     left = max(text_width(words) for _, words in at) + 12
     each = (width - across * left - 20) / across
-    drawing = Drawing(width, (tall + gap) * (len(found.kinds) // across), f"{shown.label} by ranks")
-    ranks = sorted({world.ranks for world in found.worlds})
-    for i, kind in enumerate(found.kinds):
+    drawing = Drawing(width, (tall + gap) * (len(scaling.kinds) // across), f"{shown.label} by ranks")
+    ranks = sorted({world.ranks for world in scaling.worlds})
+    for i, kind in enumerate(scaling.kinds):
         start, top = left + (i % across) * (each + left + 10), 26 + (i // across) * (tall + gap)
         x = AxisScale(ranks[0], max(ranks[-1], ranks[0] + 1), start, start + each)
         y = AxisScale(0, shown.high * 1.04, top + tall, top)
@@ -260,18 +262,18 @@ def draw_scaling_panels(found: Scaling, shown: ScalingFigure, width: int) -> str
             if x(n) - half >= free:
                 drawing.text(x(n), top + tall + 18, str(n), "tick", "middle")
                 free = x(n) + half + 8
-        _lines(drawing, found, shown, kind, x, y)
+        _lines(drawing, scaling, shown, kind, x, y)
     return str(drawing)
 
 
 def _lines(
-    drawing: Drawing, found: Scaling, shown: ScalingFigure, kind: ScalingKind, x: AxisScale, y: AxisScale
+    drawing: Drawing, scaling: Scaling, shown: ScalingFigure, kind: ScalingKind, x: AxisScale, y: AxisScale
 ) -> None:
-    own = [[w for w in found.worlds if w.cell == cell and kind in w.kinds] for cell in found.cells]
+    own = [[w for w in scaling.worlds if w.cell == cell and kind in w.kinds] for cell in scaling.cells]
     if shown.ideal is not None:
         drawing.polyline([(x(w.ranks), y(shown.ideal(w))) for w in max(own, key=len)], "ideal")
-    for i, cell in enumerate(found.cells):
-        points = [(w, v) for w in found.timed_worlds(cell, kind) if (v := shown.value_of(w)) is not None]
+    for i, cell in enumerate(scaling.cells):
+        points = [(w, v) for w in scaling.timed_worlds(cell, kind) if (v := shown.value_of(w)) is not None]
         drawing.polyline([(x(w.ranks), y(v)) for w, v in points], f"way {_line_class(i)}")
         for w, v in points:
             tip = f"{cell}, {count_of(w.ranks, 'rank')}: {shown.format_value(v)}"

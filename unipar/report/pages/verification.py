@@ -1,4 +1,4 @@
-"""A proof as a picture: losses by step above, how far each cell is off below; SVG, written by hand."""
+"""Page of `unipar verify`: the table, and an SVG figure of the losses and their differences from one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINE_COLOURS = (
 
 
 def draw_verification(now: Verdicts) -> str:
-    """Both panels, as one SVG."""
+    """Return one SVG: losses by step above, differences from one process below."""
     rows = [row for row in now.rows if row.losses]
     base = _one_process_losses(now)
     below = HEIGHT + 60
@@ -60,7 +60,7 @@ def _losses(rows: Sequence[Verdict], base: Sequence[float], top: int) -> list[st
 
 
 def _differences(rows: Sequence[Verdict], base: Sequence[float], allowed: Sequence[float], top: int) -> list[str]:
-    """On a scale of powers of ten; what is equal to the bit lies on the floor."""
+    """Draw the differences on a logarithmic scale; bit-for-bit equal losses are on its lowest line."""
     series = [(r.cell, [abs(a - b) for a, b in zip(r.losses, base, strict=False)]) for r in rows]
     values = _finite([v for _, d in [*series, ("", list(allowed))] for v in d if v > 0]) or [1e-8, 1e-6]
     low, high = math.floor(math.log10(min(values))) - 1, math.ceil(math.log10(max(values)))
@@ -72,7 +72,7 @@ def _differences(rows: Sequence[Verdict], base: Sequence[float], allowed: Sequen
     every = max(1, (high - low) // 6)
     return [
         *panel.frame(
-            "how far a loss is from one process's; dashed: what is allowed",
+            "difference from the loss of one process; dashed: allowed",
             [(float(e), f"1e{e}" if e > low else "same") for e in range(low, high + 1, every)],
         ),
         *(panel.line(logged(d), _color(i, name), name, i) for i, (name, d) in enumerate(series)),
@@ -85,29 +85,33 @@ def _color(i: int, name: str) -> str:
 
 
 class _Panel:
-    """Axes, and lines in them."""
+    """One panel of the figure: axes, and lines in them."""
 
     def __init__(self, top: int, steps: int, low: float, high: float) -> None:
         self.top, self.steps, self.low, self.high = top, max(steps, 1), low, high
 
     def x(self, step: int) -> float:
+        """Return the horizontal position of a step (from 1)."""
         inner = FIGURE_PIXELS - LEFT - RIGHT
         return LEFT + inner * (step - 1) / max(self.steps - 1, 1)
 
     def y(self, value: float) -> float:
+        """Return the vertical position of a value."""
         return self.top + 20 + (HEIGHT - 20) * (self.high - value) / (self.high - self.low)
 
     def frame(self, title: str, marks: Sequence[tuple[float, str]]) -> list[str]:
+        """Return the title, the grid with its marks, and the steps, as SVG shapes."""
         right, bottom = FIGURE_PIXELS - RIGHT, self.top + HEIGHT
-        made = [f'<text x="{LEFT}" y="{self.top + 8}" font-weight="bold">{html.escape(title)}</text>']
+        shapes = [f'<text x="{LEFT}" y="{self.top + 8}" font-weight="bold">{html.escape(title)}</text>']
         for value, text in marks:
             y = self.y(value)
-            made.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#dddddd"/>')
-            made.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{html.escape(text)}</text>')
+            shapes.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#dddddd"/>')
+            shapes.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{html.escape(text)}</text>')
         steps = range(1, self.steps + 1, max(1, self.steps // 10))
-        return made + [f'<text x="{self.x(s):.1f}" y="{bottom + 16}" text-anchor="middle">{s}</text>' for s in steps]
+        return shapes + [f'<text x="{self.x(s):.1f}" y="{bottom + 16}" text-anchor="middle">{s}</text>' for s in steps]
 
     def line(self, values: Sequence[float], color: str, name: str, place: int, *, dashed: bool = False) -> str:
+        """Return one curve and its entry in the legend, as SVG shapes."""
         points = " ".join(
             f"{self.x(i + 1):.1f},{self.y(min(max(v, self.low), self.high)):.1f}"
             for i, v in enumerate(values)
@@ -124,7 +128,7 @@ class _Panel:
 
 
 def render_verification(now: Verdicts) -> str:
-    """Table, words and picture in one file that needs nothing else."""
+    """Return the page: the table and the figure in one self-contained HTML file."""
     title = html.escape(f"unipar verify: {now.name}")
     return "\n".join(
         [

@@ -1,1 +1,1 @@
-"""Diagnosis: which fault explains a difference."""
+"""Diagnosis: the kind of fault that explains a difference, and where the difference begins."""

@@ -1,4 +1,4 @@
-"""What kind of fault fits: read off facts that were measured, one kind after another."""
+"""Kinds of faults, and their classification from measured facts, one kind after another."""
 
 from __future__ import annotations
 
@@ -23,59 +23,62 @@ from unipar.verification.judgement.judge import Judgement, count_used_batches
 from unipar.verification.judgement.record import RunRecord, SketchVector
 
 FACTOR_TOLERANCE: dict[Precision, float] = {"fp64": 0.005, "fp32": 0.005}
-"""How near a measured factor is to the one that it is taken for, in proportion."""
+"""Relative tolerance between a measured factor and a known one, by precision."""
 
 COARSE_FACTOR_TOLERANCE = 0.03
-"""The same in precisions of 8 bits or so."""
+"""Relative tolerance of factors in all coarser precisions."""
 
 ROUNDING_ERROR_RANGES = {"bf16": (4e-4, 6e-3), "fp16": (4e-5, 4e-4)}
-"""What rounding a gradient once or twice to these leaves of it, in proportion."""
+"""Relative error of a gradient that was rounded once or twice to a precision: smallest and largest."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault, and the sentence with the figures that speak for it."""
+    """Kind of fault, and a sentence with the figures that indicate it."""
 
     name: str
     says: str
     candidates: tuple[str, ...] = ()
-    """Kinds that fit equally well, where it is not one alone; `name` lists them all."""
+    """Kinds that fit equally well, if there are several; `name` lists them all."""
 
     measured: str = ""
-    """The part of `says` that holds whichever of them it is."""
+    """Part of `says` that is true for every candidate."""
 
 
 @dataclass(frozen=True)
 class FaultCase:
-    """A run that parts, and all that it is looked at with."""
+    """Run that disagrees, with everything that its classification needs."""
 
     run: RunRecord
     base: RunRecord
     replay: RunRecord
-    """In fp64, with each microbatch's gradient apart."""
+    """Replay in fp64 that keeps each microbatch's gradient apart."""
 
     judgement: Judgement
     config: Config
     ranks: int
     accumulate: int
     limit: float
-    """How far the ranks' norms may lie apart, in proportion."""
+    """Largest relative difference between the ranks' norms that counts as rounding."""
 
-    partings: Mapping[str, ModuleDifference]
-    own: bool | None
-    """Of a task that makes its own optimizer: whether that goes by whole tensors."""
+    module_differences: Mapping[str, ModuleDifference]
+    """First module that differs, by direction."""
+
+    optimizer_uses_whole_tensors: bool | None
+    """Whether the task's own optimizer uses whole tensors; None if the task has no optimizer of its own."""
 
     def groups(self, step: int) -> list[dict[str, Any]]:
-        """The optimizer's that is at work in this step."""
+        """Return the parameter groups of the optimizer that takes this step."""
         return [g for g in self.replay.groups if g["prefix"] == self.run.prefixes[step - 1]]
 
     @property
     def near(self) -> float:
+        """Relative tolerance of factors in the run's precision."""
         return FACTOR_TOLERANCE.get(self.config.train.precision, COARSE_FACTOR_TOLERANCE)
 
 
 def classify_fault(case: FaultCase) -> Fault | None:
-    """None: nothing known fits."""
+    """Return the kind of fault that fits, or None if no known kind does."""
     first = case.judgement.first
     assert first is not None
     at = first.step
@@ -83,14 +86,15 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_samples(case, at)
     if first.what == "rate":
         return _classify_rate(case, at)
-    if "forward" in case.partings:
-        place = case.partings["forward"]
+    if "forward" in case.module_differences:
+        place = case.module_differences["forward"]
         return Fault(
             "another forward",
-            f"{place.module} puts out something else on rank {place.rank}, off by {place.off:.1e}, though samples and "
+            f"the output of {place.module} differs on rank {place.rank}, by {place.off:.1e}, although samples and "
             f"weights are the same before step {at}",
         )
-    if case.own is not None:  # what it was given cannot be read off its state
+    if case.optimizer_uses_whole_tensors is not None:
+        # gradients cannot be computed from the state of an optimizer that the task makes
         return _classify_missing_update(case, at) or _classify_whole_tensor_optimizer(case, at)
     return _classify_missing_update(case, at) or _classify_norms(case, at) or _classify_gradient(case, at)
 
@@ -102,7 +106,7 @@ def _classify_samples(case: FaultCase, step: int) -> Fault:
     if missing and more and not set(more) - set(wanted):
         return Fault(
             "samples seen twice",
-            f"{count} of the {of} microbatches of step {step} are not seen by any rank, and as many are seen twice",
+            f"{count} of the {of} microbatches of step {step} are not used by any rank, and as many are used twice",
         )
     if missing and not more:
         gone = {i // case.ranks + 1 for i, mark in enumerate(_order(case, step)) if missing[mark]}
@@ -114,8 +118,8 @@ def _classify_samples(case: FaultCase, step: int) -> Fault:
         )
     if not missing and not more:
         weight = sum(rank.weight for rank in case.run.batches[step - 1])
-        return Fault("weights that do not add up to 1", f"the microbatches of step {step} weigh {weight:.6g} in all")
-    return Fault("other samples", f"{count} of the {of} microbatches of step {step} hold something else")
+        return Fault("weights that do not add up to 1", f"the weights of step {step} add up to {weight:.6g}")
+    return Fault("other samples", f"{count} of the {of} microbatches of step {step} hold different samples")
 
 
 def _order(case: FaultCase, step: int) -> Sequence[str]:
@@ -132,14 +136,13 @@ def _classify_rate(case: FaultCase, step: int) -> Fault:
             each = " (one for each rank)" if times == case.ranks else ""
             return Fault(
                 "a rate that runs ahead",
-                f"the rate of step {step} is that of step {step * times}: it takes {times} steps in one{each}",
+                f"the rate of step {step} is that of step {step * times}: the schedule moves {times} steps at "
+                f"a time{each}",
             )
     ratios = {round(a[0] / b[0], 6) for a, b in zip(mine, wanted, strict=True) if b[0]}
     if len(ratios) == 1:
-        return Fault(
-            "a rate off by a factor", f"the rate is {ratios.pop():g} times the one that is wanted, at every step"
-        )
-    return Fault("another rate", f"the rate of step {step} is {own[0]:.6g}, and {right[0]:.6g} is wanted")
+        return Fault("a rate off by a factor", f"the rate is {ratios.pop():g} times the right one, at every step")
+    return Fault("another rate", f"the rate of step {step} is {own[0]:.6g} instead of {right[0]:.6g}")
 
 
 def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -167,12 +170,17 @@ def _classify_missing_update(case: FaultCase, step: int) -> Fault | None:
 def _classify_whole_tensor_optimizer(case: FaultCase, step: int) -> Fault | None:
     first = case.judgement.first
     assert first is not None
-    if not case.own or case.config.parallel.shard == "nothing" or first.what in ("loss", "norm", "ranks' norms"):
+    if (
+        not case.optimizer_uses_whole_tensors
+        or case.config.parallel.shard == "nothing"
+        or first.what in ("loss", "norm", "ranks' norms")
+    ):
         return None
     return Fault(
         "an optimizer that uses a tensor's norm",
-        f"step {step} moves {first.name} otherwise, though losses and norms are the same: the task's optimizer goes by "
-        "whole tensors, and this cell keeps them in parts; take shard: nothing, or one that goes element by element",
+        f"step {step} changes {first.name} differently, although losses and norms are the same: the task's optimizer "
+        "uses whole tensors, and this cell keeps them in parts; use shard: nothing, or an optimizer that works element "
+        "by element",
     )
 
 
@@ -186,12 +194,14 @@ def _classify_norms(case: FaultCase, step: int) -> Fault | None:
         found = _classify_gradient(case, step)
         if found is not None and found.name == "not reduced":
             return found
-        what = "each is the norm of that rank's own share of the batch, taken before the ranks are added"
+        what = "each is the norm of that rank's own share of the batch, before the ranks are added"
     elif _near(case, math.sqrt(sum(n * n for n in norms)), right):
-        what = "their squares add up to that of the whole: each rank sees its own part of the gradient"
+        what = "their squares add up to the square of the whole norm: each rank uses its own part of the gradient"
     else:
-        what = "they should be one"
-    return Fault("a norm taken per rank", f"the ranks clip by {shown} in step {step}, for {right:.5g}: {what}")
+        what = "they should be equal"
+    return Fault(
+        "a norm taken per rank", f"in step {step} the ranks clip by the norms {shown} instead of {right:.5g}: {what}"
+    )
 
 
 def _classify_gradient(case: FaultCase, step: int) -> Fault | None:
@@ -206,21 +216,21 @@ def _classify_gradient(case: FaultCase, step: int) -> Fault | None:
 
 
 def _share_gradients(case: FaultCase, step: int) -> dict[tuple[int, int], GradientSketches]:
-    made: dict[tuple[int, int], GradientSketches] = {}
+    shares: dict[tuple[int, int], GradientSketches] = {}
     for text, grads in case.replay.shares[step - 1]["parts"].items():
         micro, rank = map(int, text.split("."))
-        made[micro, rank] = {name: sketch.numpy() for name, sketch in grads.items()}
-    return made
+        shares[micro, rank] = {name: sketch.numpy() for name, sketch in grads.items()}
+    return shares
 
 
 def run_gradient(case: FaultCase, step: int) -> dict[str, SketchVector]:
-    """What a step of the run was given."""
+    """Return the gradient of a step of the run, computed from its state."""
     config = case.config.of_part(case.run.prefixes[step - 1].removesuffix("."))
     return gradients_from_state(case.run, StateRule.of(config, case.groups(step)), step, _rate_by_parameter(case, step))
 
 
 def whole_gradient(case: FaultCase, step: int) -> GradientSketches:
-    """What one process has in it."""
+    """Return the gradient of a step in one process."""
     whole: dict[str, Any] = {}
     for grads in _share_gradients(case, step).values():
         for name, sketch in grads.items():
@@ -240,7 +250,7 @@ def _classify_mix(case: FaultCase, mix: GradientMix, step: int) -> Fault | None:
     if abs(mix.stale) > 5 * case.near and _near(case, middle, 1.0):
         return Fault(
             "a stale gradient",
-            f"the gradient of step {step} is its own and {mix.stale:.3g} of the one of the step before",
+            f"the gradient of step {step} is its own plus {mix.stale:.3g} times that of the previous step",
         )
     if np.abs(values - middle).max() <= case.near * abs(middle):
         return _classify_factor(case, middle, mix.unexplained_share, step)
@@ -249,27 +259,27 @@ def _classify_mix(case: FaultCase, mix: GradientMix, step: int) -> Fault | None:
 
 def _classify_factor(case: FaultCase, factor: float, left: float, step: int) -> Fault | None:
     ranks, micros = case.ranks, case.accumulate
-    said = f"the gradient of step {step} is {factor:.4g} times that of one process"
+    measured = f"the gradient of step {step} is {factor:.4g} times that of one process"
     by_world = {
-        float(ranks): ("not averaged", f"a sum over the {ranks} ranks, where the mean is wanted"),
+        float(ranks): ("not averaged", f"a sum over the {ranks} ranks instead of the mean"),
         1.0 / ranks: ("averaged twice", f"divided by the {ranks} ranks once more"),
     }
     by_micros = {
         1.0 / micros: ("divided twice by accumulation", f"divided by the {micros} microbatches once more"),
-        float(micros): ("not divided by accumulation", f"a sum over {micros} microbatches, where the mean is wanted"),
+        float(micros): ("not divided by accumulation", f"a sum over the {micros} microbatches instead of the mean"),
     }
     if not _near(case, factor, 1.0):
         fits = [x for known in (by_world, by_micros) for value, x in known.items() if _near(case, factor, value)]
         if not fits:
-            return Fault("a gradient off by a factor", said)
-        names, says = tuple(name for name, _ in fits), f"{said}: {', or '.join(why for _, why in fits)}"
-        return Fault(" or ".join(names), says, names if len(names) > 1 else (), said)
+            return Fault("a gradient off by a factor", measured)
+        names, says = tuple(name for name, _ in fits), f"{measured}: {', or '.join(why for _, why in fits)}"
+        return Fault(" or ".join(names), says, names if len(names) > 1 else (), measured)
     for name, (least, most) in ROUNDING_ERROR_RANGES.items():
         if least <= left <= most:
             return Fault(
                 f"rounded to {name}",
-                f"the gradient of step {step} is right on the whole and off by {left:.1e} everywhere, "
-                f"as numbers are that were rounded to {name}",
+                f"the gradient of step {step} is right on average and off by {left:.1e} everywhere, "
+                f"like numbers that were rounded to {name}",
             )
     return None
 
@@ -281,14 +291,14 @@ def _classify_uneven_mix(case: FaultCase, values: Any, step: int) -> Fault | Non
         gone = [i + 1 for i in range(micros) if abs(by_micro[i]) <= near]
         if gone:
             which = "the last microbatch" if gone == [micros] else f"microbatch {', '.join(map(str, gone))}"
-            return Fault("a microbatch left out", f"the gradient of step {step} holds nothing of {which}")
+            return Fault("a microbatch left out", f"the gradient of step {step} contains nothing of {which}")
     if np.abs(values - by_rank[None, :]).max() <= near:
         shown = ", ".join(f"{x:.3f}" for x in by_rank)
-        rule = f"the gradient of step {step} holds the ranks' shares {shown} times"
+        rule = f"the gradient of step {step} contains the ranks' shares with the weights {shown}"
         if case.config.train.clipping is not None and _is_clipped_per_rank(case, by_rank, step):
             return Fault("a norm taken per rank", f"{rule}: each was clipped by its own norm before they were added")
         if sum(abs(x) > near for x in by_rank) == 1:
-            return Fault("not reduced", f"{rule}: each rank goes by its own samples")
+            return Fault("not reduced", f"{rule}: each rank uses only its own samples")
         return Fault("ranks that count differently", rule)
     return None
 
@@ -306,15 +316,15 @@ def _near(case: FaultCase, value: float, wanted: float) -> bool:
 
 
 def resolve_fault(case: FaultCase, kind: Fault, measured: float, micros: int) -> Fault:
-    """Two factors fit, for there are as many microbatches as ranks: which, a run with other microbatches has shown."""
+    """Return which of two candidates fits, from the factor `measured` in a run with `micros` microbatches."""
     if len(kind.candidates) != 2:
         return kind
     ranks = case.ranks
     by_world = _near(case, measured, float(ranks)) or _near(case, measured, 1.0 / ranks)
     name = kind.candidates[0 if by_world else 1]
-    stays = "stays" if by_world else "goes with them"
+    change = "stays the same" if by_world else "changes with them"
     return Fault(
-        name, f"{kind.measured}; with {_count_microbatches(micros)} in place of {ranks} it {stays} ({measured:.4g})"
+        name, f"{kind.measured}; with {_count_microbatches(micros)} instead of {ranks} it {change} ({measured:.4g})"
     )
 
 

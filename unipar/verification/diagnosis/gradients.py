@@ -1,4 +1,4 @@
-"""Facts about a run that parts: what its gradients are made of, weighed from sketches of its state."""
+"""Gradients of a run, computed from sketches of its state, and their composition from known gradients."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ from unipar.config.sections.optimizer import SGD, Adam, AdamW
 from unipar.verification.judgement.record import RunRecord, SketchVector
 
 GradientSketches = Mapping[str, SketchVector]
-"""Sketches by parameter."""
+"""Sketches of gradients by parameter."""
 
 
 @dataclass(frozen=True)
 class StateRule:
-    """How the optimizer's state follows from gradients, so that gradients follow from its state."""
+    """Rule by which the optimizer's state follows from gradients, so that gradients can be computed from the state."""
 
     kind: str
-    """The state that gathers gradients; weight, where there is none."""
+    """Kind of state that accumulates gradients; weight, if the optimizer has none."""
 
     keeps: float
+    """Factor on the old state in an update."""
+
     adds: float
+    """Factor on the gradient in an update."""
+
     decay: Mapping[str, float]
-    """What of the weight is added to each parameter's gradient; by name of all that are trained."""
+    """Share of the weight that is added to the gradient, by name of every trained parameter."""
 
     limit: float | None
-    """The clip."""
+    """Largest norm of the gradient; None without clipping."""
 
     @classmethod
     def of(cls, config: Config, groups: Sequence[Mapping[str, object]]) -> StateRule:
+        """Return the rule of the optimizer in `config`, for these parameter groups."""
         wanted, clip = config.train.optimizer, config.train.clipping
         decay: dict[str, float] = {}
         for group in groups:
@@ -54,11 +59,11 @@ class StateRule:
 def gradients_from_state(
     run: RunRecord, rule: StateRule, step: int, rates: Mapping[str, float]
 ) -> dict[str, SketchVector]:
-    """What a step (from 1) was given of each parameter, less the decay, before it was clipped by the run's own norm."""
+    """Return the gradients of a step (from 1), without weight decay, before they were clipped by the run's own norm."""
     before, after = run.states[step - 1], run.states[step]
     norm = run.norms[step - 1][0]
     clip = 1.0 if rule.limit is None else min(1.0, rule.limit / (norm + 1e-6))
-    found: dict[str, SketchVector] = {}
+    gradients: dict[str, SketchVector] = {}
     for (name, kind), now in after.items():
         if kind != rule.kind or name not in rule.decay:
             continue
@@ -72,43 +77,43 @@ def gradients_from_state(
         else:
             given = (now - rule.keeps * was) / rule.adds
         weight = before[name, "weight"]
-        found[name] = (given - rule.decay[name] * weight) / clip
-    return found
+        gradients[name] = (given - rule.decay[name] * weight) / clip
+    return gradients
 
 
 @dataclass(frozen=True)
 class GradientMix:
-    """A gradient as a sum of known ones."""
+    """Gradient as a weighted sum of known gradients."""
 
     parts: Mapping[tuple[int, int], float]
-    """By microbatch and rank: how much of its share is in it; 1 in a healthy one."""
+    """Weight of each share by microbatch and rank; 1 in a correct gradient."""
 
     stale: float
-    """How much of the step before."""
+    """Weight of the previous step's gradient."""
 
     unexplained_share: float
-    """What none of them explains, in proportion to the whole."""
+    """Part that no known gradient explains, relative to the whole."""
 
 
 def fit_gradient_mix(
-    found: GradientSketches,
+    gradient: GradientSketches,
     parts: Mapping[tuple[int, int], GradientSketches],
     stale: GradientSketches,
     names: Sequence[str],
 ) -> GradientMix | None:
-    """The least squares over these parameters, each counting the same."""
+    """Return the least-squares fit over these parameters, with equal weights; None if none of them has a gradient."""
     keys = sorted(parts)
     columns = [*(parts[k] for k in keys), *([stale] if stale else [])]
     lines: list[SketchVector] = []
     wanted: list[SketchVector] = []
     for name in names:
-        if name not in found:
+        if name not in gradient:
             continue
-        block = np.stack([c.get(name, np.zeros_like(found[name])) for c in columns], axis=1)
+        block = np.stack([c.get(name, np.zeros_like(gradient[name])) for c in columns], axis=1)
         size = float(np.linalg.norm(block[:, : len(keys)].sum(1))) or float(np.linalg.norm(block))
         if size > 0:
             lines.append(block / size)
-            wanted.append(found[name] / size)
+            wanted.append(gradient[name] / size)
     if not lines:
         return None
     a, y = np.concatenate(lines), np.concatenate(wanted)
@@ -122,10 +127,10 @@ def fit_gradient_mix(
 
 
 def find_unmoved_parameters(run: RunRecord, base: RunRecord, step: int) -> list[str]:
-    """Parameters that a step left where they were, though it moves them in one process."""
-    found: list[str] = []
+    """Return parameters that a step did not change, although it changes them in one process."""
+    unmoved: list[str] = []
     for (name, kind), was in run.states[step - 1].items():
         moved = base.states[step][name, kind] - base.states[step - 1][name, kind] if kind == "weight" else None
         if moved is not None and np.any(moved) and not np.any(run.states[step][name, kind] - was):
-            found.append(name)
-    return found
+            unmoved.append(name)
+    return unmoved

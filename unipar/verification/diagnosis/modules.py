@@ -1,4 +1,4 @@
-"""Where two runs of one step part: the first module on the way forward, and on the way back."""
+"""First modules in which two runs of a step differ: in the forward pass, and in the backward pass."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ import torch
 from unipar.verification.judgement.record import RunRecord
 
 ROUNDING_FACTOR = 16.0
-"""How many times the rounding of one process a module's sketch may be off."""
+"""Factor on the rounding of one process that a module's sketch may differ by."""
 
 MIN_RELATIVE_DIFFERENCE = 1e-5
-"""The least that counts as off, in proportion: rounding is amplified within one module too."""
+"""Smallest relative difference that counts: within one module, too, rounding is amplified."""
 
 
 @dataclass(frozen=True)
 class ModuleDifference:
-    """The first place where a cell's numbers are others."""
+    """First module in which a cell's numbers differ, in one direction."""
 
     way: str
-    """forward or backward."""
+    """Direction: forward or backward."""
 
     module: str
     rank: int
     micro: int
     off: float
-    """In proportion."""
+    """Relative difference; NaN if the module was not recorded."""
 
 
 def find_module_differences(
     run: RunRecord, own: RunRecord, exact: RunRecord, ranks: int
 ) -> dict[str, ModuleDifference]:
-    """By way, if there is one. `own` is a replay in the run's precision, `exact` one in fp64, of the same step."""
-    found: dict[str, ModuleDifference] = {}
+    """Return the first difference by direction. `own` and `exact` are replays, in the run's precision and in fp64."""
+    differences: dict[str, ModuleDifference] = {}
     wanted, true = _index_rows(own.traced[0]), _index_rows(exact.traced[0])
     mine = [_index_rows(rows) for rows in run.traced]
     scale = _backward_scale(mine, wanted, ranks)
     counts = own.batches[-1][0].scales
     for (way, at, call), row in wanted.items():
-        if way in found or not counts[call]:  # one of weight 0 may be any
+        if way in differences or not counts[call]:  # a microbatch of weight 0 may hold anything
             continue
         micro, rank = divmod(call, ranks)
         other = mine[rank].get((way, at, micro)) if rank < len(mine) else None
         if other is None:
-            found[way] = ModuleDifference(way, row["module"], rank, micro, float("nan"))
+            differences[way] = ModuleDifference(way, row["module"], rank, micro, float("nan"))
             continue
         factor = scale if way == "backward" else 1.0
         size = float(row["sketch"].norm())
         off = float((other["sketch"] / factor - row["sketch"]).norm())
         rounding = float((row["sketch"] - true[way, at, call]["sketch"]).norm()) if (way, at, call) in true else 0.0
         if not off <= max(ROUNDING_FACTOR * rounding, MIN_RELATIVE_DIFFERENCE * size):
-            found[way] = ModuleDifference(way, row["module"], rank, micro, off / size if size else float("inf"))
-    return found
+            differences[way] = ModuleDifference(way, row["module"], rank, micro, off / size if size else float("inf"))
+    return differences
 
 
 def _index_rows(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """In the order in which things happened; the last word of each place counts."""
+    """Return the rows by direction, place and call, in the order of events; of equal keys the last row counts."""
     return {(row["way"], row["at"], row["call"]): row for row in rows}
 
 
 def _backward_scale(
     mine: list[dict[tuple[str, str, int], Any]], wanted: dict[tuple[str, str, int], Any], ranks: int
 ) -> float:
-    """Libraries differ in whether the loss is multiplied by the number of ranks before it goes backward."""
+    """Return the factor of backward gradients, 1 or 1 / ranks: not all libraries multiply the loss by the ranks."""
     for (way, at, call), row in wanted.items():
         micro, rank = divmod(call, ranks)
         other = mine[rank].get((way, at, micro)) if way == "backward" and rank < len(mine) else None

@@ -1,1 +1,1 @@
-"""Judgement: is a cell's run near enough to one process?"""
+"""Judgement: is the difference between a cell's run and one process within its tolerance?"""

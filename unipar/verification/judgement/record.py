@@ -1,4 +1,4 @@
-"""What a run was, its ranks put together: series by step, sketches and tensors by name."""
+"""Record of a run, combined from its ranks: series by step, sketches and tensors by name."""
 
 from __future__ import annotations
 
@@ -12,77 +12,86 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SketchVector = NDArray[np.float64]
+"""Sketch of a tensor: a short vector whose length approximates the tensor's."""
+
 StateKey = tuple[str, str]
-"""A tensor of the state: its parameter's name, and weight or the optimizer's own word."""
+"""Key of a tensor of the state: its parameter's name, and "weight" or the optimizer's name for it."""
 
 
 @dataclass(frozen=True)
 class RankBatches:
-    """The microbatches of one rank in one step, by fingerprint."""
+    """Microbatches of one rank in one step, by fingerprint."""
 
     given: tuple[str, ...]
+    """Fingerprints of the microbatches that the engine was given."""
+
     scales: tuple[float, ...]
-    """Each one's weight over the global batch's."""
+    """Weight of each given microbatch, as a share of the global batch's weight."""
 
     used_fingerprints: tuple[str, ...]
-    """What the loss was computed on."""
+    """Fingerprints of the batches on which the loss was computed."""
 
     @property
     def weighted_fingerprints(self) -> list[tuple[str, float]]:
-        """What was used, with its weight; each given one counts once, and what nobody gave weighs no number."""
+        """Used fingerprints with their weights; each given one counts once, and one that was not given weighs NaN."""
         left = list(zip(self.given, self.scales, strict=True))
-        found: list[tuple[str, float]] = []
+        weighted: list[tuple[str, float]] = []
         for mark in self.used_fingerprints:
             at = next((i for i, (name, _) in enumerate(left) if name == mark), None)
-            found.append((mark, math.nan) if at is None else left.pop(at))
-        return found
+            weighted.append((mark, math.nan) if at is None else left.pop(at))
+        return weighted
 
     @property
     def weight(self) -> float:
-        """Of all that was used."""
+        """Sum of the weights of all microbatches used in the step."""
         return sum(weight for _, weight in self.weighted_fingerprints)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run."""
+    """Record of one run, combined from its ranks."""
 
     losses: list[float]
     norms: list[list[float]]
-    """By step, each rank's word for the one norm."""
+    """Norm of the gradient as each rank reports it, by step and rank."""
 
     rates: list[list[list[float]]]
-    """By step and rank, each group's."""
+    """Learning rate of each parameter group, by step and rank."""
 
     batches: list[list[RankBatches]]
-    """By step and rank."""
+    """Microbatches by step and rank."""
 
     prefixes: list[str]
-    """By step, what the names of the part that was trained begin with; nothing, where the model is one."""
+    """Prefix of the parameter names of the part that was trained, by step; "" if the model has no parts."""
 
     states: list[dict[StateKey, SketchVector]]
-    """Sketches: before the first step, then after each."""
+    """Sketches of the state before the first step, then after each step."""
 
     state: dict[StateKey, Tensor]
-    """At the end, whole."""
+    """Whole tensors of the state at the end."""
 
     traced: list[list[dict[str, Any]]]
-    """By rank, the modules of the step that was recorded."""
+    """Outputs and gradients of every module in the traced step, by rank."""
 
     shares: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Gradient of each microbatch and norm of each rank's share, by step; only of a replay that keeps them apart."""
+
     groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Parameter groups of the optimizer; only of a replay."""
 
     @property
     def steps(self) -> int:
+        """Number of steps."""
         return len(self.losses)
 
     @property
     def moments(self) -> list[str]:
+        """Names of the optimizer's states, without step counts."""
         return sorted({kind for _, kind in self.state} - {"weight", "step"})
 
 
 def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
-    """Shares are added, ranges joined."""
+    """Return the record of a run from those of its ranks: losses and sketches are added, ranges of tensors joined."""
     steps = [list(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True)]
     return RunRecord(
         losses=[sum(rank["loss"] for rank in step) for step in steps],
@@ -114,7 +123,7 @@ def _add_sketches(states: list[dict[str, Tensor]]) -> dict[StateKey, SketchVecto
 
 
 def _join_pieces(pieces: list[Any]) -> dict[StateKey, Tensor]:
-    """A range that nobody holds is NaN, so that it equals nothing."""
+    """Return whole tensors from the ranks' ranges; a range that no rank holds is NaN, so that it equals nothing."""
     whole: dict[StateKey, Tensor] = {}
     for name, kind, shape, (start, stop), tensor in pieces:
         if (name, kind) not in whole:
@@ -124,12 +133,12 @@ def _join_pieces(pieces: list[Any]) -> dict[StateKey, Tensor]:
 
 
 def equals_bitwise(one: RunRecord, other: RunRecord) -> bool:
-    """Every weight and moment at the end; step counts are kept in different ways."""
+    """Return whether all weights and moments at the end are bit-for-bit equal; step counts differ between libraries."""
     mine = {k: t for k, t in one.state.items() if k[1] != "step"}
     theirs = {k: t for k, t in other.state.items() if k[1] != "step"}
     return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[k]) for k, t in mine.items())
 
 
 def tensor_distance(one: Tensor, other: Tensor) -> float:
-    """The length of the difference."""
+    """Return the Euclidean length of the difference of two tensors."""
     return float((one.double() - other.double()).norm())

@@ -1,4 +1,4 @@
-"""How near is near enough: measured on one-process runs that differ only in how they add things up."""
+"""Tolerances, measured on one-process runs that differ only in the order of their sums."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from unipar.config import Precision
 from unipar.verification.judgement.record import RunRecord, SketchVector, StateKey, tensor_distance
 
 SPREAD_FACTOR = 4.0
-"""How many times the spread of one process's own runs a cell may be off."""
+"""Factor between the spread of the one-process runs and the tolerance of a cell."""
 
 NOISE_GRADIENT_SHARE = 1e-5
-"""A parameter whose gradient is below this share of the model's is moved by rounding alone."""
+"""Share of the model's gradient below which a parameter's gradient is nothing but rounding noise."""
 
 ROUNDING_UNITS: dict[Precision, float] = {
     "fp64": 2.0**-52,
@@ -24,28 +24,28 @@ ROUNDING_UNITS: dict[Precision, float] = {
     "bf16-master": 2.0**-8,
     "fp16": 2.0**-11,
 }
-"""The last place of the numbers that are compared; no spread is taken to be less than that."""
+"""Relative size of the last place of the compared numbers, by precision; the least spread that is assumed."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """By step for the loss and the norm, by name for the state at its end; and by both for sketches on the way."""
+    """Largest allowed differences: of loss and norm by step, of the final state by tensor, of sketches by both."""
 
     base: RunRecord
-    """The one process that all are held to."""
+    """One-process run that all cells are compared with."""
 
     losses: list[float]
     norms: list[float]
     state: dict[StateKey, float]
     sketches: list[dict[StateKey, float]]
     noise: frozenset[str]
-    """Parameters that are judged by gradient."""
+    """Parameters whose gradient is rounding noise, which are judged by the size of their gradient."""
 
 
 def measure_tolerance(
     base: RunRecord, others: Sequence[RunRecord], exact: RunRecord, precision: Precision
 ) -> Tolerance:
-    """`others` and `base` did the same in one process, with other sums; `exact` is the fp64 run."""
+    """Return the tolerances from one-process runs that add in other orders; `exact` is the fp64 run."""
     runs = [base, *others]
     last = ROUNDING_UNITS[precision]
     losses = [_at_least(_spread([r.losses[t] for r in runs]), last * abs(base.losses[t])) for t in range(base.steps)]
@@ -70,7 +70,7 @@ def _at_least(spread: float, least: float) -> float:
 
 
 def _running_maxima(values: Sequence[float]) -> Iterator[float]:
-    """Differences add up from step to step: what was there once is there later."""
+    """Yield the largest value so far: differences accumulate, so a spread seen once is allowed in later steps."""
     highest = 0.0
     for value in values:
         highest = max(highest, value)
@@ -78,7 +78,7 @@ def _running_maxima(values: Sequence[float]) -> Iterator[float]:
 
 
 def _state_tolerance(runs: Sequence[RunRecord], last: float) -> dict[StateKey, float]:
-    """The largest distance between any two; a tensor that was lucky is given what is usual for its kind."""
+    """Return by tensor the largest distance between any two runs, but at least what is usual for its kind."""
     base = runs[0].state
     apart = {
         k: max((tensor_distance(a.state[k], b.state[k]) for a, b in combinations(runs, 2)), default=0.0) for k in base
@@ -95,6 +95,7 @@ def _sketch_tolerance(states: Sequence[dict[StateKey, SketchVector]], last: floa
 
 
 def _raise_to_median(apart: dict[StateKey, float], sizes: dict[StateKey, float], last: float) -> dict[StateKey, float]:
+    """Return the distances, raised to the median of their kind and to the last place, both relative to the size."""
     usual: dict[str, float] = {}
     for kind in {kind for _, kind in apart}:
         shares = [apart[k] / sizes[k] for k in apart if k[1] == kind and sizes[k] > 0]
@@ -107,7 +108,7 @@ def _length(vector: SketchVector) -> float:
 
 
 def _find_noise_parameters(exact: RunRecord) -> frozenset[str]:
-    """By the second moment in fp64: what is left of it there is the true gradient's."""
+    """Return parameters without a true gradient, by Adam's second moment in fp64, where rounding is negligible."""
     second = {name: t.double() for (name, kind), t in exact.state.items() if kind == "exp_avg_sq"}
     if not second:
         return frozenset()
@@ -116,7 +117,7 @@ def _find_noise_parameters(exact: RunRecord) -> frozenset[str]:
 
 
 def gradient_share(record: RunRecord, name: str) -> float:
-    """The size of a parameter's gradient in proportion to the model's, by the second moment."""
+    """Return the size of a parameter's gradient relative to the model's, by Adam's second moment."""
     second = {n: t.double() for (n, kind), t in record.state.items() if kind == "exp_avg_sq"}
     whole = sum(float(t.sum()) for t in second.values()) / sum(t.numel() for t in second.values())
     return (float(second[name].mean()) / whole) ** 0.5

@@ -1,1 +1,1 @@
-"""The side of `verify` that runs in the ranks."""
+"""Worker side of `verify`: runs that are recorded, inside each rank."""

@@ -1,4 +1,4 @@
-"""Inside a world: its jobs, one after another; what each gave goes into the folder."""
+"""Worker entry of `verify`: run the jobs of a world one after another, and write each result into its folder."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from unipar.verification.worker.task_probe import disable_dropout, probe_task
 
 
 class StepsDone(BaseException):
-    """The task's loop has done the steps that were asked for."""
+    """Control exception: the task's loop has done the number of steps that the job asks for."""
 
 
 def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) -> None:
-    """A worker's entry: all jobs of this world."""
-    warnings.filterwarnings("ignore")  # said once already, where the same task trains
-    told = json.loads((folder / JOBS_FILE_NAME).read_text("utf-8"))
-    ref = TaskRef.from_json(told["task"])
-    jobs = [Job.from_json(job) for job in told["jobs"]]
+    """Run all jobs of this world on this rank."""
+    warnings.filterwarnings("ignore")  # every job trains the same task and would repeat them
+    orders = json.loads((folder / JOBS_FILE_NAME).read_text("utf-8"))
+    ref = TaskRef.from_json(orders["task"])
+    jobs = [Job.from_json(job) for job in orders["jobs"]]
     first = jobs[0].settled
     backend = registry.find_backend(first.cell.backend)
     world = backend.join(first.config, place)
@@ -59,7 +59,7 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
 def _run_job_or_error(
     job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heart: HeartbeatWriter
 ) -> dict[str, Any]:
-    """What a job gave, or the error that every rank met alike; any other error ends the world."""
+    """Return the result of a job, or a UniparError, which every rank raises alike; any other error ends the world."""
     try:
         return _run_job(job, backend, ref, world, folder, heart)
     except UniparError as e:
@@ -71,51 +71,53 @@ def _run_job(
 ) -> dict[str, Any]:
     settled = job.settled
     task = ref.load()
-    quiet = disable_dropout(task) if job.calm else []
+    dropout_names = disable_dropout(task) if job.calm else []
     settled, again = fix_stream_samples(task, settled, job.steps)
     if job.kind == "look":
-        found = {"quiet": quiet, "stream": again is not None, **probe_task(task, settled, world)}
-        return found | {"again": found["again"] and again is not False}
+        facts = {"quiet": dropout_names, "stream": again is not None, **probe_task(task, settled, world)}
+        return facts | {"again": facts["again"] and again is not False}
     build = replay.replay_builder(job.ranks, job.order, apart=job.apart) if job.kind == "replay" else None
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
         live = build_run(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers, build=build)
-        book = RunRecorder(job.trace_at)
+        recorder = RunRecorder(job.trace_at)
         for name, part in live.parts.items():
-            part.engine = book.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
-        book.record_initial_state()
+            part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
+        recorder.record_initial_state()
         if job.kind == "replay":
             live.use_feed(_feed_of_all_ranks(task, settled.config, job.ranks))
         _train_steps(task, live, job.steps)
-        heart.set_phase("start")  # what follows has no steps
-        made = {
-            "steps": book.steps,
-            "states": book.states,
-            "traced": book.traced,
-            "shares": _gradient_shares(book),
+        heart.set_phase("start")  # collecting the result is not part of a step
+        result = {
+            "steps": recorder.steps,
+            "states": recorder.states,
+            "traced": recorder.traced,
+            "shares": _gradient_shares(recorder),
             "groups": [
                 {**group, "prefix": prefix, "names": [prefix + name for name in group["names"]]}
-                for prefix, engine in book.engines.items()
+                for prefix, engine in recorder.engines.items()
                 if isinstance(engine, replay.ReplayEngine)
                 for group in engine.groups()
             ],
             "pieces": [
-                (p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().cpu().clone()) for p in book.pieces()
+                (p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().cpu().clone()) for p in recorder.pieces()
             ],
         }
-        for engine in book.engines.values():
+        for engine in recorder.engines.values():
             engine.close()
-    return made
+    return result
 
 
-def _gradient_shares(book: RunRecorder) -> list[dict[str, Any]]:
-    """Of a replay, what each step was added up from."""
-    kept = {
-        prefix: iter(e.shares) for prefix, e in book.engines.items() if isinstance(e, replay.ReplayEngine) and e.shares
+def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:
+    """Return what a replay added up in each step, with full parameter names; [] if it did not keep that."""
+    shares = {
+        prefix: iter(e.shares)
+        for prefix, e in recorder.engines.items()
+        if isinstance(e, replay.ReplayEngine) and e.shares
     }
-    if not kept:
+    if not shares:
         return []
-    rows = [(step["prefix"], next(kept[step["prefix"]])) for step in book.steps]
+    rows = [(step["prefix"], next(shares[step["prefix"]])) for step in recorder.steps]
     return [
         {**row, "parts": {k: {prefix + n: s for n, s in grads.items()} for k, grads in row["parts"].items()}}
         for prefix, row in rows
@@ -123,20 +125,20 @@ def _gradient_shares(book: RunRecorder) -> list[dict[str, Any]]:
 
 
 def _feed_of_all_ranks(task: Task, config: Config, ranks: int) -> MicrobatchFeed:
-    """The microbatches of all ranks, in the order in which a replay takes them."""
+    """Return a feed of the microbatches of all ranks, in the order in which a replay takes them."""
     sizes = config.batch.settle(ranks)
     source = data_source_of(task.data(), task.collate if task.defines("collate") else None, task.collate, config, sizes)
     return MicrobatchFeed(source, sizes, None, config.train.seed)
 
 
 def _train_steps(task: Task, live: TrainingRun, steps: int) -> None:
-    """The task's own loop, left after so many steps."""
+    """Run the task's own loop, and leave it after `steps` steps."""
 
-    def enough(done: int) -> None:
+    def stop_when_done(done: int) -> None:
         if done >= steps:
             raise StepsDone
 
-    live.at_boundary(enough)
+    live.at_boundary(stop_when_done)
     with contextlib.suppress(StepsDone):
         task.train(live)
     live.finish()

@@ -1,4 +1,4 @@
-"""A stream's first samples, read once and held: every cell, rank and replay takes its own from the same ones."""
+"""First samples of a stream, read once and kept, so that every cell, rank and replay uses the same samples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from unipar.training.fingerprint import fingerprint_batch
 
 
 def fix_stream_samples(task: Task, settled: SettledConfig, steps: int) -> tuple[SettledConfig, bool | None]:
-    """The config for the task, whose `data()` has an index from now on; and whether the stream is the same again.
+    """Replace a stream in the task by its first samples; return its config and whether a second read is the same.
 
-    None: it is no stream, and nothing is held.
+    The second value is None if the data is not a stream; the task is then unchanged.
     """
     original: Any = task.data
     config, sizes = settled.config, settled.sizes
@@ -41,7 +41,9 @@ def fix_stream_samples(task: Task, settled: SettledConfig, steps: int) -> tuple[
             "in one process; verify with --set data.stream=whole"
         )
     if config.train.steps is None:
-        raise ConfigError("train.epochs: verify holds a stream's first samples, whatever an epoch is; say train.steps")
+        raise ConfigError(
+            "train.epochs: verify uses the first samples of a stream and does not know its epochs; set train.steps"
+        )
     samples: Any = first(sizes.total * max(1, steps), source)
     loader: Any = DataLoader(
         samples, batch_size=1, collate_fn=source.collate, drop_last=source.settings.ragged == "drop"
@@ -51,5 +53,5 @@ def fix_stream_samples(task: Task, settled: SettledConfig, steps: int) -> tuple[
     again = fingerprint_batch(source.collate(samples[:count])) == fingerprint_batch(
         source.collate(first(count, read()))
     )
-    said = config.data.model_dump(exclude_unset=True, exclude={"stream"})
-    return replace(settled, config=config.changed({"data": Data(**said)})), again
+    kept_keys = config.data.model_dump(exclude_unset=True, exclude={"stream"})
+    return replace(settled, config=config.changed({"data": Data(**kept_keys)})), again

@@ -1,4 +1,4 @@
-"""What a world is asked to do: runs, one after another, each with a new engine."""
+"""Jobs of a world: runs, one after another, each with a new engine; and the keys that name runs."""
 
 from __future__ import annotations
 
@@ -13,42 +13,45 @@ from unipar.config import Precision
 from unipar.config.settled import SettledConfig
 
 JOBS_ENTRY: Final = "unipar.verification.worker.entry:run_world_jobs"
+"""Entry of the worker processes."""
+
 JOBS_FILE_NAME: Final = "jobs.json"
+"""Name of the file that tells a world its jobs."""
 
 
 @dataclass(frozen=True)
 class RunKey:
-    """Which run of a verification this is. Its text names it on the terminal, in errors and in verify.json."""
+    """Key of a run of a verification; its text names the run on the terminal, in errors and in verify.json."""
 
     kind: Literal["look", "one process", "shares", "micros", "cell"]
-    """shares, micros: a replay in one process, its sums added rank by rank or microbatch by microbatch."""
+    """Kind of run; shares and micros: a replay in one process that adds rank by rank, or microbatch by microbatch."""
 
     cell: str = ""
-    """The cell that is run, where kind is cell."""
+    """Cell that is run, if kind is cell."""
 
     precision: Precision | None = None
-    """None: that of the config."""
+    """Precision of the run, if it is not that of the config."""
 
     micro: int | None = None
-    """Samples in a microbatch; None: as many as in the config."""
+    """Samples in a microbatch, if not as many as in the config."""
 
     bitwise: bool = False
-    """With arithmetic that does not depend on how tensors are split, so that bits can be compared."""
+    """Whether the arithmetic does not depend on how tensors are split, so that results can be equal bit for bit."""
 
     step: int | None = None
-    """A replay up to this step, which is recorded in full; None: all steps."""
+    """Last step of a replay, which is traced in full; None: all steps, without a trace."""
 
     @override
     def __str__(self) -> str:
         if self.kind == "look":
-            return "a look at the task"
+            return "task probe"
         if self.kind == "cell":
-            return f"bits of {self.cell}" if self.bitwise else self.cell
+            return f"{self.cell}, bitwise" if self.bitwise else self.cell
         if self.kind == "one process":
             micro = "" if self.micro is None else f", microbatches of {self.micro}"
             return f"one process{micro}" + (f", {self.precision}" if self.precision else "")
         if self.step is not None:
-            return f"step {self.step} " + (f"in {self.precision}" if self.precision else "again")
+            return f"a replay up to step {self.step}" + (f", {self.precision}" if self.precision else "")
         order = "share by share" if self.kind == "shares" else "microbatch by microbatch"
         how = "" if self.bitwise else f", {self.precision or 'as configured'}"
         return f"a replay, {order}{how}"
@@ -56,37 +59,41 @@ class RunKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run of some steps."""
+    """One run of a number of steps."""
 
     key: RunKey
     kind: Literal["run", "replay", "look"]
-    """A run as anyone's; a replay, in one process, of what `ranks` ranks do; a look at the task alone."""
+    """run: a usual run; replay: one process that does what `ranks` ranks do; look: the probe of the task alone."""
 
     settled: SettledConfig
     steps: int
     ranks: int = 1
     order: str = "shares"
+    """Order in which a replay adds gradients: shares or micros."""
+
     apart: bool = False
-    """A replay keeps each microbatch's share of the gradient."""
+    """Whether a replay keeps each microbatch's share of the gradient."""
 
     trace_at: int | None = None
-    """The step whose every module is recorded."""
+    """Step in which every module is traced; None: no step."""
 
     calm: bool = True
-    """Dropout is set to 0."""
+    """Whether dropout is set to 0."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields, and a name for one who reads the file."""
+        """Return all fields as JSON, and the run's name for readers of the file."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("key", "settled")}
-        told = {"config": self.settled.config.json_for_ranks(), "settled": self.settled.to_json()}
-        return {"name": str(self.key), "key": asdict(self.key)} | plain | told
+        settled = {"config": self.settled.config.json_for_ranks(), "settled": self.settled.to_json()}
+        return {"name": str(self.key), "key": asdict(self.key)} | plain | settled
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the job that `to_json` wrote."""
         plain = {key: value for key, value in data.items() if key not in ("name", "key", "config", "settled")}
         settled = SettledConfig.from_json(data["config"], data["settled"])
         return cls(**plain, key=RunKey(**data["key"]), settled=settled)
 
 
 def job_result_path(folder: Path, job: int, rank: int) -> Path:
+    """Return the path of a rank's result of the job of this number."""
     return folder / f"job-{job}-rank-{rank}.pt"

@@ -1,4 +1,4 @@
-"""An engine that is watched: what each step was given, what it gave, and what became of every tensor."""
+"""Recording of a run: what each step of an engine takes and returns, and the state of every tensor after it."""
 
 from __future__ import annotations
 
@@ -17,49 +17,55 @@ from unipar.verification.worker.trace import StepTrace
 
 
 class RunRecorder:
-    """What all engines of a run did, in the order in which they did it: one of a model, or one of each of its parts."""
+    """Record of all engines of a run, in the order of their steps: one engine, or one per part of the model."""
 
     def __init__(self, trace_at: int | None = None) -> None:
         self.engines: dict[str, Engine] = {}
-        """By what their names begin with: nothing, where there is one."""
+        """Engines by the prefix of their parameter names; "" if there is only one."""
 
         self.steps: list[dict[str, Any]] = []
+        """Loss, norm, rates and fingerprints of each step."""
+
         self.traced: list[dict[str, Any]] = []
+        """Rows of the traced step."""
+
         self.states: list[dict[str, Tensor]] = []
-        """Before the first step, then after each: a sketch of what this rank holds of each tensor."""
+        """Sketches of this rank's part of each tensor: before the first step, then after each step."""
 
         self._trace_at = trace_at
         self._sketches = TensorSketcher()
 
     def record_engine(self, prefix: str, engine: Engine) -> RecordingEngine:
+        """Return the engine wrapped so that its steps are recorded."""
         self.engines[prefix] = engine
         return RecordingEngine(self, prefix, engine)
 
     def record_initial_state(self) -> None:
-        """Before the first step."""
+        """Record the state before the first step."""
         self.states.append(self._state())
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank holds of the state that is compared."""
+        """Yield this rank's pieces of the state that is compared: parameters and floating-point optimizer states."""
         for prefix, engine in self.engines.items():
             for piece in engine.pieces():
                 if piece.kind != "buffer" and piece.tensor.is_floating_point():
                     yield replace(piece, name=prefix + piece.name)
 
     def _state(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        sketches: dict[str, Tensor] = {}
         for piece in self.pieces():
             size = int(torch.Size(piece.shape).numel())
-            found[f"{piece.name}|{piece.kind}"] = self._sketches.sketch_range(
+            sketches[f"{piece.name}|{piece.kind}"] = self._sketches.sketch_range(
                 piece.name, size, piece.where, piece.tensor
             )
-        return found
+        return sketches
 
     def step(self, prefix: str, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        """Run a step of the engine with this prefix, and record it."""
         seen: list[str] = []
         trace = StepTrace() if len(self.steps) + 1 == self._trace_at else None
 
-        def watched(model: nn.Module, batch: Any) -> Any:
+        def recorded(model: nn.Module, batch: Any) -> Any:
             call = len(seen)
             seen.append(fingerprint_batch(batch))
             if trace is None:
@@ -69,7 +75,7 @@ class RunRecorder:
 
         given = [(fingerprint_batch(m.batch), m.scale) for m in micros]
         engine = self.engines[prefix]
-        out = engine.step(watched, micros, factor, mark)
+        out = engine.step(recorded, micros, factor, mark)
         if trace is not None:
             self.traced = trace.rows
         rates = engine.learning_rates()
@@ -81,12 +87,12 @@ class RunRecorder:
 
 @final
 class RecordingEngine(DelegatingEngine):
-    """Writes down what the engine within does."""
+    """Engine that passes each call to another engine and records its steps."""
 
-    def __init__(self, notebook: RunRecorder, prefix: str, inner: Engine) -> None:
+    def __init__(self, recorder: RunRecorder, prefix: str, inner: Engine) -> None:
         super().__init__(inner)
-        self._notebook, self._prefix = notebook, prefix
+        self._recorder, self._prefix = recorder, prefix
 
     @override
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
-        return self._notebook.step(self._prefix, fn, micros, factor, mark)
+        return self._recorder.step(self._prefix, fn, micros, factor, mark)

@@ -1,4 +1,4 @@
-"""One process that does what several would: each rank's share of the gradient apart, then divided and added."""
+"""Replay: one process that does what several ranks would, with each rank's share of the gradient kept apart."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from unipar.engines.wrapper import WrapperEngine
 from unipar.training.fingerprint import TensorSketcher, sketch_whole_tensor
 
 GradientList = list[Tensor | None]
+"""Gradients of all trained parameters, in order; None for one that got none."""
+
 ADDITION_ORDERS: dict[str, Literal["shares", "micros"]] = {
     "shares": "shares",  # each rank adds its microbatches, then the ranks are added
     "micros": "micros",  # each microbatch is added over the ranks, then the microbatches
 }
+"""Orders in which a replay can add gradients."""
 
 
 @final
 class ReplayEngine(WrapperEngine):
-    """Is given every rank's microbatches: those of the first, rank by rank, then those of the second."""
+    """Engine of a replay; it takes the microbatches of all ranks: the first of each rank, then the second of each."""
 
     def __init__(self, part: Part, config: Config, world: World, ranks: int, order: str, *, apart: bool) -> None:
         broadcast_model(part.module, world.device)
@@ -35,7 +38,7 @@ class ReplayEngine(WrapperEngine):
         self._apart, self._sketches = apart, TensorSketcher()
         self._begin()
         self.shares: list[dict[str, Any]] = []
-        """If asked for, of every step: each microbatch's gradient as a sketch, and the norm of each rank's share."""
+        """Sketch of each microbatch's gradient and norm of each rank's share, by step; empty unless `apart`."""
 
     def _begin(self) -> None:
         self._count = 0
@@ -77,7 +80,7 @@ class ReplayEngine(WrapperEngine):
                     yield Holding("gradients", self._names[id(p)], g)
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups by name, with the decay of each."""
+        """Return the optimizer's groups: names of their parameters, and weight decay."""
         return [
             {"names": [self._names[id(p)] for p in g["params"]], "decay": float(g["weight_decay"])}
             for g in self.base.param_groups
@@ -116,7 +119,9 @@ def _norm(grads: GradientList) -> float:
 
 
 def replay_builder(ranks: int, order: str, *, apart: bool) -> Callable[[Part, Config, World], ReplayEngine]:
-    def made(part: Part, config: Config, world: World) -> ReplayEngine:
+    """Return a function that builds a replay engine for a part, with these settings."""
+
+    def build(part: Part, config: Config, world: World) -> ReplayEngine:
         return ReplayEngine(part, config, world, ranks, order, apart=apart)
 
-    return made
+    return build

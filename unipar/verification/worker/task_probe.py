@@ -1,5 +1,5 @@
-"""What a task is like, found in one process before anything is compared: does it draw, is its data the same again,
-and is the loss of a batch the mean of its halves' losses?"""
+"""Probe of a task in one process, before anything is compared: does its loss draw random numbers, is its data the same
+when read again, and is the loss of a batch the mean of its halves' losses?"""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from unipar.training.fingerprint import fingerprint_batch
 from unipar.utils.seeding import seed_all
 
 EQUAL_LOSS_TOLERANCE = 1e-9
-"""How near two losses in fp64 are that should be equal."""
+"""Relative tolerance of two fp64 losses that should be equal."""
 
 
 def disable_dropout(task: Task) -> list[str]:
-    """From now on the task's model has no dropout; the names of what had some appear in the list once it is made."""
+    """Set dropout to 0 in models that the task creates; return a list that then holds the names of what was changed."""
     names: list[str] = []
     original: Any = task.model
 
     def model() -> Any:
-        made = original()
+        created = original()
         names.clear()
-        for part in made.values() if isinstance(made, dict) else [made]:
+        for part in created.values() if isinstance(created, dict) else [created]:
             if isinstance(part, nn.Module):
                 names.extend(_zero_dropout(part))
-        return made
+        return created
 
     vars(task)["model"] = model
     return names
@@ -61,7 +61,7 @@ def _zero_dropout(module: nn.Module) -> Iterator[str]:
 
 
 def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, Any]:
-    """The config says fp64, so that what differs is not rounding."""
+    """Return facts about the task; the config's precision is fp64, so that differences are not due to rounding."""
     config, sizes = settled.config, settled.sizes
     collate = task.collate if task.defines("collate") else None
     source = data_source_of(task.data(), collate, task.collate, config, sizes)
@@ -70,9 +70,9 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     again = fingerprint_batch(feed.read(keys)) == fingerprint_batch(feed.read(keys))
     modules = create_parts(task.model, config, world)
     module = next(iter(modules.values())).to(world.device)
-    asked = _TaskLoss(task, module, config, world)
+    loss_of = _TaskLoss(task, module, config, world)
     batch = feed.read(keys)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "readable": bool(fingerprint_batch(batch)),
         "again": again,
         "draws": False,
@@ -81,25 +81,25 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
         "apart": None,
         "optimizer": optimizer_uses_whole_tensors(task) if task.defines("optimizer") else None,
     }
-    if len(modules) > 1:  # their losses are in the task's own loop
-        return found
-    first, drawn = asked(batch, 0), asked(batch, 1)
-    found["draws"] = not _near(first, drawn)
-    if len(keys) > 1 and not found["draws"]:
+    if len(modules) > 1:  # the losses of parts are computed in the task's own loop
+        return facts
+    first, drawn = loss_of(batch, 0), loss_of(batch, 1)
+    facts["draws"] = not _near(first, drawn)
+    if len(keys) > 1 and not facts["draws"]:
         half = len(keys) // 2
         parts = [feed.read(keys[:half]), feed.read(keys[half:])]
         weights = [_weight(task, part, n) for part, n in zip(parts, (half, len(keys) - half), strict=True)]
         if sum(weights) > 0:
-            mean = sum(asked(p, 0) * w for p, w in zip(parts, weights, strict=True) if w) / sum(weights)
-            found["apart"] = not _near(first, mean)
-            found["batch_loss"], found["halves_loss"] = first, mean
-    return found
+            mean = sum(loss_of(p, 0) * w for p, w in zip(parts, weights, strict=True) if w) / sum(weights)
+            facts["apart"] = not _near(first, mean)
+            facts["batch_loss"], facts["halves_loss"] = first, mean
+    return facts
 
 
 def optimizer_uses_whole_tensors(task: Task) -> bool:
-    """Whether a step of the task's own optimizer on a tensor is another than on flat halves of it."""
-    made = torch.Generator().manual_seed(0)
-    weight, *grads = (torch.randn(8, 4, generator=made, dtype=torch.float64) for _ in range(3))
+    """Return whether a step of the task's optimizer on a tensor differs from a step on flat halves of the tensor."""
+    generator = torch.Generator().manual_seed(0)
+    weight, *grads = (torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(3))
 
     def stepped(cut: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
         parts = [nn.Parameter(part.clone()) for part in cut(weight)]
@@ -114,11 +114,11 @@ def optimizer_uses_whole_tensors(task: Task) -> bool:
     try:
         return not torch.allclose(whole, stepped(lambda t: t.flatten().chunk(2)), rtol=EQUAL_LOSS_TOLERANCE, atol=0.0)
     except (RuntimeError, ValueError, IndexError, AssertionError):
-        return True  # it takes matrices only
+        return True  # the optimizer takes matrices only
 
 
 class _TaskLoss:
-    """The task's loss on a model that stays as it is."""
+    """Function from a batch to the task's loss, which leaves the model unchanged."""
 
     def __init__(self, task: Task, module: nn.Module, config: Config, world: World) -> None:
         self._task, self._module, self._world = task, module, world
@@ -136,7 +136,7 @@ class _TaskLoss:
 
 
 def _uses_batch_statistics(module: nn.Module) -> bool:
-    """Whether it takes the mean over the samples that this rank sees."""
+    """Return whether a module normalises by the mean over this rank's samples."""
     return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 

@@ -1,4 +1,4 @@
-"""One step in full: the output of every module, and the gradient that came back to it, by name."""
+"""Trace of one step: a sketch of every module's output, and of the gradient with respect to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unipar.training.fingerprint import TensorSketcher, collect_tensors, sketch_
 
 @final
 class StepTrace:
-    """Rows in the order in which things happened."""
+    """Trace of one step, as rows in the order of events."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -24,7 +24,7 @@ class StepTrace:
 
     @contextmanager
     def record_modules(self, model: nn.Module, call: int) -> Generator[None]:
-        """While a loss is computed: the `call`-th of this step on this rank."""
+        """Context manager: record the modules while the `call`-th loss of this step is computed on this rank."""
         handles = [
             module.register_forward_hook(partial(self._forward, name or "(the model)", call))
             for name, module in model.named_modules()

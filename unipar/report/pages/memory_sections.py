@@ -1,0 +1,159 @@
+"""Sections of the comparison page on memory and communication: peak, bridges, through a step, balance, bytes sent."""
+
+from __future__ import annotations
+
+from unipar.backend import Category
+from unipar.memory.account import CATEGORIES, MEMORY_PHASES
+from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory_bars, draw_rank_balance
+from unipar.report.charts.lines import cells_with_curves, draw_memory_through_step
+from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.headline import CATEGORY_LABELS, baseline_with_memory, category_differences, cells_to_rank
+from unipar.report.pages.elements import escape, html_figure, html_section, html_table, paragraph
+from unipar.report.pages.library_defaults import library_default_note
+from unipar.utils.text import format_size
+
+_NO_VALUE = "–"
+
+
+def _key(page: ComparisonPageData) -> str:
+    """Return the legend of colours, in the order in which categories are drawn."""
+    items = "".join(f'<li><i class="c-{c}"></i>{escape(CATEGORY_LABELS[c])}</li>' for c in _categories_at_peak(page))
+    return f'<ul class="key">{items}</ul>'
+
+
+def _categories_at_peak(page: ComparisonPageData) -> list[Category]:
+    """Return the categories that any cell holds at its peak."""
+    present = {c for cell in page.measured_cells if cell.fullest_account for c in cell.fullest_account.peak.held}
+    return [c for c in CATEGORIES if c in present]
+
+
+def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
+    """Return the section on memory at the peak by category, or a sentence that memory was not measured."""
+    title = "Memory at the peak"
+    if not page.measured_cells:
+        return html_section(
+            "memory", title, paragraph("Memory was not measured in this comparison: no cell has a memory account.")
+        )
+    missing = [c.cell for c in page.cells if c.row.outcome == "ran" and c.fullest_account is None]
+    shown = _categories_at_peak(page)
+    rows: list[list[str]] = []
+    for cell in page.measured_cells:
+        assert cell.fullest_account is not None
+        peak = cell.fullest_account.peak
+        parts = [format_size(peak.held[c]) if c in peak.held else _NO_VALUE for c in shown]
+        rows.append([cell.cell, peak.name, format_size(peak.peak), *parts])
+    cut = [
+        f"{c.cell} holds {format_size(c.peak)}"
+        for c in page.measured_cells
+        if c.cell in choose_bar_scale(page, before)[1]
+    ]
+    table = html_table(
+        ["cell", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)], rows, "Bytes by category at the peak", (0, 1)
+    )
+    return html_section(
+        "memory",
+        title,
+        paragraph(
+            "Peak of the memory that the fullest rank allocated, beyond what it held before training. "
+            + ("The thin bar is the earlier comparison." if before is not None and before.measured_cells else "")
+        ),
+        _key(page),
+        paragraph(f"A bar with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""),
+        html_figure(lambda width: draw_memory_bars(page, before, width), table),
+        *(paragraph(library_default_note(page, c), "own") for c in page.cells if c.is_library_default),
+        paragraph(f"Not measured: {', '.join(missing)}." if missing else ""),
+    )
+
+
+def bridges_section(page: ComparisonPageData) -> str:
+    """Return the section on differences in memory from the baseline to each other cell, or "" without a baseline."""
+    base = baseline_with_memory(page)
+    others = [c for c in cells_to_rank(page.measured_cells, page) if c is not base]
+    if base is None or not others:
+        return ""
+
+    def one(cell: CellPageData) -> str:
+        moved = [
+            [CATEGORY_LABELS[c], f"{'−' if d < 0 else '+'}{format_size(abs(d))}"]
+            for c, d in category_differences(base, cell).items()
+        ]
+        table = html_table(["category", "difference"], moved, f"From {base.cell} to {cell.cell}")
+        return html_figure(lambda width: draw_bridge(base, cell, width), table)
+
+    first, *rest = others
+    return html_section(
+        "bridge",
+        "Which bytes moved where",
+        paragraph(
+            f"From {base.cell} to {first.cell}, the smallest other cell: each row begins where the previous one ended."
+        ),
+        one(first),
+        *(f"<details><summary>From {escape(base.cell)} to {escape(c.cell)}</summary>{one(c)}</details>" for c in rest),
+    )
+
+
+def step_memory_section(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
+    """Return the section on memory during a step, or "" if no cell has a curve."""
+    drawn = cells_with_curves(page.measured_cells)
+    if not drawn:
+        return ""
+    rows = [
+        [
+            c.cell,
+            *(
+                format_size(p.peak) if (p := next((p for p in a.phases if p.name == n), None)) else _NO_VALUE
+                for n in MEMORY_PHASES
+            ),
+        ]
+        for c, a in drawn
+    ]
+    dashed = " Dashed: the earlier comparison." if before is not None else ""
+    return html_section(
+        "through",
+        "Memory through a step",
+        paragraph(
+            "Memory of the fullest rank during one step: phases are as long as in a step without recording, "
+            f"allocations are spread evenly within each. Panels share one scale, except where noted.{dashed}"
+        ),
+        html_figure(
+            lambda width: draw_memory_through_step(page, before, width),
+            html_table(["cell", *MEMORY_PHASES], rows, "Peak of each phase"),
+        ),
+    )
+
+
+def balance_section(page: ComparisonPageData) -> str:
+    """Return the section on differences in memory between ranks, or "" if no cell has several accounts."""
+    if not any(len(c.memory) > 1 for c in page.measured_cells):
+        return ""
+    ranks = sorted({a.rank for c in page.measured_cells for a in c.memory})
+    rows = [
+        [c.cell, *(next((format_size(a.peak.peak) for a in c.memory if a.rank == r), _NO_VALUE) for r in ranks)]
+        for c in page.measured_cells
+    ]
+    return html_section(
+        "balance",
+        "Balance between ranks",
+        paragraph("One dot per rank; at the right, how much more the fullest rank holds than the emptiest."),
+        html_figure(
+            lambda width: draw_rank_balance(page, width),
+            html_table(["cell", *(f"rank {r}" for r in ranks)], rows, "Peak by rank"),
+        ),
+    )
+
+
+def communication_section(page: ComparisonPageData) -> str:
+    """Return the section on what a step sends by collective, or "" if nothing is known of it."""
+    kinds = sorted({kind for c in page.measured_cells for a in c.memory for kind in a.sent})
+    if not kinds:
+        return ""
+    known = [(c.cell, a) for c in page.measured_cells if (a := c.fullest_account)]
+    rows = [[cell, *(format_size(a.sent[k]) if k in a.sent else _NO_VALUE for k in kinds)] for cell, a in known]
+    ways = {a.sent_by: [cell for cell, b in known if b.sent and b.sent_by == a.sent_by] for _, a in known if a.sent_by}
+    return html_section(
+        "sent",
+        "What a step sends",
+        html_table(["cell", *kinds], rows, "Payload bytes of one step by collective"),
+        paragraph("Each call counts with its whole tensor: the larger of what a rank gives and what it gets.", "note"),
+        *(paragraph(f"{', '.join(cells)}: by {way}.", "note") for way, cells in ways.items()),
+    )
