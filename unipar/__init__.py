@@ -64,15 +64,15 @@ __all__ = [
 _HOMES = {
     "Cell": "config",
     "Config": "config",
-    "Report": "report",
-    "Run": "share",
+    "Report": "results.run",
+    "Run": "task",
     "Task": "task",
-    "Tracker": "track",
-    "compare": "verbs.compare",
-    "join": "launcher",
-    "launch": "launcher",
-    "scale": "verbs.scale",
-    "verify": "verbs.verify",
+    "Tracker": "tracking.tracker",
+    "compare": "comparison.compare",
+    "join": "launcher.launch",
+    "launch": "launcher.launch",
+    "scale": "comparison.scale",
+    "verify": "verification.verify",
 }
 """The module of each name that is not an error."""
 
