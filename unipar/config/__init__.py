@@ -1,4 +1,4 @@
-"""What a run is, as validated sections: no library's name, no torch. Reading YAML, overrides, error sentences."""
+"""Config of a run as validated sections: reading YAML, overrides, error sentences."""
 
 from unipar.config.cell import SHARDS as SHARDS
 from unipar.config.cell import Cell as Cell

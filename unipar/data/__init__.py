@@ -1,1 +1,1 @@
-"""Which samples a rank reads, and when: map-style datasets, streams, DataLoaders."""
+"""Samples that each rank reads, and their order: map-style datasets, streams, DataLoaders."""

@@ -1,1 +1,1 @@
-"""Who this process is among others: launchers and their variables, the process group, rendezvous, GPUs counted without torch."""
+"""Rank, world and launcher of this process: detection, process group, rendezvous, counting GPUs."""

@@ -1,1 +1,1 @@
-"""The toolbox from which backends build engines: base class, forward wrapper, parameter placement, clipping, loss scale, state."""
+"""Toolbox for building engines: base class, forward call, parameter placement, clipping, loss scale, state."""

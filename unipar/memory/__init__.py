@@ -1,1 +1,1 @@
-"""Memory: what each rank holds, byte by byte, and what for."""
+"""Measured memory of one rank: bytes by phase of a step and by category."""

@@ -1,1 +1,1 @@
-"""Predicting memory and communication without running: today the estimate behind out-of-memory advice."""
+"""Predictions made without running: the memory estimate behind out-of-memory advice."""

@@ -1,1 +1,1 @@
-"""The run folder, the only channel between a run's processes and whoever reads it: paths, ledger, heartbeat, error files, ownership."""
+"""The run folder, through which processes of a run communicate: paths, ledger, heartbeat, error files."""

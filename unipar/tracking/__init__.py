@@ -1,1 +1,1 @@
-"""Where metrics go besides the run folder: TensorBoard, Weights & Biases, MLflow, plugins."""
+"""Trackers of metrics besides the run folder: TensorBoard, Weights & Biases, MLflow, plugins."""

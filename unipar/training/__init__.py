@@ -1,1 +1,1 @@
-"""One rank of a run from set-up to its end: the loop, evaluation, stopping, out-of-memory errors."""
+"""Training of one rank from set-up to end: loop, evaluation, stopping, out-of-memory errors."""

@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of training. May import `errors.py` only. No torch, but in `seeding.py`."""
+"""Small helpers that know nothing of training: text, tables, files, /proc, plugins, seeding."""

@@ -1,1 +1,1 @@
-"""How `unipar verify` proves that backends agree: runs that are watched, references to hold them to, and a verdict."""
+"""`verify`: runs of every cell compared with one process, and a diagnosis where they differ."""

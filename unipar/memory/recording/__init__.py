@@ -1,1 +1,1 @@
-"""Recording: events become bytes by phase and category."""
+"""Recorders of a run's memory: events become bytes by phase and category."""

@@ -1,1 +1,1 @@
-"""Sources of memory events: they see blocks come and go."""
+"""Sources of memory events: malloc, the CUDA allocator, a profiler, pinned memory, NVML."""

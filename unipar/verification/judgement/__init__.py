@@ -1,1 +1,1 @@
-"""Judgement: is a cell's run near enough to one process?"""
+"""Judgement: whether a cell's run is close enough to the run of one process."""

@@ -1,1 +1,1 @@
-"""The side of `verify` that runs in the ranks."""
+"""The part of `verify` that runs in the ranks."""
