@@ -1,4 +1,4 @@
-"""One PyTorch training loop under many backends. The public names, each imported when it is first used."""
+"""Public names of unipar: one PyTorch training loop under many backends. Each name is imported on first use."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _HOMES = {
     "scale": "comparison.scale",
     "verify": "verification.verify",
 }
-"""The module of each name that is not an error."""
+"""Module of each public name that is not an error."""
 
 
 def __getattr__(name: str) -> Any:
@@ -83,13 +83,13 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
 
-        found: Any = version("unipar")
+        value: Any = version("unipar")
     else:
         from importlib import import_module
 
-        found = getattr(import_module(f"unipar.{_HOMES.get(name, 'errors')}"), name)
-    globals()[name] = found
-    return found
+        value = getattr(import_module(f"unipar.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

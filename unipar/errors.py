@@ -1,17 +1,17 @@
-"""Everything unipar raises on purpose.
+"""All exceptions that unipar raises on purpose.
 
 * UniparError
-  + ConfigError          the config is not one: a key, a value, arithmetic that does not work out   (exit 2)
-  + TaskError            the user's task: absent, incomplete, or its arguments do not fit            (exit 2)
-  + OutExists            the run folder is there already                                             (exit 2)
-  + ReportError          a run folder that cannot be read, or a page that cannot be written          (exit 2)
-  + BackendNotFound      no installed package offers that name                                       (exit 3)
-  + BackendNotInstalled  it is known, its library is missing or broken                               (exit 3)
+  + ConfigError          the config is invalid: a key, a value, or numbers that do not fit together  (exit 2)
+  + TaskError            the user's task is missing, incomplete, or its arguments do not fit         (exit 2)
+  + OutExists            the run folder already exists                                               (exit 2)
+  + ReportError          a run folder cannot be read, or a page cannot be written                    (exit 2)
+  + BackendNotFound      no installed package offers a backend of that name                          (exit 3)
+  + BackendNotInstalled  the backend is known, but its library is missing or broken                  (exit 3)
   + Unsupported          the backend cannot do what the config asks                                  (exit 3)
   + WorldMismatch        the processes found are not the processes asked for                         (exit 3)
-  + WorkerFailed         a process of the run ended badly                                            (exit 1)
-    - Hung               one fell silent while the others waited for it
-  + OutOfMemory          a rank ran out of memory: where, what held the most, what would have fitted  (exit 1)
+  + WorkerFailed         a process of the run failed                                                 (exit 1)
+    - Hung               a process made no progress while the others waited for it
+  + OutOfMemory          a rank ran out of memory: where, what used most of it, what would have fit  (exit 1)
   + NonFinite            the loss became NaN or infinite: which step, which rank                     (exit 1)
   + Stopped              a signal ended the run at a step boundary                                   (exit 130)
 """
@@ -25,38 +25,50 @@ from typing_extensions import override
 
 
 class UniparError(Exception):
-    """Catch this to catch them all."""
+    """Base class of all errors that unipar raises on purpose."""
 
     code: ClassVar[int] = 1
-    """What the command line exits with."""
+    """Exit code of the command line."""
 
 
 class ConfigError(UniparError, ValueError):
+    """Error for an invalid config."""
+
     code = 2
 
 
 class TaskError(UniparError, ValueError):
+    """Error for a task that is missing or incomplete, or whose arguments do not fit."""
+
     code = 2
 
 
 class OutExists(UniparError, FileExistsError):
+    """Error for an output folder that is already in use."""
+
     code = 2
 
 
 class ReportError(UniparError):
+    """Error for a run folder that cannot be read, or a page that cannot be written."""
+
     code = 2
 
 
 class BackendNotFound(UniparError, LookupError):
+    """Error for a backend name that no installed package offers."""
+
     code = 3
 
 
 class BackendNotInstalled(UniparError, ImportError):
+    """Error for a backend whose library is missing or broken."""
+
     code = 3
 
 
 class Unsupported(UniparError):
-    """A cell that does not exist, or a config that it cannot run: every reason, a sentence each."""
+    """Error for a cell that does not exist or cannot run the config; `reasons` holds a sentence for each reason."""
 
     code = 3
 
@@ -72,32 +84,39 @@ class Unsupported(UniparError):
 
 
 class WorldMismatch(UniparError):
+    """Error for processes that are not those that the config or the launcher asked for."""
+
     code = 3
 
 
 class WorkerFailed(UniparError):
-    """One rank ended badly; `traceback` is its own, `log` is where the rest of its words are."""
+    """Error for a rank that failed: `traceback` is the traceback of that rank, `log` the path of its log."""
 
     def __init__(self, message: str, *, rank: int | None = None, traceback: str = "", log: str = "") -> None:
         super().__init__(message)
         self.rank, self.traceback, self.log = rank, traceback, log
 
 
-class Hung(WorkerFailed): ...
+class Hung(WorkerFailed):
+    """Error for a rank that made no progress while the others waited for it."""
 
 
-class OutOfMemory(UniparError, MemoryError): ...
+class OutOfMemory(UniparError, MemoryError):
+    """Error for a rank that ran out of memory."""
 
 
-class NonFinite(UniparError): ...
+class NonFinite(UniparError):
+    """Error for a loss that became NaN or infinite."""
 
 
 class Stopped(UniparError):
+    """Error for a run that a signal ended at a step boundary."""
+
     code = 130
 
 
 def rebuild(kind: str, message: str) -> UniparError | None:
-    """The error that a worker raised on purpose, as the same type, here; None for any other."""
+    """Return a worker's error with its original type, given the type's name, or None if it is not a UniparError."""
     plain = (
         ConfigError,
         TaskError,
@@ -111,9 +130,9 @@ def rebuild(kind: str, message: str) -> UniparError | None:
         NonFinite,
         Stopped,
     )
-    made = {c.__name__: c for c in plain}
-    if kind in made:
-        return made[kind](message)
+    by_name = {c.__name__: c for c in plain}
+    if kind in by_name:
+        return by_name[kind](message)
     if kind == Unsupported.__name__:
         cell, _, rest = message.partition(":")
         return Unsupported(cell, [rest.strip()])

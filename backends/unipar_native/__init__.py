@@ -126,7 +126,7 @@ class Single(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
-        from unipar_native.single import SingleEngine
+        from unipar_native.single_process import SingleEngine
 
         return SingleEngine(part, config, world)
 

@@ -6,7 +6,7 @@ from unipar_native.data_parallel import DataParallelEngine
 from unipar_native.ddp import DDPEngine, LateWrappedEngine
 from unipar_native.fsdp2 import FSDP2Engine, ShardedEngine
 from unipar_native.local_sgd import LocalSGDEngine
-from unipar_native.single import SingleEngine
+from unipar_native.single_process import SingleEngine
 
 __all__ = [
     "DDPEngine",

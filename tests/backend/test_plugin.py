@@ -14,7 +14,7 @@ import pytest
 from unipar.errors import Unsupported
 
 ROOT = Path(__file__).parents[2]
-TOY = ROOT / "tests" / "toy"
+TOY = ROOT / "tests" / "support" / "toy"
 
 
 def _run(*words: str, path: Path = TOY) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def test_found() -> None:
 def test_suite() -> None:
     """It passes the conformance suite in worlds of 2, with marks that it brings itself."""
     words = ("-m", "pytest", "tests/conformance", "-q", "-p", "no:cacheprovider", "--cells", "toy")
-    out = _run(*words, "--marks", "tests/toy/marks.toml", "-k", "nothing-2-")
+    out = _run(*words, "--marks", "tests/support/toy/marks.toml", "-k", "nothing-2-")
     assert out.returncode == 0, out.stdout[-3000:]
     assert "4 xfailed" in out.stdout.splitlines()[-1]
 

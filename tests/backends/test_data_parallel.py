@@ -1,4 +1,4 @@
-"""native/nothing+dp: what is known of nn.DataParallel before any GPU is touched. tests/test_gpu.py trains with it."""
+"""native/nothing+dp: what is known of nn.DataParallel before any GPU is touched. tests/backends/test_gpu.py trains with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unipar_native.data_parallel import (
     group_into_rounds,
     sum_losses,
 )
-from unipar_native.single import SingleEngine
+from unipar_native.single_process import SingleEngine
 
 from tests.conformance.tasks import Plain
 from tests.support.exports import WORDS
@@ -29,7 +29,6 @@ from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_given_config
 from unipar.conversion.export import export_script
-from unipar.distributed import gpus
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch
@@ -49,7 +48,7 @@ def config(**sections: Any) -> Config:
 
 @pytest.fixture(autouse=True)
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 4)
+    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 4)
 
 
 def test_its_option_makes_the_cell() -> None:
@@ -124,7 +123,7 @@ def test_it_splits_nothing() -> None:
 
 def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the device is left open."""
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 0)
+    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 0)
     row, _ = select_cells(SettledConfig.of(config(device="auto", options={}), Cell("native"), 2, "cpu"), (str(CELL),))[
         str(CELL)
     ]

@@ -20,7 +20,6 @@ from tests.support.running import running
 from tests.support.settings import Rows, assert_agrees, run_rows
 from unipar.backend import checks, registry
 from unipar.config import Config
-from unipar.distributed import gpus
 from unipar.errors import TaskError, Unsupported
 
 pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # the library's own, of its own calls
@@ -265,7 +264,7 @@ def test_refusals_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own names; a size that is left to the library is not said."""
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 1)
+    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 1)
     options = {**ADAM, "offload_parameters": "cpu", "prefetch": 7, "live": "library", "overlap": True}
     made: dict[str, Any] = {"backend": "deepspeed", "batch": {"total": 8}, "train": {"steps": 1}, **ZERO3}
     config = Config.model_validate(made | {"options": {"deepspeed": options}})
@@ -327,7 +326,7 @@ def test_the_neutral_key_is_refused(offload: str, shard: str, options: dict[str,
 
 def test_the_neutral_key_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, whether the device was given or found."""
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 0)
+    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 0)
     neutral = NEUTRAL | ZERO3 | {"model": {"offload": "parameters"}}
     assert _refused({}, neutral | {"device": "cpu"}) == (
         "model.offload: parameters needs CUDA: on the CPU all is in the host's memory; leave it out"

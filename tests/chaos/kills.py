@@ -36,7 +36,7 @@ class Victim:
         config.write_text(
             json.dumps(
                 {
-                    "task": {"use": f"{ROOT}/tests/tiny.py:Tiny", "args": {"pause": 0.01}},
+                    "task": {"use": f"{ROOT}/tests/support/tiny.py:Tiny", "args": {"pause": 0.01}},
                     "device": "cpu",
                     "parallel": {"data": 2},
                     "batch": {"total": 8},

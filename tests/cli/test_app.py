@@ -268,6 +268,15 @@ def test_what_to_try_next(
     assert (answer.code, answer.out) == (code, "the table\n" + (ways if more else ""))
 
 
+CALLED = {
+    "compare": "unipar.comparison.compare.compare",
+    "scale": "unipar.comparison.scale.scale",
+    "verify": "unipar.verification.verify.verify",
+    "explain": "unipar.cli.commands.explain.explain_config",
+}
+"""The function behind each command that takes cells."""
+
+
 @pytest.mark.parametrize("verb", ["compare", "scale", "verify", "explain"])
 def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     """As sizes of worlds have; repeated, too."""
@@ -277,7 +286,7 @@ def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.Mon
         asked.extend(words[0] if verb == "explain" else named["cells"])
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(f"unipar.verbs.{verb}.{verb}", met)
+    monkeypatch.setattr(CALLED[verb], met)
     world = ["--world", "1,2"] if verb == "scale" else []
     assert unipar(verb, "x.yaml", "--cell", "single, native/nothing,", "--cell", "deepspeed/*", *world).code == 2
     assert asked == ["single", "native/nothing", "deepspeed/*"]
@@ -336,7 +345,7 @@ def test_no_torch_before_a_process_starts(words: str) -> None:
     """What can be answered from text is answered in a moment: neither torch nor numpy is imported."""
     program = (
         f"import sys; sys.argv = ['unipar', *{words.split()!r}]\n"
-        "from unipar.cli import main\n"
+        "from unipar.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: print('loaded:', *[m for m in ('torch', 'numpy') if m in sys.modules])\n"
     )

@@ -11,7 +11,6 @@ import pytest
 from unipar.cli.commands.check import check_config
 from unipar.cli.commands.explain import Explanation, explain_config
 from unipar.config.source import ConfigSource, load_config_file
-from unipar.distributed import gpus
 from unipar.errors import ConfigError, OutExists, TaskError
 
 CONFIG = """\
@@ -121,7 +120,7 @@ def test_the_third_number(source: ConfigSource, batch: str, key: str, value: tup
 
 def test_auto_says_what_it_came_to(source: ConfigSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number and the device, with the reason beside the line."""
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 2)
+    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 2)
     found = rows(explain_config(changed(source, "parallel.data=auto")))
     assert found["parallel.data"] == (2, "--set; auto: no launcher, 2 GPUs visible here")
     assert found["device"] == ("cuda", "default; auto: 2 GPUs visible here")
@@ -271,7 +270,7 @@ def test_check_without_a_task(source: ConfigSource) -> None:
             "parallel={shard: gradients, shard_over: 3}",
             ConfigError,
             "parallel.shard_over (3) does not divide the number of ranks (2): give a divisor of it, or leave "
-            "shard_over out, and all ranks split one copy",
+            "shard_over out, so that all ranks split one copy",
         ),
         (
             "compare.cells=[horovod/optimizer]",
@@ -295,6 +294,6 @@ def test_check_sees_an_existing_run(source: ConfigSource) -> None:
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/config.json").write_text('{"batch": {}, "train": {}}', "utf-8")
     Path("runs/x/launch.json").write_text('{"task": {}}', "utf-8")
-    with pytest.raises(OutExists, match=r"^out: runs/x is there already"):
+    with pytest.raises(OutExists, match=r"^out: runs/x already exists"):
         check_config(source)
     assert check_config(source, overwrite=True).startswith("x.yaml: good")

@@ -240,7 +240,7 @@ def test_what_does_not_run_is_uninstalled(cache: Path, tmp_path: Path, monkeypat
             raise run_command.CommandFailed("rank 1: ImportError: undefined symbol: _ZN3c10")
         return ""
 
-    for name, value in (("torch_here", lambda: TORCH), ("_installed", lambda: False), ("run", run)):
+    for name, value in (("query_torch", lambda: TORCH), ("_is_installed", lambda: False), ("run", run)):
         monkeypatch.setattr(install, name, value)
     monkeypatch.setattr(unipar_horovod_install, "find_features", lambda *_: BuildFeatures(("gloo",), {}))  # pyright: ignore[reportUnknownLambdaType]
     with pytest.raises(errors.BackendNotInstalled) as told:
@@ -271,13 +271,13 @@ def test_an_interrupt_takes_the_build_along(tmp_path: Path, sign: signal.Signals
     code = f"""
 import tempfile
 from unipar_horovod import install, toolchain
-from unipar.verbs.install import install as unipar_install
-install.torch_here = lambda: toolchain.Torch(version="2.13.0+cpu", standard=20, abi=True)
-install._installed = lambda: False
-install._wheel = lambda torch, wanted, folder, log, force: install._attempt(
+from unipar.cli.commands.install import install_backend
+install.query_torch = lambda: toolchain.TorchBuild(version="2.13.0+cpu", standard=20, abi=True)
+install._is_installed = lambda: False
+install._get_wheel = lambda torch, wanted, folder, log, force: install._run_or_explain(
     ["sh", "-c", "sleep {mark} & touch {tmp_path}/begun; wait"], log, "")
 try:
-    unipar_install("horovod")
+    install_backend("horovod")
 except KeyboardInterrupt:
     raise SystemExit(130)
 """

@@ -337,7 +337,8 @@ def test_a_folder_of_somebody_else_is_no_place_for_worlds(given: dict[str, Any],
     with pytest.raises(errors.OutExists) as e:
         compare(given, world="1,2")
     assert str(e.value) == (
-        f"{tmp_path}/out/worlds holds thesis.tex, which is not compare's: move it away, or give another out"
+        f"{tmp_path}/out/worlds holds thesis.tex, which does not belong to compare: "
+        "move it away, or name another folder (out)"
     )
     with pytest.raises(errors.ConfigError, match=r"batch\.total \(8\) is not a multiple of accumulate x data"):
         compare(given, world=[1, 3])

@@ -16,7 +16,6 @@ from unipar import errors
 from unipar.comparison.request import parse_world_sizes
 from unipar.comparison.scale import scale, select_worlds
 from unipar.config import Cell, Config
-from unipar.distributed import gpus
 from unipar.report.pages.scaling import scaling_headline
 from unipar.results.row import CellResult
 from unipar.results.scaling import ScaledCell, Scaling
@@ -111,7 +110,7 @@ def test_a_world_that_copies_do_not_fill() -> None:
         list(select_worlds(split, [1, 2], [Cell("native", "parameters")], "cpu"))
     assert str(e.value) == (
         "parallel.shard_over (2) does not divide the number of ranks (1): give a divisor of it, or leave "
-        "shard_over out, and all ranks split one copy"
+        "shard_over out, so that all ranks split one copy"
     )
 
 
@@ -309,7 +308,9 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
     assert [line.partition(" round")[0] for line in order] == [found.rows[i].cell for i in (1, 2, 0)]
     with pytest.raises(errors.OutExists) as e:
         scale(given, worlds=[2, 1])
-    assert str(e.value) == f"{out} holds an earlier scaling: give --overwrite to replace it, or another out"
+    assert (
+        str(e.value) == f"{out} holds an earlier scaling: give --overwrite to replace it, or name another folder (out)"
+    )
 
 
 def test_a_config_that_no_world_can_run(given: dict[str, Any], tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_a_config_that_no_world_can_run(given: dict[str, Any], tmp_path: Path) -
 def test_too_few_gpus(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names what asked for them."""
     given["device"] = "cuda"
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 1)
+    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 1)
     with pytest.raises(errors.Unsupported) as e:
         scale(given, worlds=[1, 2])
     assert str(e.value) == (

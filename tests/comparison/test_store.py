@@ -40,7 +40,7 @@ def test_a_backend_that_is_still_missing_is_no_reason_to_go_on(
 
 def test_what_was_watched_is_kept_at_once(tmp_path: Path) -> None:
     """The command is killed in its first turns: every rank's memory is in compare.json, and on the page."""
-    told = CONFIG | {"task": {"use": f"{ROOT}/tests/tiny.py:Tiny"}, "out": str(tmp_path / "out")}
+    told = CONFIG | {"task": {"use": f"{ROOT}/tests/support/tiny.py:Tiny"}, "out": str(tmp_path / "out")}
     (tmp_path / "x.yaml").write_text(json.dumps(told), encoding="utf-8")
     unipar = (sys.executable, "-m", "unipar")
     command = [*unipar, "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]

@@ -55,7 +55,7 @@ def test_any_two_give_the_third(batch: Batch, ranks: int, sizes: BatchSizes) -> 
         (
             Batch(total=3),
             4,
-            "batch.total (3) is not a multiple of accumulate x data (1 x 4 = 4); the least is 4",
+            "batch.total (3) is not a multiple of accumulate x data (1 x 4 = 4); the smallest is 4",
         ),
         (
             Batch(total=32, micro=4, accumulate=2),

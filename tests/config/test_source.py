@@ -131,7 +131,7 @@ def test_a_length_replaces_the_files_other_one(config: Reader, way: str) -> None
 def test_two_lengths_given_together_are_an_error(config: Reader) -> None:
     """Only what the file said gives way."""
     assert refusal(config, GOOD, "train.epochs=2", "train.steps=3") == (
-        "x.yaml: train (line 5): one of steps and epochs is needed, and not both"
+        "x.yaml: train (line 5): give one of steps and epochs, not both"
     )
 
 
@@ -171,11 +171,11 @@ def test_two_lengths_given_together_are_an_error(config: Reader) -> None:
         ),
         (
             "parallel.tensor=2",
-            "x.yaml: parallel.tensor (--set): tensor parallelism is not there yet; leave the key out",
+            "x.yaml: parallel.tensor (--set): tensor parallelism is not supported yet; leave the key out",
         ),
         (
             "parallel.pipeline=2",
-            "x.yaml: parallel.pipeline (--set): pipeline parallelism is not there yet; leave the key out",
+            "x.yaml: parallel.pipeline (--set): pipeline parallelism is not supported yet; leave the key out",
         ),
     ],
 )
@@ -266,8 +266,8 @@ def test_what_no_file_could_hold(value: object, shown: str) -> None:
     with pytest.raises(ConfigError) as e:
         given_source({"batch": {"total": 8}, "train": {"steps": 1}}, {"task.args.x": value})
     assert str(e.value) == (
-        f"overrides task.args.x: {shown} is not plain: a config holds text, finite numbers, true, false, null, lists, "
-        "and mappings whose keys are text"
+        f"overrides task.args.x: {shown} is not a plain value: a config holds text, finite numbers, true, false, "
+        "null, lists, and mappings whose keys are text"
     )
 
 
@@ -275,7 +275,7 @@ def test_a_mapping_that_holds_itself() -> None:
     """It would never end."""
     loop: dict[str, Any] = {}
     loop["x"] = loop
-    with pytest.raises(ConfigError, match=r"nested more than 32 deep$"):
+    with pytest.raises(ConfigError, match=r"nested more than 32 levels deep$"):
         given_source({"batch": {"total": 8}, "train": {"steps": 1}, "task": loop})
 
 

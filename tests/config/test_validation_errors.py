@@ -67,7 +67,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ({"batch": ...}, "batch is missing; wanted a section with the keys total, micro, accumulate"),
         ({"task": {}}, "task.use is missing; wanted text"),
         ({"train/clip": {"norm": "fp64"}}, "train.clip.max is missing; wanted a number above 0"),
-        ({"train/steps": ...}, "train: one of steps and epochs is needed, and not both"),
+        ({"train/steps": ...}, "train: give one of steps and epochs, not both"),
         ({"batch/total": ...}, "batch: two of total, micro and accumulate are needed (or total alone); given: none"),
         (
             {"batch": {"micro": 4}},
@@ -127,7 +127,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         # values that do not go together
         (
             {"train/optimizer": {"name": "sgd", "nesterov": True}},
-            "train.optimizer: nesterov: true looks ahead by the momentum, which is 0; give one (momentum: 0.9)",
+            "train.optimizer: nesterov: true needs a momentum, which is 0; give one (momentum: 0.9)",
         ),
         (
             {"train/optimizer": {"fused": True, "foreach": True}},
@@ -176,7 +176,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         (
             {"launch": {"heartbeat": 60, "timeout": 30}},
             "launch: timeout (30) must be larger than heartbeat (60), "
-            "else the ranks that wait are blamed before the one that hangs",
+            "otherwise the ranks that wait would be blamed before the one that hangs",
         ),
     ],
 )

@@ -47,7 +47,7 @@ MARKS = (
     Mark("never", ("native/nothing", "native/optimizer", "accelerate/nothing"), ("unused at times, unsaid",),
          "TaskError", "DDP must be told to search for unused parameters: options.NAME.find_unused"),
     Mark("never", ("native/nothing+dp",), ("*",), "Unsupported",
-         "nn.DataParallel is for CUDA devices, and the suite plays on the CPU; tests/test_gpu.py has it"),
+         "nn.DataParallel is for CUDA devices, and the suite plays on the CPU; tests/backends/test_gpu.py has it"),
     Mark("never", ZERO, ("fp64", "several parts, fp64"), "Unsupported", "ZeRO's masters are fp32"),
     Mark("never", ("single", "native/nothing", "horovod/*", "accelerate/nothing"),
          ("bf16-master", "bf16-master, float inputs", "state out and in, bf16-master",

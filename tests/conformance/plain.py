@@ -48,7 +48,7 @@ def train_by_hand(case: Case, size: int) -> Result:
             tensor.data = tensor.data.to(dtype_of(case))
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = _groups(config, task, model, trained)
-    optimizer = _own(config, task, groups) if task.gives("optimizer") else optimizer_of(config, groups, trained)
+    optimizer = _own(config, task, groups) if task.defines("optimizer") else optimizer_of(config, groups, trained)
     base = [g["lr"] for g in optimizer.param_groups]
     data = task.data()
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data

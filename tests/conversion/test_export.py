@@ -209,7 +209,7 @@ def test_refused(to: str, change: dict[str, Any], sentence: str, tmp_path: Path)
 
 TASKS = """import unipar
 from torch import nn
-from tests.traveller import Line
+from tests.support.traveller import Line
 
 
 class Whole(unipar.Task):

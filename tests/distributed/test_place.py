@@ -128,10 +128,10 @@ def test_nobody(environ: dict[str, str]) -> None:
          "whoever set RANK and WORLD_SIZE should have set LOCAL_RANK to a number; it is not set"),
         (MPIRUN | {"PMIX_NAMESPACE": ""}, "mpirun should have set PMIX_NAMESPACE to the job's id; it is not set"),
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"},
-         "mpirun started 4 processes, 2 of them on this machine, and says no address where they could meet; over "
+         "mpirun started 4 processes, 2 of them on this machine, and gives no address at which they can meet; on "
          "several machines let it start torchrun, once on each"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1"},
-         "srun started 3 processes, 1 of them on this machine, and says no address where they could meet; over "
+         "srun started 3 processes, 1 of them on this machine, and gives no address at which they can meet; on "
          "several machines let it start torchrun, once on each"),
         (SLURM | {"SLURM_NODEID": "1"},
          "srun should have set SLURM_STEP_TASKS_PER_NODE to the tasks of at least 2 machines; it is '2'"),

@@ -78,7 +78,7 @@ def test_a_world_of_another_size(tmp_path: Path) -> None:
 TWICE = """
 import os
 import unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 for name in ("a", "b"):
     report = unipar.launch(CONFIG, task=Tiny, overrides={"out": name, "backend": BACKEND}, quiet=True)
     with open(f"{name}-{os.environ['RANK']}", "w") as file:

@@ -39,7 +39,7 @@ def python(script: str, folder: Path, *words: str) -> subprocess.CompletedProces
 
 TWICE = """
 import unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 
 first = unipar.launch(CONFIG, task=Tiny, overrides={"out": "a"})
 print("first", first.steps)
@@ -95,7 +95,7 @@ def test_functions_instead_of_a_task_and_one_rank_fails(tmp_path: Path) -> None:
     """Errors arrive where launch was called, with the rank's own traceback, also if nobody catches them."""
     script = """
 import torch, unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 
 def model(): return torch.nn.Linear(4, 1)
 def data(): return Tiny().data()
@@ -121,9 +121,9 @@ def test_stopped_by_a_signal(to: str, tmp_path: Path) -> None:
     """SIGTERM to the parent or to a rank: all ranks stop at one step boundary; what was logged is whole."""
     script = f"""
 import unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 if __name__ == "__main__":
-    task = {{"use": "{ROOT}/tests/tiny.py:Tiny", "args": {{"pause": 0.01}}}}
+    task = {{"use": "{ROOT}/tests/support/tiny.py:Tiny", "args": {{"pause": 0.01}}}}
     unipar.launch(CONFIG, overrides={{"out": "out", "train.steps": 100000, "task": task}})
 """
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
@@ -152,8 +152,8 @@ def test_a_rank_that_hangs_in_training(tmp_path: Path) -> None:
     """Its peer waits inside DDP's backward, and is not blamed."""
     script = f"""
 import unipar
-from tests.tiny import CONFIG
-task = {{"use": "{ROOT}/tests/tiny.py:Tiny", "args": {{"hangs_on": 1}}}}
+from tests.support.tiny import CONFIG
+task = {{"use": "{ROOT}/tests/support/tiny.py:Tiny", "args": {{"hangs_on": 1}}}}
 if __name__ == "__main__":
     try:
         unipar.launch(CONFIG, overrides={{"out": "out", "launch": {{"heartbeat": 1.0}}, "task": task}}, quiet=True)
@@ -162,7 +162,7 @@ if __name__ == "__main__":
 """
     done = python(script, tmp_path)
     assert done.stdout.startswith("rank 1 hung in step 4 (forward): no sign of life for 1 s; it is at "), done.stderr
-    assert re.search(r"tests/tiny.py:\d+ in loss\n", done.stdout)
+    assert re.search(r"tests/support/tiny.py:\d+ in loss\n", done.stdout)
 
 
 def test_a_backend_whose_library_is_broken(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_backend_whose_library_is_broken(tmp_path: Path) -> None:
     (broken / "__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open')", encoding="utf-8")
     script = f"""
 import sys, unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 if __name__ == "__main__":
     sys.path.insert(0, "{broken.parent}")
     try:
@@ -191,7 +191,7 @@ if __name__ == "__main__":
 JOINS = """
 import sys
 import unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 
 print("before")
 task = Tiny()
@@ -283,8 +283,8 @@ def test_out_exists(tmp_path: Path) -> None:
     with pytest.raises(OutExists) as raised:
         unipar.launch(CONFIG, task=Tiny, overrides={"out": str(tmp_path)})
     assert str(raised.value) == (
-        f"out: {tmp_path} is there already; keep it and write elsewhere (out: another/folder, or --out DIR), "
-        "or write over it (--overwrite, or launch(..., overwrite=True))"
+        f"out: {tmp_path} already exists; name another folder (out: another/folder, or --out DIR), "
+        "or overwrite it (--overwrite, or launch(..., overwrite=True))"
     )
     assert (tmp_path / "config.json").read_text("utf-8") == "old"
 
@@ -293,7 +293,9 @@ def test_out_exists(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_runs(tmp_path: Path) -> None:
     """overwrite=True does not remove somebody's photographs."""
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(OutExists, match=r"holds no run of ours \(no config.json in it\), so it is not overwritten"):
+    with pytest.raises(
+        OutExists, match=r"is not a run folder of unipar \(no config.json in it\), so it is not overwritten"
+    ):
         unipar.launch(CONFIG, task=Tiny, overrides={"out": str(tmp_path)}, overwrite=True)
     assert (tmp_path / "photo.jpg").exists()
 
@@ -313,7 +315,7 @@ def test_a_run_that_still_goes_on(tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text('{"task": {}}', "utf-8")
     owner = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(owner, fcntl.LOCK_EX)
-    with pytest.raises(OutExists, match="belongs to a run that still goes on; wait for its end"):
+    with pytest.raises(OutExists, match="is in use by a run that has not ended; wait for its end"):
         unipar.launch(CONFIG, task=Tiny, overrides={"out": str(tmp_path)}, overwrite=True)
     os.close(owner)
 

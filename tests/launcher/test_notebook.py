@@ -196,7 +196,7 @@ def test_without_cloudpickle(kernel: Kernel) -> None:
     """Both ways out."""
     said = kernel.run(
         "from unittest.mock import patch\n"
-        "with patch('unipar.parcel.find_spec', lambda name: None):\n    unipar.launch(CONFIG, task=Mine)"
+        "with patch('unipar.task.pickled.find_spec', lambda name: None):\n    unipar.launch(CONFIG, task=Mine)"
     )
     assert said.error == (
         "TaskError: Mine was defined in a prompt, a notebook or a -c command; to take it to other processes "

@@ -53,7 +53,7 @@ class Squares(unipar.Task):
 
     def loss(self, model, batch):
         if self.apart:
-            assert not {"unipar.memory.logged", "unipar.memory.watching"} & set(sys.modules)
+            assert not {"unipar.memory.recording.step_log", "unipar.memory.recording.watcher"} & set(sys.modules)
         elif not KEPT:
             KEPT.append(torch.ones(2_500_000))
         return model(batch[0]).square().mean()
@@ -158,7 +158,7 @@ def notes(*rows: tuple[int, int]) -> EventArray:
 def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path) -> None:
     """It trains to its end, says once that memory is watched no more, and why."""
     (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path)), encoding="utf-8")
-    path = os.pathsep.join([str(ROOT / "tests/faulty"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "tests/support/faulty"), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-m", "unipar", "run", str(tmp_path / "x.yaml"), "--backend", "faulty/nothing+nameless"],
         env={**os.environ, "PYTHONPATH": path},

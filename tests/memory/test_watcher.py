@@ -71,11 +71,11 @@ def test_the_curve_goes_through_a_whole_step(found: dict[str, Any]) -> None:
 def test_the_curve_has_blocks_that_are_too_small_to_be_noted() -> None:
     """A hundred of less than a KiB on top of a mebibyte, in a process with the meter: to the byte the phase's peak."""
     code = """
-import numpy, unipar.memory.replay
-from unipar.memory.counting import Meter
-from unipar.memory.replay import Replay
+import numpy
+from unipar.memory.recording.attribution import Attribution
+from unipar.memory.sources.malloc import MallocMeter
 
-meter = Meter()
+meter = MallocMeter()
 meter.begin()
 meter.mark("forward")
 big = bytearray(2**20)
@@ -88,7 +88,7 @@ crumbs = [bytearray(900) for _ in range(100)]
 del crumbs
 meter.mark("end")
 meter.end()
-replay = Replay(meter.seen())
+replay = Attribution(meter.collect_events())
 peaks = [window.peak - replay._seen.base for window in replay.windows]
 borders = [0, 1 / 3, 2 / 3, 1]
 curve = list(replay.curve(replay.windows, [1.0, 1.0, 1.0]))

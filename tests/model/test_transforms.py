@@ -195,9 +195,11 @@ def test_the_optimizer_alone_cannot_be_offloaded() -> None:
     ("sections", "message"),
     [
         ({"train": {"steps": 6, "sync_every": 2}, "eval": {"every": 3}},
-         "eval.every (3) is not a multiple of train.sync_every (2): in between, each rank holds another model"),
+         "eval.every (3) is not a multiple of train.sync_every (2): between two synchronizations each rank "
+         "has a different model"),
         ({"train": {"steps": 6, "sync_every": 2, "precision": "fp16"}},
-         "train: sync_every (2) and fp16 exclude each other: each rank would leave out other steps; use bf16-mixed"),
+         "train: sync_every (2) and fp16 exclude each other: loss scaling would make each rank skip "
+         "different steps; use bf16-mixed"),
     ],
 )  # fmt: skip
 def test_what_local_steps_exclude(sections: dict[str, Any], message: str) -> None:

@@ -25,7 +25,7 @@ from unipar.report.pages.run import render_run as of_run
 from unipar.report.pages.scaling import render_scaling as scaled
 
 ROOT = Path(__file__).parents[2]
-CSS = (ROOT / "unipar/report/page.css").read_text("utf-8")
+CSS = (ROOT / "unipar/report/pages/page.css").read_text("utf-8")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),

@@ -1,4 +1,4 @@
-"""The house itself: who may import whom, who may name what, and how long a file may be."""
+"""The layout itself: who may import whom, who may name what, how long a file and how full a folder may be."""
 
 from __future__ import annotations
 
@@ -6,50 +6,55 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from benchmarks.floors import FLOORS
+from benchmarks.layout import MOST_FILES, MOST_LINES, Layout, circles, height
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("unipar", "backends", "examples", "benchmarks", "tests")
 LIBRARIES = ("deepspeed", "horovod", "accelerate")
 BACKENDS = ("unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
 MAY_REUSE = {"unipar_accelerate": {"unipar_native", "unipar_deepspeed"}}
-HELP = {ROOT / "unipar/cli.py", ROOT / "unipar/flags.py"}
-"""Where names may stand in a text: `--help` teaches by example."""
+HELP = {ROOT / "unipar/cli/app.py", ROOT / "unipar/cli/options.py", *(ROOT / "unipar/cli/commands").glob("*.py")}
+"""Files in which a text may name a library: `--help` teaches by example."""
+
+LAYOUT = Layout(ROOT)
+CORE = {
+    name: {o for o in others if o.startswith("unipar.")}
+    for name, others in LAYOUT.imports.items()
+    if name.startswith("unipar.")
+}
+PACKAGES = sorted(package for floor in FLOORS[1:] for package in floor)
 
 BEFORE_TORCH = (
     "unipar",
     "unipar.__main__",
     "unipar.cli.app",
-    "unipar.config.source",
-    "unipar.backend.registry",
-    "unipar.backend.resources",
-    "unipar.task.inspection",
+    *(f"unipar.{package}" for package in ("config", "task", "backend")),
 )
-"""What `unipar check` starts from, besides the verbs and the backends' descriptions."""
+"""Where `unipar check` starts, besides the commands, the doors and the backends' descriptions."""
 
-TRAINS = {"unipar.comparison.worker"}
-"""Parts of verbs that run in a training process."""
+ROOTS = str(ROOT / "unipar")
+"""The folder of errors.py, below all packages, and of the public names, above all."""
+
+TRAINS = {"unipar.comparison.worker", "unipar.comparison.witness"}
+"""Modules beside the doors that run in a training process."""
+
+DOORS = ("unipar.cli", "unipar.launcher", "unipar.comparison", "unipar.conversion", "unipar.report")
+"""Packages whose modules run before a process that trains."""
 
 
 def files(*folders: str) -> list[Path]:
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
 
-def named(file: Path) -> str:
-    """backends/unipar_x/engine.py is the module unipar_x.engine."""
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    parts = parts[1:] if parts[0] == "backends" else parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-PRODUCT = {named(file): ast.parse(file.read_text("utf-8"), str(file)) for file in files("unipar", "backends")}
-
-
 def statements(tree: ast.AST, *, functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements that run: those for type checkers are left out, those in functions if asked."""
+    """Yield import statements that run: not those for type checkers, and those inside functions only if asked."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -60,7 +65,7 @@ def statements(tree: ast.AST, *, functions: bool) -> Iterator[ast.Import | ast.I
 
 
 def imported(tree: ast.AST, *, functions: bool = True) -> set[str]:
-    """Every name that an import statement could load: `from a import b` is both a and a.b."""
+    """Return every name that an import statement could load: `from a import b` is both a and a.b."""
     found: set[str] = set()
     for node in statements(tree, functions=functions):
         if isinstance(node, ast.Import):
@@ -72,54 +77,158 @@ def imported(tree: ast.AST, *, functions: bool = True) -> set[str]:
     return found
 
 
-def edges(module: str, *, functions: bool = True) -> set[str]:
-    """Whom a module imports; a backend's description reaches its own parts when it is used, and is left out there."""
-    functions = functions and module not in BACKENDS
-    return {name for name in imported(PRODUCT[module], functions=functions) if name in PRODUCT and name != module}
-
-
 def top(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_no_import_cycle() -> None:
-    """Imports point one way, those inside functions too."""
-    white, path = set(PRODUCT), list[str]()
-
-    def walk(module: str) -> None:
-        assert module not in path, f"cycle: {' -> '.join([*path[path.index(module) :], module])}"
-        if module in white:
-            path.append(module)
-            for other in sorted(edges(module)):
-                walk(other)
-            path.pop()
-            white.discard(module)
-
-    for module in sorted(PRODUCT):
-        walk(module)
-
-
 def test_imports_point_down() -> None:
-    """Only the command line and the public names know the verbs; errors know nobody, config its parts."""
-    above = {m for m in PRODUCT if any(e.startswith("unipar.verbs") for e in edges(m)) and "unipar.verbs" not in m}
-    assert above <= {"unipar", "unipar.cli.app"}
-    assert edges("unipar.errors") == set()
-    assert edges("unipar.config.config") == {
-        "unipar.errors",
-        "unipar.config.sections.model",
-        "unipar.config.sections.optimizer",
-    }
+    """A package imports from lower floors alone: type-checking imports and those inside functions count."""
+    assert LAYOUT.upward() == []
+
+
+def test_every_package_stands_on_a_floor() -> None:
+    """The floors name each folder of unipar/ once, and none that is not there."""
+    assert sorted(file.parent.name for file in (ROOT / "unipar").glob("*/__init__.py")) == PACKAGES
+    assert len(PACKAGES) == len(set(PACKAGES)) == 20
+
+
+def test_the_root_holds_four_files() -> None:
+    """Everything else lies in a package."""
+    assert sorted(f.name for f in (ROOT / "unipar").iterdir() if f.is_file()) == [
+        "__init__.py",
+        "__main__.py",
+        "errors.py",
+        "py.typed",
+    ]
+    assert LAYOUT.imports["unipar.errors"] == set()
+
+
+def test_no_import_circle() -> None:
+    """Neither files, nor folders, nor packages import one another in a circle; type-checking imports count."""
+    assert LAYOUT.circles() == []
+    assert circles(LAYOUT.rooms()) == []
+    folders: dict[str, set[str]] = {}
+    for name, others in CORE.items():
+        if (folder := str(LAYOUT.files[name].parent)) != ROOTS:
+            parents = {str(LAYOUT.files[other].parent) for other in others}
+            folders.setdefault(folder, set()).update(parents - {folder, ROOTS})
+    assert circles(folders) == []
+
+
+def test_a_circle_is_found() -> None:
+    """The measure itself: a circle of two, its floors counted as one."""
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str]()}
+    assert circles(imports) == [["b", "c"]]
+    assert height(imports) == 3
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_a_docstring_of_one_sentence(package: str) -> None:
+    """`__init__.py` says what the package is, and imports nothing, or hands names on."""
+    tree = ast.parse((ROOT / "unipar" / package / "__init__.py").read_text("utf-8"))
+    assert ast.get_docstring(tree)
+    assert [node for node in tree.body[1:] if not isinstance(node, ast.ImportFrom)] == []
+
+
+def test_a_module_imports_its_neighbours_not_its_face() -> None:
+    """Inside a package nothing is imported through its `__init__.py`: that would be a circle."""
+    guilty = [
+        f"{module} imports {other}"
+        for module, others in LAYOUT.imports.items()
+        for other in others
+        if other != "unipar" and module.startswith(f"{other}.") and LAYOUT.files[other].name == "__init__.py"
+    ]
+    assert [line for line in guilty if "unipar_" not in line] == []
+
+
+def test_folders_are_not_full() -> None:
+    """At most 12 files in a folder, `__init__.py` not counted."""
+    assert {folder: n for folder, n in LAYOUT.folders().items() if n > MOST_FILES} == {}
 
 
 @pytest.mark.parametrize("file", files(*FOLDERS), ids=lambda file: str(file.relative_to(ROOT)))
-def test_a_file_is_one_room(file: Path) -> None:
+def test_a_file_is_short(file: Path) -> None:
     """It says first what it is, and ends before line 400."""
     text = file.read_text("utf-8")
     assert text.startswith('"""')
-    assert text.count("\n") <= 400
+    assert text.count("\n") <= MOST_LINES
 
 
-@pytest.mark.parametrize("file", files("unipar"), ids=lambda file: file.name)
+SHARED = {"backend", "join", "options_of", "script", "read", "KNOWN"}
+"""Names that every backend defines."""
+
+
+def test_a_public_name_stands_for_one_thing() -> None:
+    """No two files define the same public name; commands have the names of what they call."""
+    homes: Counter[str] = Counter()
+    for name, tree in LAYOUT.trees.items():
+        if name.startswith("unipar.cli.commands"):
+            continue
+        homes.update(defined(tree))
+    assert {name for name, times in homes.items() if times > 1 and not name.startswith("_")} - SHARED == set()
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Return names that a module defines at its top."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+UNSAID = re.compile(r"(What|Of|Where|By|Nothing|None:|Whose|That|It|Its|So|Who|How|As|From|For|To)\b")
+"""First words of a docstring that does not say what the thing is."""
+
+
+@pytest.mark.parametrize(
+    "file", files("unipar", "backends", "benchmarks"), ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_docstrings_say_what_the_thing_is(file: Path) -> None:
+    """A first line is an order ("Return ...") or a noun phrase."""
+    guilty: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+            text = ast.get_docstring(node)
+            if text and UNSAID.match(text):
+                guilty.append(f"{getattr(node, 'name', file.name)}: {text.splitlines()[0]}")
+    assert guilty == []
+
+
+def test_tests_mirror_the_packages() -> None:
+    """tests/ has a folder for each package that has tests, and a few that stand for themselves."""
+    own = {"backends", "repository", "conformance", "chaos", "support"}
+    found = {file.parent.relative_to(ROOT / "tests").parts[0] for file in (ROOT / "tests").glob("*/**/test_*.py")}
+    assert found - own <= set(PACKAGES)
+    assert list((ROOT / "tests").glob("test_*.py")) == []
+
+
+def test_tests_import_no_tests() -> None:
+    """What several tests use lies in tests/support."""
+    guilty = {
+        str(file.relative_to(ROOT)): sorted(names)
+        for file in files("tests")
+        if (names := {n for n in imported(ast.parse(file.read_text("utf-8"))) if re.match(r"tests\.(\w+\.)*test_", n)})
+    }
+    assert guilty == {}
+
+
+def test_contributing_maps_the_packages() -> None:
+    """CONTRIBUTING lists each package by floor, with its docstring."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    rows = {
+        f"| {number} | `{package}/` | {ast.get_docstring(LAYOUT.trees[f'unipar.{package}'])} |"
+        for number, packages in enumerate(FLOORS)
+        for package in packages
+        if package != "errors"
+    }
+    assert {row for row in rows if row not in text.splitlines()} == set()
+
+
+@pytest.mark.parametrize("file", files("unipar"), ids=lambda file: str(file.relative_to(ROOT)))
 def test_the_core_names_no_library(file: Path) -> None:
     """No identifier, import or text in unipar/ holds a backend's library; docstrings and help texts may."""
     tree = ast.parse(file.read_text("utf-8"))
@@ -137,18 +246,21 @@ def test_the_core_names_no_library(file: Path) -> None:
 
 def test_the_core_imports_no_backend() -> None:
     """unipar knows backends by their entry points alone."""
-    core = {module for module in PRODUCT if module.partition(".")[0] == "unipar"}
-    assert {module for module in core if top(imported(PRODUCT[module])) & {*BACKENDS, *LIBRARIES}} == set()
+    core = {module for module in LAYOUT.trees if module.partition(".")[0] == "unipar"}
+    assert {module for module in core if top(imported(LAYOUT.trees[module])) & {*BACKENDS, *LIBRARIES}} == set()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_fence_between_backends(backend: str) -> None:
-    """A backend imports its own parts and library; unipar_accelerate alone may reuse two others."""
-    mine = {module for module in PRODUCT if module.partition(".")[0] == backend}
+    """A backend imports its own parts and library, and floors 1 to 4; unipar_accelerate alone may reuse two others."""
+    mine = {module for module in LAYOUT.trees if module.partition(".")[0] == backend}
     assert mine
-    known = top({name for module in mine for name in imported(PRODUCT[module])})
+    names = {name for module in mine for name in imported(LAYOUT.trees[module])}
+    known = top(names)
     assert (known & set(BACKENDS)) - {backend} <= MAY_REUSE.get(backend, set())
     assert known & set(LIBRARIES) <= {backend.removeprefix("unipar_")}
+    lower = set[str]().union(*FLOORS[:5])
+    assert {name.split(".")[1] for name in names if name.startswith("unipar.")} <= lower
 
 
 def test_nobody_imports_the_folder_backends() -> None:
@@ -158,22 +270,23 @@ def test_nobody_imports_the_folder_backends() -> None:
 
 
 def before_torch() -> set[str]:
-    """All that is loaded where no training process runs: the commands, and each backend's description."""
+    """Return all modules that are loaded where no training process runs: commands, doors, backends' descriptions."""
     reached: set[str] = set()
-    waiting = [m for m in PRODUCT if m in (*BEFORE_TORCH, *BACKENDS) or m.startswith("unipar.verbs.")]
+    waiting = [m for m in LAYOUT.trees if m in (*BEFORE_TORCH, *BACKENDS) or m.startswith(DOORS)]
     waiting = [m for m in waiting if m not in TRAINS]
     while waiting:
         module = waiting.pop()
         if module not in reached:
             reached.add(module)
-            waiting += edges(module, functions=False)
+            names = imported(LAYOUT.trees[module], functions=False)
+            waiting += [name for name in names if name in LAYOUT.trees]
     return reached
 
 
 def test_no_torch_before_training() -> None:
     """Commands, configs and descriptions load torch, numpy, rich and the libraries only where a function needs them."""
     heavy = {"torch", "numpy", "rich", *LIBRARIES}
-    found = {m: sorted(top(imported(PRODUCT[m], functions=False)) & heavy) for m in before_torch()}
+    found = {m: sorted(top(imported(LAYOUT.trees[m], functions=False)) & heavy) for m in before_torch()}
     assert {m: names for m, names in found.items() if names} == {}
 
 
@@ -181,9 +294,10 @@ def test_no_torch_in_a_process_that_checks() -> None:
     """What the rule above promises, seen in a process: descriptions of all backends, and neither torch nor numpy."""
     code = """
 import sys
-from unipar.registry import cells, find, names
-import unipar.source
-assert all(cells(find(name)) for name in names())
+from unipar.backend.cells import cells_of_backend
+from unipar.backend.registry import backend_names, find_backend
+import unipar.config.source
+assert all(cells_of_backend(find_backend(name)) for name in backend_names())
 print(sorted({"torch", "numpy", "rich", "deepspeed", "horovod", "accelerate"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -82,11 +82,15 @@ def test_every_command_is_there(target: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [((), "test_kills.py"), (("-m", "chaos"), "chaos/test_kills.py"), (("-m", "gpu"), "test_gpu.py")],
+    [
+        ((), "launcher/processes/test_kills.py"),
+        (("-m", "chaos"), "chaos/test_kills.py"),
+        (("-m", "gpu"), "backends/test_gpu.py"),
+    ],
 )
 def test_what_a_bare_pytest_plays(words: tuple[str, ...], found: str) -> None:
     """No test that kills at random, none that needs a GPU; a later -m asks for them."""
-    files = ["tests/test_kills.py", "tests/test_gpu.py", "tests/chaos"]
+    files = ["tests/launcher/processes/test_kills.py", "tests/backends/test_gpu.py", "tests/chaos"]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words, *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

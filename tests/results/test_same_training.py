@@ -190,7 +190,7 @@ def compared(forks: Forks, folder: Path, *cells: str, plant: str = "", precision
         "out": str(folder / "out"),
     }
     (folder / "x.yaml").write_text(json.dumps(told), encoding="utf-8")
-    path = os.pathsep.join([str(ROOT / "tests" / "faulty"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "tests" / "support" / "faulty"), str(ROOT)])
     done = forks.unipar(["compare", str(folder / "x.yaml")], {"PYTHONPATH": path, "COLUMNS": "400"})
     data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
     return {"code": done.returncode, "said": done.stdout, **{row["cell"]: row for row in data["cells"]}}

@@ -46,7 +46,7 @@ def test_what_is_no_run_is_not_overwritten(tmp_path: Path, config: object, launc
     with pytest.raises(OutExists) as e, folder.create_run_folder(tmp_path, CONFIG, LAUNCH, overwrite=True):
         raise AssertionError
     assert str(e.value) == (
-        f"out: {tmp_path} holds no run of ours ({strange}), so it is not overwritten; "
+        f"out: {tmp_path} is not a run folder of unipar ({strange}), so it is not overwritten; "
         "name another folder, or remove it yourself"
     )
     assert (tmp_path / "model.safetensors").exists()
@@ -66,15 +66,15 @@ def test_out_below_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
         folder.check_run_folder(tmp_path / "file/x/y", overwrite=False)
     assert str(e.value) == (
-        f"out: {tmp_path}/file/x/y cannot be made: {tmp_path}/file is a file; "
-        "name a folder in which you may write (out: ..., or --out DIR)"
+        f"out: {tmp_path}/file/x/y cannot be created: {tmp_path}/file is a file; "
+        "name a folder that you can write to (out: ..., or --out DIR)"
     )
 
 
 def test_out_that_is_a_broken_link(tmp_path: Path) -> None:
     """It is there, and no folder."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(OutExists, match="link is a link that leads nowhere; name another folder"):
+    with pytest.raises(OutExists, match="link is a broken symbolic link; name another folder"):
         folder.check_run_folder(tmp_path / "link", overwrite=True)
 
 
@@ -90,10 +90,10 @@ def test_out_where_nobody_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError) as e:
         folder.check_run_folder(tmp_path / "x/y", overwrite=False)
     assert str(e.value) == (
-        f"out: {tmp_path}/x/y cannot be made: {tmp_path} may not be written to; "
-        "name a folder in which you may write (out: ..., or --out DIR)"
+        f"out: {tmp_path}/x/y cannot be created: {tmp_path} is not writable; "
+        "name a folder that you can write to (out: ..., or --out DIR)"
     )
-    with pytest.raises(ConfigError, match=r" may not be written to; name a folder in which you may write"):
+    with pytest.raises(ConfigError, match=r" is not writable; name a folder that you can write to"):
         folder.check_run_folder(tmp_path, overwrite=False)
     assert asked == [f"{tmp_path} 2", f"{tmp_path} 2"]
 
@@ -103,4 +103,4 @@ def test_out_that_only_the_system_refuses() -> None:
     with pytest.raises(ConfigError) as e, folder.create_run_folder(Path("/proc/x/y"), CONFIG, LAUNCH, overwrite=False):
         raise AssertionError
     assert str(e.value).startswith("out: /proc/x/y cannot be written")
-    assert str(e.value).endswith("; name a folder in which you may write (out: ..., or --out DIR)")
+    assert str(e.value).endswith("; name a folder that you can write to (out: ..., or --out DIR)")

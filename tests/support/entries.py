@@ -183,7 +183,7 @@ def waits_in_vain(place: Place, run: Path, control: Control) -> None:
     if place.rank == 2:
         _waits_for_ever()
     if place.rank == 3:
-        _waits_for_ever(str(Path(unipar.__file__).parent / "loop.py"))
+        _waits_for_ever(str(Path(unipar.__file__).parent / "training" / "run.py"))
     time.sleep(FOREVER)
 
 

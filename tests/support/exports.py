@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.world import ROOT
 
-FILE = ROOT / "tests/traveller.py"
+FILE = ROOT / "tests/support/traveller.py"
 
 
 WORDS: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.world import ROOT
 
 CONFIG = f"""
-task: {{use: {ROOT}/tests/tiny.py:Tiny}}
+task: {{use: {ROOT}/tests/support/tiny.py:Tiny}}
 device: cpu
 batch: {{total: 8}}
 train: {{steps: 12, optimizer: {{name: sgd, lr: 0.01}}}}

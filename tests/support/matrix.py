@@ -30,7 +30,7 @@ ENOUGH_DIGITS = 6.0
 """Digits: what fp32 keeps when sums are made in another order."""
 
 CONFIG = f"""
-task: {{use: {ROOT}/tests/tiny.py:Tiny}}
+task: {{use: {ROOT}/tests/support/tiny.py:Tiny}}
 device: cpu
 batch: {{total: 8}}
 train: {{steps: 12, optimizer: {{name: sgd, lr: 0.01}}}}

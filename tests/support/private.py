@@ -1,6 +1,6 @@
 """Runs a command in a network of its own: what launchers open to every interface is open to nobody.
 
-    python tests/private.py COMMAND...
+    python tests/support/private.py COMMAND...
 
 Where the kernel gives no such network, the command runs without.
 """

@@ -1,6 +1,6 @@
 """A Slurm cluster of one machine, in a network and a process table of its own: `with cluster(folder) as slurm`.
 
-    python -m tests.slurm FOLDER       is its first process, and ends all others by ending
+    python -m tests.support.slurm FOLDER       is its first process, and ends all others by ending
 
 Needs root, and Debian's slurmctld, slurmd, slurm-client and munge. Nothing of it is seen or heard outside.
 """

@@ -19,7 +19,7 @@ from unipar.task.pickled import is_without_file, pickle_task, send_task
 
 SCRIPT = """
 import torch, unipar
-from tests.tiny import CONFIG, Tiny
+from tests.support.tiny import CONFIG, Tiny
 
 class Mine(Tiny):
     def loss(self, model, batch):

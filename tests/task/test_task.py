@@ -132,15 +132,15 @@ def test_load_stops_at_the_launch_that_started_it(tmp_path: Path) -> None:
     """Nothing after the launch runs in a worker; what stands before it is there."""
     text = """
 import unipar
-from unipar.task import pass_launch
+from unipar.task.importing import next_earlier_run
 
 class Mine(unipar.Task):
     def model(self): ...
     def data(self): ...
     def loss(self, model, batch): ...
 
-first = pass_launch()
-pass_launch()
+first = next_earlier_run()
+next_earlier_run()
 raise SystemExit("a worker came past its own launch")
 """
     ref = _ref(tmp_path, text, "Mine")
@@ -154,7 +154,8 @@ raise SystemExit("a worker came past its own launch")
 def test_load_of_a_module_stops_at_its_launch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m pkg.train` without a guard: what stands before the launch is there, and part of its package."""
     text = (
-        GOOD + "from unipar.task.reference import pass_launch\npass_launch()\nraise SystemExit('past its own launch')\n"
+        GOOD
+        + "from unipar.task.importing import next_earlier_run\nnext_earlier_run()\nraise SystemExit('past its own launch')\n"
     )
     (tmp_path / "apkg").mkdir()
     (tmp_path / "apkg/__init__.py").touch()
@@ -191,7 +192,7 @@ def test_load_refuses(tmp_path: Path) -> None:
 
 
 def test_a_launch_outside_of_an_import_is_a_bug_of_ours() -> None:
-    """`pass_launch` is for files that a worker reads."""
+    """`next_earlier_run` is for files that a worker reads."""
     with pytest.raises(AssertionError):
         next_earlier_run()
     assert issubclass(LaunchReached, BaseException)

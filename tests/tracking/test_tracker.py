@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tests.support.running import Line, running
 from tests.support.world import SOON
+from unipar.backend.checks import check_names
 from unipar.config.source import load_given_config
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped
 from unipar.run_folder.layout import ledger_path
@@ -26,7 +27,7 @@ from unipar.tracking import tracker, writer
 from unipar.tracking.tracker import Tracker
 from unipar.tracking.writer import TrackerWriter
 
-TOY = Path(__file__).parent / "toy"
+TOY = Path(__file__).parents[1] / "support" / "toy"
 
 
 @pytest.fixture
@@ -164,20 +165,25 @@ class _Endless(_Kept):
         time.sleep(5)
 
 
-_STAYS = "training goes on without it, and the run folder has every number"
+def _offer(monkeypatch: pytest.MonkeyPatch, trackers: dict[str, Any]) -> None:
+    for module in (tracker, writer):
+        monkeypatch.setattr(module, "find_tracker", trackers.__getitem__)
+
+
+_STAYS = "training continues without it, and the run folder has all metrics"
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (_Unborn, f"x could not begin (OSError: the server is gone); {_STAYS}"),
+        (_Unborn, f"x could not start (OSError: the server is gone); {_STAYS}"),
         (_Forgetful, f"x could not write (RuntimeError: the disk is full); {_STAYS}"),
         (_Endless, f"x had not written everything 0.2 s after the last step; {_STAYS}"),
     ],
 )
 def test_a_tracker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, said: str) -> None:
     """All steps are made, one sentence is written down, and the other tracker has everything."""
-    monkeypatch.setattr(tracker, "find_tracker", {"x": kind, "y": _Kept}.__getitem__)
+    _offer(monkeypatch, {"x": kind, "y": _Kept})
     monkeypatch.setattr(writer, "TRACKER_TIMEOUT_SECONDS", 0.2 if kind is _Endless else SOON)
     with running(Line(), tmp_path, log={"every": 1, "to": ["x", "y"]}) as run:
         run.task.train(run)
@@ -198,7 +204,7 @@ def test_a_slow_tracker_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest
             super().write(step, named)
 
     written = threading.Event()
-    monkeypatch.setattr(tracker, "find_tracker", {"x": Slow}.__getitem__)
+    _offer(monkeypatch, {"x": Slow})
     trackers = TrackerWriter(("x",), tmp_path, 0)
     for step in range(5):
         trackers.write(step, {"loss": 1.0})
@@ -218,7 +224,7 @@ def test_the_last_numbers_of_a_run_that_was_stopped(tmp_path: Path, monkeypatch:
                 signal.raise_signal(signal.SIGTERM)
                 run.step(share)
 
-    monkeypatch.setattr(tracker, "find_tracker", {"x": _Kept}.__getitem__)
+    _offer(monkeypatch, {"x": _Kept})
     with pytest.raises(Stopped), running(Interrupted(), tmp_path, log={"every": 1, "to": ["x"]}) as run:
         run.task.train(run)
     assert [step for step, _ in _Kept.pages] == [1, 0]
@@ -245,8 +251,9 @@ def test_one_from_outside_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_unknown_name() -> None:
     """Before any process, with what was probably meant."""
+    given = load_given_config({"batch": {"total": 4}, "train": {"steps": 1}, "log": {"to": ["tensorboard", "wandbb"]}})
     with pytest.raises(ConfigError) as e:
-        load_given_config({"batch": {"total": 4}, "train": {"steps": 1}, "log": {"to": ["tensorboard", "wandbb"]}})
+        check_names(given)
     assert str(e.value) == (
         "the config: log.to: no tracker 'wandbb'; did you mean 'wandb'? known: mlflow, tensorboard, wandb"
     )

@@ -132,7 +132,7 @@ def test_a_real_limit_in_the_forward(tmp_path: Path) -> None:
     [
         ("backward", "deepspeed/parameters", "in the backward of step 2"),
         ("python", "horovod/nothing", "in the forward of step 2"),
-        ("built", "accelerate/nothing", "while it was built"),
+        ("built", "accelerate/nothing", "during set-up"),
         ("update", "native/nothing", "in the update of step 1"),
     ],
 )

@@ -58,7 +58,7 @@ def proved(
     """The command, with the faulty backend installed; and what it wrote down."""
     file = folder / "config.yaml"
     file.write_text(config, "utf-8")
-    path = os.pathsep.join([str(ROOT / "tests" / "faulty"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "tests" / "support" / "faulty"), str(ROOT)])
     command = ["verify", str(file), "--out", str(folder / "out"), *words]
     out = forks.unipar(command, {"PYTHONPATH": path, "COLUMNS": "80"})
     said = folder / "out" / "verify" / "verify.json"

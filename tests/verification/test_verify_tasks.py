@@ -179,12 +179,15 @@ def test_what_lies_in_the_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "verify" / "verify.json").write_text("{}", "utf-8")
     with pytest.raises(errors.OutExists) as e:
         verify(config, task=tasks.Plain, cells=ONLY)
-    assert str(e.value) == (f"{tmp_path}/verify holds an earlier proof: give --overwrite to replace it, or another out")
+    assert str(e.value) == (
+        f"{tmp_path}/verify holds an earlier proof: give --overwrite to replace it, or name another folder (out)"
+    )
     (tmp_path / "verify" / "notes.txt").write_text("mine", "utf-8")
     with pytest.raises(errors.OutExists) as e:
         verify(config, task=tasks.Plain, cells=ONLY, overwrite=True)
     assert str(e.value) == (
-        f"{tmp_path}/verify holds notes.txt, which is not verify's: move it away, or give another out"
+        f"{tmp_path}/verify holds notes.txt, which does not belong to verify: "
+        "move it away, or name another folder (out)"
     )
 
 

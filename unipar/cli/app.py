@@ -70,19 +70,22 @@ def _common_options(
 ) -> None: ...
 
 
-for command in (
-    run,
-    compare,
-    scale,
-    report,
-    verify,
-    check_run,
-    explain,
-    export,
-    import_,
-    build_schema,
-    print_backends,
-    run_doctor,
-    install,
-):
-    app.command(command.__name__.rstrip("_"), epilog=EXIT_CODES_HELP)(command)
+COMMANDS = {
+    "run": run,
+    "compare": compare,
+    "scale": scale,
+    "report": report,
+    "verify": verify,
+    "check": check_run,
+    "explain": explain,
+    "export": export,
+    "import": import_,
+    "schema": build_schema,
+    "backends": print_backends,
+    "doctor": run_doctor,
+    "install": install,
+}
+"""Functions by the name of their command."""
+
+for name, command in COMMANDS.items():
+    app.command(name, epilog=EXIT_CODES_HELP)(command)

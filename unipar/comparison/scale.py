@@ -19,7 +19,7 @@ from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import Unsupported
-from unipar.launcher.cells import check_cell
+from unipar.launcher.cells import result_of_check
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_html
 from unipar.report.pages.scaling import render_scaling
@@ -110,7 +110,9 @@ def select_worlds(
     """Yield each world with its config, the smallest of each cell first; what cannot run has its sentence, and none."""
     for cell in cells:
         for world, batch in _worlds_of_cell(config.batch, sizes, str(cell)):
-            row, at = check_cell(SettledConfig.of(config.changed({"batch": batch}), cell, world.ranks, device), cell)
+            row, at = result_of_check(
+                SettledConfig.of(config.changed({"batch": batch}), cell, world.ranks, device), cell
+            )
             if is_single_process(cell):
                 row = replace(row, outcome="refused", note="it is one process, whatever the size of the world")
             if at is None:

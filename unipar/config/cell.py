@@ -1,4 +1,4 @@
-"""`Cell`, what is sharded, precisions."""
+"""`Cell`; names of the levels of sharding and of precisions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from unipar.errors import ConfigError
 
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
 
-
 SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
-
 
 Precision = Literal["fp32", "fp64", "fp16", "bf16-mixed", "bf16-master"]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Who trains and what is split: `native/parameters`, `deepspeed/gradients+library`, `single`."""
+    """A backend with a level of sharding: `native/parameters`, `deepspeed/gradients+library`, `single`."""
 
     backend: str
     shard: Shard = "nothing"
@@ -34,10 +32,12 @@ class Cell:
 
     @property
     def slug(self) -> str:
+        """The cell as part of a file name."""
         return str(self).replace("/", "-")
 
     @classmethod
     def parse(cls, text: str) -> Self:
+        """Return the cell that a text such as `native/parameters` names."""
         head, _, variant = text.partition("+")
         backend, slash, shard = head.partition("/")
         if not backend or (slash and shard not in SHARDS) or text.endswith("+"):

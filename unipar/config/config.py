@@ -15,6 +15,8 @@ from unipar.config.sections.train import Train
 
 
 class TaskUse(Section):
+    """Config section `task`."""
+
     use: str
     """`file.py:Class`, relative to this file, or `package.module:Class`."""
 
@@ -23,138 +25,149 @@ class TaskUse(Section):
 
 
 class Data(Section):
+    """Config section `data`."""
+
     workers: Annotated[int, Field(ge=0)] = 0
-    """Processes on each rank that fetch samples; 0: the training process does."""
+    """Processes on each rank that fetch samples; 0: the training process fetches them."""
 
     shuffle: bool = True
-    """A new order each epoch, from `train.seed` and the epoch alone."""
+    """Whether each epoch has a new order, which depends only on `train.seed` and the epoch."""
 
     ragged: Literal["weigh", "drop", "error"] = "weigh"
-    """An epoch's last batch when it is not full: weigh each sample as ever, drop it, or refuse."""
+    """Treatment of an epoch's last batch if it is not full. weigh: use it, each sample weighted as in a full batch;
+    drop: leave it out; error: raise an error."""
 
     stream: Literal["whole", "shards", "own"] = "whole"
-    """An IterableDataset. whole: every rank reads it all and takes its own samples; shards: each rank reads
-    the part that shard(index, count) gives; own: the dataset splits itself by rank and worker."""
+    """Division of an IterableDataset among ranks. whole: every rank reads all and takes its own samples; shards: each
+    rank reads the part that shard(index, count) gives; own: the dataset splits itself by rank and worker."""
 
 
 class Eval(Section):
+    """Config section `eval`."""
+
     every: PositiveInt | None = None
-    """Optimizer steps between evaluations; none without it."""
+    """Optimizer steps between evaluations; null: no evaluations."""
 
     batches: PositiveInt | None = None
-    """How many batches of `batch.total` samples an evaluation reads; all without it."""
+    """Number of batches of `batch.total` samples that an evaluation reads; null: all."""
 
 
 class Log(Section):
+    """Config section `log`."""
+
     every: PositiveInt = 10
-    """Optimizer steps between logged ones."""
+    """Optimizer steps between logged steps."""
 
     to: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Where metrics go besides the run folder's JSON lines: tensorboard, wandb, mlflow, or a plugin."""
+    """Trackers that get the metrics besides the run folder: tensorboard, wandb, mlflow, or a plugin."""
 
     memory: bool = False
-    """Whether the steps that log are watched: what each rank allocates in each phase, and what for."""
+    """Whether memory is recorded in logged steps: what each rank allocates in each phase, and for what."""
 
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
-"""Of patience, up to 30 days: timers of some libraries overflow beyond."""
+"""Time limit in seconds, at most 30 days: timers of some libraries overflow beyond that."""
 
 
 class Launch(Section):
+    """Config section `launch`."""
+
     heartbeat: Seconds | None = 60.0
-    """Seconds without a sign of life from a training rank after which it counts as hung; null: never."""
+    """Seconds without a heartbeat after which a training rank counts as hung; null: never."""
 
     timeout: Seconds = 120.0
-    """Seconds a collective may wait for its peers; always more than heartbeat."""
+    """Seconds that a collective may wait for its peers; always more than heartbeat."""
 
     grace: Seconds = 30.0
-    """Seconds that a run has to reach a step boundary on a signal."""
+    """Seconds that a run may take to reach a step boundary after a signal."""
 
     @model_validator(mode="after")
     def _peers_wait_longer(self) -> Self:
         if self.heartbeat is not None and self.timeout <= self.heartbeat:
             raise ValueError(
                 f"timeout ({self.timeout:g}) must be larger than heartbeat ({self.heartbeat:g}), "
-                "else the ranks that wait are blamed before the one that hangs"
+                "otherwise the ranks that wait would be blamed before the one that hangs"
             )
         return self
 
 
 class Compare(Section):
+    """Config section `compare`."""
+
     cells: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
-    """What to compare: cells, `backend/*` for all of one backend, `*` for all. `single` always runs."""
+    """Cells to compare: names, `backend/*` for all of one backend, `*` for all. `single` always runs."""
 
     repeat: PositiveInt = 3
     """Timed rounds; the cells take turns in each."""
 
     memory: bool = True
-    """Whether some steps before the timed ones are watched: what each rank allocates, and what for."""
+    """Whether memory is recorded in some steps before the timed ones: what each rank allocates, and for what."""
 
 
 class Config(Section):
-    """One run: what is trained, what is split and who does it."""
+    """Config of a run: what is trained, how it is split, and which backend trains it."""
 
     task: TaskUse | None = None
     """The task to train; a script may give it to `launch` instead."""
 
     backend: str = "native"
-    """Who does it: native, deepspeed, horovod, accelerate, single, or a plugin."""
+    """Backend that trains: native, deepspeed, horovod, accelerate, single, or a plugin."""
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    """auto, cpu, cuda, or cuda:N, which several ranks may share. auto: CUDA where there is any."""
+    """auto, cpu, cuda, or cuda:N, which several ranks may share. auto: CUDA if the machine has it."""
 
     parallel: Parallel = Parallel()
-    """How many processes, and what they split."""
+    """Number of processes, and what they split."""
 
     batch: Batch
-    """How many samples in a step, and how they are cut."""
+    """Number of samples in a step, and how they are divided."""
 
     model: Model = Model()
-    """What is said about the model itself."""
+    """Settings of the model itself."""
 
     data: Data = Data()
-    """How samples are read."""
+    """Reading of samples."""
 
     train: Train
-    """How long, and by which rule."""
+    """Length of the training, optimizer, schedule and precision."""
 
     eval: Eval = Eval()
-    """When to look at the validation data."""
+    """Evaluation on the validation data."""
 
     log: Log = Log()
-    """What is written down, and when."""
+    """Metrics to write, and how often."""
 
     launch: Launch = Launch()
-    """Patience with the processes of the run."""
+    """Time limits for the processes of the run."""
 
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By backend, its own settings; all are checked, those of `backend` are used."""
+    """Settings of each backend, by its name; all are checked, those of `backend` are used."""
 
     compare: Compare = Compare()
-    """What `unipar compare` runs."""
+    """Settings of `unipar compare`."""
 
     @model_validator(mode="after")
-    def _one_model_to_look_at(self) -> Self:
+    def _evaluates_one_model(self) -> Self:
         between, steps = self.train.sync_every, self.eval.every
         if between is not None and steps is not None and steps % between:
             raise ValueError(
-                f"eval.every ({steps}) is not a multiple of train.sync_every ({between}): in between, each rank holds "
-                "another model"
+                f"eval.every ({steps}) is not a multiple of train.sync_every ({between}): between two "
+                "synchronizations each rank has a different model"
             )
         return self
 
     out: str | None = None
-    """The run folder, relative to the working directory; runs/NAME without it, NAME the config's."""
+    """The run folder, relative to the working directory; null: runs/NAME, where NAME is the config's."""
 
     def of_part(self, name: str) -> Config:
-        """The same run as one of its parts sees it."""
+        """Return the config with the optimizer and the clip of one part of the model."""
         own = self.train.parts.get(name)
         if own is None:
             return self
-        said = {key: value for key in ("optimizer", "clip") if (value := getattr(own, key)) is not None}
-        return self.model_copy(update={"train": self.train.model_copy(update=said)})
+        changes = {key: value for key in ("optimizer", "clip") if (value := getattr(own, key)) is not None}
+        return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
     def json_for_ranks(self) -> str:
-        """As JSON for the ranks of a run, less keys of `data` that nobody said: a DataLoader may say them."""
+        """Return JSON for the ranks of a run, without keys of `data` that were not set: a DataLoader may set them."""
         whole = self.model_dump(mode="json")
         return json.dumps(whole | {"data": self.data.model_dump(mode="json", exclude_unset=True)}, indent=2)

@@ -1,4 +1,4 @@
-"""Config files: the text of one, or the sentence that says why it cannot be read."""
+"""Reading of a config file: its text, or an error that says why it cannot be read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from unipar.errors import ConfigError
 from unipar.utils.text import closest
 
 BYTES = 1 << 20
-"""The most that a config file may hold."""
+"""Largest size of a config file."""
 
 
 def read_config_text(file: Path) -> str:
-    """Return the text of a config file: of a sane size, in UTF-8."""
+    """Return the text of a config file; raise ConfigError if there is none, it is too large, or it is not UTF-8."""
     if not file.is_file():
         raise ConfigError(_why_no_file(file))
     if file.suffix == ".py":
@@ -35,7 +35,7 @@ def read_config_text(file: Path) -> str:
 
 
 def _why_no_file(file: Path) -> str:
-    """Return why there is no file to read, and which one was perhaps meant."""
+    """Return why a path is not a file that can be read, and which file was perhaps meant."""
     if file.is_dir():
         return f"{file} is a folder; name a config file in it"
     if file.exists():

@@ -1,4 +1,4 @@
-"""Safe YAML: text in, plain values and the line of every key out. Nothing here can build an object."""
+"""Safe YAML: reads text to plain values and the line of every key; cannot construct objects."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 MAX_YAML_VALUES = 10_000
-"""How many values a file may hold once its aliases are written out."""
+"""Largest number of values in a file, with its aliases expanded."""
 
 MAX_YAML_DEPTH = 32
+"""Largest number of levels of nesting."""
 
 KeyPath = tuple[str, ...]
 _TAG_PREFIX = "tag:yaml.org,2002:"
 
 
 class YamlError(Exception):
-    """What is wrong with the text, and in which line."""
+    """Error in a YAML text: its line, and a sentence."""
 
     def __init__(self, line: int, sentence: str) -> None:
         super().__init__(line, sentence)
@@ -34,7 +35,7 @@ class YamlError(Exception):
 
 
 class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
-    """Composes a tree of nodes; there is no constructor, so a tag has nothing to call."""
+    """Loader that composes a tree of nodes; it has no constructor, so a tag cannot create an object."""
 
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
@@ -60,7 +61,7 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
             self._depth -= 1
 
 
-# YAML 1.2, less what it leaves to guess: `on` and `yes` are text, 010 is text, 3e-4 is a number
+# the scalars of YAML 1.2 without ambiguous ones: `on`, `yes` and 010 are text, 3e-4 is a number
 for _kind, _pattern, _first in (
     ("null", r"^(?:~|null|)$", ["~", "n", ""]),
     ("bool", r"^(?:true|false)$", ["t", "f"]),
@@ -75,14 +76,14 @@ for _kind, _pattern, _first in (
 
 
 def parse_yaml(text: str) -> tuple[Any, dict[KeyPath, int]]:
-    """The one document in `text`, and the line of each of its keys; YamlError says what is wrong."""
+    """Return the document in `text` and the line of each of its keys; raise YamlError if the text is invalid."""
     loader = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
     except ReaderError as e:
         line = text.count("\n", 0, e.position) + 1
-        raise YamlError(line, f"the character U+{ord(text[e.position]):04X} may not stand in YAML") from None
+        raise YamlError(line, f"the character U+{ord(text[e.position]):04X} is not allowed in YAML") from None
     except yaml.MarkedYAMLError as e:
         raise YamlError(*_line_and_problem(e)) from None
     finally:
@@ -98,7 +99,7 @@ def _line_and_problem(e: yaml.MarkedYAMLError) -> tuple[int, str]:
     mark = e.problem_mark or e.context_mark
     problem = str(e.problem or e.context)
     if "expected a single document" in str(e.context):
-        problem = "a second document begins here; a config is one"
+        problem = "a second document begins here; a config has only one"
     elif "'\\t'" in problem:
         problem = "a tab cannot indent; use spaces"
     return (mark.line + 1 if mark else 1), problem
@@ -107,20 +108,21 @@ def _line_and_problem(e: yaml.MarkedYAMLError) -> tuple[int, str]:
 def _check_limits(line: int, values: int, depth: int) -> None:
     if values > MAX_YAML_VALUES:
         raise YamlError(
-            line, f"more than {MAX_YAML_VALUES:,} values, aliases written out; a config is smaller than that"
+            line, f"more than {MAX_YAML_VALUES:,} values with aliases expanded; a config is smaller than that"
         )
     if depth > MAX_YAML_DEPTH:
-        raise YamlError(line, f"nested more than {MAX_YAML_DEPTH} deep")
+        raise YamlError(line, f"nested more than {MAX_YAML_DEPTH} levels deep")
 
 
 class _ValueBuilder:
-    """Nodes into values."""
+    """Conversion of nodes into plain values; remembers the line of each key."""
 
     def __init__(self) -> None:
         self.lines: dict[KeyPath, int] = {}
         self._values = 0
 
     def value(self, node: Node, path: KeyPath, above: tuple[Node, ...]) -> Any:
+        """Return the plain value of a node under `path`; `above` are the nodes that contain it."""
         self._values += 1
         line = node.start_mark.line + 1
         if any(node is x for x in above):
@@ -136,18 +138,18 @@ class _ValueBuilder:
         return _scalar_value(node, line)
 
     def _items(self, node: MappingNode, path: KeyPath) -> Iterator[tuple[str, Node]]:
-        seen: dict[str, int] = {}
+        first_lines: dict[str, int] = {}
         for name, child in node.value:
             line = name.start_mark.line + 1
             if not isinstance(name, ScalarNode) or name.tag != _TAG_PREFIX + "str":
                 shown = name.value if isinstance(name, ScalarNode) else "a list or a mapping"
-                raise YamlError(line, f"a key must be text, got {shown or 'nothing'}; put it in quotes if it is meant")
+                raise YamlError(line, f"a key must be text, got {shown or 'nothing'}; put it in quotes if it is text")
             key = name.value
             if key == "<<":
-                raise YamlError(line, "merge keys (<<) are not read; write the keys out")
-            if key in seen:
-                raise YamlError(line, f"the key {key!r} is there twice; it was first given in line {seen[key]}")
-            seen[key] = line
+                raise YamlError(line, "merge keys (<<) are not supported; write the keys out")
+            if key in first_lines:
+                raise YamlError(line, f"the key {key!r} is given twice, first in line {first_lines[key]}; remove one")
+            first_lines[key] = line
             self.lines[*path, key] = line
             yield key, child
 

@@ -1,4 +1,4 @@
-"""`Section`: base of every part of a config."""
+"""`Section`: base class of every section of a config."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A part of the config: frozen, and every key in it is known."""
+    """Base class of a section of the config: frozen; unknown keys are refused."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Return a copy with other values under dotted keys, such as `train.clip`; they are not validated."""
+        """Return a copy with other values under dotted keys, such as `train.clip`. The values are not validated."""
         own: dict[str, Any] = {}
         for key, value in changes.items():
             first, _, rest = key.partition(".")

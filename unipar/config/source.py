@@ -1,4 +1,4 @@
-"""A config as it was given: read from a file or a mapping, overridden in one order, with where each key came from."""
+"""`ConfigSource`: a config read from a file or a mapping, with overrides, and the origin of each key."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ from unipar.utils.text import show_value
 
 LENGTH_KEYS = ("steps", "epochs")
 _FROM_SCRIPT = "given"
-"""Where a value came from that a script gave as a mapping or a Config."""
+"""Origin of a value that a script gave in a mapping or a Config."""
 
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A config, its name, and where each of its keys was given."""
+    """A config, its name, and the origin of each of its keys."""
 
     config: Config
     name: str
-    """The file's stem; `run` for a config that came from no file. The run folder is named after it."""
+    """Name of the config, after which the run folder is named: the file's stem, or `run` without a file."""
 
     folder: Path
-    """What `task.use` and `model.weights` are relative to."""
+    """Folder to which `task.use` and `model.weights` are relative."""
 
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Dotted key -> "line 12", "--set" or "overrides"; a key that is not in it is a default."""
+    """Origin of each dotted key: "line 12", "--set" or "overrides"; a key without one has its default value."""
 
     label: str = "the config"
-    """How errors call it."""
+    """Name of the config in error messages."""
 
     @property
     def out(self) -> Path:
-        """The run folder."""
+        """Path of the run folder."""
         return Path(self.config.out or f"runs/{self.name}")
 
     @property
     def places(self) -> dict[str, str]:
-        """Origins as errors name them: a value that a script gave has none."""
+        """Origins that errors show: those of values from a file or from overrides, not from a script's mapping."""
         return _places(self.origins)
 
     def place(self, key: str) -> str:
-        """Return where a key was given, in brackets after a blank, or ""."""
+        """Return the origin of a key as " (line 12)", or "" if there is none."""
         origin = self.places.get(key)
         return f" ({origin})" if origin else ""
 
     def with_out(self, out: str, origin: str = "--out") -> Self:
-        """Return the same run with another run folder."""
+        """Return a copy with another run folder."""
         config = self.config.model_copy(update={"out": out})
         return replace(self, config=config, origins={**self.origins, "out": origin})
 
 
 def load_config_file(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> ConfigSource:
-    """The config in a file, then each `--set key=value` in order, then the overrides of a script."""
+    """Return the config of a file, changed by each `--set key=value` in order, then by the overrides of a script."""
     label = str(file)
     data, lines = _parse_file(read_config_text(file), label)
     if not isinstance(data, dict):
         what = "empty" if data is None else f"{'a list' if isinstance(data, list) else show_value(data)}, not a mapping"
         raise ConfigError(
-            f"{label}, line 1: a config is keys and values, such as `batch: {{total: 32}}`; this is {what}"
+            f"{label}, line 1: a config consists of keys and values, such as `batch: {{total: 32}}`; this is {what}"
         )
     draft = _ConfigDraft(data, {".".join(path): f"line {n}" for path, n in lines.items()}, label)
     draft.locate(file.resolve().parent)
@@ -82,7 +82,7 @@ def load_config_file(file: Path, sets: Sequence[str] = (), overrides: Mapping[st
 
 
 def load_given_config(config: Given, overrides: Mapping[str, Any] | None = None) -> ConfigSource:
-    """What `launch` was given, with its overrides."""
+    """Return the config that `launch` was given, changed by its overrides."""
     if isinstance(config, ConfigSource):
         if not overrides:
             return config
@@ -106,17 +106,17 @@ def load_given_config(config: Given, overrides: Mapping[str, Any] | None = None)
 
 
 Given = str | Path | Mapping[str, Any] | Config | ConfigSource
-"""What a config may be given as."""
+"""Types in which a config may be given."""
 
 
 class _ConfigDraft:
-    """Values on their way to a Config."""
+    """Values of a config and their origins, before validation."""
 
     def __init__(self, data: dict[str, Any], origins: dict[str, str], label: str) -> None:
         self.data, self.origins, self.label = data, origins, label
 
     def put(self, dotted: str, value: Any, origin: str) -> None:
-        """One key: a section changes only the keys that it names; one with another `name` begins anew."""
+        """Set one key. A section changes only the keys that it names; one with another `name` replaces the old one."""
         value = _plain_copy(value, dotted, origin)
         steps = dotted.split(".")
         into = self.data
@@ -153,34 +153,35 @@ class _ConfigDraft:
         self.origins.update((k, origin) for k in (dotted, *_dotted_keys(value, f"{dotted}.")))
 
     def _drop_other_length(self, steps: Sequence[str], value: Any, origin: str) -> None:
-        """A length given here replaces the other one that only the config gave."""
-        said = value if steps == ["train"] and isinstance(value, dict) else {}
+        """Unset `train.steps` if `train.epochs` is overridden, and the reverse, unless that was an override, too."""
+        changes = value if steps == ["train"] and isinstance(value, dict) else {}
         if len(steps) == 2 and steps[0] == "train":
-            said = {steps[1]: value}
-        now = [name for name in LENGTH_KEYS if said.get(name) is not None]
+            changes = {steps[1]: value}
+        new = [name for name in LENGTH_KEYS if changes.get(name) is not None]
         train = self.data.get("train")
-        if len(now) != 1 or not isinstance(train, dict):
+        if len(new) != 1 or not isinstance(train, dict):
             return
-        other = LENGTH_KEYS[1 - LENGTH_KEYS.index(now[0])]
+        other = LENGTH_KEYS[1 - LENGTH_KEYS.index(new[0])]
         if self.origins.get(f"train.{other}", "") not in ("--set", "overrides") and train.get(other) is not None:
             train[other] = None
-            self.origins[f"train.{other}"] = f"{origin} train.{now[0]}"
+            self.origins[f"train.{other}"] = f"{origin} train.{new[0]}"
 
     def locate(self, folder: Path) -> None:
-        """`file.py:Class` and a file of weights become absolute; they are relative to what names them."""
+        """Make `task.use` and the file of `model.weights` absolute, relative to `folder`."""
         task = self.data.get("task")
         use = task.get("use") if isinstance(task, dict) else None
         if isinstance(task, dict) and isinstance(use, str):
             task["use"] = _absolute_use(use, folder)
         model = self.data.get("model")
-        said = model.get("weights") if isinstance(model, dict) else None
-        if isinstance(model, dict) and isinstance(said, str):
-            model["weights"] = _absolute_path(said, folder)
-        elif isinstance(said, dict) and isinstance(said.get("file"), str):
-            said["file"] = _absolute_path(said["file"], folder)
+        weights = model.get("weights") if isinstance(model, dict) else None
+        if isinstance(model, dict) and isinstance(weights, str):
+            model["weights"] = _absolute_path(weights, folder)
+        elif isinstance(weights, dict) and isinstance(weights.get("file"), str):
+            weights["file"] = _absolute_path(weights["file"], folder)
 
     def checked(self, name: str, folder: Path) -> ConfigSource:
-        self.locate(Path.cwd())  # one that was given on the command line or by a script
+        """Return the validated config; raise ConfigError if it is invalid."""
+        self.locate(Path.cwd())  # paths from the command line or a script, which are still relative
         places = _places(self.origins)
         for key, sentence in UNSUPPORTED_KEYS.items():
             if _has_key(self.data, key.split(".")):
@@ -206,7 +207,7 @@ def _parse_file(text: str, label: str) -> tuple[Any, dict[safe_yaml.KeyPath, int
 
 
 def parse_set_argument(text: str) -> tuple[str, Any]:
-    """`key=value`, its value read as YAML."""
+    """Return the key and the value, read as YAML, of a `key=value` argument."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text}: write key=value, as in --set train.steps=100")
@@ -222,12 +223,12 @@ def _absolute_use(use: str, folder: Path) -> str:
 
 
 def _absolute_path(file: str, folder: Path) -> str:
-    """Absolute, links not followed: where they lead is looked at before the file is read."""
+    """Return an absolute path without resolving links; their targets are checked before the file is read."""
     return os.path.normpath(folder / file)
 
 
 def _has_other_name(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Another optimizer or schedule does not inherit the keys of the one before it."""
+    """Return whether a section names another optimizer or schedule, which does not inherit the old one's keys."""
     return "name" in new and new["name"] != old.get("name")
 
 
@@ -247,19 +248,19 @@ def _dotted_keys(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _explicit_values(section: BaseModel) -> dict[str, Any]:
-    """The keys that whoever made a Config named; a section's `name` always, as it says which section it is."""
-    named = section.model_fields_set | ({"name"} & type(section).model_fields.keys())
-    said = {name: getattr(section, name) for name in named}
+    """Return the keys that were set explicitly, and each section's `name`, which says which section it is."""
+    names = section.model_fields_set | ({"name"} & type(section).model_fields.keys())
+    values = {name: getattr(section, name) for name in names}
     return {
         name: _explicit_values(value) if isinstance(value, BaseModel) else copy.deepcopy(value)
-        for name, value in said.items()
+        for name, value in values.items()
     }
 
 
 def _plain_copy(value: Any, key: str, origin: str, depth: int = 1) -> Any:
-    """A copy made of what a file could hold as well, so that every process sees the same."""
+    """Return a copy; raise ConfigError for values that a config file cannot hold and other processes would not get."""
     if depth > safe_yaml.MAX_YAML_DEPTH:
-        raise ConfigError(f"{origin} {key}: nested more than {safe_yaml.MAX_YAML_DEPTH} deep")
+        raise ConfigError(f"{origin} {key}: nested more than {safe_yaml.MAX_YAML_DEPTH} levels deep")
     if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, Path):
@@ -269,6 +270,6 @@ def _plain_copy(value: Any, key: str, origin: str, depth: int = 1) -> Any:
     if isinstance(value, list | tuple):
         return [_plain_copy(inner, f"{key}.{i}", origin, depth + 1) for i, inner in enumerate(value)]
     raise ConfigError(
-        f"{origin} {key}: {show_value(value)} is not plain: a config holds text, finite numbers, true, false, null, "
-        "lists, and mappings whose keys are text"
+        f"{origin} {key}: {show_value(value)} is not a plain value: a config holds text, finite numbers, true, false, "
+        "null, lists, and mappings whose keys are text"
     )

@@ -1,4 +1,4 @@
-"""Pydantic's errors as sentences with key, line, wanted, given, way out."""
+"""Conversion of pydantic's errors into sentences with key, line, wanted value, given value and suggestion."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from unipar.config.section import Section
 from unipar.utils.text import did_you_mean, join_with_or, show_value
 
 KeyOrigins = Mapping[str, str]
-"""Where each dotted key was given: "line 12", "--set"."""
+"""Origin of each dotted key: "line 12", "--set"."""
 
 
 def describe_errors(error: ValidationError, where: KeyOrigins | None = None) -> str:
-    """One sentence a mistake; several become a list."""
+    """Return a sentence for the mistake in a config, or a list of sentences if there are several mistakes."""
     return _describe(error, Config, "", where or {})
 
 
 def describe_option_errors(
     error: ValidationError, options: type[Section], name: str, where: KeyOrigins | None = None
 ) -> str:
-    """Return the same for a backend's own options, whose keys read options.NAME.key."""
+    """Return the mistakes in a backend's options, as `describe_errors` does; keys begin with options.NAME."""
     return _describe(error, options, f"options.{name}", where or {})
 
 
 def list_known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a section and of those below it; a choice between sections gives the keys of all."""
+    """Yield every dotted key of a section and its sub-sections; a choice of sections gives the keys of all."""
     for name, field in model.model_fields.items():
         yield (key := f"{prefix}.{name}" if prefix else name)
         for kind in _Annotation.of(field).members():
@@ -43,7 +43,7 @@ def list_known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Annotation:
-    """An annotation, taken apart."""
+    """A type annotation without its Annotated layers, with their notes (bounds, patterns, tags)."""
 
     annotation: Any
     notes: tuple[Any, ...] = ()
@@ -54,14 +54,14 @@ class _Annotation:
         return cls(field.annotation, tuple(field.metadata), field).bare()
 
     def bare(self) -> _Annotation:
-        """Without its Annotated layers, whose notes are kept."""
+        """Return the annotation without its Annotated layers; their notes are kept."""
         if get_origin(self.annotation) is not Annotated:
             return self
         inner, *notes = get_args(self.annotation)
         return _Annotation(inner, (*self.notes, *_flatten_notes(notes)), self.field).bare()
 
     def members(self) -> list[_Annotation]:
-        """What a union chooses from; itself where it is none."""
+        """Return the members of a union, or the annotation itself if it is not a union."""
         if get_origin(self.annotation) not in (Union, UnionType):
             return [self]
         return [m for a in get_args(self.annotation) for m in _Annotation(a, (), self.field).bare().members()]
@@ -77,24 +77,24 @@ class _Annotation:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Words that are allowed here."""
-        found = (get_args(m.annotation) for m in self.members() if get_origin(m.annotation) is Literal)
-        return tuple(str(word) for words in found for word in words)
+        """Words that the annotation's Literals allow."""
+        literals = (get_args(m.annotation) for m in self.members() if get_origin(m.annotation) is Literal)
+        return tuple(str(word) for words in literals for word in words)
 
-    def called(self, label: str) -> bool:
-        """Whether this is the member of a union to which pydantic gives that label."""
+    def has_label(self, label: str) -> bool:
+        """Return whether pydantic labels this member of a union so in an error's location."""
         name = getattr(self.section or get_origin(self.annotation), "__name__", "")
         return label == (self.tag or name) or (self.section is None and bool(name) and label.startswith(f"{name}["))
 
     def inside(self, step: str) -> _Annotation:
-        """What stands under a key, or in a list or mapping."""
+        """Return the annotation of the value under a key of a section, or of the entries of a list or mapping."""
         if self.section is not None and step in self.section.model_fields:
             return _Annotation.of(self.section.model_fields[step])
         inner = [a for a in get_args(self.annotation) if a is not Ellipsis]
         return _Annotation(inner[-1]).bare() if inner else _Annotation(object)
 
     def described(self) -> str:
-        """What is wanted, in words."""
+        """Return a description of the wanted value: "a whole number above 0"."""
         tags = [m.tag for m in self.members() if m.tag]
         if tags:
             return f"a section {{name: ..., ...}} whose name is {join_with_or(tags)}"
@@ -122,8 +122,8 @@ class _Annotation:
         return [_TYPE_WORDS.get(origin or kind, "another value") + self._range()]
 
     def _range(self) -> str:
-        said = [f"{words} {n:,}" for words, mark in _BOUND_WORDS if (n := self._bound(mark)) is not None]
-        return f" {' and '.join(said)}" if said else ""
+        bounds = [f"{words} {n:,}" for words, mark in _BOUND_WORDS if (n := self._bound(mark)) is not None]
+        return f" {' and '.join(bounds)}" if bounds else ""
 
     def _bound(self, mark: type) -> float | None:
         names = {Gt: "gt", Ge: "ge", Lt: "lt", Le: "le", MinLen: "min_length"}
@@ -132,12 +132,11 @@ class _Annotation:
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "text", dict: "a section", NoneType: "null"}
 
-
 _BOUND_WORDS = (("above", Gt), ("of at least", Ge), ("below", Lt), ("of at most", Le))
 
 
 def _flatten_notes(notes: Sequence[Any]) -> Iterator[Any]:
-    """Field(ge=0) inside an annotation carries its notes in a list of its own."""
+    """Yield the notes of an annotation; those inside Field(...) are in a list of the Field."""
     for note in notes:
         yield from note.metadata if isinstance(note, FieldInfo) else (note,)
 
@@ -148,33 +147,35 @@ def _first_sentence(field: FieldInfo | None) -> str:
 
 @dataclass(frozen=True)
 class _Mistake:
+    """An error of pydantic, located in the config."""
+
     error: Any
     key: tuple[str, ...]
     kind: _Annotation
-    """What may stand under the key."""
+    """Annotation of the value under the key."""
 
     owner: _Annotation
-    """The section in which the key stands."""
+    """Section that contains the key."""
 
     rivals: Sequence[_Annotation]
-    """The sections that could stand in the owner's place."""
+    """Sections that are allowed in the owner's place."""
 
 
 def _describe(error: ValidationError, model: type[BaseModel], prefix: str, where: KeyOrigins) -> str:
     mistakes = _deepest_mistakes([_locate_mistake(e, model) for e in error.errors(include_url=False)])
-    said = list(dict.fromkeys(_describe_mistake(m, model, prefix, where) for m in mistakes))
-    return said[0] if len(said) == 1 else "\n  - ".join([f"{len(said)} mistakes:", *said])
+    sentences = list(dict.fromkeys(_describe_mistake(m, model, prefix, where) for m in mistakes))
+    return sentences[0] if len(sentences) == 1 else "\n  - ".join([f"{len(sentences)} mistakes:", *sentences])
 
 
 def _locate_mistake(error: Any, model: type[BaseModel]) -> _Mistake:
-    """Where an error stands: its location less the names that pydantic gives to a union's members."""
+    """Return an error with its key: pydantic's location without the labels of union members."""
     key: list[str] = []
     kind = at = owner = _Annotation(model)
     rivals: list[_Annotation] = []
     for step in map(str, error["loc"]):
         members = [m for m in at.members() if m.annotation is not NoneType]
         if len(members) > 1:
-            at, rivals = next((m for m in members if m.called(step)), at), members
+            at, rivals = next((m for m in members if m.has_label(step)), at), members
             continue
         owner = members[0]
         key.append(step)
@@ -185,7 +186,7 @@ def _locate_mistake(error: Any, model: type[BaseModel]) -> _Mistake:
 
 
 def _deepest_mistakes(mistakes: list[_Mistake]) -> list[_Mistake]:
-    """Of the errors that each member of a union gives, those that lie deepest tell most."""
+    """Return the errors without a deeper one below: each member of a union gives errors, and the deepest say most."""
     keys = {m.key for m in mistakes}
     return [m for m in mistakes if not any(len(k) > len(m.key) and k[: len(m.key)] == m.key for k in keys)]
 
@@ -211,7 +212,7 @@ def _describe_mistake(m: _Mistake, model: type[BaseModel], prefix: str, where: K
 
 
 def _origin_text(key: str, where: KeyOrigins) -> str:
-    """The key's line, or that of the nearest section above it."""
+    """Return the origin of a key, or of the nearest section above it, as " (line 12)"; "" if there is none."""
     while key:
         if key in where:
             return f" ({where[key]})"
@@ -220,7 +221,7 @@ def _origin_text(key: str, where: KeyOrigins) -> str:
 
 
 def _suggest_key(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
-    """What an unknown key may have meant."""
+    """Return a suggestion for an unknown key: a similar one, its section, or the keys that are known."""
     word, path = m.key[-1], list(list_known_keys(model, prefix))
     assert m.owner.section is not None
     if word in path and "." in word:

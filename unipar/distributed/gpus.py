@@ -1,4 +1,4 @@
-"""GPUs visible to this process, counted without torch."""
+"""Number of GPUs visible to this process, counted without torch."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def describe_gpu_count(number: int) -> str:
+    """Return "no GPU", "one GPU" or "4 GPUs"."""
     return "no GPU" if number == 0 else "one GPU" if number == 1 else f"{number} GPUs"
 
 
 def count_visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """GPUs that CUDA would show to torch here; 0 where torch was built without CUDA."""
+    """Return the number of GPUs that torch would see in this process; 0 if torch was built without CUDA."""
     if not torch_has_cuda():
         return 0
     return count_chosen_gpus(list_gpu_ids(), environ.get(VISIBLE_DEVICES_VARIABLE))
 
 
 def count_chosen_gpus(ids: list[str], choice: str | None) -> int:
-    """How many of the GPUs a CUDA_VISIBLE_DEVICES leaves: it ends at the first entry that is none of them."""
+    """Return how many of the GPUs a value of CUDA_VISIBLE_DEVICES leaves; CUDA ignores all after an invalid entry."""
     if choice is None:
         return len(ids)
     seen: set[str] = set()
     for word in (w.strip() for w in choice.split(",")):
         if word.isdecimal() and int(word) < len(ids):
-            one = ids[int(word)]
+            gpu = ids[int(word)]
         elif word.startswith("GPU-"):
             matches = [i for i in ids if i.startswith(word)]
             if len(matches) != 1:
                 break
-            (one,) = matches
+            (gpu,) = matches
         elif word.startswith("MIG-"):
-            one = word  # a slice of a GPU; whether it exists, CUDA will say
+            gpu = word  # a slice of a GPU, counted even if it does not exist: CUDA reports that later
         else:
             break
-        if one in seen:
-            return 0  # CUDA shows nothing at all then
-        seen.add(one)
+        if gpu in seen:
+            return 0  # CUDA shows no GPU at all if one is listed twice
+        seen.add(gpu)
     return len(seen)
 
 
 def list_gpu_ids() -> list[str]:
-    """Return the UUIDs of this machine's NVIDIA GPUs, in the order of their bus; none without a driver."""
-    import pynvml  # takes a while, and is needed only where torch was built with CUDA
+    """Return the UUIDs of this machine's NVIDIA GPUs in bus order; an empty list if there is no driver."""
+    import pynvml  # slow to import, and needed only if torch was built with CUDA
 
     nvml: Any = pynvml
     try:
@@ -71,12 +72,12 @@ def _gpu_uuid(nvml: Any, index: int) -> str:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the torch installed here was built with CUDA: its version file says so, without an import."""
+    """Return whether the installed torch was built with CUDA, read from torch's version file without importing it."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False
     try:
-        said = (Path(spec.origin).parent / "version.py").read_text("utf-8")
+        text = (Path(spec.origin).parent / "version.py").read_text("utf-8")
     except OSError:
         return True
-    return re.search(r"^cuda\b[^=\n]*=\s*None", said, re.MULTILINE) is None
+    return re.search(r"^cuda\b[^=\n]*=\s*None", text, re.MULTILINE) is None

@@ -1,4 +1,4 @@
-"""`Launcher`: how a launcher's variables are read, as data; detection."""
+"""`Launcher`: description of a launcher's environment variables; detection of the launcher of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unipar.errors import WorldMismatch
 
 
 class LauncherVariables(TypedDict):
-    """Where a launcher says who a process is."""
+    """Names of the environment variables in which a launcher gives a process its ranks and sizes."""
 
     rank: str
     size: str
@@ -30,136 +30,138 @@ TORCH_VARIABLES: LauncherVariables = {
     "local_rank": "LOCAL_RANK",
     "local_size": "LOCAL_WORLD_SIZE",
 }
-"""The names that PyTorch's launcher uses, and others after it."""
-
+"""Variables of torchrun, which other launchers set as well."""
 
 LAUNCHER_ARGUMENTS = ("--local_rank", "--local-rank")
-"""Arguments that launchers add to a worker's own; ours to take away."""
+"""Arguments that launchers add to a script's own, and that unipar removes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """How a launcher's workers are told from others, as data; a backend's Capabilities hold its own."""
+    """Description of a launcher: how to recognise its workers and read their variables. Backends list theirs."""
 
     name: str
     order: int
-    """Launchers inherit one another's variables: the lowest number that fits wins."""
+    """Priority in detection: launchers inherit one another's variables, so the lowest number that fits wins."""
 
     marks: tuple[str, ...]
-    """Variables that are all there under this launcher, and not under those after it."""
+    """Variables that are all set under this launcher, and not all set under launchers with a higher `order`."""
 
     rank: str
     size: str
     local_rank: str
     local_size: str
     node: str | None = None
-    """A variable with this machine's number, where `local_size` counts for all of them as Slurm does: `2(x3),1`."""
+    """Variable with this machine's number, if `local_size` lists the counts of all machines, as Slurm's `2(x3),1`."""
 
     local: bool = True
-    """The two local variables are set. False: they may be missing where all meet on a loopback address."""
+    """Whether the two local variables are always set; if not, they may be missing if the address is on loopback."""
 
     address: tuple[str, str] | None = None
-    """Variables with the host and port where the processes meet; None: they meet by a file of the run."""
+    """Variables with the host and port of the rendezvous; None: the processes meet through a file in the run folder."""
 
     job: tuple[str, ...] = ()
-    """Variables that together are one job's own; needed to meet by a file."""
+    """Variables that together identify the job; needed for the rendezvous through a file."""
 
     serves: tuple[str, ...] | None = None
-    """The backends it starts; None: all."""
+    """Names of the backends that the launcher can start; None: all."""
 
     least: int = 1
-    """The smallest world that is one: where a single task is somebody's shell, ours is started in it."""
+    """Smallest number of processes that counts as a world: a single Slurm task may be a shell that starts unipar."""
 
     between: int = 0
-    """Processes of the launcher's own between it and a rank, which live on when it is killed."""
+    """Number of processes between the launcher and a rank that survive when the launcher is killed."""
 
     refusal: str = ""
-    """Why its worlds cannot be joined; empty: they can."""
+    """Reason why processes of this launcher cannot be joined to a world; empty: they can."""
 
     opens: str = ""
-    """What it opens beyond loopback, a sentence for `doctor`."""
+    """Sentence for `unipar doctor` about the ports that the launcher opens beyond loopback."""
 
 
 def find_launcher(launchers: Iterable[Launcher], environ: Mapping[str, str] = os.environ) -> Launcher | None:
-    """The launcher whose marks this process carries; None when nobody started a world."""
+    """Return the launcher that started this process, or None if no launcher's variables are set."""
     return next((x for x in sorted(launchers, key=lambda x: x.order) if all(m in environ for m in x.marks)), None)
 
 
 def place_from_environment(
     launchers: Iterable[Launcher], folder: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> Place | None:
-    """This process's place in a world that another launcher started; None when nobody did."""
-    found = find_launcher(launchers, environ)
-    if found is None:
+    """Return this process's place in a world that another launcher started, or None if none did."""
+    launcher = find_launcher(launchers, environ)
+    if launcher is None:
         return None
-    if found.refusal:
-        raise WorldMismatch(f"{found.name}: {found.refusal}")
-    said = _LauncherEnvironment(found, environ)
-    size = said.number(found.size)
-    if size < found.least:
+    if launcher.refusal:
+        raise WorldMismatch(f"{launcher.name}: {launcher.refusal}")
+    variables = _LauncherEnvironment(launcher, environ)
+    size = variables.number(launcher.size)
+    if size < launcher.least:
         return None
-    address = (
-        (said.text(found.address[0], "rank 0's address"), said.number(found.address[1])) if found.address else None
-    )
-    rank = said.number(found.rank)
-    local_rank, local_size = said.local(rank, size, address)
+    address = None
+    if launcher.address is not None:
+        host, port = launcher.address
+        address = (variables.text(host, "rank 0's address"), variables.number(port))
+    rank = variables.number(launcher.rank)
+    local_rank, local_size = variables.local(rank, size, address)
     if address is None and local_size != size:
         raise WorldMismatch(
-            f"{found.name} started {size} processes, {local_size} of them on this machine, and says no address where "
-            "they could meet; over several machines let it start torchrun, once on each"
+            f"{launcher.name} started {size} processes, {local_size} of them on this machine, and gives no address at "
+            "which they can meet; on several machines let it start torchrun, once on each"
         )
     return Place(
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        launcher=found.name,
+        launcher=launcher.name,
         address=address,
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         folder=None if address else folder,
-        job=".".join(said.text(variable, "the job's id") for variable in found.job) or None,
-        between=found.between,
+        job=".".join(variables.text(variable, "the job's id") for variable in launcher.job) or None,
+        between=launcher.between,
     )
 
 
 @dataclass(frozen=True)
 class _LauncherEnvironment:
-    """What a launcher said, read with suspicion."""
+    """Variables of a launcher; reading one that is missing or malformed raises WorldMismatch."""
 
     launcher: Launcher
     environ: Mapping[str, str]
 
     def number(self, variable: str) -> int:
+        """Return the value of a variable as a number."""
         text = self.environ.get(variable, "")
         if not text.isdecimal():
-            raise self._should(variable, "a number", repr(text) if text else "not set")
+            raise self._bad_variable(variable, "a number", repr(text) if text else "not set")
         return int(text)
 
-    def text(self, variable: str, what: str) -> str:
+    def text(self, variable: str, wanted: str) -> str:
+        """Return the value of a variable; `wanted` describes the value if the variable is not set."""
         if not (text := self.environ.get(variable, "").strip()):
-            raise self._should(variable, what, "not set")
+            raise self._bad_variable(variable, wanted, "not set")
         return text
 
     def local(self, rank: int, size: int, address: tuple[str, int] | None) -> tuple[int, int]:
-        """This rank's number and its world's size on this machine."""
-        says = self.launcher
-        if not says.local and address is not None and _is_loopback_host(address[0]):
-            return self._or(says.local_rank, rank), self._or(says.local_size, size)
-        if says.node is None:
-            return self.number(says.local_rank), self.number(says.local_size)
-        counts = tasks_per_node(self.text(says.local_size, "the tasks of each machine"))
-        node = self.number(says.node)
+        """Return the local rank of this process and the number of ranks on this machine."""
+        names = self.launcher
+        if not names.local and address is not None and _is_loopback_host(address[0]):
+            return self._number_or(names.local_rank, rank), self._number_or(names.local_size, size)
+        if names.node is None:
+            return self.number(names.local_rank), self.number(names.local_size)
+        counts = tasks_per_node(self.text(names.local_size, "the tasks of each machine"))
+        node = self.number(names.node)
         if node >= len(counts):
-            raise self._should(
-                says.local_size, f"the tasks of at least {node + 1} machines", repr(self.environ[says.local_size])
+            raise self._bad_variable(
+                names.local_size, f"the tasks of at least {node + 1} machines", repr(self.environ[names.local_size])
             )
-        return self.number(says.local_rank), counts[node]
+        return self.number(names.local_rank), counts[node]
 
-    def _or(self, variable: str, otherwise: int) -> int:
-        return self.number(variable) if variable in self.environ else otherwise
+    def _number_or(self, variable: str, default: int) -> int:
+        return self.number(variable) if variable in self.environ else default
 
-    def _should(self, variable: str, what: str, found: str) -> WorldMismatch:
-        return WorldMismatch(f"{self.launcher.name} should have set {variable} to {what}; it is {found}")
+    def _bad_variable(self, variable: str, wanted: str, actual: str) -> WorldMismatch:
+        return WorldMismatch(f"{self.launcher.name} should have set {variable} to {wanted}; it is {actual}")
 
 
 def _is_loopback_host(host: str) -> bool:
@@ -170,18 +172,18 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's `2(x3),1` is 2, 2, 2, 1; what is not of that kind counts for no machine."""
+    """Return the tasks of each machine from Slurm's notation: `2(x3),1` gives 2, 2, 2, 1. Malformed text gives []."""
     counts: list[int] = []
     for word in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
+        if match is None:
             return []
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def without_launcher_arguments(argv: list[str]) -> list[str]:
-    """`argv` less what launchers add: `--local_rank=0`, `--local-rank 0`."""
+    """Return `argv` without the arguments that launchers add: `--local_rank=0`, `--local-rank 0`."""
     kept: list[str] = []
     skip = False
     for word in argv:

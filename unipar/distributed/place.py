@@ -1,4 +1,4 @@
-"""`Place`: rank, size, local rank, address of this process."""
+"""`Place`: rank, world size, local rank and rendezvous address of this process."""
 
 from __future__ import annotations
 
@@ -8,32 +8,36 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where this process stands in its world, before it has met the others."""
+    """Place of this process in its world, known before it has connected to the others."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     launcher: str
-    """A launcher's name, or "unipar"."""
+    """Name of the launcher; "unipar" if unipar started this process."""
 
     address: tuple[str, int] | None = None
+    """Host and port of the rendezvous; None: the launcher gave none."""
+
     listener: int | None = None
-    """Rank 0's listening socket, made by the parent: the port cannot be stolen."""
+    """File descriptor of rank 0's listening socket, opened by the parent so that no other process takes the port."""
 
     hosted: bool = False
-    """The launcher itself listens at `address`."""
+    """Whether the launcher itself listens at `address`."""
 
     folder: Path | None = None
-    """The run folder: where processes meet that were given no address."""
+    """Run folder, through which processes without an address meet."""
 
     job: str | None = None
+    """Identifier of the launcher's job, in the name of the file through which processes without an address meet."""
+
     between: int = 0
-    """As the launcher's."""
+    """Number of processes between the launcher and this one that survive when the launcher is killed."""
 
     @property
     def meeting(self) -> Path | None:
-        """Where rank 0 says its port, in a world that was given no address."""
+        """File to which rank 0 writes its port, or None if there is an address or no run folder."""
         return self.folder / f".meet-{self.launcher}-{self.job}" if self.folder and self.address is None else None
 
     @property

@@ -1,4 +1,4 @@
-"""TCP stores: listen, connect, meet by a file."""
+"""Rendezvous through a TCP store, at a given address or by a file in the run folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from unipar.utils.files import write_file_atomically
 
 
 def on_loopback(place: Place) -> bool:
+    """Return whether the processes meet on a loopback address; without an address, whether all are on one machine."""
     if place.address is None:
         return place.local_size == place.size
     return ipaddress.ip_address(socket.gethostbyname(place.address[0])).is_loopback
 
 
 def open_store(place: Place, patience: timedelta) -> dist.Store:
+    """Return a store connected to all ranks; `patience` is its timeout."""
     if place.address is None:
         return _store_by_file(place, patience)
     host, port = socket.gethostbyname(place.address[0]), place.address[1]
@@ -38,33 +40,34 @@ def open_store(place: Place, patience: timedelta) -> dist.Store:
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
-    """A socket on this address alone: left to itself the store listens everywhere."""
+    """Return a socket that listens on this address alone; the store's own would listen on all interfaces."""
     try:
         return socket.create_server((host, port), backlog=128)
     except OSError as e:
         why = os.strerror(e.errno or 0)  # create_server adds the address to e.strerror
         raise WorldMismatch(
-            f"{host}:{port} is taken ({why}): another run uses this port; give the launcher another "
+            f"{host}:{port} is taken ({why}): another run uses this port; give the launcher another port "
             "(--master_port, --main_process_port, --master-port)"
         ) from None
 
 
 def _store_by_file(place: Place, patience: timedelta) -> dist.Store:
-    """For launchers that give no address: rank 0 listens on loopback and says where in the run folder."""
-    said = place.meeting
-    assert said is not None, f"{place.launcher} gives no address, so the processes need a folder to meet in"
+    """Return a store for a launcher that gives no address: rank 0 listens on loopback and writes its port to a file."""
+    port_file = place.meeting
+    assert port_file is not None, f"{place.launcher} gives no address, so the processes need a folder to meet in"
     if place.rank == 0:
         listener = _listening_socket("127.0.0.1", 0)
         port = listener.getsockname()[1]
-        write_file_atomically(said, str(port))
+        write_file_atomically(port_file, str(port))
         return dist.TCPStore(
             "127.0.0.1", port, place.size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     until = time.monotonic() + patience.total_seconds()
-    while not said.exists():
+    while not port_file.exists():
         if time.monotonic() > until:
             raise WorldMismatch(
-                f"rank {place.rank} waited {patience.total_seconds():g} s for rank 0 to say where to meet"
+                f"rank {place.rank} waited {patience.total_seconds():g} s for rank 0 to write its port to {port_file}"
             )
         time.sleep(0.02)
-    return dist.TCPStore("127.0.0.1", int(said.read_text("utf-8")), place.size, False, patience, wait_for_workers=False)
+    port = int(port_file.read_text("utf-8"))
+    return dist.TCPStore("127.0.0.1", port, place.size, False, patience, wait_for_workers=False)

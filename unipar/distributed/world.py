@@ -1,4 +1,4 @@
-"""`World`: the process group and the few collectives that the loop needs."""
+"""`World`: process group of a run, and the few collectives that the training loop needs."""
 
 from __future__ import annotations
 
@@ -15,32 +15,37 @@ from unipar.errors import TaskError, WorldMismatch
 
 
 class World:
-    """Who this process is among the others, and the few collectives that the loop needs."""
+    """Rank of this process in its process group, and the few collectives that the training loop needs."""
 
     def __init__(self, place: Place, device: torch.device, store: dist.Store | None) -> None:
         self.place, self.device, self.store = place, device, store
         self.rank, self.size = place.rank, place.size
         self.closers: list[Callable[[], None]] = []
-        """What a library needs done before the process group goes; the latest first."""
+        """Functions to call before the process group is destroyed, on all ranks together; the latest first."""
+
         self.local_closers: list[Callable[[], None]] = []
-        """What a library forgets by itself, without the others; done after an error as well."""
+        """Functions that reset a library's state without the other ranks; called after an error as well."""
+
         self._keys = 0
         self._environ: dict[str, str | None] = {}
         _current_worlds.append(self)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Return the tensor, summed over all ranks in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def key(self, name: str) -> str:
-        """A key of the store that was not used before; the same on all ranks that ask equally often."""
+        """Return a new key of the store; ranks that have called this equally often get the same key."""
         self._keys += 1
         return f"{name}/{self._keys}"
 
     def agree(self, name: str, mine: str, sentence: Callable[[str], str]) -> None:
-        """Raise a TaskError, `sentence(rank 0's)`, on a rank that says another thing than rank 0; all ranks call it."""
+        """Raise TaskError on a rank whose text differs from rank 0's; all ranks call this.
+
+        The message is `sentence(text of rank 0)`.
+        """
         if self.size == 1 or self.store is None:
             return
         key = self.key(name)
@@ -50,9 +55,9 @@ class World:
             raise TaskError(sentence(first))
 
     def agree_so_far(self, key: str, mine: str, sentence: Callable[[int], str]) -> None:
-        """Compare with the ranks that have come this far; raise a TaskError, `sentence(rank)`, if one said other.
+        """Raise TaskError if the text of a rank that has already made this call differs; no rank waits.
 
-        Nobody waits: the last rank to come sees all.
+        The last rank to call sees all texts. The message is `sentence(rank)`, with the rank that differs.
         """
         if self.size == 1 or self.store is None:
             return
@@ -63,39 +68,44 @@ class World:
                 raise TaskError(sentence(rank))
 
     def synchronize(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished all work."""
         torch.cuda.synchronize(self.device)
 
     def barrier(self) -> None:
+        """Wait until all ranks have made this call."""
         if self.size > 1:
             dist.barrier()
 
     def require_same_world(self, library: str, *, rank: int, size: int) -> World:
-        """Itself, if the library sees the same world: left alone, several make N worlds of one."""
+        """Return this world, or raise WorldMismatch if a library sees another rank or size.
+
+        Some libraries that miss the launcher's variables would start N worlds of one process each.
+        """
         if (rank, size) != (self.rank, self.size):
             raise WorldMismatch(
-                f"{library} sees rank {rank} of {size}, the launcher {self.place.launcher!r} said "
+                f"{library} sees rank {rank} of {size}, but the launcher {self.place.launcher!r} gave "
                 f"rank {self.rank} of {self.size}"
             )
         return self
 
     def set_variables(self, **variables: object) -> None:
-        """Set what a library insists on in the environment, until this world is closed."""
+        """Set environment variables that a library needs; `close` restores the old values."""
         self.restore_variables(*variables)
         os.environ.update({name: str(value) for name, value in variables.items()})
 
     def restore_variables(self, *names: str) -> None:
-        """Variables that a library sets by itself are as they were once this world is closed."""
+        """Remember the values of environment variables that a library will set; `close` restores them."""
         for name in names:
             self._environ.setdefault(name, os.environ.get(name))
 
     def close(self) -> None:
+        """Leave the world together with the other ranks."""
         while self.closers:
             self.closers.pop()()
         self.close_without_peers()
 
     def close_without_peers(self) -> None:
-        """Leave without the others: they may be gone."""
+        """Leave the world without the other ranks, which may have ended."""
         self.closers.clear()
         while self.local_closers:
             self.local_closers.pop()()
@@ -112,18 +122,17 @@ class World:
 
 
 _current_worlds: list[World] = []
-"""The world that this process is in, if any."""
-
+"""World that this process is in, if any."""
 
 _left_groups: list[dist.ProcessGroup | None] = []
-"""The last groups that were left. DDP's reducer would free its own while it holds the GIL, and wait for the group's
-thread, which may wait for the GIL to free a tensor. From here it is freed later, and without the GIL."""
-
+"""The last process groups that were left, kept alive to avoid a deadlock: DDP's reducer would free its group while it
+holds the GIL, and wait for the group's thread, which may wait for the GIL to free a tensor. A group in this list is
+freed later, without the GIL."""
 
 atexit.register(_left_groups.clear)
 
 
 def leave_current_world() -> None:
-    """After an error, in a process that goes on: leave the world that it is in."""
+    """Leave the world that this process is in after an error, if the process continues."""
     for world in _current_worlds:
         world.close_without_peers()

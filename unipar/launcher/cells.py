@@ -36,11 +36,11 @@ def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
             continue
         for cell in cells:
             if str(cell) not in found:
-                found[str(cell)] = check_cell(settled, cell)
+                found[str(cell)] = result_of_check(settled, cell)
     return found
 
 
-def check_cell(settled: SettledConfig, cell: Cell) -> tuple[CellResult, SettledConfig | None]:
+def result_of_check(settled: SettledConfig, cell: Cell) -> tuple[CellResult, SettledConfig | None]:
     """Return what runs in a cell, or a row that says why nothing does."""
     name = str(cell)
     try:

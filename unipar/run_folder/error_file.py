@@ -1,4 +1,4 @@
-"""A rank's error, written once, and read back."""
+"""Error file of a rank: writing it once, and reading it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from unipar.run_folder.layout import error_path
 from unipar.utils.files import write_file_atomically
 
 _PEER_GONE_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "has been shut down")
-"""What a rank says when another one is gone."""
-
+"""Parts of the error messages of a rank whose peer has ended."""
 
 _TIMEOUT_PATTERNS = (
     re.compile(r"Timed out waiting \d+ms for "),  # gloo
@@ -24,12 +23,12 @@ _TIMEOUT_PATTERNS = (
     re.compile(r"(?i)wait timeout after \d+ms|client socket has timed out|timed out after \d+ seconds waiting for"),
     re.compile(r"Watchdog caught collective operation timeout"),  # NCCL
 )
-"""What a rank says when it has waited for others until `launch.timeout`."""
+"""Patterns of the error messages of a rank that has waited for other ranks until `launch.timeout`."""
 
 
 @dataclass(frozen=True)
 class RecordedError:
-    """What a rank wrote down as its error."""
+    """Contents of a rank's error file."""
 
     time: float
     kind: str
@@ -38,19 +37,23 @@ class RecordedError:
 
     @property
     def caused_by_other_rank(self) -> bool:
+        """Whether the error only reports that another rank has ended or did not answer in time."""
         return self.timed_out or any(words in self.message for words in _PEER_GONE_WORDS)
 
     @property
     def timed_out(self) -> bool:
+        """Whether the rank waited in vain for other ranks."""
         return is_timeout(self.message)
 
     @property
     def line(self) -> str:
+        """The error's type and the first line of its message."""
         first = self.message.strip().partition("\n")[0]
         return f"{self.kind}: {first}" if first else self.kind
 
 
 def read_error(run: Path, rank: int) -> RecordedError | None:
+    """Return the error that a rank wrote, or None if it wrote none."""
     try:
         return RecordedError(**json.loads(error_path(run, rank).read_text("utf-8")))
     except FileNotFoundError:
@@ -58,6 +61,7 @@ def read_error(run: Path, rank: int) -> RecordedError | None:
 
 
 def is_timeout(text: str) -> bool:
+    """Return whether a message reports that a rank waited in vain for other ranks."""
     return any(pattern.search(text) for pattern in _TIMEOUT_PATTERNS)
 
 
@@ -65,11 +69,11 @@ _FILES_TO_HIDE = (__file__, contextlib.__file__)
 
 
 def write_error(run: Path, rank: int, error: BaseException) -> None:
-    """Write down what went wrong, once: the first error is the one that counts."""
+    """Write an error to the rank's error file, unless an earlier error is there: the first one is the cause."""
     path = error_path(run, rank)
     if path.exists():
         return
-    said = {
+    row = {
         "time": time.time(),
         "kind": type(error).__name__,
         "message": str(error),
@@ -77,11 +81,11 @@ def write_error(run: Path, rank: int, error: BaseException) -> None:
             traceback.format_exception(type(error), error, _without_hidden_frames(error.__traceback__))
         ),
     }
-    write_file_atomically(path, json.dumps(said))
+    write_file_atomically(path, json.dumps(row))
 
 
 def _without_hidden_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Less the frames of this file and what it is called through."""
+    """Return a traceback without the leading frames of this file and of contextlib."""
     while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename in _FILES_TO_HIDE:
         frames = frames.tb_next
     return frames

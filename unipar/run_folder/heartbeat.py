@@ -1,4 +1,4 @@
-"""A rank's step and phase in a memory-mapped file; a phase in words."""
+"""Heartbeat of a rank: its step and phase in a memory-mapped file; phases in words."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing_extensions import override
 from unipar.run_folder.layout import heartbeat_path
 
 STEP_PHASES: Final = ("start", "data", "forward", "backward", "update", "evaluate", "between", "waiting", "end")
-"""In the order in which a step meets them; `start` and `waiting` are never counted as silence."""
-
+"""Phases in the order of a step; a rank in `start` or `waiting` never counts as hung."""
 
 _ROW = struct.Struct("<qqd")
 
-
 _PACK, _NOW = _ROW.pack_into, time.monotonic
-
 
 _PHASE_NUMBERS = {phase: i for i, phase in enumerate(STEP_PHASES)}
 
 
 @dataclass(frozen=True)
 class Heartbeat:
+    """Step and phase of a rank, and the time at which the phase began."""
+
     step: int
     phase: str
-    when: float  # time.monotonic(), one clock for all processes of a machine
+    when: float
+    """Time of time.monotonic(), which all processes of a machine share."""
 
 
 class HeartbeatWriter:
-    """The writing end; `mark` costs about a microsecond."""
+    """Writer of a rank's heartbeat file; `set_phase` costs about a microsecond."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -44,18 +44,19 @@ class HeartbeatWriter:
             self._map = mmap.mmap(file.fileno(), _ROW.size)
         self.step = 0
         self.on_phase: Callable[[str], None] | None = None
-        """Told of each phase, too."""
+        """Function that is called with each new phase."""
 
         self.set_phase("start")
 
     def set_phase(self, phase: str) -> None:
+        """Write that the rank begins a phase now, one of STEP_PHASES."""
         _PACK(self._map, 0, self.step, _PHASE_NUMBERS[phase], _NOW())
         if self.on_phase is not None:
             self.on_phase(phase)
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """The last sign of life; None before the first."""
+    """Return the last heartbeat in a file, or None if there is none yet."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -67,7 +68,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 
 
 _PHASE_IN_WORDS = {
-    "start": "while it was built",
+    "start": "during set-up",
     "data": "while it read the data of step {}",
     "forward": "in the forward of step {}",
     "backward": "in the backward of step {}",
@@ -75,19 +76,20 @@ _PHASE_IN_WORDS = {
     "evaluate": "in the evaluation after step {}",
     "between": "after step {}",
     "waiting": "after step {}",
-    "end": "after step {}, its last",
+    "end": "after step {}, the last one",
 }
 
 
 @dataclass(frozen=True)
 class LastPhase:
-    """Where a rank was, by its own last sign."""
+    """Phase and step of a rank's last heartbeat; as text, such as "in the forward of step 2"."""
 
     phase: str
     step: int
 
     @classmethod
     def of(cls, run: Path, rank: int) -> LastPhase | None:
+        """Return the last phase of a rank from the run folder, or None before the first heartbeat."""
         beat = read_heartbeat(heartbeat_path(run, rank))
         return None if beat is None else cls(beat.phase, beat.step)
 

@@ -1,4 +1,4 @@
-"""Every path in a run folder, in one place."""
+"""Paths of the files that each rank writes to a run folder."""
 
 from __future__ import annotations
 
@@ -6,24 +6,30 @@ from pathlib import Path
 
 
 def heartbeat_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's heartbeat."""
     return run / f"rank-{rank}.beat"
 
 
 def ledger_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's ledger."""
     return run / f"rank-{rank}.jsonl"
 
 
 def stdout_path(run: Path) -> Path:
+    """Return the path of the copy of rank 0's standard output."""
     return run / "rank-0.out"
 
 
 def error_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's error file."""
     return run / f"rank-{rank}.error.json"
 
 
 def stack_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's Python stacks, written when the rank crashes or hangs."""
     return run / f"rank-{rank}.stack"
 
 
 def log_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's log."""
     return run / f"rank-{rank}.log"

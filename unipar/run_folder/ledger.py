@@ -1,4 +1,4 @@
-"""One rank's events as JSON lines."""
+"""Ledger of a rank: its events as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, Self
 
 
 class Ledger:
-    """Appends events; `read` gives them back, an unfinished last line left out; `whole` tells of that."""
+    """File of a rank's events, one JSON object a line; events are appended."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
 
     def note(self, event: str, **fields: Any) -> None:
+        """Append an event with the current time and further fields."""
         row = {"event": event, "time": time.time(), **{name: _finite_or_none(value) for name, value in fields.items()}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
@@ -32,6 +33,7 @@ class Ledger:
 
     @staticmethod
     def read(path: Path) -> Iterator[dict[str, Any]]:
+        """Yield the events of a ledger file; an unfinished last line is left out."""
         if not path.exists():
             return
         for line in path.read_text("utf-8").splitlines(keepends=True):
@@ -40,10 +42,10 @@ class Ledger:
 
     @staticmethod
     def whole(path: Path) -> bool:
-        """Whether its last line is finished: a rank that was killed may leave half a one."""
+        """Return whether the last line of a ledger file is finished; a rank that was killed may leave part of one."""
         return path.read_bytes()[-1:] in (b"", b"\n")
 
 
 def _finite_or_none(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: null."""
+    """Return None for NaN and infinity, which JSON cannot hold, and any other value unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Tracker for MLflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from unipar.utils.mappings import flatten
 
 @final
 class MLflow(Tracker):
-    """A run in RUN/mlflow.db, or in MLFLOW_TRACKING_URI; its experiment is MLFLOW_EXPERIMENT_NAME, or unipar."""
+    """Tracker that writes an MLflow run to MLFLOW_TRACKING_URI, or to RUN/mlflow.db if that is not set.
+
+    The experiment is MLFLOW_EXPERIMENT_NAME, or unipar.
+    """
 
     requires = ("mlflow", "sqlalchemy", "alembic")
 
@@ -36,7 +39,7 @@ class MLflow(Tracker):
         number = known.experiment_id if known else self._client.create_experiment(name, artifact_location=place)
         self._id = self._client.create_run(number, run_name=os.environ.get("MLFLOW_RUN_NAME", run.name)).info.run_id
         params: list[Any] = [Param(key, str(value)) for key, value in flatten(config)]
-        for i in range(0, len(params), 100):  # as many as it takes at once
+        for i in range(0, len(params), 100):  # MLflow takes no more than 100 params in one call
             self._client.log_batch(self._id, params=params[i : i + 100])
 
     @override

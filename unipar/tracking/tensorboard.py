@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""Tracker for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unipar.utils.mappings import flatten
 
 @final
 class TensorBoard(Tracker):
-    """Event files in RUN/tensorboard."""
+    """Tracker that writes TensorBoard event files to RUN/tensorboard."""
 
     requires = ("tensorboard",)
 
@@ -22,8 +22,9 @@ class TensorBoard(Tracker):
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run / "tensorboard"), flush_secs=10)  # a run may end in an error
-        rows = "\n".join(f"    {key}: {value}" for key, value in flatten(config))  # four spaces: code, to its Markdown
+        # a short interval, because a run that ends in an error may lose what is not flushed
+        self._writer: Any = SummaryWriter(str(run / "tensorboard"), flush_secs=10)
+        rows = "\n".join(f"    {key}: {value}" for key, value in flatten(config))  # four spaces: a Markdown code block
         self._writer.add_text("config", rows)
 
     @override

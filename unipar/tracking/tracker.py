@@ -1,4 +1,4 @@
-"""`Tracker`: the contract; finding one by name."""
+"""`Tracker`: base class of trackers; lookup of a tracker by name."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from unipar.utils.entry_points import PluginGroup
 
 
 class Tracker(ABC):
-    """Subclass it and name the class in the entry-point group `unipar.trackers`; rank 0 makes one, in a thread."""
+    """Base class of trackers. Name a subclass in the entry-point group `unipar.trackers`.
+
+    Rank 0 creates one instance, and calls its methods, in a thread of its own.
+    """
 
     requires: ClassVar[tuple[str, ...]] = ()
-    """Modules that must be importable; import them in `__init__`."""
+    """Modules that the tracker needs; import them in `__init__`."""
 
     hint: ClassVar[str] = ""
-    """What to type when they are not."""
+    """Command that installs the modules; empty: `pip install 'unipar[NAME]'`."""
 
     @abstractmethod
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        """Begin: `run` is the run's folder, `config` all of its keys as plain values."""
+        """Begin a run: `run` is the run folder, `config` all keys of the config as plain values."""
 
     @abstractmethod
     def write(self, step: int, named: Mapping[str, float]) -> None:
-        """Numbers by name, of one step."""
+        """Write the metrics of one step, by name."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing follows; what is not yet written is written now."""
+        """Write whatever is still buffered; no call follows."""
 
 
 def _is_tracker(plugin: object) -> TypeIs[type[Tracker]]:
@@ -52,11 +55,11 @@ def tracker_names() -> list[str]:
 
 @cache
 def find_tracker(name: str) -> type[Tracker]:
-    """Return the class by the name that `log.to` gives it; the libraries that it needs may be missing."""
+    """Return the tracker class for a name in `log.to`; the libraries that the class needs may be missing."""
     return TRACKERS.find(name)
 
 
 def require_tracker(name: str) -> None:
-    """Raise unless what the tracker needs is installed. Imports none of it."""
+    """Raise BackendNotInstalled unless the modules that the tracker needs are installed. They are not imported."""
     tracker = find_tracker(name)
     TRACKERS.require(name, tracker.requires, tracker.hint)

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Tracker for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from unipar.tracking.tracker import Tracker
 
 @final
 class WandB(Tracker):
-    """A run in RUN/wandb, offline unless WANDB_MODE says otherwise; its project is WANDB_PROJECT, or unipar."""
+    """Tracker that writes a W&B run to RUN/wandb, offline unless WANDB_MODE is set otherwise.
+
+    The project is WANDB_PROJECT, or unipar.
+    """
 
     requires = ("wandb",)
 
@@ -22,7 +25,7 @@ class WandB(Tracker):
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         mode = os.environ.get("WANDB_MODE", "offline")
         if mode == "offline":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would go to their server
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports would be sent to W&B's server
         import wandb
 
         self._wandb: Any = wandb
@@ -32,7 +35,7 @@ class WandB(Tracker):
             dir=os.environ.get("WANDB_DIR", str(run)),
             mode=mode,
             config=dict(config),
-            reinit="create_new",  # the task's own loop may have a run besides
+            reinit="create_new",  # the user's loop may have a W&B run of its own
             settings=self._wandb.Settings(silent=True, console="off"),
         )
 
@@ -44,4 +47,4 @@ class WandB(Tracker):
     def close(self) -> None:
         self._run.finish()
         if self._wandb.run is None:
-            self._wandb.teardown()  # its process would outlive this one for a while
+            self._wandb.teardown()  # otherwise W&B's service process outlives this one for a while

@@ -1,4 +1,4 @@
-"""Writes to all trackers from threads; one that fails is left out."""
+"""Writing of metrics to all trackers, each in a thread; a tracker that fails is dropped."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from typing_extensions import override
 from unipar.tracking.tracker import find_tracker, require_tracker
 
 TRACKER_TIMEOUT_SECONDS = 30.0
-"""Seconds that a run waits for a tracker to begin, and to write what is left at the end."""
-
+"""Seconds that a run waits for a tracker to start, and to write its remaining metrics at the end."""
 
 NoteEvent = Callable[..., None]
+"""Function that writes an event to the ledger: `Ledger.note`."""
 
 
 @final
 class TrackerWriter:
-    """Written by rank 0 alone; empty elsewhere. One that fails is left out, and said to be: the ledger has it all."""
+    """Writer to all trackers of a run, on rank 0 only; other ranks have no trackers.
+
+    A tracker that fails is dropped, and the failure is noted in the ledger, which holds all metrics.
+    """
 
     def __init__(
         self,
@@ -35,61 +38,65 @@ class TrackerWriter:
         wanted = dict.fromkeys(to) if rank == 0 else {}
         for name in wanted:
             require_tracker(name)
-        self._scribes = [_TrackerThread(name, run, config or {}) for name in wanted]
-        for scribe in self._scribes:
-            scribe.begun.wait(TRACKER_TIMEOUT_SECONDS)
-        self._look()
+        self._threads = [_TrackerThread(name, run, config or {}) for name in wanted]
+        for thread in self._threads:
+            thread.ready.wait(TRACKER_TIMEOUT_SECONDS)
+        self._drop_failed()
 
     def write(self, step: int, named: Mapping[str, float]) -> None:
-        for scribe in self._scribes:
-            scribe.pages.put((step, dict(named)))
-        self._look()
+        """Queue the metrics of one step for all trackers."""
+        for thread in self._threads:
+            thread.rows.put((step, dict(named)))
+        self._drop_failed()
 
     def close(self) -> None:
-        for scribe in self._scribes:
-            scribe.pages.put(None)
-        for scribe in self._scribes:
-            scribe.join(TRACKER_TIMEOUT_SECONDS)
-            if scribe.is_alive():
-                scribe.fault = f"had not written everything {TRACKER_TIMEOUT_SECONDS:g} s after the last step"
-        self._look()
-        self._scribes = []
+        """Wait until all trackers have written everything, or dropped out."""
+        for thread in self._threads:
+            thread.rows.put(None)
+        for thread in self._threads:
+            thread.join(TRACKER_TIMEOUT_SECONDS)
+            if thread.is_alive():
+                thread.fault = f"had not written everything {TRACKER_TIMEOUT_SECONDS:g} s after the last step"
+        self._drop_failed()
+        self._threads = []
 
-    def _look(self) -> None:
-        for scribe in [scribe for scribe in self._scribes if scribe.fault]:
-            self._scribes.remove(scribe)
+    def _drop_failed(self) -> None:
+        """Remove the trackers that have failed, and note why in the ledger."""
+        for thread in [thread for thread in self._threads if thread.fault]:
+            self._threads.remove(thread)
             if self._note is not None:
-                said = (
-                    f"{scribe.called} {scribe.fault}; training goes on without it, and the run folder has every number"
+                sentence = (
+                    f"{thread.tracker_name} {thread.fault}; "
+                    "training continues without it, and the run folder has all metrics"
                 )
-                self._note("tracker", said=said)
+                self._note("tracker", said=sentence)
 
 
 @final
 class _TrackerThread(threading.Thread):
-    """A tracker at work: a slow disk or network keeps it waiting, and not the training."""
+    """Thread of one tracker, so that a slow disk or network does not delay the training."""
 
-    def __init__(self, called: str, run: Path, config: Mapping[str, Any]) -> None:
-        super().__init__(name=f"tracker {called}", daemon=True)
-        self.called, self._run, self._config = called, run, config
-        self.pages: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
-        self.begun = threading.Event()
+    def __init__(self, tracker_name: str, run: Path, config: Mapping[str, Any]) -> None:
+        super().__init__(name=f"tracker {tracker_name}", daemon=True)
+        self.tracker_name, self._run, self._config = tracker_name, run, config
+        self.rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self.ready = threading.Event()
         self.fault = ""
         self.start()
 
     @override
     def run(self) -> None:
-        doing = "could not begin"
+        problem = "could not start"
         try:
-            tracker = find_tracker(self.called)(self._run, self._config)
-            self.begun.set()
-            doing = "could not write"
-            while (page := self.pages.get()) is not None:
-                tracker.write(*page)
-            doing = "could not end"
+            tracker = find_tracker(self.tracker_name)(self._run, self._config)
+            self.ready.set()
+            problem = "could not write"
+            while (row := self.rows.get()) is not None:
+                tracker.write(*row)
+            problem = "could not close"
             tracker.close()
-        except Exception as e:  # whatever it is: numbers are lost in one place, and not the training
+        except Exception as e:  # any failure of a tracker must not end the training
             first = (str(e).strip().splitlines() or [""])[0]
-            self.fault = f"{doing} ({type(e).__name__}: {first})"
+            self.fault = f"{problem} ({type(e).__name__}: {first})"
         finally:
-            self.begun.set()
+            self.ready.set()

@@ -1,4 +1,4 @@
-"""Plugins that are found by name in an entry-point group; those of this package are found in the same way."""
+"""Lookup of plugins by name in an entry-point group; unipar's own plugins are found in the same way."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class PluginGroup(Generic[P]):
 
     group: str
     noun: str
-    """"backend": what errors call one of them."""
+    """Word for one plugin in error messages, such as "backend"."""
 
     label: str
-    """"backend {!r}": how the error about a missing library begins, with the plugin's name filled in."""
+    """Beginning of the error about a missing library, a format string for the plugin's name: "backend {!r}"."""
 
     wanted: str
-    """"an instance of Backend": what an entry point of the group must name."""
+    """Words for the object that an entry point of the group must name: "an instance of Backend"."""
 
     is_plugin: Callable[[object], TypeIs[P]]
     not_found: type[UniparError]
@@ -38,28 +38,28 @@ class PluginGroup(Generic[P]):
         return sorted({point.name for point in entry_points(group=self.group)})
 
     def find(self, name: str) -> P:
-        """Return the plugin of that name; the libraries that it needs may be missing."""
-        found = {point.value: point for point in entry_points(group=self.group, name=name)}
-        if not found:
+        """Return the plugin of that name; the libraries that the plugin needs may be missing."""
+        by_package = {point.value: point for point in entry_points(group=self.group, name=name)}
+        if not by_package:
             known = self.names()
             near = closest(name, known)
             hint = f"did you mean {near!r}? " if near else ""
             raise self.not_found(f"no {self.noun} {name!r}; {hint}known: {', '.join(known)}")
-        if len(found) > 1:
-            packages = ", ".join(sorted(found))
+        if len(by_package) > 1:
+            packages = ", ".join(sorted(by_package))
             raise self.not_found(
-                f"{len(found)} packages offer a {self.noun} {name!r} ({packages}); uninstall all but one"
+                f"{len(by_package)} packages offer a {self.noun} {name!r} ({packages}); uninstall all but one"
             )
-        ((value, point),) = found.items()
+        ((value, point),) = by_package.items()
         plugin: object = point.load()
         if not self.is_plugin(plugin):
             raise TypeError(f"{value} is {plugin!r}; a {self.group} entry point names {self.wanted}")
         return plugin
 
     def missing(self, name: str, requires: Sequence[str], hint: str) -> str | None:
-        """Return why a plugin that needs these modules cannot be used here, or None. Imports nothing.
+        """Return why a plugin that requires these modules cannot be used here, or None. Nothing is imported.
 
-        An empty hint means that this package's extra of the plugin's name brings them.
+        `hint` is the command that installs the modules; empty: the extra of unipar with the plugin's name.
         """
         absent = [module for module in requires if find_spec(module) is None]
         if not absent:
@@ -68,6 +68,6 @@ class PluginGroup(Generic[P]):
         return f"{self.label.format(name)} needs {', '.join(absent)}, not installed here: {hint}"
 
     def require(self, name: str, requires: Sequence[str], hint: str) -> None:
-        """Raise unless every module that the plugin needs is installed. Imports nothing."""
+        """Raise BackendNotInstalled unless every module that the plugin needs is installed. Nothing is imported."""
         if why := self.missing(name, requires, hint):
             raise BackendNotInstalled(why)

@@ -1,4 +1,4 @@
-"""Write a file whole or not at all; the user's cache folder; PATH with this environment's scripts first."""
+"""Atomic writing of files; the user's cache folder; PATH with this environment's scripts first."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder in which what is compiled is kept for this user's next run."""
+    """Return the folder that keeps compiled files for later runs of the same user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unipar"
 
 
 def path_with_scripts() -> str:
-    """Return PATH with this environment's scripts first: what came from PyPI is found without activating anything."""
+    """Return PATH with this environment's scripts first, so that they are found without activating the environment."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
 @contextmanager
 def whole(file: Path) -> Generator[Path]:
-    """Context manager: yields a path beside `file` to write to, and gives it that name if the body succeeds.
+    """Context manager: yields a temporary path beside `file`, and renames it to `file` if the body succeeds.
 
-    Readers see all of the new file or none of it; if the body fails, what was there stays and nothing is left beside.
+    Readers see the complete new file or the old one. If the body fails, the old file stays and the temporary one is
+    removed.
     """
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -36,7 +37,7 @@ def whole(file: Path) -> Generator[Path]:
 
 
 def write_file_atomically(file: Path, text: str) -> None:
-    """Write all of a file or nothing; where it cannot be written, what was there stays and the error names `file`."""
+    """Write a text file completely or not at all; if that fails, the old file stays and the OSError names `file`."""
     try:
         with whole(file) as partial:
             partial.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Dotted keys: flatten a nested mapping."""
+"""Flattening of a nested mapping into dotted keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /proc and cgroups tell: a process's state and start, this process's memory, the machine's."""
+"""Facts from /proc and cgroups: state and start of a process, memory of this process and of the machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 STATE, PARENT, GROUP, BEGAN = 0, 1, 2, 19
-"""Indices into `process_stat`; BEGAN is in ticks since the machine started: the same number is the same process."""
+"""Indices into `process_stat`. BEGAN, the start in ticks since boot, tells a process from a later one with its PID."""
 
 
 def process_stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat, beginning with the state: those after the command's name, as in proc(5)."""
+    """Return the fields of /proc/PID/stat (see proc(5)) that follow the command's name; the first is the state."""
     return _stat(Path(f"/proc/{pid}/stat"))
 
 
 def all_process_stats() -> Iterator[list[str]]:
-    """Yield the fields of every process that is there, as `process_stat` gives them."""
+    """Yield the fields of every running process, in the form of `process_stat`."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             yield _stat(path)
@@ -26,11 +26,12 @@ def all_process_stats() -> Iterator[list[str]]:
 
 
 def _stat(path: Path) -> list[str]:
-    return path.read_text("utf-8", errors="replace").rpartition(")")[2].split()  # a command's name may hold anything
+    # the command's name may contain blanks and brackets, so the fields begin after the last bracket
+    return path.read_text("utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def process_state(pid: int) -> str:
-    """Return R, S, D, T (stopped) or Z, or "" if the process is gone."""
+    """Return the state of a process as a letter of proc(5), such as R, S, D, T or Z, or "" if it has ended."""
     try:
         return process_stat(pid)[STATE]
     except (FileNotFoundError, ProcessLookupError):
@@ -38,22 +39,22 @@ def process_state(pid: int) -> str:
 
 
 def anonymous_memory(key: str = "VmRSS") -> int:
-    """Return the bytes of this process that are no pages of files; of `VmHWM` the most so far."""
+    """Return this process's resident bytes less pages of files: now ("VmRSS"), or of the peak so far ("VmHWM")."""
     rows = _status_fields()
     return (_first_number(rows[key]) - _first_number(rows["RssFile"])) * 1024
 
 
 _peak_forgotten = [0]
-"""The largest peak before the kernel was told to forget it."""
+"""Largest peak before the last reset of the kernel's own peak counter."""
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory this process ever held, in bytes. (getrusage counts what the parent held at the fork.)"""
+    """Return the peak resident memory of this process in bytes. (getrusage would count the parent's at the fork.)"""
     return max(_peak_forgotten[0], _first_number(_status_fields()["VmHWM"]) * 1024)
 
 
 def reset_resident_peak() -> None:
-    """Let `VmHWM` begin anew: from here on it is the most since now."""
+    """Reset the kernel's peak counter `VmHWM`, which then holds the peak since this call."""
     _peak_forgotten[0] = peak_resident_bytes()
     Path("/proc/self/clear_refs").write_text("5", "ascii")
 
@@ -62,22 +63,22 @@ def _status_fields() -> dict[str, str]:
     return dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("ascii").splitlines())
 
 
-def _first_number(said: str) -> int:
-    return int(said.split()[0])
+def _first_number(text: str) -> int:
+    return int(text.split()[0])
 
 
 def available_memory_bytes() -> int:
-    """Return bytes of free memory: the machine's, or what the control group leaves where that is less."""
+    """Return the bytes of memory available on the machine, or left in this process's cgroup if that is less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
     machine = int(fields["MemAvailable"].split()[0]) * 1024
-    most, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if most.exists() and (text := most.read_text("ascii").strip()).isdecimal():
+    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    if limit.exists() and (text := limit.read_text("ascii").strip()).isdecimal():
         return min(machine, int(text) - int(used.read_text("ascii")))
     return machine
 
 
 def memory_left() -> int:
-    """Return bytes that this process can still have on the host: what its limit, its group and the machine leave."""
+    """Return the bytes of host memory that this process can still allocate within RLIMIT_AS, cgroup and machine."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return available_memory_bytes()

@@ -1,4 +1,4 @@
-"""Random numbers that follow from the config's seed and from what is done, not from who does it."""
+"""Random seeds that follow from the config's seed and from step and sample numbers, not from the rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ MIX_START = 0x9E3779B97F4A7C15
 
 
 def mix_seed(*numbers: int) -> int:
-    """One 63-bit number from several; neighbours come out far apart."""
+    """Return one 63-bit seed from several numbers; neighbouring numbers give unrelated seeds."""
     return mix_into(MIX_START, *numbers) >> 1
 
 
 def mix_into(state: int, *numbers: int) -> int:
-    """`mix` on its way, from BEGUN on: what many mixes begin with is stirred in once."""
+    """Mix further numbers into a state and return the new one; the first state is MIX_START.
+
+    Seeds that begin with the same numbers can share the state after those numbers.
+    """
     for number in numbers:
         state = (state ^ number) * 0xBF58476D1CE4E5B9 & _MASK
         state ^= state >> 27
@@ -27,14 +30,14 @@ def mix_into(state: int, *numbers: int) -> int:
 
 
 def seed_all(seed: int, *, cuda: bool = True) -> None:
-    """Seed every generator that a user's code may draw from."""
+    """Seed the random generators of PyTorch, Python and NumPy."""
     seed_torch(seed, cuda=cuda)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
 
 def seed_torch(seed: int, *, cuda: bool = True) -> None:
-    """PyTorch's alone: the others cost 15 us, which is too much for every microbatch."""
+    """Seed PyTorch's generators only: the other two take 15 us, which is too much for every microbatch."""
     torch.default_generator.manual_seed(seed)
     if cuda and torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)

@@ -8,33 +8,32 @@ from dataclasses import dataclass
 
 COLUMN_GAP = "  "
 
-
 NARROWEST_CELL = 20
-"""What a cell that wraps is given at least, on however narrow a terminal."""
+"""Least width of a cell that wraps, in characters, even if the terminal is narrower."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """A sentence below a table; one on a column is left out where the table has not that column."""
+    """A sentence below a table; a remark about a column is left out if the table does not have that column."""
 
     column: str = ""
-    """The head of the column that it is on; empty: it is on the table as a whole."""
+    """Head of the column that the remark is about; empty: the table as a whole."""
 
     text: str
 
 
 def table_remarks(*texts: str) -> list[Remark]:
-    """Return remarks on the table as a whole; an empty text is none."""
+    """Return remarks about the table as a whole; empty texts are left out."""
     return [Remark(text=text) for text in texts if text]
 
 
 def format_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = 80
 ) -> str:
-    """`rows` below `header`, the columns in `right` with their ends in line.
+    """Return `rows` below `header` as text; the columns with the indices in `right` are aligned right.
 
     A row may be shorter than the header: then its last cell is a sentence that takes the rest of
-    the line and wraps there. So does the last cell of a whole row that would not fit.
+    the line and wraps there. The last cell of a full row wraps in the same way if it does not fit.
     """
     return "\n".join(text for block in format_table_rows(header, rows, right=right, width=width) for text in block)
 
@@ -42,21 +41,21 @@ def format_table(
 def format_table_rows(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = 80
 ) -> list[list[str]]:
-    """The same, a list of lines for the header and for each row, for one who colours them."""
-    whole = [row for row in [header, *rows] if len(row) == len(header)]
-    wide = [max(len(row[i]) for row in whole) for i in range(len(header))]
+    """Return the table of `format_table` as lists of lines, one list for the header and one for each row."""
+    full_rows = [row for row in [header, *rows] if len(row) == len(header)]
+    widths = [max(len(row[i]) for row in full_rows) for i in range(len(header))]
     for row in rows:
         for i, text in enumerate(row[:-1]):
-            wide[i] = max(wide[i], len(text))
-    return [_row_lines(row, wide, right, width) for row in [header, *rows]]
+            widths[i] = max(widths[i], len(text))
+    return [_row_lines(row, widths, right, width) for row in [header, *rows]]
 
 
-def _row_lines(row: Sequence[str], wide: Sequence[int], right: Collection[int], width: int) -> list[str]:
+def _row_lines(row: Sequence[str], widths: Sequence[int], right: Collection[int], width: int) -> list[str]:
     *first, last = row
-    head = "".join((t.rjust(wide[i]) if i in right else t.ljust(wide[i])) + COLUMN_GAP for i, t in enumerate(first))
-    at = len(row) - 1
-    if len(row) == len(wide) and at in right:
-        return [head + last.rjust(wide[at])]
+    head = "".join((t.rjust(widths[i]) if i in right else t.ljust(widths[i])) + COLUMN_GAP for i, t in enumerate(first))
+    index = len(row) - 1
+    if len(row) == len(widths) and index in right:
+        return [head + last.rjust(widths[index])]
     folded = [
         line
         for paragraph in last.splitlines() or [""]

@@ -1,4 +1,4 @@
-"""What a person sees while something goes on: drawn at the end of a terminal, plain lines elsewhere."""
+"""Live output of a running command: a bar, spinner or block at the end of a terminal; plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class Terminal:
-    """A stream that a person may read: if it is a terminal, one thing at a time can be drawn at its end."""
+    """An output stream; if it is a terminal, one bar, spinner or block at a time can be drawn below its lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -21,16 +21,16 @@ class Terminal:
 
     @property
     def draws(self) -> bool:
-        """Whether something is drawn at its end now."""
+        """Whether a bar, spinner or block is drawn now."""
         return self._drawn is not None
 
     @property
     def width(self) -> int:
-        """Columns, while something is drawn."""
+        """Width of the terminal in columns; available only while something is drawn."""
         return self._drawn.console.width
 
     def line(self, text: str) -> None:
-        """Write a line, above what is drawn."""
+        """Write a line, above the bar, spinner or block if there is one."""
         if self._drawn is not None:
             self._drawn.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -38,9 +38,9 @@ class Terminal:
             self._stream.flush()
 
     def draw_bar(self, text: str, *, redirect_stdout: bool) -> None:
-        """Draw a text, a bar and another text (`move_bar(says=...)`) in one line; `stop` wipes it.
+        """Draw a line with a text, a bar and a second text (set by `move_bar(says=...)`); `stop` removes the line.
 
-        With `redirect_stdout` what this process prints goes above it.
+        With `redirect_stdout`, lines that this process prints appear above it.
         """
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -51,14 +51,14 @@ class Terminal:
             redirect_stdout=redirect_stdout,
             redirect_stderr=False,
             transient=True,
-            auto_refresh=False,  # the caller says when: no thread of its own
+            auto_refresh=False,  # the caller refreshes, so rich starts no thread
             expand=True,
         )
         self._drawn.add_task(text, total=None, says="")
         self._drawn.start()
 
     def draw_spinner(self, text: str) -> None:
-        """Draw a text, a bar, a percentage and the time in one line that moves by itself; it stays after `stop`."""
+        """Draw a line with a spinner, a text, a bar, a percentage and the elapsed time; the line stays after `stop`."""
         from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
@@ -67,7 +67,7 @@ class Terminal:
         self._drawn.add_task(text, total=None)
 
     def draw_block(self) -> None:
-        """Draw several lines, those of the last `show_block`; `stop` wipes them."""
+        """Begin a block of lines, which `show_block` fills and `stop` removes."""
         from rich.live import Live
 
         self._drawn = Live(console=self._console(), auto_refresh=False, transient=True)
@@ -78,20 +78,20 @@ class Terminal:
         self._drawn.update(self._drawn.task_ids[0], **changes)
 
     def refresh(self) -> None:
-        """Draw the bar anew."""
+        """Redraw the bar."""
         self._drawn.refresh()
 
     def show_block(self, styled: Iterable[tuple[str, str]]) -> None:
-        """Draw these texts, each in a style of rich's; lines that are too long are cut."""
+        """Replace the block by pairs of a text and a rich style; lines that are too long are cut."""
         from rich.text import Text
 
-        drawn = Text(no_wrap=True, overflow="crop")
+        content = Text(no_wrap=True, overflow="crop")
         for text, style in styled:
-            drawn.append(text, style)
-        self._drawn.update(drawn, refresh=True)
+            content.append(text, style)
+        self._drawn.update(content, refresh=True)
 
     def stop(self) -> None:
-        """End what is drawn, if anything is."""
+        """End the bar, spinner or block, if there is one."""
         if self._drawn is not None:
             self._drawn.stop()
 

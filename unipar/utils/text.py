@@ -1,4 +1,4 @@
-"""Words for people: sizes, durations, counts, first few names, did-you-mean, a value as a config shows it."""
+"""Formatting of sizes, durations, counts, lists of names, suggestions ("did you mean") and config values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 def format_duration(seconds: float) -> str:
-    """Return 380 us, 4.2 ms, 210 ms, 3.1 s, 2 min 05 s."""
+    """Return a duration in words: 380 us, 4.2 ms, 210 ms, 3.1 s, 2 min 05 s."""
     if seconds >= 60:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest:02} s"
@@ -28,17 +28,17 @@ def format_size(count: float) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Return a number with four decimal places; None stands for one that is not finite, as in a ledger."""
+    """Return a number with four decimal places, or "not finite" for None (a ledger's NaN or infinity)."""
     return "not finite" if value is None else f"{value:.4f}"
 
 
 def count_of(count: int, what: str) -> str:
-    """Return 1 step, 2 steps."""
+    """Return a count with its noun: 1 step, 2 steps."""
     return f"{count} {what}{'s' * (count != 1)}"
 
 
 def first_few(names: Sequence[str], count: int | None = None, most: int = 3) -> str:
-    """Return "a, b, c and 4 more": the first `most` names; `count` says how many there are if not all are given."""
+    """Return "a, b, c and 4 more": the first `most` names; `count` is the number of names if not all are given."""
     count = len(names) if count is None else count
     return ", ".join(names[:most]) + (f" and {count - most} more" if count > most else "")
 
@@ -49,21 +49,21 @@ def join_with_or(words: Sequence[str]) -> str:
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """Return the known word that is most like a misspelt one, or None if none is close."""
+    """Return the one of `words` that is most like a misspelt word, or None if none is close."""
     return next(iter(difflib.get_close_matches(word, list(words), 1)), None)
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return "; did you mean 'x'?", or "" if no known word is close."""
     words = list(words)
-    found = [w for w in words if w.startswith(word)][:2] if word else []
-    if not found and (near := closest(word, words)) is not None:
-        found = [near]
-    return f"; did you mean {join_with_or([repr(w) for w in found])}?" if found else ""
+    likely = [w for w in words if w.startswith(word)][:2] if word else []
+    if not likely and (near := closest(word, words)) is not None:
+        likely = [near]
+    return f"; did you mean {join_with_or([repr(w) for w in likely])}?" if likely else ""
 
 
 def show_value(value: object) -> str:
-    """Return a value as a config would say it, shortened."""
+    """Return a value as a config would write it, shortened to 60 characters."""
     if isinstance(value, str):
         text = repr(value)
     else:

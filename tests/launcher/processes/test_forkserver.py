@@ -62,11 +62,11 @@ def test_forks_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 PARENT = """
 import sys
 from pathlib import Path
-from unipar.crew import Crew
-from unipar.zygote import Zygote
-with Zygote(["tests.entries"]) as zygote:
+from unipar.launcher.processes.forkserver import ForkServer
+from unipar.launcher.processes.group import WorkerGroup
+with ForkServer(["tests.support.entries"]) as zygote:
     Path(sys.argv[1], "zygote").write_text(str(zygote.pid))
-    with Crew(Path(sys.argv[1]), 1, "tests.entries:sleeps", zygote=zygote) as crew:
+    with WorkerGroup(Path(sys.argv[1]), 1, "tests.support.entries:sleeps", zygote=zygote) as crew:
         crew.wait()
 """
 

@@ -39,7 +39,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Path]:
 
 @pytest.fixture(params=["fresh", "forked"])
 def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """A crew of two that runs one of tests/entries.py: new interpreters, or forks of a zygote."""
+    """A crew of two that runs one of tests/support/entries.py: new interpreters, or forks of a zygote."""
 
     def make(entry: str, size: int = 2, *, run: Path | None = None, **more: object) -> WorkerGroup:
         starter = request.getfixturevalue("zygote") if request.param == "forked" else None
@@ -328,8 +328,8 @@ def test_a_crew_in_a_thread(crew: Make, tmp_path: Path) -> None:
 PARENT = """
 import sys
 from pathlib import Path
-from unipar.crew import Crew
-with Crew(Path(sys.argv[1]), 2, "tests.entries:with_helpers") as crew:
+from unipar.launcher.processes.group import WorkerGroup
+with WorkerGroup(Path(sys.argv[1]), 2, "tests.support.entries:with_helpers") as crew:
     crew.wait()
 """
 

@@ -55,7 +55,7 @@ def test_a_rank_that_is_behind(hung: Callable[..., Hung], tmp_path: Path) -> Non
     assert error.rank == 1
     assert re.match(r"rank 1 hung in step 3 \(forward\): no sign of life for \d+ s; it is at ", str(error))
     assert str(error).endswith(f"in sleeps_behind\n  its log: {tmp_path}/rank-1.log")
-    assert "tests/entries.py:" in str(error)
+    assert "tests/support/entries.py:" in str(error)
     assert "in sleeps_behind" in error.traceback
 
 
@@ -68,7 +68,7 @@ def test_a_rank_outside_the_collective(hung: Callable[..., Hung]) -> None:
 
 def test_files_in_which_a_library_waits(hung: Callable[..., Hung]) -> None:
     """A backend names its own: then both ranks wait, and no one is blamed."""
-    assert hung("sleeps_outside", ("tests/entries.py",)).rank is None
+    assert hung("sleeps_outside", ("tests/support/entries.py",)).rank is None
 
 
 def test_a_stopped_rank(hung: Callable[..., Hung]) -> None:

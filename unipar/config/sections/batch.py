@@ -1,4 +1,4 @@
-"""`Batch` and the three settled numbers."""
+"""Config section `batch`, and the sizes that follow from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unipar.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """A batch whose three numbers are settled: total = micro x accumulate x ranks."""
+    """Sizes of a batch in a number of ranks: total = micro x accumulate x ranks."""
 
     total: int
     micro: int
@@ -22,7 +22,7 @@ class BatchSizes:
 
 
 class Batch(Section):
-    """Any two of the three numbers give the third; `total` alone means accumulate 1."""
+    """Config section `batch`: any two of the three numbers give the third; `total` alone means accumulate 1."""
 
     total: PositiveInt | None = None
     """Samples in one optimizer step, over all ranks."""
@@ -37,12 +37,12 @@ class Batch(Section):
     def _two_numbers(self) -> Self:
         if self.total is None and (self.micro is None or self.accumulate is None):
             given = {k: v for k, v in (("micro", self.micro), ("accumulate", self.accumulate)) if v}
-            said = ", ".join(f"{k}: {v}" for k, v in given.items()) or "none"
-            raise ValueError(f"two of total, micro and accumulate are needed (or total alone); given: {said}")
+            text = ", ".join(f"{k}: {v}" for k, v in given.items()) or "none"
+            raise ValueError(f"two of total, micro and accumulate are needed (or total alone); given: {text}")
         return self
 
     def settle(self, ranks: int) -> BatchSizes:
-        """The three numbers in a world of `ranks`; an error shows the arithmetic."""
+        """Return the sizes for a number of ranks; raise ConfigError, which shows the arithmetic, if they do not fit."""
         total, micro, accumulate = self.total, self.micro, self.accumulate
         if total is None:
             assert micro is not None
@@ -71,4 +71,4 @@ class Batch(Section):
 
 def _suggest_totals(total: int, step: int) -> str:
     near = [n for n in (total // step * step, (total // step + 1) * step) if n]
-    return f"; the nearest totals are {' and '.join(map(str, near))}" if len(near) > 1 else f"; the least is {step}"
+    return f"; the nearest totals are {' and '.join(map(str, near))}" if len(near) > 1 else f"; the smallest is {step}"

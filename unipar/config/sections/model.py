@@ -1,4 +1,4 @@
-"""What a config says about the model itself: where it begins, what its blocks are, what is done to them."""
+"""Config section `model`: initial weights, blocks, recomputation, compilation, offloading."""
 
 from __future__ import annotations
 
@@ -10,48 +10,56 @@ from unipar.config.section import Section
 
 
 class Compile(Section):
+    """Config section `model.compile`."""
+
     what: Literal["auto", "blocks", "model"] = "auto"
-    """Each block, or the model; auto: blocks, or the model where it has none."""
+    """blocks: compile each block; model: compile the model as one; auto: blocks if the model has any."""
 
     backend: str = "inductor"
     """torch.compile's backend."""
 
 
 class Weights(Section):
+    """Config section `model.weights`."""
+
     file: str
-    """`.safetensors`, or what torch.save wrote (`.pt`, `.pth`, `.bin`); relative to this file."""
+    """`.safetensors`, or a file of torch.save (`.pt`, `.pth`, `.bin`); relative to this file."""
 
     only: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
-    """The names to load, `*` allowed: ["body.*"]; the others stay as they were born."""
+    """The names to load, `*` allowed: ["body.*"]; all other parameters keep their initial values."""
 
     strict: bool = True
-    """Refuse a file that lacks one of these names, or has one that the model lacks; false: take what fits."""
+    """Whether to refuse a file that lacks one of these names, or has one that the model lacks; false: load the names
+    that both have."""
 
 
 class Model(Section):
+    """Config section `model`."""
+
     weights: str | Weights | None = None
     """A file with weights to begin from, or {file: ..., only: [...], strict: false}."""
 
     blocks: Literal["auto", "none"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
-    """The repeated blocks, split one by one where parameters are split. auto: found by themselves;
-    none: the model as one; or their names, `*` allowed: ["layers.*"]."""
+    """The repeated blocks, split one by one if parameters are split. auto: detected; none: the model is not divided
+    into blocks; or their names, `*` allowed: ["layers.*"]."""
 
     recompute: Literal["none", "blocks", "selective"] = "none"
-    """What the backward pass computes again instead of keeping it: whole blocks, or all in them but matrix products
-    and attention."""
+    """Activations that the backward pass computes again instead of keeping them. blocks: all in each block; selective:
+    all in each block except those of matrix products, convolutions and attention."""
 
     compile: bool | Literal["blocks", "model"] | Compile = False
-    """torch.compile on each block, or on the model; true: blocks, or the model where it has none."""
+    """torch.compile on each block, or on the model; true: blocks if the model has any, else the model."""
 
     sync_batchnorm: bool = False
-    """BatchNorm by the statistics of one microbatch on all ranks together, instead of on each."""
+    """Whether BatchNorm uses the statistics of a microbatch on all ranks together, instead of on each rank."""
 
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What waits in the host's memory while the device does not need it; parameters: the optimizer's states too."""
+    """State that is kept in host memory while the device does not need it. parameters: parameters, gradients and
+    optimizer states."""
 
     @property
     def compiling(self) -> Compile | None:
-        """What to compile and by whom, if anything."""
+        """Settings of torch.compile, or None if nothing is compiled."""
         if self.compile is False:
             return None
         if self.compile is True:
@@ -60,4 +68,5 @@ class Model(Section):
 
     @property
     def loading(self) -> Weights | None:
+        """Settings of the weights to load, or None if there are none."""
         return Weights(file=self.weights) if isinstance(self.weights, str) else self.weights

@@ -1,4 +1,4 @@
-"""Optimizers, schedules, rate scaling, clipping."""
+"""Config sections of optimizers, schedules, scaling of the learning rate, and clipping."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from unipar.config.section import Section
 
 class _Optimizer(Section):
     lr: PositiveFloat = 1e-3
-    """The base rate; groups of the task may have their own."""
+    """Base learning rate; parameter groups of the task may have their own."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decay of the weights at each step."""
 
     decay: Literal["all", "matrices"] = "all"
-    """matrices: no decay on biases, norms and other parameters of one dimension."""
+    """Parameters that decay. matrices: not biases, norms and other parameters of one dimension."""
 
     fused: bool | Literal["auto"] = "auto"
-    """One kernel for all parameters. auto: wherever optimizer, dtype and device have it."""
+    """One kernel for all parameters. auto: if optimizer, dtype and device support it."""
 
     foreach: bool | Literal["auto"] = "auto"
-    """One call for lists of parameters, where it is not fused. auto: as PyTorch decides."""
+    """One call for lists of parameters, if not fused. auto: PyTorch decides."""
 
     @model_validator(mode="after")
     def _one_kind_of_kernel(self) -> Self:
@@ -33,19 +33,21 @@ class _Optimizer(Section):
 
 
 class SGD(_Optimizer):
+    """Config section `train.optimizer` with name: sgd."""
+
     name: Literal["sgd"] = "sgd"
     """Stochastic gradient descent."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the last step that is kept."""
+    """Share of the previous step that is added to each step."""
 
     nesterov: bool = False
-    """Look ahead by the momentum."""
+    """Whether to use Nesterov momentum."""
 
     @model_validator(mode="after")
-    def _by_some_momentum(self) -> Self:
+    def _nesterov_has_momentum(self) -> Self:
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov: true looks ahead by the momentum, which is 0; give one (momentum: 0.9)")
+            raise ValueError("nesterov: true needs a momentum, which is 0; give one (momentum: 0.9)")
         return self
 
 
@@ -54,20 +56,24 @@ _Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 class _Moments(_Optimizer):
     betas: Annotated[tuple[_Fraction, _Fraction], Field(strict=False)] = (0.9, 0.999)
-    """How long the two moments remember."""
+    """Decay rates of the two moments."""
 
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Number that is added to the root of the second moment."""
 
 
 class Adam(_Moments):
+    """Config section `train.optimizer` with name: adam."""
+
     name: Literal["adam"] = "adam"
-    """Adam; its decay is added to the gradient."""
+    """Adam; its weight decay is added to the gradient."""
 
 
 class AdamW(_Moments):
+    """Config section `train.optimizer` with name: adamw."""
+
     name: Literal["adamw"] = "adamw"
-    """Adam with decay apart from the gradient."""
+    """Adam with weight decay that is separate from the gradient."""
 
 
 def _by_name(default: str) -> Discriminator:
@@ -84,40 +90,43 @@ Optimizer = Annotated[
 
 
 def optimizer_arguments(optimizer: Optimizer, device: str, *, split: bool = False) -> dict[str, Any]:
-    """Return the arguments of PyTorch's optimizer besides its groups; what PyTorch shall decide is left out.
+    """Return the arguments of PyTorch's optimizer other than its groups, without those that PyTorch decides itself.
 
-    `device` is a type ("cpu", "cuda"); `split` says that parameters are split over ranks, as FSDP2 does it.
+    `device` is a type ("cpu", "cuda"); `split` says that parameters are split over ranks as in FSDP2.
     """
-    made: dict[str, Any] = {"lr": float(optimizer.lr), "weight_decay": float(optimizer.weight_decay)}
+    arguments: dict[str, Any] = {"lr": float(optimizer.lr), "weight_decay": float(optimizer.weight_decay)}
     if isinstance(optimizer, SGD):
-        made |= {"momentum": float(optimizer.momentum), "nesterov": optimizer.nesterov}
+        arguments |= {"momentum": float(optimizer.momentum), "nesterov": optimizer.nesterov}
     else:
-        made |= {"betas": tuple(float(b) for b in optimizer.betas), "eps": float(optimizer.eps)}
+        arguments |= {"betas": tuple(float(b) for b in optimizer.betas), "eps": float(optimizer.eps)}
     fused = optimizer.fused
     if fused == "auto":
         missing = split and isinstance(optimizer, SGD)  # PyTorch has no fused SGD for split parameters
         fused = True if optimizer.foreach is not True and device in ("cpu", "cuda") and not missing else None
     if fused:
-        return made | {"fused": True}
+        return arguments | {"fused": True}
     if fused is False:
-        made["fused"] = False
-    return made if optimizer.foreach == "auto" else made | {"foreach": optimizer.foreach}
+        arguments["fused"] = False
+    return arguments if optimizer.foreach == "auto" else arguments | {"foreach": optimizer.foreach}
 
 
 class LrScale(Section):
+    """Config section `train.lr_scale`."""
+
     rule: Literal["none", "linear", "sqrt"] = "none"
-    """How the rate grows with `batch.total`: by its ratio to `at_batch`, or the root of that ratio."""
+    """Growth of the learning rate with `batch.total`: by its ratio to `at_batch`, or by the root of that ratio."""
 
     at_batch: PositiveInt | None = None
     """The total batch for which `lr` was chosen."""
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _both_or_neither(self) -> Self:
         if (self.rule == "none") != (self.at_batch is None):
             raise ValueError("rule and at_batch go together: {rule: linear, at_batch: 32}, or neither")
         return self
 
     def factor(self, total: int) -> float:
+        """Return the factor of the learning rate for a total batch."""
         if self.at_batch is None:
             return 1.0
         ratio = total / self.at_batch
@@ -126,28 +135,34 @@ class LrScale(Section):
 
 class _Schedule(Section):
     warmup: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the rate climbs to its full value."""
+    """Optimizer steps over which the learning rate rises to its full value."""
 
 
 class Constant(_Schedule):
+    """Config section `train.schedule` with name: constant."""
+
     name: Literal["constant"] = "constant"
-    """The full rate after warm-up."""
+    """The full learning rate after warm-up."""
 
 
 class Linear(_Schedule):
+    """Config section `train.schedule` with name: linear."""
+
     name: Literal["linear"] = "linear"
     """A straight line down to `end` at the last step."""
 
     end: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """What is left of the rate at the last step."""
+    """Share of the full learning rate at the last step."""
 
 
 class Cosine(_Schedule):
+    """Config section `train.schedule` with name: cosine."""
+
     name: Literal["cosine"] = "cosine"
     """Half a cosine down to `end` at the last step."""
 
     end: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """What is left of the rate at the last step."""
+    """Share of the full learning rate at the last step."""
 
 
 Schedule = Annotated[
@@ -157,8 +172,10 @@ Schedule = Annotated[
 
 
 class Clip(Section):
+    """Config section `train.clip`."""
+
     max: PositiveFloat
     """The largest norm that the gradient of all parameters together may have."""
 
     norm: Literal["fp32", "fp64"] = "fp32"
-    """What the norm is summed in; fp64 makes backends agree to the bit, and costs time."""
+    """Precision in which the norm is summed; fp64 makes backends agree bit for bit, and costs time."""

@@ -1,4 +1,4 @@
-"""`Train` and settings of one part."""
+"""Config section `train`."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from unipar.config.sections.optimizer import AdamW, Clip, Constant, LrScale, Opt
 
 
 class PartTrain(Section):
-    """train.parts.NAME: what one of several parts has of its own."""
+    """Config section `train.parts.NAME`: settings of one part of a model that has several."""
 
     optimizer: Optimizer | None = None
-    """Instead of train.optimizer."""
+    """Optimizer of this part; null: train.optimizer."""
 
     clip: PositiveFloat | Clip | None = None
-    """Instead of train.clip."""
+    """Gradient clipping of this part; null: train.clip."""
 
 
 class Train(Section):
+    """Config section `train`."""
+
     steps: PositiveInt | None = None
     """Optimizer steps to train for."""
 
     epochs: PositiveInt | None = None
-    """Or passes over the data."""
+    """Passes over the data to train for, instead of `steps`."""
 
     optimizer: Optimizer = AdamW()
     """sgd, adam or adamw, with its own keys."""
 
     lr_scale: LrScale = LrScale()
-    """How the rate follows the total batch."""
+    """Scaling of the learning rate with the total batch."""
 
     schedule: Schedule = Constant()
-    """constant, linear or cosine; counted in optimizer steps, everywhere."""
+    """constant, linear or cosine; counted in optimizer steps in every backend."""
 
     clip: PositiveFloat | Clip | None = None
     """The largest gradient norm, or {max: 1.0, norm: fp64}."""
 
     parts: dict[str, PartTrain] = Field(default_factory=dict)
-    """Where model() returns several parts: by name, an optimizer and a clip of their own."""
+    """Optimizer and clip of single parts, by name, if model() returns several parts."""
 
     sync_every: PositiveInt | None = None
-    """Each rank steps by itself, and every so many steps all take their mean; gradients are summed at every step
-    without it."""
+    """Steps after which parameters and moments are averaged over ranks, each of which steps by itself in between;
+    null: gradients are summed over ranks in every step."""
 
     precision: Precision = "fp32"
     """bf16-mixed computes in bf16 on fp32 parameters; bf16-master keeps bf16 parameters with fp32 masters."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Initial weights, the order of the data and every random draw follow from it."""
+    """Seed of the initial weights, the order of the data and every random number."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("one of steps and epochs is needed, and not both")
+            raise ValueError("give one of steps and epochs, not both")
         return self
 
     @model_validator(mode="after")
     def _same_scale(self) -> Self:
         if self.sync_every is not None and self.precision == "fp16":
             raise ValueError(
-                f"sync_every ({self.sync_every}) and fp16 exclude each other: each rank would leave out other steps; "
-                "use bf16-mixed"
+                f"sync_every ({self.sync_every}) and fp16 exclude each other: loss scaling would make each rank skip "
+                "different steps; use bf16-mixed"
             )
         return self
 
@@ -80,4 +82,5 @@ class Train(Section):
 
     @property
     def clipping(self) -> Clip | None:
+        """Gradient clipping, if any."""
         return Clip(max=self.clip) if isinstance(self.clip, float | int) else self.clip

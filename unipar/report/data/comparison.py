@@ -147,7 +147,7 @@ def _read_cell_data(folder: Path, row: CellResult, problems: list[str]) -> CellP
         variant = registry.find_backend(cell.backend).capabilities.variants.get(cell.variant or "")
     except UniparError:  # a backend that is not known where the page is made
         variant = None
-    return seen if variant is None else replace(seen, says=variant.says, own=variant.library_defaults)
+    return seen if variant is None else replace(seen, says=variant.says, is_library_default=variant.library_defaults)
 
 
 def read_config_keys(file: Path, problems: list[str]) -> dict[str, Any]:

@@ -374,7 +374,13 @@ def _times(told: ComparisonPageData, before: ComparisonPageData | None) -> str:
             c.cell,
             *(
                 format_duration(s)
-                for s in (min(c.timed), step_time_quartiles(c)[0], c.median_seconds, step_time_quartiles(c)[1], max(c.timed))
+                for s in (
+                    min(c.timed),
+                    step_time_quartiles(c)[0],
+                    c.median_seconds,
+                    step_time_quartiles(c)[1],
+                    max(c.timed),
+                )
             ),
         ]
         for c in told.timed_cells
