@@ -146,6 +146,11 @@ def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
 
 def height(imports: Mapping[str, set[str]]) -> int:
     """Return the number of floors on which nodes stand: the longest chain of imports, a circle counted as one."""
+    return max(floors_of(imports).values(), default=0)
+
+
+def floors_of(imports: Mapping[str, set[str]]) -> dict[str, int]:
+    """Return the floor of each node: one more than the highest that it imports, the same for all nodes of a circle."""
     whole = {name: min(circle) for circle in circles(imports) for name in circle}
     merged: dict[str, set[str]] = {}
     for name, others in imports.items():
@@ -159,7 +164,7 @@ def height(imports: Mapping[str, set[str]]) -> int:
             known[name] = 1 + max((floor(other) for other in merged[name]), default=0)
         return known[name]
 
-    return max((floor(name) for name in merged), default=0)
+    return {name: floor(whole.get(name, name)) for name in imports}
 
 
 def main(root: Path = ROOT) -> None:

@@ -240,7 +240,7 @@ def test_what_does_not_run_is_uninstalled(cache: Path, tmp_path: Path, monkeypat
             raise run_command.CommandFailed("rank 1: ImportError: undefined symbol: _ZN3c10")
         return ""
 
-    for name, value in (("query_torch", lambda: TORCH), ("_is_installed", lambda: False), ("run", run)):
+    for name, value in (("query_torch", lambda: TORCH), ("_is_installed", lambda: False), ("run_logged", run)):
         monkeypatch.setattr(install, name, value)
     monkeypatch.setattr(unipar_horovod_install, "find_features", lambda *_: BuildFeatures(("gloo",), {}))  # pyright: ignore[reportUnknownLambdaType]
     with pytest.raises(errors.BackendNotInstalled) as told:

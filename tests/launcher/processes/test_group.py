@@ -378,9 +378,8 @@ def test_a_rank_that_ends_says_nothing_more(crew: Make) -> None:
 def test_gloo_on_loopback_its_timeout_and_its_abort(tmp_path: Path) -> None:
     """Real groups: one sums and listens on loopback only; in one a rank hangs; in one they reduce different sizes."""
     with ForkServer(["torch", "unipar.distributed.rendezvous"], PYTHONPATH_VARIABLE) as ready:
-        with WorkerGroup(
-            tmp_path, 2, "tests.support.entries:reduces", environment=PYTHONPATH_VARIABLE, zygote=ready
-        ) as started:
+        forked: Any = {"environment": PYTHONPATH_VARIABLE, "zygote": ready}
+        with WorkerGroup(tmp_path, 2, "tests.support.entries:reduces", **forked) as started:
             started.wait()
         assert (tmp_path / "sum-0").read_text("utf-8") == "3.0"
         for rank in (0, 1):
@@ -388,19 +387,7 @@ def test_gloo_on_loopback_its_timeout_and_its_abort(tmp_path: Path) -> None:
             assert listens
             assert set(listens) == {"127.0.0.1"}
         (tmp_path / "hangs").mkdir()
-        hung = failure(
-            WorkerGroup(
-                tmp_path / "hangs",
-                2,
-                "tests.support.entries:never_reduces",
-                environment=PYTHONPATH_VARIABLE,
-                zygote=ready,
-            )
-        )
-        error = failure(
-            WorkerGroup(
-                tmp_path, 2, "tests.support.entries:reduces_unequal", environment=PYTHONPATH_VARIABLE, zygote=ready
-            )
-        )
+        hung = failure(WorkerGroup(tmp_path / "hangs", 2, "tests.support.entries:never_reduces", **forked))
+        error = failure(WorkerGroup(tmp_path, 2, "tests.support.entries:reduces_unequal", **forked))
     assert str(hung).startswith("rank 1 hung before the first step: rank 0 waited for the others until launch.timeout ")
     assert "compute it everywhere, times 0.0" in str(error)
