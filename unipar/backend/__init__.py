@@ -1,4 +1,4 @@
-"""Contract for authors of backends (description and engine); finding and checking backends. No torch at import."""
+"""Contract for backend plugins (description, engine, joining), and finding and checking installed backends."""
 
 from unipar.backend.description import Backend as Backend
 from unipar.backend.description import Capabilities as Capabilities

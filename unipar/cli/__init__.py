@@ -1,1 +1,1 @@
-"""The command line: parse, call one function, print."""
+"""The command line: parse arguments, call one function, print its result."""

@@ -1,1 +1,1 @@
-"""`compare` and `scale`: cells take turns, one set of processes for each."""
+"""`compare` and `scale`: the same training in several cells, whose processes take turns."""

@@ -1,4 +1,4 @@
-"""Config of a run as validated sections; reading YAML, overrides, error messages. No library's name, no torch."""
+"""Config of a run as validated sections: reading YAML, overrides, error sentences."""
 
 from unipar.config.cell import SHARDS as SHARDS
 from unipar.config.cell import Cell as Cell

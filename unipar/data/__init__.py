@@ -1,1 +1,1 @@
-"""Samples that each rank reads, from map-style datasets, streams and DataLoaders."""
+"""Samples that each rank reads, and their order: map-style datasets, streams, DataLoaders."""

@@ -1,1 +1,1 @@
-"""Place of this process among others: launchers' variables, process group, rendezvous, GPUs counted without torch."""
+"""Rank, world and launcher of this process: detection, process group, rendezvous, counting GPUs."""

@@ -1,1 +1,1 @@
-"""Toolbox for building engines: base class, forward wrapper, placement of parameters, clipping, loss scale, state."""
+"""Toolbox for building engines: base class, forward call, parameter placement, clipping, loss scale, state."""

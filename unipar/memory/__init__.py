@@ -1,1 +1,1 @@
-"""Memory of each rank: bytes by phase and by category."""
+"""Measured memory of one rank: bytes by phase of a step and by category."""

@@ -1,1 +1,1 @@
-"""Preparation of the model for an engine: creation, blocks, transforms, pre-trained weights, optimizer groups."""
+"""The model before an engine takes it: creation, blocks, transforms, weights, optimizer groups."""

@@ -1,1 +1,1 @@
-"""Estimates of memory without a run: today those for the advice in out-of-memory errors."""
+"""Predictions made without running: the memory estimate behind out-of-memory advice."""

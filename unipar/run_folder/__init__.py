@@ -1,1 +1,1 @@
-"""The run folder, the only channel from a run's processes to its readers: paths, ledger, heartbeat, errors, lock."""
+"""The run folder, through which processes of a run communicate: paths, ledger, heartbeat, error files."""

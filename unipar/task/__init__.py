@@ -1,4 +1,4 @@
-"""The user's side: `Task`, `Run` (what a training loop may use), and how other processes load the task's code."""
+"""The user's side: `Task`, `Run`, and how other processes find and import the task's code."""
 
 from unipar.task.run import Run as Run
 from unipar.task.run import Share as Share

@@ -1,1 +1,1 @@
-"""Trackers, to which metrics are written besides the run folder: TensorBoard, Weights & Biases, MLflow, plugins."""
+"""Trackers of metrics besides the run folder: TensorBoard, Weights & Biases, MLflow, plugins."""

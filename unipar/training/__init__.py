@@ -1,1 +1,1 @@
-"""Training of one rank, from set-up to its end: the loop, evaluation, stopping, out-of-memory errors."""
+"""Training of one rank from set-up to end: loop, evaluation, stopping, out-of-memory errors."""

@@ -1,1 +1,1 @@
-"""Small helpers that do not depend on training. They import `unipar.errors` only; `seeding.py` alone imports torch."""
+"""Small helpers that know nothing of training: text, tables, files, /proc, plugins, seeding."""

@@ -1,1 +1,1 @@
-"""`unipar verify`: recorded runs of every cell, one-process references, and a verdict on each cell."""
+"""`verify`: runs of every cell compared with one process, and a diagnosis where they differ."""

@@ -1,1 +1,1 @@
-"""Worker processes: started, watched, ended together."""
+"""Worker processes: started, watched and ended together."""

@@ -1,1 +1,1 @@
-"""Recording of memory during training, and its attribution to phases and categories."""
+"""Recorders of a run's memory: events become bytes by phase and category."""

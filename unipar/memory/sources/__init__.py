@@ -1,1 +1,1 @@
-"""Sources of memory events: allocations and frees in this process."""
+"""Sources of memory events: malloc, the CUDA allocator, a profiler, pinned memory, NVML."""

@@ -1,1 +1,1 @@
-"""Judgement: is the difference between a cell's run and one process within its tolerance?"""
+"""Judgement: whether a cell's run is close enough to the run of one process."""

@@ -1,1 +1,1 @@
-"""Worker side of `verify`: runs that are recorded, inside each rank."""
+"""The part of `verify` that runs in the ranks."""
