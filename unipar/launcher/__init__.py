@@ -1,1 +1,1 @@
-"""`launch` and `join`: everything that is checked before a start, starting processes, watching them, saying why they failed."""
+"""`launch` and `join`: checks before a start, starting processes, watching them, explaining their failures."""
