@@ -75,7 +75,7 @@ def test_a_cell_that_the_kernel_kills_keeps_what_was_measured(found: dict[str, A
     row = found["native/parameters"]
     assert (row["outcome"], row["at"]) == ("failed", "in the backward of step 9")
     first, second, _ = row["note"].splitlines()
-    assert first == "rank 1 was killed by SIGKILL in the backward of step 9: probably out of memory (dmesg tells)"
+    assert first == "rank 1 was killed by SIGKILL in the backward of step 9: probably out of memory (see dmesg)"
     assert re.fullmatch(
         r"  in the (backward|update) of a watched step the most was held by \w+, [\d.]+ MiB \(.*\); "
         r"by an estimate batch.micro: 2 instead of 4 needs less",

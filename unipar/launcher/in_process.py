@@ -38,7 +38,7 @@ SINGLE_PLACE = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipa
 
 @contextmanager
 def training_in_process(plan: PreparedRun, task: Task, *, quiet: bool = False) -> Generator[TrainingRun]:
-    """Context manager: a run in this process, whose loop is the body; errors are recorded as in a worker, and raised."""
+    """Context manager: a run in this process with the loop as body; errors are recorded as in a worker, and raised."""
     from unipar.training.setup import open_run
 
     place = plan.place or SINGLE_PLACE

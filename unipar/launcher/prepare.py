@@ -54,7 +54,7 @@ class Prepared:
         return resources.ranks_in(source.cell, source.config, self.place, alone=source.alone)
 
     def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
-        """Return the config settled for this many ranks; `local`: those on this machine; `asked`: the key for errors."""
+        """Return the config settled for this many ranks, `local` of them here; errors name the key `asked`."""
         settled = SettledConfig.of(self.source.config, self.source.cell, ranks, self.device)
         resources.check_gpu_count(self.computed, ranks, local, asked)
         return settled

@@ -89,7 +89,7 @@ def test_a_zygote_that_was_killed(tmp_path: Path) -> None:
         crew.__enter__()
         fork = read_pid(tmp_path / "up-0")
         os.kill(zygote.pid, signal.SIGKILL)
-        with pytest.raises(ForkServerFailed, match=r"^the zygote is gone \(-9\)$"):
+        with pytest.raises(ForkServerFailed, match=r"^the fork server has ended \(exit code -9\)$"):
             crew.kill()
         eventually(lambda: not is_running(fork), "the fork lives on")
         assert crew.running_pids == {}

@@ -150,9 +150,7 @@ def test_an_exit_without_a_word(crew: Make, tmp_path: Path) -> None:
 
 def test_killed_from_outside(crew: Make) -> None:
     """SIGKILL is most often the kernel's, for memory."""
-    assert str(failure(crew("killed"))).startswith(
-        "rank 1 was killed by SIGKILL: probably out of memory (dmesg tells)\n"
-    )
+    assert str(failure(crew("killed"))).startswith("rank 1 was killed by SIGKILL: probably out of memory (see dmesg)\n")
 
 
 def test_a_known_abort_is_explained(crew: Make) -> None:
@@ -360,7 +358,7 @@ def test_tell_and_hear(crew: Make) -> None:
         started.send_to_all(b"b")
         assert started.receive_from_all(SOON) == [b"a0", b"a1"]
         assert started.receive_from_all(SOON) == [b"b0", b"b1"]
-        with pytest.raises(TimeoutError, match=r"^no word from rank 0, 1 for 0\.05 s$"):
+        with pytest.raises(TimeoutError, match=r"^no answer from rank 0, 1 for 0\.05 s$"):
             started.receive_from_all(0.05)
         started.send_to_all(b"go")
         started.wait()
@@ -368,7 +366,7 @@ def test_tell_and_hear(crew: Make) -> None:
 
 def test_a_rank_that_ends_says_nothing_more(crew: Make) -> None:
     """Waiting for its word would be for ever."""
-    with pytest.raises(WorkerFailed, match=r"^rank \d ended without a word"), crew("mute", control=True) as started:
+    with pytest.raises(WorkerFailed, match=r"^rank \d ended without an answer"), crew("mute", control=True) as started:
         started.receive_from_all()
 
 

@@ -84,7 +84,7 @@ def test_nobody_can_be_named(hung: Callable[..., Hung]) -> None:
     error = hung("sleeps_alike")
     assert error.rank is None
     first, *ranks = str(error).splitlines()
-    assert re.fullmatch(r"no sign of life for \d+ s, and which rank the others wait for cannot be told", first)
+    assert re.fullmatch(r"no sign of life for \d+ s; which rank the others wait for is not known", first)
     assert [line.partition(" at ")[0] for line in ranks] == [
         "  rank 0: step 3 (backward),",
         "  rank 1: step 3 (backward),",
@@ -126,7 +126,7 @@ def test_both_wait(tmp_path: Path, zygote: ForkServer, monkeypatch: pytest.Monke
         crew.wait()
     assert str(raised.value) == (
         "rank 0 failed: RuntimeError: wait timeout after 1000ms, keys: /unipar/1/samples\n"
-        "  it waited for the others until launch.timeout, and which of them kept it waiting cannot be told\n"
+        "  it waited for the other ranks until launch.timeout; which of them was late is not known\n"
         f"  its log: {tmp_path}/rank-0.log"
     )
 

@@ -1,1 +1,1 @@
-"""Worker processes: started, watched, ended together."""
+"""Worker processes: starting them, watching them, ending them together."""
