@@ -45,7 +45,7 @@ def test_sizes_are_sorted_and_each_is_there_once() -> None:
     [
         ("2", "--world: 2 does not scale: give two sizes or more, each of at least 1 (--world 1,2)"),
         ("0,2", "--world: 0,2 does not scale: give two sizes or more, each of at least 1 (--world 1,2)"),
-        ("1;2", "--world: '1;2' is no list of sizes; put commas between them (--world 1,2,4)"),
+        ("1;2", "--world: '1;2' is not a list of sizes; put commas between them (--world 1,2,4)"),
     ],
 )
 def test_what_is_no_list_of_worlds(text: str, said: str) -> None:

@@ -186,7 +186,7 @@ def test_an_interrupted_comparison_shows_what_it_has() -> None:
     found = compared(replace(ONE, outcome="waits", losses=[], peak_rss=[]), half, interrupted=True)
     assert found.code == 130
     assert str(found).splitlines()[2].split() == ["native/nothing", "-", "10", "[10..10]", "1.00", "800", "-"]
-    assert "interrupted: cells without figures did not come to their end" in str(found)
+    assert "interrupted: cells without figures did not finish" in str(found)
 
 
 # What is kept
@@ -225,7 +225,7 @@ def test_a_truncated_comparison_is_replaced_only_when_asked(tmp_path: Path, text
     with pytest.raises(errors.OutExists) as e:
         store.reuse_or_clear(tmp_path, OF, overwrite=False)
     assert str(e.value) == (
-        f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
+        f"{file} is truncated or was not written by unipar: give --overwrite to replace it, or another out"
     )
     assert file.read_text("utf-8") == text
     assert store.reuse_or_clear(tmp_path, OF, overwrite=True) is None
@@ -286,6 +286,31 @@ def test_memory_that_was_watched_otherwise_is_not_set_beside_this(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize(
+    ("older", "now"),
+    [
+        (
+            "memory was watched in 1 step, so that what a step sends was not seen: train.steps: 6 leaves no more; 10 would",
+            "memory was recorded in 1 step, communication in none: train.steps: 6 leaves no more; 10 steps are enough",
+        ),
+        (
+            "memory was not watched: train.steps: 5 leaves no step for it beside those that are timed",
+            "memory was not recorded: train.steps: 5 leaves no step for it besides the timed ones",
+        ),
+        ("memory was not watched: of the host, no compiler", "the host's memory was not recorded: no compiler"),
+        (
+            "of memory torch's own tensors alone were watched: no compiler",
+            "memory was recorded of torch's own tensors only: no compiler",
+        ),
+    ],
+)
+def test_older_words_on_memory_are_the_same_comparison(tmp_path: Path, older: str, now: str) -> None:
+    """The sentences in a file are those of the version that wrote it."""
+    found = compared(ONE, SAME)
+    store.write_comparison(tmp_path, OF | {"memory": older}, found)
+    assert store.reuse_or_clear(tmp_path, OF | {"memory": now}, overwrite=False) == found
+
+
 def _no_versions(data: dict[str, Any]) -> None:
     del data["of"]["versions"]
 
@@ -330,7 +355,7 @@ def test_a_file_of_somebody_else_is_no_earlier_comparison(
     with pytest.raises(errors.OutExists) as e:
         store.reuse_or_clear(tmp_path, OF, overwrite=False)
     assert str(e.value) == (
-        f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
+        f"{file} is truncated or was not written by unipar: give --overwrite to replace it, or another out"
     )
     with pytest.raises(errors.ReportError, match="is no comparison that unipar wrote: "):
         ComparisonPageData.read(file)
@@ -353,7 +378,7 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     """No half of a file either; the sentence has the file's name and the system's word."""
     (tmp_path / store.COMPARE_JSON).mkdir()
     said = store.write_or_explain(tmp_path, lambda: store.write_comparison(tmp_path, OF, compared(ONE, SAME)))
-    assert said == f"what was found could not be kept: {tmp_path}/compare.json (Is a directory)"
+    assert said == f"the results could not be written: {tmp_path}/compare.json (Is a directory)"
     assert list(tmp_path.iterdir()) == [tmp_path / store.COMPARE_JSON]
 
 
@@ -364,7 +389,7 @@ def test_the_failure_of_what_others_are_held_to_is_said() -> None:
         CellResult(cell="x", outcome="ran"),
     ]
     assert describe_comparison_errors(compared(*rows)) == [
-        "single, which the others are held to, has failed: rank 0 was killed"
+        "single, the reference for the other cells, failed: rank 0 was killed"
     ]
     assert describe_comparison_errors(compared(ONE, SAME)) == []
 
@@ -382,8 +407,6 @@ def test_what_could_not_be_kept_is_shown_and_said(found: Comparison | Scaling) -
 def test_a_folder_of_somebody_else_is_never_cleared(tmp_path: Path) -> None:
     """Not even with --overwrite."""
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(
-        errors.OutExists, match=r"is there and holds no compare\.json: move it away, or give another out"
-    ):
+    with pytest.raises(errors.OutExists, match=r"exists and holds no compare\.json: move it away, or give another out"):
         store.reuse_or_clear(tmp_path, OF, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()

@@ -1,1 +1,1 @@
-"""`compare` and `scale`: cells take turns, one set of processes for each."""
+"""`compare` and `scale`: cells that train in turns, each in its own processes."""
