@@ -105,8 +105,8 @@ def test_a_cell_that_dies_while_it_is_watched_keeps_what_was_seen(found: dict[st
 def test_table_and_page_show_it_as_till_then(found: dict[str, Any]) -> None:
     """Beside the cells that ran, and in no ranking."""
     lines = found["table"].splitlines()
-    assert [line.split("  ")[0] for line in lines if "till it failed" in line] == [
-        *("native/gradients, till it failed", "native/parameters, till it failed") * 2
+    assert [line.split("  ")[0] for line in lines if "until it failed" in line] == [
+        *("native/gradients, until it failed", "native/parameters, until it failed") * 2
     ]
     told = ComparisonPageData.read(Path(found["out"]))
     assert [cell.cell for cell in told.failed_cells] == ["native/gradients", "native/parameters"]

@@ -17,7 +17,13 @@ from unipar.comparison.compare import describe_comparison_errors
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.results.agreement import measure_agreement
 from unipar.results.comparison import Comparison
-from unipar.results.row import REUSED, CellResult, cell_result_from_json, cell_result_to_json, format_spread
+from unipar.results.row import (
+    OLDER_REUSED,
+    CellResult,
+    cell_result_from_json,
+    cell_result_to_json,
+    format_spread,
+)
 from unipar.results.scaling import ScaledCell, Scaling
 
 
@@ -122,7 +128,7 @@ def test_the_table_fits_eighty_columns() -> None:
         "loss of one process: 4.0000 at step 1, 3.0000 at step 3",
         "step ms: median [middle half] of 4 steps in 2 turns, of the slowest rank",
         "x: step time in proportion to native/nothing",
-        "RSS: peak of the largest rank; no ranking: the allocator keeps what is freed",
+        "RSS: peak of the largest rank; not for ranking: allocators keep freed memory",
     ]
 
 
@@ -150,7 +156,10 @@ def test_a_disagreement_is_said_and_is_a_failure() -> None:
     """Which cell, which step, both losses and what was allowed."""
     found = compared(ONE, SAME, FAR)
     assert found.code == 1
-    assert "DISAGREES: deepspeed/gradients by 1.0e-01 at step 3: 3.1 for 3; allowed in fp32: 2e-06" in found.remarks()
+    assert (
+        "DISAGREES: deepspeed/gradients by 1.0e-01 at step 3: 3.1 instead of 3; allowed in fp32: 2e-06"
+        in found.remarks()
+    )
     assert str(found).splitlines()[3].split()[:3] == ["deepspeed/gradients", "1", "digit!"]
 
 
@@ -161,7 +170,10 @@ def test_parts_are_held_one_by_one() -> None:
         one, replace(SAME, parts={"a": [1.0, 2.00001], "b": [1.9]}), replace(SAME, cell="x", parts=one.parts)
     )
     assert found.code == 1
-    assert "DISAGREES: native/nothing by 1.0e-01 at step 1 of b: 1.9 for 2; allowed in fp32: 2e-06" in found.remarks()
+    assert (
+        "DISAGREES: native/nothing by 1.0e-01 at step 1 of b: 1.9 instead of 2; allowed in fp32: 2e-06"
+        in found.remarks()
+    )
     assert [str(found.agreement(row)) for row in found.rows[1:]] == ["1 digit", "same bits"]
 
 
@@ -208,13 +220,13 @@ def test_a_finished_comparison_is_read_again(tmp_path: Path) -> None:
     assert store.reuse_or_clear(tmp_path, OF, overwrite=False) == found
 
 
-@pytest.mark.parametrize("note", [REUSED, f"in fp32; {REUSED}", "in fp32", ""])
+@pytest.mark.parametrize("note", [OLDER_REUSED, f"in fp32; {OLDER_REUSED}", "in fp32", ""])
 def test_an_older_file_says_in_its_note_that_a_row_was_reused(note: str) -> None:
     """It has no field for that; a newer one has, and its note decides nothing."""
     told = cell_result_to_json(replace(ONE, note=note, reused=False))
     assert cell_result_from_json(told).reused is False
     del told["reused"]
-    assert cell_result_from_json(told).reused is (REUSED in note)
+    assert cell_result_from_json(told).reused is (OLDER_REUSED in note)
 
 
 @pytest.mark.parametrize("text", ['{"of": {"ce', '{"of": {}}', "[]"])
@@ -290,7 +302,8 @@ def test_memory_that_was_watched_otherwise_is_not_set_beside_this(tmp_path: Path
     ("older", "now"),
     [
         (
-            "memory was watched in 1 step, so that what a step sends was not seen: train.steps: 6 leaves no more; 10 would",
+            "memory was watched in 1 step, so that what a step sends was not seen: train.steps: 6 leaves no more; "
+            "10 would",
             "memory was recorded in 1 step, communication in none: train.steps: 6 leaves no more; 10 steps are enough",
         ),
         (
@@ -357,7 +370,7 @@ def test_a_file_of_somebody_else_is_no_earlier_comparison(
     assert str(e.value) == (
         f"{file} is truncated or was not written by unipar: give --overwrite to replace it, or another out"
     )
-    with pytest.raises(errors.ReportError, match="is no comparison that unipar wrote: "):
+    with pytest.raises(errors.ReportError, match="is not a comparison written by unipar: "):
         ComparisonPageData.read(file)
     assert store.reuse_or_clear(tmp_path, OF, overwrite=True) is None
     assert list(tmp_path.iterdir()) == []

@@ -1,1 +1,1 @@
-"""What came of runs, comparisons, scalings and verifications, as data: JSON, CSV, verdicts, text tables."""
+"""Results of runs, comparisons, scalings and verifications, as data: JSON, CSV, verdicts, text tables."""
