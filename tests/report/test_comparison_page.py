@@ -180,7 +180,7 @@ def test_gradients_that_nobody_named_are_not_set_beside_buffers(run: Path) -> No
 def test_what_only_the_environment_can_set_is_stated(run: Path, tmp_path: Path) -> None:
     """With its values, on the page and below the table; not where memory was not watched."""
     told = ComparisonPageData.read(run)
-    said = "set in the environment: MKL_DISABLE_FAST_MM=1 always, MALLOC_MMAP_THRESHOLD_=65536 while memory is recorded"
+    said = "set: MKL_DISABLE_FAST_MM=1 always, MALLOC_MMAP_THRESHOLD_=65536 while recording"
     assert (said in told.comparison.table().splitlines(), told.comparison.remarks().count(said)) == (True, 1)
     assert f"<li>{said}</li><li>before the timed steps malloc is told to keep what is freed</li>" in render_comparison(
         told

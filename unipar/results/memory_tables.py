@@ -174,4 +174,4 @@ def describe_allocator_settings(accounts: Iterable[MemoryAccount]) -> list[str]:
     if not any(a.device == "cpu" or a.host is not None for a in accounts):
         return []
     always, recording = (f"{name}={value}" for name, value in METER_ENVIRONMENT.items())
-    return [f"set in the environment: {always} always, {recording} while memory is recorded"]
+    return [f"set: {always} always, {recording} while recording"]

@@ -40,7 +40,7 @@ def test_what_cannot_be_imported() -> None:
 def test_threads_are_refused() -> None:
     """A fork would take one thread along and leave the locks of the others behind."""
     with (
-        pytest.raises(ForkServerFailed, match="2 threads; what was imported starts some"),
+        pytest.raises(ForkServerFailed, match="2 threads; a module that starts threads"),
         ForkServer(["tests.support.threaded"], PYTHONPATH_VARIABLE),
     ):
         pass
