@@ -133,7 +133,7 @@ def test_bf16_master_is_held_to_one_process_in_fp32() -> None:
     """One process has no second copy, so its reference is the full precision."""
     found = chosen("native/*", train={"steps": 5, "precision": "bf16-master"})
     assert found["single"][1].config.train.precision == "fp32"
-    assert found["single"][0].note == "in fp32: one process keeps no second copy"
+    assert found["single"][0].note == "in fp32: one process keeps no second copy of the weights"
     assert {name: row.outcome for name, (row, _) in found.items()} == {
         "single": "waits",
         "native/nothing": "refused",
@@ -361,7 +361,7 @@ def test_compare_is_not_for_a_foreign_launcher(given: dict[str, Any], monkeypatc
     with pytest.raises(errors.WorldMismatch) as e:
         compare(given)
     assert str(e.value) == (
-        "compare starts a world for each cell, and this is rank 1 of one that torchrun started: "
+        "compare starts a world for each cell, and this process is rank 1 of a world that torchrun started: "
         "run it without that launcher"
     )
 

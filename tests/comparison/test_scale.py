@@ -345,6 +345,6 @@ def test_scale_is_not_for_a_foreign_launcher(given: dict[str, Any], monkeypatch:
     with pytest.raises(errors.WorldMismatch) as e:
         scale(given, worlds=[1, 2])
     assert str(e.value) == (
-        "scale starts a world for each size, and this is rank 1 of one that torchrun started: run it without that "
-        "launcher"
+        "scale starts a world for each size, and this process is rank 1 of a world that torchrun started: "
+        "run it without that launcher"
     )

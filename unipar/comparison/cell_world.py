@@ -29,6 +29,7 @@ class MemoryNotRecorded(UniparError):
 
 
 def rank_results_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's losses in a run folder."""
     return run / f"rank-{rank}.turns.json"
 
 

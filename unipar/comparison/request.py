@@ -39,6 +39,7 @@ class TurnSchedule:
 
     @classmethod
     def of(cls, config: Config, *, memory: bool = False) -> Self:
+        """Return the division of a config's steps; raise ConfigError if there are too few; `memory`: it is recorded."""
         steps, repeat = config.train.steps, config.compare.repeat
         if steps is None:
             raise ConfigError(
@@ -72,6 +73,7 @@ class CompareRequest:
 
     @property
     def source(self) -> CheckedSource:
+        """Config as given, with its name, folder and backend."""
         return self.prepared.source
 
     @classmethod

@@ -31,7 +31,10 @@ class TurnRunner(Generic[ResultsT]):
         threads: str,
         keep: Callable[[ResultsT], object],
     ) -> None:
-        """`threads`: of each rank, in worlds of one too, so that sums are the same; `keep` saves the results so far."""
+        """Prepare turns of the worlds `runs`, whose rows are in `now`.
+
+        `threads`: of each rank, in worlds of one too, so that sums are the same; `keep` saves the results so far.
+        """
         self.results, self._board, self._active_worlds, self._threads, self._keep = (
             now,
             board,

@@ -22,7 +22,7 @@ def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
     notes: list[str] = []
     if settled.config.train.precision == "bf16-master":
         alone = alone.changed({"train.precision": "fp32"})
-        notes.append("in fp32: one process keeps no second copy")
+        notes.append("in fp32: one process keeps no second copy of the weights")
     if settled.config.model.offload != "none":
         alone = alone.changed({"model.offload": "none"})
         notes.append("without model.offload")

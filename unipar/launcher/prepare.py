@@ -135,6 +135,7 @@ class PreparedRun:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return self.settled.ranks
 
     def create_folder(self, script: Sequence[str] = ()) -> Any:
@@ -154,8 +155,8 @@ def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
         return None
     if starts:
         raise WorldMismatch(
-            f"{starts}, and this is rank {place.rank} of one that {place.launcher} started: run it without that "
-            "launcher"
+            f"{starts}, and this process is rank {place.rank} of a world that {place.launcher} started: "
+            "run it without that launcher"
         )
     if (launcher := find_launcher(found)) is not None:
         check_launcher_serves(launcher, source)

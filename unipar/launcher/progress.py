@@ -45,6 +45,7 @@ class FileTail:
         return unfinished
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 

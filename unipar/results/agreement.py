@@ -43,6 +43,7 @@ class Agreement:
 
     @property
     def part_suffix(self) -> str:
+        """Words " of PART" for a sentence, or "" if there is one part only."""
         return f" of {self.part}" if self.part else ""
 
     @override

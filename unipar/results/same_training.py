@@ -27,6 +27,7 @@ class RankMarks(TypedDict):
 
 
 def rank_marks_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's training marks in a run folder."""
     return run / f"rank-{rank}.alike.json"
 
 

@@ -105,6 +105,7 @@ class Scaling(TurnResults):
 
     @property
     def cells(self) -> list[str]:
+        """Names of all cells, in the order of their worlds."""
         return list(dict.fromkeys(world.cell for world in self.worlds))
 
     def base(self, world: ScaledCell) -> ScaledCell:

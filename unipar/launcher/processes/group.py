@@ -50,6 +50,8 @@ CONTROL_MESSAGE_BYTES = 1 << 17
 
 @dataclass(eq=False)
 class _RankState:
+    """One worker, as its parent knows it."""
+
     rank: int
     folder: str
     control: socket.socket | None = None

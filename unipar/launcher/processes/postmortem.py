@@ -37,6 +37,7 @@ _TIMEOUT_NOTE = "it waited for the other ranks until launch.timeout; which of th
 
 
 LOG_TAIL_BYTES = 64 * 1024
+"""Bytes at the end of a log in which an explanation is searched."""
 
 
 def was_stopped(run: Path, rank: int) -> bool:
@@ -129,6 +130,7 @@ def _signal_name(code: int) -> str:
 
 
 def read_log_tail(log: Path) -> str:
+    """Return the end of a log, or "" if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))

@@ -26,6 +26,7 @@ class SignalReceiver:
         return self._reader
 
     def drain(self) -> None:
+        """Make the descriptor unreadable until the next signal."""
         with suppress(BlockingIOError):
             os.read(self._reader, 64)
 

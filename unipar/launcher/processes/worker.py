@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def run_worker_from_command_line(words: list[str]) -> None:
+    """Run a worker whose arguments are these words."""
     run_worker(WorkerArguments.read(words))
 
 

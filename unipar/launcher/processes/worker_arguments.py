@@ -38,7 +38,7 @@ class WorkerArguments:
     """1: the kernel kills this process when the thread that started it ends, until the pipe below is watched."""
 
     parent_alive_fd: int
-    """The reading end of a pipe whose other end only the parent has: when it closes, the parent is gone."""
+    """The reading end of a pipe whose other end only the parent has: when that closes, the parent has ended."""
 
     listener: int = -1
     """Rank 0's listening socket; -1 elsewhere."""
@@ -60,10 +60,12 @@ class WorkerArguments:
     """Temporary folder of this rank, which makes it; the parent removes it."""
 
     def to_command_line(self) -> list[str]:
+        """Return the arguments as words of a command line."""
         return [f"--{f.name}={getattr(self, f.name)}" for f in fields(self)]
 
     @classmethod
     def read(cls, words: list[str]) -> Self:
+        """Return the arguments in the words of a command line."""
         given = dict(word.removeprefix("--").split("=", 1) for word in words)
         numbers = {name: int(given.pop(name)) for name in _INTEGER_FIELDS}
         return cls(**numbers, **given)  # pyright: ignore[reportArgumentType] - the rest is text
@@ -78,7 +80,7 @@ def die_with_parent(parent: int, by: signal.Signals | None) -> None:
 
 
 def die_when_pipe_closes(fd: int, folder: str) -> None:
-    """Make the temporary folder; when the parent is gone remove it, and end this process and all that it started."""
+    """Make the temporary folder; when the parent has ended, remove it and kill this process and all that it started."""
     os.set_inheritable(fd, False)
     making = threading.Lock()
 
