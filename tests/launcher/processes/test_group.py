@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -328,6 +329,7 @@ def test_a_group_in_a_thread(workers: Make, tmp_path: Path) -> None:
 PARENT = """
 import sys
 from pathlib import Path
+from typing import Any
 from unipar.launcher.processes.group import WorkerGroup
 with WorkerGroup(Path(sys.argv[1]), 2, "tests.support.entries:with_helpers") as workers:
     workers.wait()
