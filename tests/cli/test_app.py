@@ -303,7 +303,7 @@ def test_report(unipar: Any, folder: Path) -> None:
         "page: runs/z/compare/report.html\nThe two differ: parameters 8,926,848 before, 1,000 now.\n"
     )
     answer = unipar("report", "runs/y")
-    assert (answer.code, answer.err) == (2, "unipar: runs/y is not there; give a run folder\n")
+    assert (answer.code, answer.err) == (2, "unipar: runs/y does not exist; give a run folder\n")
 
 
 def test_explain(unipar: Any) -> None:

@@ -133,7 +133,7 @@ def test_bf16_master_is_held_to_one_process_in_fp32() -> None:
     """One process has no second copy, so its reference is the full precision."""
     found = chosen("native/*", train={"steps": 5, "precision": "bf16-master"})
     assert found["single"][1].config.train.precision == "fp32"
-    assert found["single"][0].note == "in fp32: one process keeps no second copy"
+    assert found["single"][0].note == "in fp32: one process keeps no second copy of the weights"
     assert {name: row.outcome for name, (row, _) in found.items()} == {
         "single": "waits",
         "native/nothing": "refused",
@@ -222,13 +222,13 @@ def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any]
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as going:
         assert going.stderr is not None
-        assert any("single is warm" in line for line in going.stderr)
+        assert any("single is warmed up" in line for line in going.stderr)
         workers = _children(going.pid)
         os.kill(going.pid, signal.SIGINT)
         out, _ = going.communicate(timeout=60)
     assert going.returncode == 130
     assert out.splitlines()[1].startswith("single")
-    assert "interrupted: cells without figures did not come to their end" in out
+    assert "interrupted: cells without figures did not finish" in out
     assert "unipar compare · x · 2 ranks · fp32" in (tmp_path / "out/compare/report.html").read_text("utf-8")
     assert len(workers) == 3
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "a worker lives on")
@@ -297,7 +297,7 @@ def test_figures_that_cannot_be_written_are_shown_all_the_same(given: dict[str, 
     found = compare(given, cells=("single",))
     (row,) = found.rows
     assert (row.outcome, len(row.losses), len(row.timed_seconds)) == ("ran", 8, 6)
-    said = f"what was found could not be kept: {tmp_path}/out/compare/compare.json (Is a directory)"
+    said = f"the results could not be written: {tmp_path}/out/compare/compare.json (Is a directory)"
     assert (found.unkept, found.code) == (said, 1)
     assert said in found.table(width=200)
 
@@ -361,7 +361,7 @@ def test_compare_is_not_for_a_foreign_launcher(given: dict[str, Any], monkeypatc
     with pytest.raises(errors.WorldMismatch) as e:
         compare(given)
     assert str(e.value) == (
-        "compare starts a world for each cell, and this is rank 1 of one that torchrun started: "
+        "compare starts a world for each cell, and this process is rank 1 of a world that torchrun started: "
         "run it without that launcher"
     )
 

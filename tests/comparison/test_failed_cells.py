@@ -75,7 +75,7 @@ def test_a_cell_that_the_kernel_kills_keeps_what_was_measured(found: dict[str, A
     row = found["native/parameters"]
     assert (row["outcome"], row["at"]) == ("failed", "in the backward of step 9")
     first, second, _ = row["note"].splitlines()
-    assert first == "rank 1 was killed by SIGKILL in the backward of step 9: probably out of memory (dmesg tells)"
+    assert first == "rank 1 was killed by SIGKILL in the backward of step 9: probably out of memory (see dmesg)"
     assert re.fullmatch(
         r"  in the (backward|update) of a recorded step the largest part was \w+, [\d.]+ MiB \(.*\); "
         r"by an estimate batch.micro: 2 instead of 4 needs less",
@@ -105,8 +105,8 @@ def test_a_cell_that_dies_while_it_is_watched_keeps_what_was_seen(found: dict[st
 def test_table_and_page_show_it_as_till_then(found: dict[str, Any]) -> None:
     """Beside the cells that ran, and in no ranking."""
     lines = found["table"].splitlines()
-    assert [line.split("  ")[0] for line in lines if "till it failed" in line] == [
-        *("native/gradients, till it failed", "native/parameters, till it failed") * 2
+    assert [line.split("  ")[0] for line in lines if "until it failed" in line] == [
+        *("native/gradients, until it failed", "native/parameters, until it failed") * 2
     ]
     told = ComparisonPageData.read(Path(found["out"]))
     assert [cell.cell for cell in told.failed_cells] == ["native/gradients", "native/parameters"]

@@ -45,7 +45,7 @@ def test_sizes_are_sorted_and_each_is_there_once() -> None:
     [
         ("2", "--world: 2 does not scale: give two sizes or more, each of at least 1 (--world 1,2)"),
         ("0,2", "--world: 0,2 does not scale: give two sizes or more, each of at least 1 (--world 1,2)"),
-        ("1;2", "--world: '1;2' is no list of sizes; put commas between them (--world 1,2,4)"),
+        ("1;2", "--world: '1;2' is not a list of sizes; put commas between them (--world 1,2,4)"),
     ],
 )
 def test_what_is_no_list_of_worlds(text: str, said: str) -> None:
@@ -166,18 +166,18 @@ def test_the_remarks(found: Scaling) -> None:
         "the losses of strong scaling agree with the smallest world's bit for bit",
         "strong: 8 samples a step in every world; weak: 8 for each rank",
         "speed-up: samples/s in proportion to the smallest world's; efficiency: that in proportion to the ranks",
-        "one machine: 2 cores, 1 thread a rank; ranks share its memory and caches, and no core",
+        "one machine: 2 cores, 1 thread a rank; ranks share its memory and caches, but no cores",
     ]
 
 
 @pytest.mark.parametrize(
     ("cores", "threads", "device", "said"),
     [
-        (2, "2", "cpu", "2 cores, 2 threads a rank; in worlds of more than 1 rank they share cores, which no cell"),
-        (1, "2", "cpu", "1 core, 2 threads a rank: one rank alone has more threads than there are cores, which no"),
+        (2, "2", "cpu", "2 cores, 2 threads a rank; in worlds of more than 1 rank they share cores, which limits"),
+        (1, "2", "cpu", "1 core, 2 threads a rank: even one rank has more threads than there are cores, which"),
         (2, "", "cpu", "whether ranks share cores is not known"),
-        (9, "2", "cuda", "9 cores, 2 threads a rank, a GPU each"),
-        (9, "2", "cuda:0", "all ranks share cuda:0: no efficiency here is that of a GPU a rank"),
+        (9, "2", "cuda", "9 cores, 2 threads a rank, one GPU per rank"),
+        (9, "2", "cuda:0", "all ranks share cuda:0: efficiency with one GPU per rank would be different"),
     ],
 )
 def test_what_ranks_share(found: Scaling, cores: int, threads: str, device: str, said: str) -> None:
@@ -345,6 +345,6 @@ def test_scale_is_not_for_a_foreign_launcher(given: dict[str, Any], monkeypatch:
     with pytest.raises(errors.WorldMismatch) as e:
         scale(given, worlds=[1, 2])
     assert str(e.value) == (
-        "scale starts a world for each size, and this is rank 1 of one that torchrun started: run it without that "
-        "launcher"
+        "scale starts a world for each size, and this process is rank 1 of a world that torchrun started: "
+        "run it without that launcher"
     )

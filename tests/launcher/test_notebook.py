@@ -187,7 +187,7 @@ def test_join_in_a_cell(kernel: Kernel) -> None:
     """There is no script to run again, though a kernel looks like one: the error names launch."""
     said = kernel.run("with unipar.join(CONFIG, model=Mine().model, loss=Mine().loss) as run: pass")
     assert said.error == (
-        "TaskError: join runs the script that calls it once more in each rank, and this is a prompt or a notebook: put "
+        "TaskError: join runs the script that calls it again in each rank, and this is a prompt or a notebook: put "
         "the loop into a file, or use launch() with a task"
     )
 

@@ -117,7 +117,7 @@ def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path, task: dict[str,
     assert [account.sent for account in after] == [{"x": 3}, {"x": 3}]
     for account in after:
         (note,) = account.notes
-        assert note.startswith("what it sends is not whole: Horovod's timeline could not be had (")
+        assert note.startswith("its communication is incomplete: Horovod's timeline could not be read (")
         assert said in note
 
 

@@ -65,7 +65,7 @@ def accounts(folder: Path, *cells: str, task: type[unipar.Task] = Tied, **more: 
         "out": str(folder / "out"),
     }
     found = unipar.compare(made | more, task=task, cells=cells)
-    assert found.unwatched == "" or found.unwatched.startswith("memory was not watched: of the host, ")
+    assert found.unwatched == "" or found.unwatched.startswith("the host's memory was not recorded: ")
     assert [row.outcome for row in found.rows] == ["ran"] * (1 + len(cells)), [row.note for row in found.rows]
     return {row.cell: row.memory[0] for row in found.rows}
 
@@ -141,7 +141,7 @@ def test_what_is_offloaded_is_the_hosts(tmp_path: Path) -> None:
     assert steady.peak < {phase.name: phase for phase in here.phases}["steady"].peak
     assert steady.held.get("optimizer", 0) < 1024
     if away.host is None:
-        pytest.skip("there is no compiler, so the host's memory was not watched")
+        pytest.skip("there is no compiler, so the host's memory was not recorded")
     kept = [*away.host.phases, *away.pinned]
     assert max(phase.held.get("optimizer", 0) for phase in kept) >= 2 * (WEIGHTS + NORM)
     for phase in kept:

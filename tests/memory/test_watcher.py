@@ -143,7 +143,7 @@ def test_what_breaks_in_watching_is_a_note(found: dict[str, Any]) -> None:
     """The cell trains on, is timed and agrees; it has no memory, and says why."""
     row = found["faulty/nothing+nameless"]
     assert (row["outcome"], row["memory"]) == ("ran", [])
-    assert row["note"] == "memory was not watched: on rank 1, ArithmeticError: it cannot be said"
+    assert row["note"] == "memory was not recorded: on rank 1, ArithmeticError: it cannot be said"
     assert row["losses"] == found["faulty/nothing+hidden-buffer"]["losses"]
     assert sum(map(len, row["seconds"])) == 3
     assert f"faulty/nothing+nameless: {row['note']}" in " ".join(found["said"].split())
@@ -218,7 +218,7 @@ def test_without_a_compiler_a_profiler_tells(tmp_path: Path, monkeypatch: pytest
     found = compared(tmp_path, "native/nothing", "faulty/nothing+hidden-buffer")
     said = " ".join(found["said"].split())
     assert (
-        "of memory torch's own tensors alone were watched: no C compiler (cc, gcc or clang) was found: install one "
+        "memory was recorded of torch's own tensors only: no C compiler (cc, gcc or clang) was found: install one "
         "(Debian: apt install gcc libc6-dev)" in said
     )
     for account in found["native/nothing"]["memory"]:
@@ -280,22 +280,18 @@ def test_memory_that_was_seen_in_two_ways_is_not_set_side_by_side() -> None:
     assert require_same_method([by["meter"]], rows) == [by["meter"]]
     with pytest.raises(MemoryNotRecorded) as e:
         require_same_method([by["meter"], by["profiler"]], rows)
-    assert str(e.value) == "on rank 1 it was seen in another way (profiler) than in single (meter)"
+    assert str(e.value) == "on rank 1 it was recorded in another way (profiler) than in single (meter)"
     with pytest.raises(MemoryNotRecorded) as e:
         require_same_method([by["profiler"].model_copy(update={"rank": 0}), by["meter"]], [])
-    assert str(e.value) == "on rank 1 it was seen in another way (meter) than on rank 0 (profiler)"
+    assert str(e.value) == "on rank 1 it was recorded in another way (meter) than on rank 0 (profiler)"
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (9, "memory was watched in 4 steps: train.steps: 9 leaves no more; 10 would"),
-        (
-            6,
-            "memory was watched in 1 step, so that what a step sends was not seen: train.steps: 6 leaves no more; "
-            "10 would",
-        ),
-        (5, "memory was not watched: train.steps: 5 leaves no step for it beside those that are timed"),
+        (9, "memory was recorded in 4 steps: train.steps: 9 leaves no more; 10 steps are enough"),
+        (6, "memory was recorded in 1 step, communication in none: train.steps: 6 leaves no more; 10 steps are enough"),
+        (5, "memory was not recorded: train.steps: 5 leaves no step for it besides the timed ones"),
         (10, ""),
     ],
 )

@@ -26,7 +26,7 @@ def test_a_cell_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
     for rank in (0, 1):
         account("native/parameters", rank, 0.1).write(run / "compare/native-parameters")
     told = ComparisonPageData.read(
-        edit_example_comparison(run, lambda data: data["cells"][2].update(memory=[], note="memory was not watched: no"))
+        edit_example_comparison(run, lambda data: data["cells"][2].update(memory=[], note="memory was not recorded"))
     )
     assert "native/parameters" not in [cell.cell for cell in told.measured_cells]
     text = render_comparison(told)
@@ -95,7 +95,7 @@ def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | 
     with pytest.raises(ReportError) as e:
         write_page(run)
     why = "1 validation error for MemoryAccount" if phases is None else "native/nothing has an account without phases"
-    assert str(e.value) == f"{run}/compare/compare.json is no comparison that unipar wrote: {why}"
+    assert str(e.value) == f"{run}/compare/compare.json is not a comparison written by unipar: {why}"
 
 
 def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
     assert told.parameters == PARAMETER_COUNT
     ledger, config = told.problems
     assert ledger.startswith(f"{run}/compare/single/rank-0.jsonl cannot be read as a rank's ledger (JSONDecodeError: ")
-    assert config.startswith(f"{run}/compare/single/config.json cannot be read: it is cut short or is no JSON (")
+    assert config.startswith(f"{run}/compare/single/config.json cannot be read: it is truncated or not JSON (")
 
 
 def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
@@ -144,11 +144,11 @@ def test_a_cell_that_failed_before_it_began_has_an_empty_ledger(run: Path) -> No
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('{"name": "x"', "cannot be read: it is cut short or is no JSON ("),
-        ("[]", "is no comparison: it holds no mapping"),
-        ("{}", "is no comparison that unipar wrote: no key 'cells'"),
-        ('{"cells": []}', "is no comparison that unipar wrote: no key 'name'"),
-        ('{"cells": 3}', "is no comparison that unipar wrote: 'int' object is not iterable"),
+        ('{"name": "x"', "cannot be read: it is truncated or not JSON ("),
+        ("[]", "is not a comparison: it holds no mapping"),
+        ("{}", "is not a comparison written by unipar: no key 'cells'"),
+        ('{"cells": []}', "is not a comparison written by unipar: no key 'name'"),
+        ('{"cells": 3}', "is not a comparison written by unipar: 'int' object is not iterable"),
     ],
 )
 def test_a_foreign_comparison_is_a_sentence(run: Path, text: str, sentence: str) -> None:
@@ -166,17 +166,17 @@ def test_foreign_figures_are_a_sentence(run: Path) -> None:
     """Losses that are words, losses of another number of steps, and an empty list of cells are errors."""
     file = run / "compare/compare.json"
     edit_example_comparison(run, lambda data: data["cells"][2].update(losses=["a", "b"]))
-    with pytest.raises(ReportError, match="is no comparison that unipar wrote: 2 validation errors for "):
+    with pytest.raises(ReportError, match="is not a comparison written by unipar: 2 validation errors for "):
         ComparisonPageData.read(run)
     edit_example_comparison(run, lambda data: data["cells"][2].update(losses=[1.0]))
-    said = "is no comparison that unipar wrote: native/parameters has 1 losses, single has 12"
+    said = "is not a comparison written by unipar: native/parameters has 1 losses, single has 12"
     with pytest.raises(ReportError, match=re.escape(f"{file} {said}")):
         ComparisonPageData.read(run)
     edit_example_comparison(run, lambda data: (data.update(samples="many"), data["cells"][2].update(losses=[1.0] * 12)))
     with pytest.raises(ReportError, match="1 validation error for Comparison"):
         ComparisonPageData.read(run)
     edit_example_comparison(run, lambda data: data.update(samples=8, cells=[]))
-    with pytest.raises(ReportError, match="is no comparison that unipar wrote: it has no cells"):
+    with pytest.raises(ReportError, match="is not a comparison written by unipar: it has no cells"):
         ComparisonPageData.read(run)
 
 

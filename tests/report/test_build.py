@@ -77,7 +77,7 @@ def test_a_page_that_cannot_be_made_leaves_the_others(run: Path) -> None:
     (run / "scale/scale.json").write_text("{", encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_pages(run)
-    assert str(e.value).startswith(f"{run}/scale/scale.json cannot be read: it is cut short or is no JSON (")
+    assert str(e.value).startswith(f"{run}/scale/scale.json cannot be read: it is truncated or not JSON (")
     others = ", ".join(f"{run}/{folder}report.html" for folder in ("compare/", "worlds/", ""))
     assert str(e.value).endswith(f" (the other pages were written: {others})")
     assert [label for _, label in links(run / PAGE_FILE_NAME)] == ["the comparison", "the comparison by size"]

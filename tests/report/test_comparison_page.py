@@ -178,7 +178,7 @@ def test_gradients_that_nobody_named_are_not_set_beside_buffers(run: Path) -> No
 def test_what_only_the_environment_can_set_is_stated(run: Path, tmp_path: Path) -> None:
     """Variables and values are on the page and below the table, unless memory was not measured."""
     told = ComparisonPageData.read(run)
-    said = "set: MKL_DISABLE_FAST_MM=1 always, MALLOC_MMAP_THRESHOLD_=65536 while watched"
+    said = "set: MKL_DISABLE_FAST_MM=1 always, MALLOC_MMAP_THRESHOLD_=65536 while recording"
     assert (said in told.comparison.table().splitlines(), told.comparison.remarks().count(said)) == (True, 1)
     assert f"<li>{said}</li><li>before the timed steps malloc is told to keep what is freed</li>" in render_comparison(
         told
@@ -212,7 +212,7 @@ def test_a_cell_that_is_not_alike_is_in_no_figure(run: Path) -> None:
         edit_example_comparison(run, lambda data: data["cells"][2].update(outcome="unlike", note=why))
     )
     assert "native/parameters" not in [cell.cell for cell in (*told.measured_cells, *told.timed_cells)]
-    assert f'<td class="text" colspan="7">not alike: {why}</td>' in render_comparison(told)
+    assert f'<td class="text" colspan="7">trained differently: {why}</td>' in render_comparison(told)
     assert comparison_headline(told).startswith("deepspeed/gradients is smallest")
 
 
@@ -236,10 +236,10 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
     [
         ((MallocMeter.method, MallocMeter.method), "every block counted"),
         ((ProfilerSource.method, ProfilerSource.method), "only torch's own tensors counted"),
-        ((CudaHistory.method,), "what torch's CUDA allocator gave counted"),
+        ((CudaHistory.method,), "only blocks of torch's CUDA allocator counted"),
         (
             (ProfilerSource.method, MallocMeter.method),
-            "not counted alike by every rank (every block counted; only torch's own tensors counted)",
+            "not counted in the same way on every rank (every block counted; only torch's own tensors counted)",
         ),
         (("a stranger's, by hand",), "counted by: a stranger's, by hand"),
     ],

@@ -203,11 +203,11 @@ def test_a_ledger_that_cannot_be_read_moves_no_other_rank(run: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('{"worlds": [', "cannot be read: it is cut short or is no JSON ("),
-        ("[]", "is no scaling: it holds no mapping"),
-        ("{}", "is no scaling that unipar wrote: no key 'worlds'"),
-        ('{"worlds": [{}]}', "is no scaling that unipar wrote: no key 'cell'"),
-        ('{"worlds": 3}', "is no scaling that unipar wrote: 'int' object is not iterable"),
+        ('{"worlds": [', "cannot be read: it is truncated or not JSON ("),
+        ("[]", "is not a scaling: it holds no mapping"),
+        ("{}", "is not a scaling written by unipar: no key 'worlds'"),
+        ('{"worlds": [{}]}', "is not a scaling written by unipar: no key 'cell'"),
+        ('{"worlds": 3}', "is not a scaling written by unipar: 'int' object is not iterable"),
     ],
 )
 def test_a_foreign_scaling_is_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
@@ -226,10 +226,10 @@ def test_figures_of_another_kind_are_a_sentence(tmp_path: Path) -> None:
     data["worlds"][0]["seconds"] = [["soon"]]
     file = tmp_path / "scale.json"
     file.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(ReportError, match="is no scaling that unipar wrote: 1 validation error for Scaling"):
+    with pytest.raises(ReportError, match="is not a scaling written by unipar: 1 validation error for Scaling"):
         write_page(tmp_path)
     file.write_text(json.dumps(data | {"worlds": []}), encoding="utf-8")
-    with pytest.raises(ReportError, match="is no scaling that unipar wrote: it has no worlds"):
+    with pytest.raises(ReportError, match="is not a scaling written by unipar: it has no worlds"):
         write_page(tmp_path)
 
 
@@ -240,12 +240,10 @@ def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
     (run / "launch.json").write_text("3", encoding="utf-8")
     ran = RunPageData.read(run / "rank-0.jsonl")
     ledger, launched, config = ran.problems
-    assert (
-        ledger
-        == f"{run}/rank-1.jsonl cannot be read as a rank's ledger (one of its lines is not an event): it is left out"
-    )
-    assert launched == f"{run}/launch.json is no launch of a run: it holds no mapping"
-    assert config.startswith(f"{run}/config.json cannot be read: it is cut short or is no JSON (")
+    reason = "one of its lines is not an event"
+    assert ledger == f"{run}/rank-1.jsonl cannot be read as a rank's ledger ({reason}): it is left out"
+    assert launched == f"{run}/launch.json is not a launch of a run: it holds no mapping"
+    assert config.startswith(f"{run}/config.json cannot be read: it is truncated or not JSON (")
     assert render_run(ran).count(f'<p class="worry">{run}') == 3
     (run / "rank-0.jsonl").write_text(
         '{"event": "start", "time": 1.0}\n{"event": "memory", "time": 1.0}\n{"event": "st', encoding="utf-8"
@@ -283,17 +281,17 @@ def test_what_holds_nothing_is_a_sentence(tmp_path: Path) -> None:
     """The error says what was looked for, and what to give."""
     with pytest.raises(ReportError) as e:
         write_page(tmp_path / "none")
-    assert str(e.value) == f"{tmp_path}/none is not there; give a run folder"
+    assert str(e.value) == f"{tmp_path}/none does not exist; give a run folder"
     with pytest.raises(ReportError) as e:
         write_page(tmp_path)
     assert str(e.value) == (
-        f"{tmp_path} holds nothing to report: no comparison (compare.json), no scaling (worlds.json, scale.json) and "
-        "no run (rank-0.jsonl), in it or in its folders compare, worlds and scale"
+        f"{tmp_path} holds no results: no comparison (compare.json), no scaling (worlds.json, scale.json) and "
+        "no run (rank-0.jsonl), neither directly nor in its folders compare, worlds and scale; give a run folder"
     )
     (tmp_path / "x.txt").touch()
     with pytest.raises(ReportError) as e:
         write_page(tmp_path / "x.txt")
-    assert str(e.value) == f"{tmp_path}/x.txt is no file that unipar makes a page of; give the run folder"
+    assert str(e.value) == f"{tmp_path}/x.txt is not a result file of unipar; give the run folder"
 
 
 def test_a_page_of_a_run_that_cannot_be_written(run: Path) -> None:

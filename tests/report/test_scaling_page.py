@@ -70,7 +70,7 @@ def test_the_page_has_the_config_and_a_command(tmp_path: Path) -> None:
         ) in told
     (asked / "x.json").write_text('{"batch', encoding="utf-8")
     told = render_scaling(replace(two_cells(), verb="compare"), tmp_path / "worlds")
-    assert f'<p class="worry">{asked}/x.json cannot be read: it is cut short' in told
+    assert f'<p class="worry">{asked}/x.json cannot be read: it is truncated' in told
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(found: Scaling, tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from unipar.comparison.compare import describe_comparison_errors
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.results.agreement import measure_agreement
 from unipar.results.comparison import Comparison
-from unipar.results.row import REUSED, CellResult, cell_result_from_json, cell_result_to_json, format_spread
+from unipar.results.row import (
+    OLDER_REUSED,
+    CellResult,
+    cell_result_from_json,
+    cell_result_to_json,
+    format_spread,
+)
 from unipar.results.scaling import ScaledCell, Scaling
 
 
@@ -122,7 +128,7 @@ def test_the_table_fits_eighty_columns() -> None:
         "loss of one process: 4.0000 at step 1, 3.0000 at step 3",
         "step ms: median [middle half] of 4 steps in 2 turns, of the slowest rank",
         "x: step time in proportion to native/nothing",
-        "RSS: peak of the largest rank; no ranking: the allocator keeps what is freed",
+        "RSS: peak of the largest rank; not for ranking: allocators keep freed memory",
     ]
 
 
@@ -150,7 +156,10 @@ def test_a_disagreement_is_said_and_is_a_failure() -> None:
     """Which cell, which step, both losses and what was allowed."""
     found = compared(ONE, SAME, FAR)
     assert found.code == 1
-    assert "DISAGREES: deepspeed/gradients by 1.0e-01 at step 3: 3.1 for 3; allowed in fp32: 2e-06" in found.remarks()
+    assert (
+        "DISAGREES: deepspeed/gradients by 1.0e-01 at step 3: 3.1 instead of 3; allowed in fp32: 2e-06"
+        in found.remarks()
+    )
     assert str(found).splitlines()[3].split()[:3] == ["deepspeed/gradients", "1", "digit!"]
 
 
@@ -161,7 +170,10 @@ def test_parts_are_held_one_by_one() -> None:
         one, replace(SAME, parts={"a": [1.0, 2.00001], "b": [1.9]}), replace(SAME, cell="x", parts=one.parts)
     )
     assert found.code == 1
-    assert "DISAGREES: native/nothing by 1.0e-01 at step 1 of b: 1.9 for 2; allowed in fp32: 2e-06" in found.remarks()
+    assert (
+        "DISAGREES: native/nothing by 1.0e-01 at step 1 of b: 1.9 instead of 2; allowed in fp32: 2e-06"
+        in found.remarks()
+    )
     assert [str(found.agreement(row)) for row in found.rows[1:]] == ["1 digit", "same bits"]
 
 
@@ -186,7 +198,7 @@ def test_an_interrupted_comparison_shows_what_it_has() -> None:
     found = compared(replace(ONE, outcome="waits", losses=[], peak_rss=[]), half, interrupted=True)
     assert found.code == 130
     assert str(found).splitlines()[2].split() == ["native/nothing", "-", "10", "[10..10]", "1.00", "800", "-"]
-    assert "interrupted: cells without figures did not come to their end" in str(found)
+    assert "interrupted: cells without figures did not finish" in str(found)
 
 
 # What is kept
@@ -208,13 +220,13 @@ def test_a_finished_comparison_is_read_again(tmp_path: Path) -> None:
     assert store.reuse_or_clear(tmp_path, OF, overwrite=False) == found
 
 
-@pytest.mark.parametrize("note", [REUSED, f"in fp32; {REUSED}", "in fp32", ""])
+@pytest.mark.parametrize("note", [OLDER_REUSED, f"in fp32; {OLDER_REUSED}", "in fp32", ""])
 def test_an_older_file_says_in_its_note_that_a_row_was_reused(note: str) -> None:
     """It has no field for that; a newer one has, and its note decides nothing."""
     told = cell_result_to_json(replace(ONE, note=note, reused=False))
     assert cell_result_from_json(told).reused is False
     del told["reused"]
-    assert cell_result_from_json(told).reused is (REUSED in note)
+    assert cell_result_from_json(told).reused is (OLDER_REUSED in note)
 
 
 @pytest.mark.parametrize("text", ['{"of": {"ce', '{"of": {}}', "[]"])
@@ -225,7 +237,7 @@ def test_a_truncated_comparison_is_replaced_only_when_asked(tmp_path: Path, text
     with pytest.raises(errors.OutExists) as e:
         store.reuse_or_clear(tmp_path, OF, overwrite=False)
     assert str(e.value) == (
-        f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
+        f"{file} is truncated or was not written by unipar: give --overwrite to replace it, or another out"
     )
     assert file.read_text("utf-8") == text
     assert store.reuse_or_clear(tmp_path, OF, overwrite=True) is None
@@ -286,6 +298,32 @@ def test_memory_that_was_watched_otherwise_is_not_set_beside_this(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize(
+    ("older", "now"),
+    [
+        (
+            "memory was watched in 1 step, so that what a step sends was not seen: train.steps: 6 leaves no more; "
+            "10 would",
+            "memory was recorded in 1 step, communication in none: train.steps: 6 leaves no more; 10 steps are enough",
+        ),
+        (
+            "memory was not watched: train.steps: 5 leaves no step for it beside those that are timed",
+            "memory was not recorded: train.steps: 5 leaves no step for it besides the timed ones",
+        ),
+        ("memory was not watched: of the host, no compiler", "the host's memory was not recorded: no compiler"),
+        (
+            "of memory torch's own tensors alone were watched: no compiler",
+            "memory was recorded of torch's own tensors only: no compiler",
+        ),
+    ],
+)
+def test_older_words_on_memory_are_the_same_comparison(tmp_path: Path, older: str, now: str) -> None:
+    """The sentences in a file are those of the version that wrote it."""
+    found = compared(ONE, SAME)
+    store.write_comparison(tmp_path, OF | {"memory": older}, found)
+    assert store.reuse_or_clear(tmp_path, OF | {"memory": now}, overwrite=False) == found
+
+
 def _no_versions(data: dict[str, Any]) -> None:
     del data["of"]["versions"]
 
@@ -330,9 +368,9 @@ def test_a_file_of_somebody_else_is_no_earlier_comparison(
     with pytest.raises(errors.OutExists) as e:
         store.reuse_or_clear(tmp_path, OF, overwrite=False)
     assert str(e.value) == (
-        f"{file} is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
+        f"{file} is truncated or was not written by unipar: give --overwrite to replace it, or another out"
     )
-    with pytest.raises(errors.ReportError, match="is no comparison that unipar wrote: "):
+    with pytest.raises(errors.ReportError, match="is not a comparison written by unipar: "):
         ComparisonPageData.read(file)
     assert store.reuse_or_clear(tmp_path, OF, overwrite=True) is None
     assert list(tmp_path.iterdir()) == []
@@ -353,7 +391,7 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     """No half of a file either; the sentence has the file's name and the system's word."""
     (tmp_path / store.COMPARE_JSON).mkdir()
     said = store.write_or_explain(tmp_path, lambda: store.write_comparison(tmp_path, OF, compared(ONE, SAME)))
-    assert said == f"what was found could not be kept: {tmp_path}/compare.json (Is a directory)"
+    assert said == f"the results could not be written: {tmp_path}/compare.json (Is a directory)"
     assert list(tmp_path.iterdir()) == [tmp_path / store.COMPARE_JSON]
 
 
@@ -364,7 +402,7 @@ def test_the_failure_of_what_others_are_held_to_is_said() -> None:
         CellResult(cell="x", outcome="ran"),
     ]
     assert describe_comparison_errors(compared(*rows)) == [
-        "single, which the others are held to, has failed: rank 0 was killed"
+        "single, the reference for the other cells, failed: rank 0 was killed"
     ]
     assert describe_comparison_errors(compared(ONE, SAME)) == []
 
@@ -382,8 +420,6 @@ def test_what_could_not_be_kept_is_shown_and_said(found: Comparison | Scaling) -
 def test_a_folder_of_somebody_else_is_never_cleared(tmp_path: Path) -> None:
     """Not even with --overwrite."""
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(
-        errors.OutExists, match=r"is there and holds no compare\.json: move it away, or give another out"
-    ):
+    with pytest.raises(errors.OutExists, match=r"exists and holds no compare\.json: move it away, or give another out"):
         store.reuse_or_clear(tmp_path, OF, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()

@@ -57,7 +57,7 @@ def test_the_table_says_what_was_measured_and_where(used: int | None, says: str)
     """By the GPU's name."""
     assert [remark.text for remark in describe_memory_columns([account(used)])] == [
         f"allocated: the peak beyond the base of the largest rank, as torch's allocator on {GPU} counts it",
-        "reserved: the most that the allocator had of the device; gaps: what of that nobody had in the fullest phase",
+        "reserved: the most device memory that the allocator held; gaps: its unused part in the fullest phase",
         f"on CUDA: {says}; host: the same rank's own memory beyond its base, and pinned pages",
     ]
 

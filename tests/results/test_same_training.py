@@ -102,25 +102,24 @@ def test_samples_have_one_number_in_any_order() -> None:
         ({}, ""),
         (
             {"values": {"a": "01", "b": "09", "c": "09"}},
-            "b begins with other values than in single, and 1 parameter more: model() must follow from train.seed "
-            "alone",
+            "b (and 1 other parameter) starts with other values than in single: model() must depend on train.seed only",
         ),
-        ({"samples": ((8, "0a"), (4, "0c"))}, "step 2 trains on 4 samples, and on 8 in single"),
+        ({"samples": ((8, "0a"), (4, "0c"))}, "step 2 trains on 4 samples, but on 8 in single"),
         ({"samples": ((8, "0a"), (8, "0c"))}, "step 2 trains on other samples than in single"),
         (
             {"batches": (("x", "z"),)},
-            "step 1 is given other values for the same samples than in single: what data() yields must follow from the "
-            "index and the seed alone",
+            "step 1 has other values for the same samples than in single: what data() returns must depend on the index "
+            "and the seed only",
         ),
         (
             {"computed": ("bfloat16",)},
-            "it computes in bfloat16, keeps weights in float32, and single computes in float32, keeps weights in "
-            "float32, though both were asked for fp32",
+            "it computes in bfloat16 and keeps weights in float32, but single computes in float32 and keeps weights in "
+            "float32, although both have train.precision fp32",
         ),
         (
             {"kept": ("bfloat16",), "computed": ()},
-            "it keeps weights in bfloat16, and single computes in float32, keeps weights in float32, though both were "
-            "asked for fp32",
+            "it keeps weights in bfloat16, but single computes in float32 and keeps weights in float32, although both "
+            "have train.precision fp32",
         ),
         ({"batches": (("x",),)}, ""),
         ({"computed": ()}, ""),
@@ -137,7 +136,7 @@ def test_worlds_with_other_batches_are_held_to_their_like() -> None:
     """In weak scaling the batch grows: values are those of all, samples those of its own kind."""
     grown = marks(total=16, samples=((16, "0d"),))
     assert describe_training_difference(grown, {"x1": marks()}, one_total=False) == ""
-    assert describe_training_difference(grown, {"x1": marks()}) == "step 1 trains on 16 samples, and on 8 in x1"
+    assert describe_training_difference(grown, {"x1": marks()}) == "step 1 trains on 16 samples, but on 8 in x1"
     others = {"x1": marks(), "y2": marks(total=16, samples=((16, "0e"),))}
     assert describe_training_difference(grown, others, one_total=False) == "step 1 trains on other samples than in y2"
 
@@ -155,10 +154,10 @@ def test_a_size_that_trained_otherwise_gets_no_figures() -> None:
     sifted = replace(found, rows=rows).mark_different_training()
     assert [row.outcome for row in sifted.rows] == ["ran", "unlike", "ran"]
     assert sifted.rows[1].note == (
-        "b begins with other values than in native/nothing x1 strong: model() must follow from train.seed alone"
+        "b starts with other values than in native/nothing x1 strong: model() must depend on train.seed only"
     )
     assert sifted.efficiency(sifted.worlds[1]) is None
-    assert "native/nothing         2  strong   not alike: b begins with other values" in sifted.table(120)
+    assert "native/nothing         2  strong   trained differently: b starts with other values" in sifted.table(120)
     assert (replace(found, rows=rows).code, sifted.code) == (0, 1)
     wrong = replace(found, wrong=("2 ranks: DISAGREES: native/nothing by 1",))
     assert (wrong.code, wrong.remarks()[0]) == (1, "2 ranks: DISAGREES: native/nothing by 1")
@@ -203,8 +202,8 @@ def test_an_engine_that_begins_otherwise_is_not_ranked(forks: Forks, tmp_path: P
     assert found["code"] == 1
     row = found["faulty/nothing+other-start"]
     assert (row["outcome"], row["losses"], row["seconds"]) == ("unlike", [], [])
-    assert row["note"] == ("2.bias begins with other values than in single: model() must follow from train.seed alone")
-    assert f"faulty/nothing+other-start   not alike: {row['note']}\n" in found["said"]
+    assert row["note"] == ("2.bias starts with other values than in single: model() must depend on train.seed only")
+    assert f"faulty/nothing+other-start   trained differently: {row['note']}\n" in found["said"]
     assert found["faulty/nothing+same-samples"]["note"] == "step 1 trains on other samples than in single"
     for cell in ("native/optimizer", "native/parameters"):
         assert found[cell]["outcome"] == "ran"
@@ -218,13 +217,13 @@ def test_an_engine_that_begins_otherwise_is_not_ranked(forks: Forks, tmp_path: P
     [
         (
             "data",
-            "step 1 is given other values for the same samples than in single: what data() yields must follow from the "
-            "index and the seed alone",
+            "step 1 has other values for the same samples than in single: what data() returns must depend on the index "
+            "and the seed only",
         ),
         (
             "cast",
-            "it computes in bfloat16, keeps weights in float32, and single computes in float32, keeps weights in "
-            "float32, though both were asked for fp32",
+            "it computes in bfloat16 and keeps weights in float32, but single computes in float32 and keeps weights in "
+            "float32, although both have train.precision fp32",
         ),
     ],
 )

@@ -80,9 +80,9 @@ def test_peaks_that_differ_from_step_to_step() -> None:
     steady = comparisons.account("native/nothing", 0)
     moved = steady.model_copy(update={"peaks": (100 * 2**20, 120 * 2**20, 110 * 2**20)})
     assert describe_peak_ranges([("a", [steady]), ("b", [moved])]) == [
-        "peaks of the watched steps: b 100 MiB to 120 MiB; elsewhere they are the same"
+        "peaks of the recorded steps: b 100 MiB to 120 MiB; equal in the other cells"
     ]
     assert describe_peak_ranges([("a", [steady])]) == []
     assert describe_peak_ranges([("a", [steady.model_copy(update={"peaks": (1,)})]), ("b", [moved])]) == [
-        "peaks of the watched steps: b 100 MiB to 120 MiB"
+        "peaks of the recorded steps: b 100 MiB to 120 MiB"
     ]

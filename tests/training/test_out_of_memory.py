@@ -171,7 +171,7 @@ def test_a_rank_that_the_kernel_kills(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed) as e:
         unipar.launch(told(tmp_path, "killed"), quiet=True)
     assert str(e.value) == (
-        "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (dmesg tells)\n"
+        "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (see dmesg)\n"
         "  by an estimate the largest part was optimizer, 2.0 MiB (parameters 1.0 MiB, gradients 1.0 MiB); by an "
         "estimate batch.micro: 2 instead of 4 or native/optimizer (parameters, gradients and optimizer 3.0 MiB a "
         "rank, here 4.0 MiB) needs less\n"
@@ -184,7 +184,7 @@ def test_a_rank_that_the_kernel_kills_left_an_account(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed) as e:
         unipar.launch(told(tmp_path, "killed", log={"memory": True, "every": 1}), quiet=True)
     first, held, _ = str(e.value).splitlines()
-    assert first == "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (dmesg tells)"
+    assert first == "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (see dmesg)"
     assert re.match(r"  in step 1 the largest part was [a-z ]+, [\d.]+ MiB \(", held)
     assert re.search(r"\boptimizer,? 2\.0 MiB", held)  # first where temporaries are smaller
     assert "by an estimate the largest" not in held

@@ -222,7 +222,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         out = going.stdout.read()
         going.wait(20)
     assert going.returncode == 130
-    assert "interrupted: cells without a verdict did not come to their end" in out
+    assert "interrupted: cells without a verdict did not finish" in out
     assert json.loads((tmp_path / "verify" / "verify.json").read_text("utf-8"))["interrupted"] is True
     eventually(lambda: sorted(p.name for p in (tmp_path / "verify").iterdir()) == [
         "verify.html", "verify.json", "verify.svg"

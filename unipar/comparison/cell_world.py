@@ -1,4 +1,4 @@
-"""One cell's processes in a comparison: alive from start to end, at work only when it is their turn."""
+"""Processes of one cell in a comparison: alive from start to end, training only when it is their turn."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ TURNS_ENTRY: Final = "unipar.comparison.worker:train_in_turns"
 
 
 class MemoryNotRecorded(UniparError):
-    """What watches memory broke; what trains did not."""
+    """Error of recording memory, which does not end the cell's training."""
 
 
 def rank_results_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's losses in a run folder."""
     return run / f"rank-{rank}.turns.json"
 
 
 def _sum_shares(shares: list[list[float]]) -> list[float]:
-    """The ranks' shares of each step's loss."""
+    """Return the loss of each step: the sum of the ranks' shares."""
     return [sum(step) for step in zip(*shares, strict=True)]
 
 
 class CellWorld:
-    """Start it, let it go some steps at a time, then finish; close it whatever happened."""
+    """World of one cell: started, trained some steps at a time, finished; to be closed after an error too."""
 
     def __init__(
         self, settled: SettledConfig, ref: TaskRef, run: Path, environment: Mapping[str, str] | None = None
@@ -51,11 +52,11 @@ class CellWorld:
         self._workers: WorkerGroup | None = None
 
     def start(self, threads: str) -> float:
-        """Returns when all ranks have built their engines: seconds that took."""
+        """Start the ranks, wait until all have built their engines, and return the seconds that this took."""
         began = time.monotonic()
         config = self.settled.config
-        told = {"task": self.ref.to_json(), "settled": self.settled.to_json(), "watch": self._watch}
-        texts = config.json_for_ranks(), json.dumps(told, indent=2)
+        launch = {"task": self.ref.to_json(), "settled": self.settled.to_json(), "watch": self._watch}
+        texts = config.json_for_ranks(), json.dumps(launch, indent=2)
         self._open_contexts.enter_context(folder.create_run_folder(self.run, *texts, overwrite=True))
         hosted = self._open_contexts.enter_context(self.backend.host(config, self.size))
         self._workers = self._open_contexts.enter_context(
@@ -73,26 +74,26 @@ class CellWorld:
         return time.monotonic() - began
 
     def with_environment(self, run: Path, more: Mapping[str, str]) -> CellWorld:
-        """The same cell in another world, with more in its environment."""
+        """Return another world of the same cell, with more variables in its environment."""
         return CellWorld(self.settled, self.ref, run, {**self._environment, **more})
 
     def record_memory(self, passes: Sequence[str]) -> None:
-        """Train a step for each pass, each rank watching its memory."""
+        """Train one step for each pass, in which each rank records its memory."""
         self._tell({"go": len(passes), "watch": list(passes)})
         self._receive_answers()
 
     def train_steps(self, steps: int) -> list[float]:
-        """Train `steps` steps; what each took the slowest rank, in seconds."""
+        """Train `steps` steps; return the seconds that each took on the slowest rank."""
         self._tell({"go": steps})
         by_rank = [answer["seconds"] for answer in self._receive_answers()]
         return [max(step) for step in zip(*by_rank, strict=True)]
 
     def marks(self) -> TrainingMarks:
-        """What it was seen to train, once it has gone some steps."""
+        """Return what the ranks noted of their training in the steps so far."""
         return TrainingMarks.read(self.run, self.size)
 
     def accounts(self) -> list[MemoryAccount]:
-        """Of each rank's memory, once it was watched; that takes a while. Unwatched, where a rank could not."""
+        """Return each rank's memory account after the recording; raise MemoryNotRecorded if a rank has none."""
         self._tell({"account": True})
         for rank, answer in enumerate(self._receive_answers()):
             if answer["lost"]:
@@ -100,47 +101,48 @@ class CellWorld:
         return [read_account(self.run, rank) for rank in range(self.size)]
 
     def finish(self) -> tuple[list[float], dict[str, list[float]], list[int]]:
-        """The losses of all steps, those of each of several parts, and each rank's peak of resident memory."""
+        """End the world; return the losses of all steps, those of each part, and each rank's peak resident memory."""
         self._tell({"end": True})
         while not self._running_workers.poll():
             pass
         self.close()
-        told: list[dict[str, Any]] = [
+        ranks: list[dict[str, Any]] = [
             json.loads(rank_results_path(self.run, r).read_text("utf-8")) for r in range(self.size)
         ]
-        losses = _sum_shares([t["loss"] for t in told])
+        losses = _sum_shares([rank["loss"] for rank in ranks])
         for step, loss in enumerate(losses, 1):
             if not math.isfinite(loss):
                 raise NonFinite(f"the loss of step {step} is {loss}")
-        parts = {name: _sum_shares([t["parts"][name]["loss"] for t in told]) for name in told[0].get("parts", {})}
+        names = ranks[0].get("parts", {})
+        parts = {name: _sum_shares([rank["parts"][name]["loss"] for rank in ranks]) for name in names}
         return losses, parts, Report.read(self.run).peak_rss
 
     def accounts_so_far(self) -> list[MemoryAccount]:
-        """What ranks wrote down of their memory before the cell failed."""
-        found: list[MemoryAccount] = []
+        """Return the memory accounts that ranks wrote before the cell failed."""
+        accounts: list[MemoryAccount] = []
         for rank in range(self.size):
             with suppress(ReportError):
-                found.append(read_account(self.run, rank))
-        return found
+                accounts.append(read_account(self.run, rank))
+        return accounts
 
     def failed_phase(self, error: BaseException) -> str:
-        """Where the rank was that failed, by its own last sign."""
+        """Return the phase of the last heartbeat of the rank that failed, or "" if no rank is known."""
         own = error if isinstance(error, WorkerFailed) else error.__cause__
         rank = own.rank if isinstance(own, WorkerFailed) else None
         return "" if rank is None else str(LastPhase.of(self.run, rank) or "")
 
     def close(self) -> None:
-        """Ends what still runs, at once."""
+        """Kill the workers that still run, and remove what was opened for them."""
         self._open_contexts.close()
 
     @property
     def _running_workers(self) -> WorkerGroup:
-        assert self._workers is not None, "it was not started"
+        assert self._workers is not None, "the world was not started"
         return self._workers
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._running_workers.send_to_all(json.dumps(message).encode())
 
     def _receive_answers(self) -> list[dict[str, Any]]:
-        """One from each rank; raises when one ends or falls silent instead."""
+        """Return an answer from each rank; raise an error if a rank ends or hangs instead."""
         return [json.loads(message) for message in self._running_workers.receive_from_all()]

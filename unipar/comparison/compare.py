@@ -1,4 +1,4 @@
-"""`compare`."""
+"""`compare`: train the same in several cells, in turns; a comparison for each of several world sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from unipar.task import Task
 from unipar.utils.text import count_of
 
 WORLDS_JSON, WORLDS_CSV = "worlds.json", "worlds.csv"
-"""What several worlds came to, beside a folder for each."""
+"""Result files of a comparison in several world sizes; each size has a folder beside them."""
 
 
 @overload
@@ -71,10 +71,10 @@ def compare(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Comparison | Scaling:
-    """Train what `config` says in every cell, by turns; `cells` are instead of its `compare.cells`.
+    """Train what `config` says in every cell, in turns; `cells` replaces its `compare.cells`.
 
-    `world`: on so many ranks; several numbers are a comparison each, and what is found is a Scaling.
-    Progress goes to stderr; what is found prints as a table.
+    `world`: the number of ranks; several numbers make a comparison for each, and the result is a Scaling.
+    Progress goes to stderr; the result prints as a table.
     """
     if isinstance(world, int) and world < 1:
         raise ConfigError(f"--world: {world}: wanted a whole number above 0, or several: 1,2,4")
@@ -82,8 +82,8 @@ def compare(
     asked = CompareRequest.of(config, overrides, task, "compare starts a world for each cell")
     if sizes:
         return _compare_by_world_size(asked, sizes, cells, overwrite=overwrite)
-    said = world or asked.source.config.parallel.data
-    ranks = said if isinstance(said, int) else asked.prepared.ranks().number
+    wanted = world or asked.source.config.parallel.data
+    ranks = wanted if isinstance(wanted, int) else asked.prepared.ranks().number
     by = "parallel.data" if world is None else "--world"
     return compare_cells(asked, ranks, cells, asked.source.out / "compare", overwrite=overwrite, by=by)
 
@@ -98,7 +98,10 @@ def compare_cells(
     widest: int = 0,
     by: str = "parallel.data",
 ) -> Comparison:
-    """On so many ranks, which `by` asked for; what an earlier go has left of the same comparison is kept."""
+    """Compare cells on this many ranks; reuse the results of an earlier run of the same comparison.
+
+    `widest`: ranks of the largest world, for the threads of each rank; `by`: the key that errors name.
+    """
     settled = asked.prepared.settled(ranks, asked=by)
     config = settled.config
     entrants = select_cells(settled, tuple(cells) or config.compare.cells)
@@ -120,8 +123,8 @@ def compare_cells(
             whole = {row.cell: row for row in earlier.rows if row.outcome == "ran"}
             more = any(row.outcome == "waits" and row.cell not in whole for row in first.rows)
             if not more and not earlier.interrupted:
-                said = f"from {folder / store.COMPARE_JSON}; --overwrite runs it again"
-                return _write_page(folder, replace(earlier, note=said))
+                note = f"from {folder / store.COMPARE_JSON}; --overwrite runs it again"
+                return _write_page(folder, replace(earlier, note=note))
             kept_rows = {cell: _reused(row) if more else row for cell, row in whole.items()}
             first = replace(first, rows=[kept_rows.get(row.cell, row) for row in first.rows])
         runs = {
@@ -145,7 +148,7 @@ def compare_cells(
 def _compare_by_world_size(
     asked: CompareRequest, ranks: Sequence[int], cells: Sequence[str], *, overwrite: bool
 ) -> Scaling:
-    """A comparison for each size of world, one after another, all with the same total batch."""
+    """Run a comparison for each size of world, one after another, all with the same total batch."""
     prepared, out = asked.prepared, asked.source.out / "worlds"
     resources.check_gpu_count(prepared.computed, ranks[-1], asked="--world")
     settings = asked.source.config
@@ -165,20 +168,20 @@ def _compare_by_world_size(
                 break
         rows = [{row.cell: row for row in one.rows[1:]} for one in found.values()]
         worlds: list[ScaledCell] = []
-        made: list[CellResult] = []
+        results: list[CellResult] = []
         for cell in rows[0]:
             for i, (n, cut) in enumerate(sizes.items()):
-                told = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
-                worlds.append(ScaledCell(cell=cell, ranks=n, kinds=("strong",), **told))
+                batch = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
+                worlds.append(ScaledCell(cell=cell, ranks=n, kinds=("strong",), **batch))
                 row = rows[i].get(cell) if i < len(rows) else None
-                made.append(replace(row or CellResult(cell=cell, outcome="waits"), cell=worlds[-1].name))
+                results.append(replace(row or CellResult(cell=cell, outcome="waits"), cell=worlds[-1].name))
         now = Scaling(
             verb="compare",
             name=asked.source.name,
             out=str(out),
             precision=settings.train.precision,
             worlds=tuple(worlds),
-            rows=made,
+            rows=results,
             cores=len(os.sched_getaffinity(0)),
             threads=threads_per_rank(ranks[-1]),
             device=prepared.device,
@@ -201,10 +204,10 @@ def _compare_by_world_size(
 
 
 def describe_comparison_errors(one: Comparison) -> list[str]:
-    """What a table that has not `single` must say of a comparison."""
+    """Return the errors of a comparison for a table that has no row for `single`."""
     first = one.rows[0]
     if first.outcome == "failed":
-        return [f"single, which the others are held to, has failed: {first.note.splitlines()[0]}"]
+        return [f"single, the reference for the other cells, failed: {first.note.splitlines()[0]}"]
     return one.verdict() if one.disagreeing_rows else []
 
 
@@ -214,21 +217,21 @@ def _reused(row: CellResult) -> CellResult:
 
 
 def _write_page(folder: Path, now: Comparison) -> Comparison:
-    """With the page's first sentence, and a word on the page."""
+    """Write the comparison's page; return the comparison with its first sentence and a note on the page."""
     sentence: list[str] = []
 
-    def made() -> Path:
-        told = ComparisonPageData.read(folder)
+    def write() -> Path:
+        data = ComparisonPageData.read(folder)
         if now.ran_and_agrees:
-            sentence.append(comparison_headline(told))
-        return write_html(comparison.render_comparison(told), folder / PAGE_FILE_NAME)
+            sentence.append(comparison_headline(data))
+        return write_html(comparison.render_comparison(data), folder / PAGE_FILE_NAME)
 
-    said = try_write_page(made)
-    return replace(now, answer="".join(sentence), note="; ".join(filter(None, [now.note, said])))
+    page = try_write_page(write)
+    return replace(now, answer="".join(sentence), note="; ".join(filter(None, [now.note, page])))
 
 
 def suggest_next_commands(file: Path) -> str:
-    """What to try next, in lines after the table."""
+    """Return lines with commands to try next, to be printed after the table."""
     name = shlex.quote(str(file))
     ways = (f"verify {name}", f"scale {name} --world 1,2", f"explain {name} --compare")
     return "\nnext: " + "\n      ".join(f"unipar {way}" for way in ways)

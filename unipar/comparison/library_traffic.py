@@ -1,4 +1,4 @@
-"""What a library sends past torch.distributed: in a world of its own, when nothing is timed any more."""
+"""Communication that a library does without torch.distributed: recorded in a separate world after the timed steps."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from unipar.memory.account import MemoryAccount
 
 
 def has_library_traffic(run: CellWorld) -> bool:
-    """Whether it sends anything that torch.distributed does not see."""
+    """Return whether the cell's library may send data that torch.distributed does not see."""
     return run.size > 1 and bool(run.backend.capabilities.recording)
 
 
 def with_library_traffic(run: CellWorld, accounts: Sequence[MemoryAccount], threads: str) -> list[MemoryAccount]:
-    """With what only the library's own records tell; where they cannot be had, with a note."""
-    told = run.backend.capabilities
+    """Return the accounts with the communication of the library's own records, or with a note if there are none."""
+    capabilities = run.backend.capabilities
     try:
         with tempfile.TemporaryDirectory(prefix="unipar-sent-") as folder:
             there = Path(folder) / "run"
-            with closing(run.with_environment(there, told.recording)) as again:
+            with closing(run.with_environment(there, capabilities.recording)) as again:
                 again.start(threads)
                 again.record_memory(("placed", "sent"))
-                found = again.accounts()
+                recorded = again.accounts()
     except Stopped:
         raise
     except (UniparError, OSError) as e:
-        why = f"what it sends is not whole: {told.records} could not be had ({str(e).splitlines()[0]})"
+        why = f"its communication is incomplete: {capabilities.records} could not be read ({str(e).splitlines()[0]})"
         return [account.model_copy(update={"notes": (*account.notes, why)}) for account in accounts]
     return [
         account.model_copy(update={"sent": more.sent, "sent_by": more.sent_by})
-        for account, more in zip(accounts, found, strict=True)
+        for account, more in zip(accounts, recorded, strict=True)
     ]

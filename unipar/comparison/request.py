@@ -1,4 +1,4 @@
-"""What is asked for, checked before a start; how steps are cut into turns."""
+"""A comparison as requested, checked before a start; its steps divided into turns."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from unipar.task.reference import TaskRef
 from unipar.utils.procfs import cores_per_rank
 from unipar.utils.text import count_of
 
-NO_MEMORY_NOTE = "memory was not watched"
+NO_MEMORY_NOTE = "memory was not recorded"
 
 
 @dataclass(frozen=True)
 class TurnSchedule:
-    """How a comparison's steps are cut: to warm up, watched, in timed rounds."""
+    """Division of a comparison's steps: warm-up, steps in which memory is recorded, timed rounds."""
 
     warmup: int
     rounds: tuple[int, ...]
@@ -39,6 +39,7 @@ class TurnSchedule:
 
     @classmethod
     def of(cls, config: Config, *, memory: bool = False) -> Self:
+        """Return the division of a config's steps; raise ConfigError if there are too few; `memory`: it is recorded."""
         steps, repeat = config.train.steps, config.compare.repeat
         if steps is None:
             raise ConfigError(
@@ -59,19 +60,20 @@ class TurnSchedule:
 
 @dataclass(frozen=True)
 class CompareRequest:
-    """What is to be trained in turns; all that can be known without a process was looked at."""
+    """Training that is to be compared, after all checks that need no process."""
 
     prepared: Prepared
     ref: TaskRef
     turns: TurnSchedule
     meter_environment: Mapping[str, str] | None
-    """What makes workers count what they allocate; None where memory is not watched."""
+    """Variables that make workers record their allocations; None if memory is not recorded."""
 
     unwatched: str
-    """Why it is not."""
+    """Reason why memory is not recorded, or not completely."""
 
     @property
     def source(self) -> CheckedSource:
+        """Config as given, with its name, folder and backend."""
         return self.prepared.source
 
     @classmethod
@@ -82,7 +84,7 @@ class CompareRequest:
         task: type[Task] | None,
         starts: str,
     ) -> Self:
-        """`starts`: what a launcher that started this process would make of it."""
+        """Return the request after all checks; `starts`: first part of the error under a foreign launcher."""
         prepared = prepare(config, task, overrides, starts=starts)
         assert prepared.ref is not None
         turns, meter, unwatched = _make_schedule(prepared)
@@ -90,7 +92,7 @@ class CompareRequest:
 
 
 def _make_schedule(prepared: Prepared) -> tuple[TurnSchedule, dict[str, str] | None, str]:
-    """Its turns; what makes workers count what they allocate, or None and why."""
+    """Return the turns, the variables that make workers record allocations (or None), and why something is missing."""
     config = prepared.source.config
     meter, unwatched = _meter_environment(config, prepared.device)
     turns = TurnSchedule.of(config, memory=meter is not None)
@@ -98,15 +100,19 @@ def _make_schedule(prepared: Prepared) -> tuple[TurnSchedule, dict[str, str] | N
         return turns, meter, unwatched
     leaves = f"train.steps: {config.train.steps} leaves no"
     if not turns.memory_passes:
-        return turns, None, f"{NO_MEMORY_NOTE}: {leaves} step for it beside those that are timed"
-    blind = "" if "sent" in turns.memory_passes else ", so that what a step sends was not seen"
+        return turns, None, f"{NO_MEMORY_NOTE}: {leaves} step for it besides the timed ones"
+    blind = "" if "sent" in turns.memory_passes else ", communication in none"
     enough = turns.warmup + len(turns.rounds) + len(PASSES_BY_IMPORTANCE)
-    few = f"memory was watched in {count_of(len(turns.memory_passes), 'step')}{blind}: {leaves} more; {enough} would"
+    steps = f"memory was recorded in {count_of(len(turns.memory_passes), 'step')}{blind}"
+    few = f"{steps}: {leaves} more; {enough} steps are enough"
     return turns, meter, "; ".join(filter(None, [few, unwatched]))
 
 
 def _meter_environment(config: Config, device: str) -> tuple[dict[str, str] | None, str]:
-    """What makes workers count what they allocate, which is nothing for CUDA's memory; or None; and why."""
+    """Return the variables that make workers record allocations, or None, and what is not recorded.
+
+    CUDA's memory needs no variables: the result is an empty mapping if only that is recorded.
+    """
     if not config.compare.memory:
         return None, ""
     on_cuda = device != "cpu"
@@ -116,32 +122,32 @@ def _meter_environment(config: Config, device: str) -> tuple[dict[str, str] | No
         return preload_environment(build_meter()), ""
     except MeterUnavailable as e:
         if on_cuda:
-            return {}, f"{NO_MEMORY_NOTE}: of the host, {e}"
-        return dict(METER_ENVIRONMENT), f"of memory torch's own tensors alone were watched: {e}"
+            return {}, f"the host's {NO_MEMORY_NOTE}: {e}"
+        return dict(METER_ENVIRONMENT), f"memory was recorded of torch's own tensors only: {e}"
 
 
 def threads_per_rank(widest: int) -> str:
-    """Of a rank, so that those of the largest world share the cores."""
+    """Return the number of threads of each rank: the cores divided by the ranks of the largest world."""
     return os.environ.get("OMP_NUM_THREADS", str(cores_per_rank(widest)))
 
 
 def parse_world_sizes(worlds: Sequence[int] | str) -> list[int]:
-    """The smallest first; `1,2,4` is a list, too."""
+    """Return the sizes in ascending order, from numbers or from a text such as `1,2,4`."""
     if isinstance(worlds, str):
         words = [word.strip() for word in worlds.split(",")]
         if not all(word.isdecimal() for word in words):
-            raise ConfigError(f"--world: {worlds!r} is no list of sizes; put commas between them (--world 1,2,4)")
+            raise ConfigError(f"--world: {worlds!r} is not a list of sizes; put commas between them (--world 1,2,4)")
         worlds = [int(word) for word in words]
-    made = sorted(set(worlds))
-    if len(made) < 2 or made[0] < 1:
+    sizes = sorted(set(worlds))
+    if len(sizes) < 2 or sizes[0] < 1:
         raise ConfigError(
             f"--world: {','.join(map(str, worlds)) or 'none'} does not scale: "
             "give two sizes or more, each of at least 1 (--world 1,2)"
         )
-    return made
+    return sizes
 
 
 def batch_with_fixed_total(batch: Batch, smallest: int) -> Batch:
-    """What keeps the total batch of the smallest world in every other one."""
+    """Return a batch that has the total of the smallest world in every other world."""
     least = batch.settle(smallest)
     return batch if batch.total is not None else Batch(total=least.total, accumulate=least.accumulate)

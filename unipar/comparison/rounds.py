@@ -1,4 +1,4 @@
-"""Cells take turns; what each came to."""
+"""Rounds of a comparison: cells train in turns, and their results are collected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ResultsT = TypeVar("ResultsT", bound=TurnResults)
 
 
 class TurnRunner(Generic[ResultsT]):
-    """What is found so far, a row for each world by its name, and the worlds that are still in it."""
+    """Runner of all worlds in turns, with the results so far and the worlds that are still running."""
 
     def __init__(
         self,
@@ -31,7 +31,10 @@ class TurnRunner(Generic[ResultsT]):
         threads: str,
         keep: Callable[[ResultsT], object],
     ) -> None:
-        """Each rank has so many `threads`, a world of one too: the same arithmetic. `keep` is given what has ended."""
+        """Prepare turns of the worlds `runs`, whose rows are in `now`.
+
+        `threads`: of each rank, in worlds of one too, so that sums are the same; `keep` saves the results so far.
+        """
         self.results, self._board, self._active_worlds, self._threads, self._keep = (
             now,
             board,
@@ -42,6 +45,7 @@ class TurnRunner(Generic[ResultsT]):
         self._notes = {row.cell: row.note for row in now.rows}
 
     def run_turns(self, turns: TurnSchedule) -> ResultsT:
+        """Start all worlds, train them in turns, end them, and return the results; an interrupt is noted in them."""
         with ExitStack() as stack:
             for run in self._active_worlds.values():
                 stack.callback(run.close)
@@ -54,7 +58,7 @@ class TurnRunner(Generic[ResultsT]):
         return self.results
 
     def _start(self) -> None:
-        """One after another: side by side they take as long."""
+        """Start the worlds one after another: at the same time they would take as long."""
         for name in list(self._active_worlds):
             self._say(name, "starts", note="starts")
             with self._drop_on_error(name) as run:
@@ -65,10 +69,10 @@ class TurnRunner(Generic[ResultsT]):
         for name in list(self._active_worlds):
             with self._drop_on_error(name) as run:
                 run.train_steps(turns.warmup)
-                self._say(name, "is warm", note="is warm", marks=run.marks())
+                self._say(name, "is warmed up", note="is warmed up", marks=run.marks())
                 self._drop_if_different(name)
         if turns.memory_passes:
-            self._watch(turns.memory_passes)
+            self._record_memory(turns.memory_passes)
         for i, steps in enumerate(turns.rounds):
             for name in rotate_order(list(self._active_worlds), i):
                 with self._drop_on_error(name) as run:
@@ -77,31 +81,31 @@ class TurnRunner(Generic[ResultsT]):
                     where = f"round {i + 1} of {len(turns.rounds)}"
                     self._say(name, f"{where}: {format_spread(took)} ms a step", seconds=[*row.seconds, took])
 
-    def _watch(self, passes: Sequence[str]) -> None:
+    def _record_memory(self, passes: Sequence[str]) -> None:
         for name in list(self._active_worlds):
             with self._drop_on_error(name) as run:
                 run.record_memory(passes)
-                self._say(name, "was watched", note="was watched", memory=self._accounts(name, run))
+                self._say(name, "has recorded its memory", note="memory recorded", memory=self._accounts(name, run))
         self._keep(self.results)
 
     def _finish(self) -> None:
-        """One by one: what is whole is kept, whatever becomes of the rest."""
+        """End the worlds one by one, and save the results after each, in case a later one fails."""
         for name in list(self._active_worlds):
             with self._drop_on_error(name) as run:
-                if (seen := self._row(name).memory) and has_library_traffic(run):
-                    whole = with_library_traffic(run, seen, self._threads)
-                    for account in whole:
+                if (accounts := self._row(name).memory) and has_library_traffic(run):
+                    complete = with_library_traffic(run, accounts, self._threads)
+                    for account in complete:
                         account.write(run.run)
-                    self._say(name, "was asked for what it sends", memory=whole)
+                    self._say(name, "has recorded its communication", memory=complete)
                 losses, parts, peak_rss = run.finish()
                 note = self._notes[name]
-                came = {"losses": losses, "parts": parts, "peak_rss": peak_rss}
-                self._say(name, "has ended", outcome="ran", note=note, marks=run.marks(), **came)
+                figures = {"losses": losses, "parts": parts, "peak_rss": peak_rss}
+                self._say(name, "has ended", outcome="ran", note=note, marks=run.marks(), **figures)
                 self._drop_if_different(name)
             self._keep(self.results)
 
     def _accounts(self, name: str, run: CellWorld) -> list[MemoryAccount]:
-        """None, and a note, where what watches broke: the cell itself goes on."""
+        """Return the cell's memory accounts; if the recording failed, none, and note why: the cell goes on."""
         try:
             return require_same_method(run.accounts(), self.results.rows)
         except MemoryNotRecorded as e:
@@ -109,14 +113,17 @@ class TurnRunner(Generic[ResultsT]):
             return []
 
     def _drop_if_different(self, name: str) -> None:
-        """Only what trains the same is compared."""
+        """End a world that trains something else than the others: only the same training is compared."""
         if why := self.results.training_difference(self._row(name)):
             self._active_worlds.pop(name).close()
-            self._say(name, f"is not alike: {why}", outcome="unlike", note=why)
+            self._say(name, f"trained differently: {why}", outcome="unlike", note=why)
 
     @contextmanager
     def _drop_on_error(self, name: str) -> Generator[CellWorld]:
-        """A cell at work: what it raises ends it, and it alone. What is wrong in the first is wrong in all."""
+        """Context manager: an error in the body ends this cell only.
+
+        An error of the task or the config in the first cell is raised, as all other cells would fail too.
+        """
         run = self._active_worlds[name]
         try:
             yield run
@@ -140,17 +147,17 @@ class TurnRunner(Generic[ResultsT]):
 
 
 def require_same_method(found: list[MemoryAccount], rows: Iterable[CellResult]) -> list[MemoryAccount]:
-    """The same; Unwatched, where it was watched in another way than what it would stand beside."""
+    """Return the accounts; raise MemoryNotRecorded if they were recorded by another method than those of the rows."""
     own = f"on rank {found[0].rank}", found[0].method
     where, method = next(((f"in {row.cell}", theirs.method) for row in rows for theirs in row.memory), own)
     for account in found:
         if account.method != method:
             ways = f"in another way ({account.method}) than {where} ({method})"
-            raise MemoryNotRecorded(f"on rank {account.rank} it was seen {ways}")
+            raise MemoryNotRecorded(f"on rank {account.rank} it was recorded {ways}")
     return found
 
 
 def rotate_order(things: Sequence[Any], by: int) -> list[Any]:
-    """Each round begins with another cell, so that none always follows the same one."""
+    """Return the cells with another one first in each round."""
     at = by % len(things) if things else 0
     return [*things[at:], *things[:at]]

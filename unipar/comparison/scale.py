@@ -1,4 +1,4 @@
-"""`unipar scale`: the same cells in worlds of several sizes, all alive at once and taking turns."""
+"""`scale`: the same cells in worlds of several sizes, all alive at once and training in turns."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def scale(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Scaling:
-    """Train what `config` says in worlds of these sizes, by turns; `cells` are instead of its own cell.
+    """Train what `config` says in worlds of these sizes, in turns; `cells` replaces its own cell.
 
     Progress goes to stderr; the Scaling prints as a table.
     """
@@ -107,7 +107,10 @@ def _world_folder_name(world: ScaledCell) -> str:
 def select_worlds(
     config: Config, sizes: Sequence[int], cells: Iterable[Cell], device: str
 ) -> Generator[tuple[ScaledCell, CellResult, SettledConfig | None]]:
-    """Yield each world with its config, the smallest of each cell first; what cannot run has its sentence, and none."""
+    """Yield each world with its row and config, the smallest of each cell first.
+
+    A world that cannot run has the reason in its row, and None instead of a config.
+    """
     for cell in cells:
         for world, batch in _worlds_of_cell(config.batch, sizes, str(cell)):
             row, at = result_of_check(
@@ -119,16 +122,16 @@ def select_worlds(
                 config.parallel.settle(world.ranks)
             yield world, replace(row, cell=world.name), at
             if row.outcome != "waits" and world.ranks == sizes[0]:
-                break  # there is nothing to hold its larger worlds to
+                break  # without the smallest world the larger ones have nothing to be compared with
 
 
 def _worlds_of_cell(batch: Batch, sizes: Sequence[int], cell: str) -> Generator[tuple[ScaledCell, Batch]]:
-    """The smallest; then for each size the same total, and the same share of each rank."""
+    """Yield the smallest world; then for each size one with the same total batch, and one with the same share."""
     least, same = batch.settle(sizes[0]), batch_with_fixed_total(batch, sizes[0])
     grows = Batch(micro=least.micro, accumulate=least.accumulate)
     for ranks in sizes:
         plans: list[tuple[tuple[ScalingKind, ...], Batch]] = [(("strong",), same), (("weak",), grows)]
         for kinds, cut_as in [(SCALING_KINDS, same)] if ranks == sizes[0] else plans:
-            made = cut_as.settle(ranks)
-            told = {"samples": made.total, "micro": made.micro, "accumulate": made.accumulate}
-            yield ScaledCell(cell=cell, ranks=ranks, kinds=kinds, **told), cut_as
+            cut = cut_as.settle(ranks)
+            sizes_of_batch = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
+            yield ScaledCell(cell=cell, ranks=ranks, kinds=kinds, **sizes_of_batch), cut_as

@@ -1,9 +1,10 @@
-"""compare.json and compare.csv: what a comparison leaves in its folder, and whether that still answers the question."""
+"""Result files of a comparison (compare.json, compare.csv): writing them, and deciding whether they can be reused."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,11 +27,22 @@ COMPARE_CSV = "compare.csv"
 _REQUEST_KEYS = ("config", "cells", "task", "weights", "threads")
 _MACHINE_KEYS = ("versions", "machine", "memory")
 
+_OLDER_WORDS = {
+    r"memory was not watched: of the host, ": "the host's memory was not recorded: ",
+    r"memory was not watched": "memory was not recorded",
+    r"memory was watched in": "memory was recorded in",
+    r", so that what a step sends was not seen": ", communication in none",
+    r"leaves no more; (\d+) would": r"leaves no more; \1 steps are enough",
+    r"step for it beside those that are timed": "step for it besides the timed ones",
+    r"of memory torch's own tensors alone were watched": "memory was recorded of torch's own tensors only",
+}
+"""Words on memory that older files have in `of`, as patterns, with the words that are written now."""
+
 
 def comparison_identity(
     config: Config, cells: Sequence[str], ref: TaskRef, threads: str, unwatched: str
 ) -> dict[str, Any]:
-    """What must be the same for an earlier answer to hold; `unwatched`: what of the memory is not seen."""
+    """Return everything that must be equal to reuse an earlier result; `unwatched`: what memory is not recorded."""
     text = config.model_dump_json(exclude={"out"})
     return {
         "config": hashlib.sha256(text.encode()).hexdigest(),
@@ -45,31 +57,31 @@ def comparison_identity(
 
 
 def _hash_task(ref: TaskRef) -> str:
-    """The task's own file and arguments; what it imports is not followed."""
-    told = json.dumps(ref.to_json() | {"path": None}, sort_keys=True, default=str).encode()
+    """Return a hash of the task's files and arguments; modules that they import are not included."""
+    reference = json.dumps(ref.to_json() | {"path": None}, sort_keys=True, default=str).encode()
     places = [ref.task, *ref.functions.values()]
     files = sorted({place.file for place in places if place is not None and place.file is not None})
-    return hashlib.sha256(told + b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(reference + b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
 def _stamp_weights(config: Config) -> list[int] | None:
-    """A file of weights may be large: its size and time tell it from another."""
+    """Return size and time of the weights' file, which may be too large to hash; None if there is none."""
     wanted = config.model.loading
     if wanted is None:
         return None
-    seen = Path(wanted.file).stat()
-    return [seen.st_size, seen.st_mtime_ns]
+    stat = Path(wanted.file).stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison | None:
-    """What is left of the same comparison: all of it, or the cells that ran whole, with nothing else in the folder.
+    """Return an earlier run of the same comparison, and remove the folders of cells that did not run to their end.
 
-    None and an empty folder where there is nothing to keep; an error where another one lies.
+    Return None and remove its files if no cell can be reused; raise OutExists if the folder holds something else.
     """
     file = folder / COMPARE_JSON
     if not file.exists():
         if folder.exists() and any(folder.iterdir()):
-            raise OutExists(f"{folder} is there and holds no {COMPARE_JSON}: move it away, or give another out")
+            raise OutExists(f"{folder} exists and holds no {COMPARE_JSON}: move it away, or give another out")
         return None
     try:
         data = read_mapping(file, "comparison")
@@ -78,8 +90,9 @@ def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comp
         found = parse_comparison(file, data)
     except (ReportError, ConfigError, LookupError, TypeError):
         if not overwrite:
-            said = "is cut short or not what unipar wrote: give --overwrite to replace it, or another out"
-            raise OutExists(f"{file} {said}") from None
+            raise OutExists(
+                f"{file} is truncated or was not written by unipar: give --overwrite to replace it, or another out"
+            ) from None
         _remove_result_files(folder)
         return None
     whole = [] if overwrite else [row.cell for row in found.rows if row.outcome == "ran"]
@@ -100,18 +113,21 @@ def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comp
 
 
 def _still_holds(before: Any, now: Any) -> bool:
-    """A library that has come since changes nothing of what ran without it."""
+    """Return whether an earlier value is equal; a library that was installed since makes no difference."""
+    if isinstance(before, str):
+        for pattern, words in _OLDER_WORDS.items():
+            before = re.sub(pattern, words, before)
     return before == now or (isinstance(before, dict) and before.items() <= now.items())
 
 
 def _remove_result_files(folder: Path) -> None:
-    """What `write` wrote; the file that says whose it is goes last."""
+    """Remove the result files; compare.json last, because it marks the folder as a comparison's."""
     (folder / COMPARE_CSV).unlink(missing_ok=True)
     (folder / COMPARE_JSON).unlink()
 
 
 def write_comparison(folder: Path, of: dict[str, Any], now: Comparison) -> None:
-    """All figures; a row a cell beside them."""
+    """Write all figures as JSON, and one row for each cell as CSV."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {"of": of, "finished": now.finished, **now.to_json()}
     write_file_atomically(folder / COMPARE_JSON, json.dumps(data, indent=2) + "\n")
@@ -119,22 +135,22 @@ def write_comparison(folder: Path, of: dict[str, Any], now: Comparison) -> None:
 
 
 def write_scaling(folder: Path, figures: str, rows: str, now: Scaling) -> None:
-    """All figures; a row a world beside them."""
+    """Write all figures as JSON, and one row for each world as CSV."""
     write_file_atomically(folder / figures, json.dumps(now.to_json(), indent=2) + "\n")
     write_file_atomically(folder / rows, format_scaling_csv(now))
 
 
 def write_original_config(folder: Path, name: str, config: Config) -> None:
-    """What was asked, under its name, so that it can be run again."""
+    """Write the config as given, under its own name, so that it can be run again."""
     file = original_config_path(folder, name)
     file.parent.mkdir(exist_ok=True)
     file.write_text(config.json_for_ranks(), encoding="utf-8")
 
 
 def write_or_explain(folder: Path, write: Callable[[], None]) -> str:
-    """Why what was found could not be written; empty: it was. It is shown all the same."""
+    """Call `write`; return why the results could not be written, or ""."""
     try:
         write()
     except OSError as e:
-        return f"what was found could not be kept: {e.filename or folder} ({e.strerror or e})"
+        return f"the results could not be written: {e.filename or folder} ({e.strerror or e})"
     return ""

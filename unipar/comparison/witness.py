@@ -1,4 +1,4 @@
-"""What a cell truly trains, as one of its ranks sees it: first values, samples of each step, precision."""
+"""Record of what a rank trains: initial values, samples of each step, precision."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from unipar.training.fingerprint import fingerprint_batch, hash_sample_keys, has
 from unipar.training.run import TrainingRun
 
 MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
-"""Operations of PyTorch whose dtype says what a model is computed in."""
+"""Operations of PyTorch whose dtype is the precision in which a model is computed."""
 
 
 @final
 class MarksRecorder:
-    """From before the first step on; it looks closely until it `rests`, and then notes the numbers of samples alone."""
+    """Recorder of a rank's training marks, from before the first step on.
+
+    After `stop_fingerprinting` it records only the numbers of the samples.
+    """
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._values: dict[str, int] = {}
         self._weight_dtypes: set[str] = set()
-        frozen = set(_frozen_piece_names(run))  # libraries keep them in the precision of compute, and nobody moves them
+        frozen = set(_frozen_piece_names(run))  # constant, so libraries may keep them in the precision of compute
         for piece in run.pieces():
             if piece.kind == "weight" and piece.name not in frozen:
                 self._values[piece.name] = self._values.get(piece.name, 0) + hash_tensor_range(
@@ -44,7 +47,7 @@ class MarksRecorder:
         self._samples: list[tuple[int, int]] = []
         self._keys: list[list[SampleKey]] = []
         self._engines: dict[str, Engine] = {name: part.engine for name, part in run.parts.items()}
-        if not run.config.model.compile:  # what is compiled is not to be looked into
+        if not run.config.model.compile:  # a compiled model must not run under a dispatch mode
             for part in run.parts.values():
                 part.engine = _ObservedEngine(part.engine, run.device.type, self._compute_dtypes)
         self._close = True
@@ -56,18 +59,18 @@ class MarksRecorder:
             self._batches.append([fingerprint_batch(batch) for batch, plan in read if plan.weight])
 
     def stop_fingerprinting(self) -> None:
-        """From now on steps are timed."""
+        """Stop fingerprinting batches and dtypes, because the following steps are timed."""
         self._close = False
         for name, part in self._run.parts.items():
             part.engine = self._engines[name]
 
     def write(self, folder: Path) -> None:
-        """All that was seen so far."""
+        """Write all marks so far."""
         self._samples += [(len(keys), hash_sample_keys(keys)) for keys in self._keys]
         self._keys.clear()
         feed = self._run.feed
         apart = isinstance(feed, StreamFeed) and not feed.whole
-        seen = RankMarks(
+        marks = RankMarks(
             values=self._values,
             kept=sorted(self._weight_dtypes),
             computed=sorted(self._compute_dtypes),
@@ -77,11 +80,11 @@ class MarksRecorder:
             total=self._run.sizes.total,
             precision=self._run.config.train.precision,
         )
-        rank_marks_path(folder, self._run.rank).write_text(json.dumps(seen), encoding="utf-8")
+        rank_marks_path(folder, self._run.rank).write_text(json.dumps(marks), encoding="utf-8")
 
 
 def _frozen_piece_names(run: TrainingRun) -> Iterator[str]:
-    """By the names of pieces."""
+    """Yield the names of pieces whose parameters are frozen."""
     for part in run.parts.values():
         before = f"{part.name}." if len(run.parts) > 1 else ""
         yield from (before + name for name, p in part.module.named_parameters() if not p.requires_grad)
@@ -89,34 +92,34 @@ def _frozen_piece_names(run: TrainingRun) -> Iterator[str]:
 
 @final
 class _ObservedEngine(DelegatingEngine):
-    """Its losses are computed in sight."""
+    """Engine that records the dtypes in which the losses of another engine are computed."""
 
-    def __init__(self, inner: Engine, device: str, found: set[str]) -> None:
+    def __init__(self, inner: Engine, device: str, dtypes: set[str]) -> None:
         super().__init__(inner)
-        self._device, self._found = device, found
+        self._device, self._dtypes = device, dtypes
 
     @override
     def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
-        def looked(model: nn.Module, batch: Any) -> Any:
+        def observed(model: nn.Module, batch: Any) -> Any:
             casts = " under autocast" if torch.is_autocast_enabled(self._device) else ""
-            with _ProductDtypes(self._found, casts):
+            with _ProductDtypes(self._dtypes, casts):
                 return fn(model, batch)
 
-        return self.inner.step(looked, micros, factor, mark)
+        return self.inner.step(observed, micros, factor, mark)
 
 
 @final
 class _ProductDtypes(TorchDispatchMode):
-    """In which dtypes matrices are multiplied."""
+    """Dispatch mode that records the dtypes in which matrices are multiplied."""
 
-    def __init__(self, found: set[str], casts: str) -> None:
+    def __init__(self, dtypes: set[str], casts: str) -> None:
         super().__init__()
-        self._found, self._casts = found, casts
+        self._dtypes, self._casts = dtypes, casts
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in MATRIX_PRODUCTS:
-            self._found.update(_dtype_name(t.dtype) + self._casts for t in args if isinstance(t, Tensor))
+            self._dtypes.update(_dtype_name(t.dtype) + self._casts for t in args if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
 
 

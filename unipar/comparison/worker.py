@@ -1,4 +1,4 @@
-"""The ranks of one cell in a comparison: they train when it is their turn, and wait blocked in between."""
+"""Workers of one cell in a comparison: they train when it is their turn, and wait blocked in between."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ from unipar.utils.procfs import reset_resident_peak
 
 
 def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> None:
-    """A worker's entry: the task's own loop, held at step boundaries until the parent says go."""
+    """Run the task's own loop, which waits at step boundaries until the parent says go; a worker's entry."""
     assert control is not None
     settled = read_settled(run)
-    told = json.loads((run / "launch.json").read_text("utf-8"))
-    task = TaskRef.from_json(told["task"]).load()
+    launch = json.loads((run / "launch.json").read_text("utf-8"))
+    task = TaskRef.from_json(launch["task"]).load()
     backend = registry.find_backend(settled.cell.backend)
     watching = (
-        MemoryRecorder(backend, choose_event_sources(device_of_rank(settled.config, place))) if told["watch"] else None
+        MemoryRecorder(backend, choose_event_sources(device_of_rank(settled.config, place)))
+        if launch["watch"]
+        else None
     )
     if watching is not None:
-        import_module(f"{type(backend).__module__}.engine")  # what it imports is not the model's
+        import_module(f"{type(backend).__module__}.engine")  # its imports must not count as the model's memory
     met = watching and watching.begin
     with open_run(settled, backend, task, place, run, met=met) as live, exit_on_error(run, place.rank, live):
         if watching is not None:
             watching.follow(part.engine for part in live.parts.values())
-        with watching.reading() if watching is not None else nullcontext():  # it is no part of what trains
+        with watching.reading() if watching is not None else nullcontext():  # allocations here are not the training's
             if watching is not None and type(task).train is Task.train:
-                live.feed  # noqa: B018 - made here, it is told from what trains
+                live.feed  # noqa: B018 - made here, so that the dataset's memory is not counted as the training's
             witness = MarksRecorder(live)
         live.record(live.steps)
         live.at_boundary(_TurnControl(live, control, watching, witness, run))
@@ -64,7 +66,7 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
 
 
 def _write_partial_account(watching: MemoryRecorder | None, folder: Path, error: Exception) -> None:
-    """Write down what was watched before an error, where that was not done yet."""
+    """Write the memory that was recorded before an error, unless that is done already."""
     if watching is None or watching.ended or isinstance(error, Stopped):
         return
     try:
@@ -72,12 +74,12 @@ def _write_partial_account(watching: MemoryRecorder | None, folder: Path, error:
         lost = watching.write_account(folder)
     except OSError as e:
         lost = str(e)
-    if lost:  # there may be no memory left for it; the error itself matters more
-        error.add_note(f"what was seen of its memory could not be written down: {lost}")
+    if lost:  # perhaps no memory is left for it; the error itself matters more
+        error.add_note(f"its recorded memory could not be written: {lost}")
 
 
 class _TurnControl:
-    """Called at every step boundary: times the step behind it, and waits when the turn is over."""
+    """Callback at every step boundary, which times the last step and waits when the turn is over."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class _TurnControl:
         self._passes: list[RecordingPass] = []
         self._resident_memory: ResidentMemory | None = None
         self._in_memory_pass = False
-        """Whether the step behind was a pass."""
+        """Whether memory was recorded in the last step."""
 
         self._seconds: list[float] = []
         self._began: float | None = None
@@ -106,7 +108,7 @@ class _TurnControl:
             self._watching.between(last=not self._passes)
             if self._resident_memory is None and "plain" not in self._passes:
                 self._resident_memory = measure_resident(self._watching.resident)
-                keep_freed_memory()  # whatever became of the watching: steps are timed next
+                keep_freed_memory()  # also after an error of the recording, because the next steps are timed
         if self._steps_left == 0:
             self._wait()
         self._in_memory_pass = bool(self._passes)
@@ -116,7 +118,7 @@ class _TurnControl:
         self._began = time.perf_counter()
 
     def _synchronize(self) -> None:
-        """A step is over when the device has done it."""
+        """Wait until the device has finished the step."""
         if self._run.device.type == "cuda":
             torch.cuda.synchronize(self._run.device)
 
@@ -126,11 +128,11 @@ class _TurnControl:
             self._witness.stop_fingerprinting()
             self._witness.write(self._folder)
         self._answer()
-        while (told := self._receive_command()).get("account"):
+        while (command := self._receive_command()).get("account"):
             assert self._watching is not None
             self._answer(lost=self._watching.write_account(self._folder, self._resident_memory))
-        self._steps_left = told.get("go", 0)
-        self._passes = told.get("watch", [])
+        self._steps_left = command.get("go", 0)
+        self._passes = command.get("watch", [])
 
     def _answer(self, *, lost: str = "") -> None:
         self._control.sendall(json.dumps({"seconds": self._seconds, "lost": lost}).encode())

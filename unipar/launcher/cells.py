@@ -1,4 +1,4 @@
-"""Which cells run, and why others do not."""
+"""Selection of the cells that run, and the reasons why others do not."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from unipar.errors import BackendNotInstalled, ConfigError, Unsupported
 from unipar.results.row import CellResult
 
 Entrants = dict[str, tuple[CellResult, SettledConfig | None]]
-"""Cells by name; one that cannot run has its sentence, and no config."""
+"""Row and config of each cell, by name; a cell that cannot run has a row with the reason, and no config."""
 
 
 def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
-    """Return what runs of a config in these cells; `single` is always the first."""
+    """Return a row and a config for each cell that these patterns name; `single` is always the first."""
     one, alone = ONE, settled
     notes: list[str] = []
     if settled.config.train.precision == "bf16-master":
         alone = alone.changed({"train.precision": "fp32"})
-        notes.append("in fp32: one process keeps no second copy")
+        notes.append("in fp32: one process keeps no second copy of the weights")
     if settled.config.model.offload != "none":
         alone = alone.changed({"model.offload": "none"})
         notes.append("without model.offload")
@@ -41,7 +41,7 @@ def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
 
 
 def result_of_check(settled: SettledConfig, cell: Cell) -> tuple[CellResult, SettledConfig | None]:
-    """Return what runs in a cell, or a row that says why nothing does."""
+    """Return the row of a cell and its config, or a row with the reason and None if the cell cannot run."""
     name = str(cell)
     try:
         at = settled_in(settled, cell)
@@ -55,5 +55,5 @@ def result_of_check(settled: SettledConfig, cell: Cell) -> tuple[CellResult, Set
 
 
 def _without_extras(settled: SettledConfig) -> SettledConfig:
-    """Nothing but steps: what else a run does between them would be timed with them."""
+    """Return the config without evaluation, trackers and memory logging, which would be timed with the steps."""
     return settled.changed({"eval": Eval(), "log.to": (), "log.memory": False})

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 
 SINGLE_PLACE = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
+"""Place of the only rank of a world of one."""
 
 
 @contextmanager
 def training_in_process(plan: PreparedRun, task: Task, *, quiet: bool = False) -> Generator[TrainingRun]:
-    """A run in this process; its body is the loop. Errors are written down as a worker's are, and raised."""
+    """Context manager: a run in this process with the loop as body; errors are recorded as in a worker, and raised."""
     from unipar.training.setup import open_run
 
     place = plan.place or SINGLE_PLACE
@@ -58,7 +59,7 @@ def training_in_process(plan: PreparedRun, task: Task, *, quiet: bool = False) -
                 open_run(plan.settled, plan.backend, task, place, run) as training,
                 explain_out_of_memory(run, place.rank, training),
             ):
-                _remove_started_mark(run, place)  # all have met by now
+                _remove_started_mark(run, place)  # every rank has joined the process group
                 yield training
         except Stopped:
             raise
@@ -69,7 +70,7 @@ def training_in_process(plan: PreparedRun, task: Task, *, quiet: bool = False) -
 
 @cache
 def _die_with_launcher(between: int) -> None:
-    """What foreign launchers leave behind when they are killed themselves is theirs no more."""
+    """Have this process killed when its launcher ends, which leaves its processes behind when it is killed itself."""
     parent = os.getppid()
     for _ in range(between):
         parent = int(process_stat(parent)[PARENT])
@@ -81,20 +82,20 @@ def _die_with_launcher(between: int) -> None:
 
 
 def _die_after(launcher: int) -> None:
-    """Once the process behind this descriptor has ended, so does this one; its parent sees to the rest."""
+    """Wait for the end of the process behind this pidfd, then kill this process."""
     select.select([launcher], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _started_mark_path(run: Path, place: Place) -> Path:
-    """A file that only the ranks of one world look for."""
-    told = [place.launcher, place.job, place.address, os.environ.get("TORCHELASTIC_RUN_ID")]
-    return run / f".started-{hashlib.sha256(repr(told).encode()).hexdigest()[:12]}"
+    """Return the path of the file that says that rank 0 has made the run folder; its name is this world's alone."""
+    world = [place.launcher, place.job, place.address, os.environ.get("TORCHELASTIC_RUN_ID")]
+    return run / f".started-{hashlib.sha256(repr(world).encode()).hexdigest()[:12]}"
 
 
 @contextmanager
 def _announce_run_folder(run: Path, place: Place) -> Generator[None]:
-    """The folder is made: the others may write to it. Gone again when all have met, or when this rank fails before."""
+    """Context manager: tell the other ranks by a file that the run folder is made; remove the file at the end."""
     mark = _started_mark_path(run, place)
     if place.size > 1:
         write_file_atomically(mark, json.dumps([_process_namespace(), os.getpid(), process_stat("self")[BEGAN]]))
@@ -111,7 +112,7 @@ def _remove_started_mark(run: Path, place: Place) -> None:
 
 
 def _wait_for_run_folder(run: Path, place: Place, patience: float) -> None:
-    """Until rank 0 has made the run folder."""
+    """Wait until rank 0 has made the run folder, for at most `patience` seconds."""
     until = time.monotonic() + patience
     while not _is_left_by_live_rank(_started_mark_path(run, place)):
         if time.monotonic() > until:
@@ -120,7 +121,7 @@ def _wait_for_run_folder(run: Path, place: Place, patience: float) -> None:
 
 
 def _is_left_by_live_rank(mark: Path) -> bool:
-    """Whether a rank that lives has left it: a run that was killed leaves its own behind, under the same name."""
+    """Return whether the rank that wrote this file is alive: a killed run leaves a file of the same name behind."""
     try:
         here, pid, began = json.loads(mark.read_bytes())
         return here != _process_namespace() or process_stat(pid)[BEGAN] == began
@@ -129,5 +130,5 @@ def _is_left_by_live_rank(mark: Path) -> bool:
 
 
 def _process_namespace() -> list[str]:
-    """Where a process's number means this process."""
+    """Return the boot and the PID namespace in which process ids are unique."""
     return [Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip(), os.readlink("/proc/self/ns/pid")]

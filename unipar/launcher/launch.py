@@ -1,4 +1,4 @@
-"""From a config to a finished run: check, start the ranks, watch them, read what came of it; or join a world."""
+"""`launch`: check a config, start the ranks, watch them, read the report; `join`: the same around the user's loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TaskFunction = Callable[..., Any]
 
 _earlier_launches: list[str] = []
-"""What came of each launch of this process: its run folder, or `!Kind: sentence`."""
+"""Result of each launch of this process: its run folder, or `!Kind: sentence` for an error."""
 
 
 def launch(
@@ -46,7 +46,7 @@ def launch(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Report:
-    """Train what `config` says and read what came of it; under a foreign launcher, as one of its ranks."""
+    """Train what `config` says and return its report; under a foreign launcher, train as one of its ranks."""
     if is_importing_task():
         return _result_of_earlier(next_earlier_run())
     if worker_entries.script_context is not None:
@@ -85,7 +85,7 @@ def join(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Generator[Run]:
-    """A run whose loop is the body of the `with`: this process is one of its ranks, or starts them and ends."""
+    """Context manager: a run whose loop is the body; this process is one of its ranks, or starts them and exits."""
     from unipar.launcher.in_process import training_in_process
 
     functions = _select_functions(locals())
@@ -112,7 +112,7 @@ def _select_functions(named: Mapping[str, Any]) -> dict[str, TaskFunction]:
 
 
 def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[str] = ()) -> None:
-    """Ranks of our own, until all have ended."""
+    """Start a worker for each rank and wait until all have ended."""
     config, run = plan.config, plan.out.resolve()
     with (
         plan.create_folder(script),
@@ -125,9 +125,9 @@ def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[
             entry,
             {**environment, **step_log_environment(config)},
             parcel=plan.ref.parcel if plan.ref is not None else b"",
-        ) as crew,
+        ) as workers,
     ):
-        crew.wait(shown.tick, shown.every)
+        workers.wait(shown.tick, shown.every)
 
 
 def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> None:
@@ -138,7 +138,7 @@ def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> None:
 
 
 def _rerun_script_in_workers(plan: PreparedRun, quiet: bool) -> None:
-    """The same script in each rank; what comes after `join` is theirs alone, so this process ends here."""
+    """Run this script again in each rank, then exit: the code after `join` runs in the ranks only."""
     script = rerun.find_script_command()
     try:
         _start_workers(plan, "unipar.launcher.worker_entries:rerun_script", quiet, script)
@@ -154,7 +154,7 @@ def _rerun_script_in_workers(plan: PreparedRun, quiet: bool) -> None:
 def _join_as_worker(
     context: worker_entries.ScriptContext, task: type[Task] | None, functions: Mapping[str, TaskFunction]
 ) -> Generator[Run]:
-    """In a worker that runs the user's script."""
+    """Context manager: the run of a worker that runs the user's script."""
     from unipar.backend import registry
     from unipar.training.setup import open_run
 
@@ -174,13 +174,13 @@ def _refuse_launch_with_join() -> Report:
 
 
 def _launches_without(out: Path) -> list[str]:
-    """What workers find of earlier launches when this one has written over `out`."""
+    """Return the results of earlier launches; one whose folder this launch overwrites becomes an error."""
     gone = f"!TaskError: the run in {out} was overwritten by a later one; put launches under if __name__ == '__main__'"
     return [gone if entry == str(out.resolve()) else entry for entry in _earlier_launches]
 
 
 def _result_of_earlier(entry: str) -> Report:
-    """An earlier launch of the same script, as its caller saw it."""
+    """Return the report of an earlier launch of the same script, or raise the error that it raised."""
     if not entry.startswith("!"):
         return Report.read(Path(entry))
     kind, _, sentence = entry[1:].partition(": ")

@@ -1,4 +1,4 @@
-"""A run that may start: all that can be known to fit is looked at here, before any process."""
+"""Checks before a run: everything that can be checked before a process starts."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from unipar.tracking.tracker import require_tracker
 
 @dataclass(frozen=True)
 class Prepared:
-    """What every verb needs before it starts anything: a config whose names are known, its task and weights found."""
+    """A checked config with its task, place and device: the input of every verb that starts processes."""
 
     source: CheckedSource
     ref: TaskRef | None
-    """Where the task's code is; None where none is named, or where it is in the user's own script."""
+    """Reference to the task's code; None if no task is named, or if the code is in the user's own script."""
 
     place: Place | None
-    """Of this process in the world that a foreign launcher made; None: ours is to be made."""
+    """Place of this process in the world that a foreign launcher made; None: unipar starts the ranks."""
 
     device: str
     """`cpu`, `cuda` or `cuda:N`."""
 
     why: str
-    """Why it is that device; empty where the config says it."""
+    """Reason for that device; empty if the config says it."""
 
     @property
     def computed(self) -> Config:
-        """The config with its device known, so that nobody counts GPUs again."""
+        """Config with its device known, so that GPUs are not counted again."""
         return self.source.config.changed({"device": self.device})
 
     def ranks(self) -> resources.RankCount:
-        """Return how many ranks the config means here."""
+        """Return how many ranks the config asks for on this machine, and why."""
         source = self.source
         return resources.ranks_in(source.cell, source.config, self.place, alone=source.alone)
 
     def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
-        """Return the config in so many ranks, which `asked` asked for; `local` of them are on this machine."""
+        """Return the config settled for this many ranks, `local` of them here; errors name the key `asked`."""
         settled = SettledConfig.of(self.source.config, self.source.cell, ranks, self.device)
         resources.check_gpu_count(self.computed, ranks, local, asked)
         return settled
@@ -69,10 +69,10 @@ def prepare(
     code: Literal["needed", "if named", "in the script"] = "needed",
     starts: str = "",
 ) -> Prepared:
-    """Read a config and look at all that it names; start nothing, import no library and none of the user's code.
+    """Read a config and check everything that it names; start nothing, import no library and no user code.
 
-    `code`: whether a task must be named. `starts`: what the caller starts by itself, if it cannot be a rank of a
-    world that another launcher made.
+    `code`: whether a task must be named. `starts`: what the caller starts itself, if it cannot be a rank of a
+    world that another launcher made (first part of the error).
     """
     if is_importing_task():
         raise LaunchReached
@@ -89,24 +89,24 @@ def prepare(
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What is trained, by whom, on how many ranks, and where it is written down."""
+    """A run that can start: settled config, backend, run folder, place and task."""
 
     settled: SettledConfig
     backend: Backend
     out: Path
     overwrite: bool
     place: Place | None
-    """Of this process in the world that a foreign launcher made; None: ours is to be made."""
+    """Place of this process in the world that a foreign launcher made; None: unipar starts the ranks."""
 
     ref: TaskRef | None
-    """None for a loop in the user's own script, which workers run again."""
+    """Reference to the task's code; None for a loop in the user's own script, which workers run again."""
 
     why: str = ""
-    """Why there are so many ranks, or why they are on this device; empty where the config says so."""
+    """Reason for the number of ranks, or for the device; empty if the config says both."""
 
     @classmethod
     def of(cls, prepared: Prepared, *, overwrite: bool) -> Self:
-        """Check that the run can start; raise with what stands in the way."""
+        """Return the run if it can start; raise an error with the reason if it cannot."""
         source, place = prepared.source, prepared.place
         config, kind = source.config, prepared.device
         checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell)
@@ -125,20 +125,21 @@ class PreparedRun:
         return cls(settled, source.backend, source.out, overwrite, place, prepared.ref, ranks.why or prepared.why)
 
     def after(self, launches: Sequence[str]) -> Self:
-        """Return the same, whose workers know of these earlier launches of one script."""
+        """Return the same run, with the results of earlier launches of the same script for its workers."""
         return self if self.ref is None else replace(self, ref=replace(self.ref, earlier=tuple(launches)))
 
     @property
     def config(self) -> Config:
-        """With the number of ranks settled."""
+        """Config with the number of ranks settled."""
         return self.settled.config
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return self.settled.ranks
 
     def create_folder(self, script: Sequence[str] = ()) -> Any:
-        """The run folder, this run's alone while the context is open."""
+        """Return a context manager that creates the run folder and locks it for this run."""
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
         ran = {"versions": library_versions(self.backend.requires), "machine": machine_summary()}
         launch |= {"settled": self.settled.to_json()}
@@ -147,15 +148,15 @@ class PreparedRun:
 
 
 def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
-    """Who a foreign launcher says this process is; raise where it cannot start what is asked for."""
+    """Return this process's place under a foreign launcher, or None; raise if that launcher cannot start this run."""
     found = registry.list_launchers()
     place = place_from_environment(found, folder=source.out.resolve())
     if place is None:
         return None
     if starts:
         raise WorldMismatch(
-            f"{starts}, and this is rank {place.rank} of one that {place.launcher} started: run it without that "
-            "launcher"
+            f"{starts}, and this process is rank {place.rank} of a world that {place.launcher} started: "
+            "run it without that launcher"
         )
     if (launcher := find_launcher(found)) is not None:
         check_launcher_serves(launcher, source)
@@ -163,7 +164,7 @@ def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
 
 
 def check_launcher_serves(launcher: Launcher, source: CheckedSource) -> None:
-    """Refuse a launcher that was made for other backends."""
+    """Raise Unsupported if the launcher serves other backends only."""
     if launcher.serves is None or source.config.backend in launcher.serves:
         return
     raise Unsupported(
@@ -178,7 +179,7 @@ def check_launcher_serves(launcher: Launcher, source: CheckedSource) -> None:
 def make_task(
     task: type[Task] | None, functions: Mapping[str, Callable[..., Any]], config: Config, ref: TaskRef | None
 ) -> Task:
-    """The task as an object of this very process, which has its class already."""
+    """Return the task as an object, from its functions, its class or its reference."""
     if functions:
         return FunctionTask(functions)
     if task is not None:

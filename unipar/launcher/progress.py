@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes: drawn by whoever has the terminal, from what rank 0 writes down."""
+"""Display of a running run: a bar or lines, drawn from the files that rank 0 writes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from unipar.utils.terminal import Terminal
 from unipar.utils.text import count_of, format_number, format_size
 
 LINES_IN_SHORT_RUN = 20
-"""Plain lines in a short run; a long one has one every `LINE` seconds."""
+"""Number of plain lines in a short run; a long run has one every `SECONDS_BETWEEN_LINES` seconds."""
 
 SECONDS_BETWEEN_LINES = 30.0
 
 
 class FileTail:
-    """The lines that were added to a file since it was last asked."""
+    """Reader of a growing file: lines that were added since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._rest = path, None, b""
 
     def lines(self) -> Iterator[str]:
+        """Yield complete lines that were added since the last call."""
         if self._file is None:
             if not self._path.exists():
                 return
@@ -39,17 +40,18 @@ class FileTail:
             yield line.decode("utf-8", "replace")
 
     def rest(self) -> str:
-        """What was begun and has no end yet."""
-        begun, self._rest = self._rest.decode("utf-8", "replace"), b""
-        return begun
+        """Return the last line if it has no end yet, and forget it."""
+        unfinished, self._rest = self._rest.decode("utf-8", "replace"), b""
+        return unfinished
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
 
 class Progress:
-    """A bar on a terminal, now and then a line elsewhere. Enter it, tick it `every` seconds, leave it."""
+    """Progress of a run: a bar on a terminal, plain lines elsewhere; a context manager to be ticked `every` seconds."""
 
     def __init__(
         self,
@@ -65,13 +67,14 @@ class Progress:
         self._out, self._err = Terminal(out or sys.stdout), Terminal(err or sys.stderr)
         self._ledger = FileTail(ledger_path(run, 0))
         self._stdout_tail = FileTail(stdout_path(run)) if prints else None
-        """None in the process that prints itself."""
+        """Tail of rank 0's prints; None if rank 0 is this process, which prints by itself."""
 
         self._rows: list[Mapping[str, Any]] = []
         self._shown = (0, 0.0)
 
     @property
     def every(self) -> float:
+        """Seconds between two calls of `tick`."""
         return 0.1 if self._err.draws else 0.5
 
     def __enter__(self) -> Self:
@@ -81,8 +84,8 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.tick()
-        if self._stdout_tail is not None and (begun := self._stdout_tail.rest()):
-            self._write_rank_output(begun)
+        if self._stdout_tail is not None and (unfinished := self._stdout_tail.rest()):
+            self._write_rank_output(unfinished)
         self._err.stop()
         if kind is None and not self._quiet and self._rows:
             self._say(self._summary())
@@ -91,7 +94,7 @@ class Progress:
                 tail.close()
 
     def tick(self) -> None:
-        """Show what is new."""
+        """Show new prints and events."""
         for line in self._stdout_tail.lines() if self._stdout_tail is not None else ():
             self._write_rank_output(line)
         for line in self._ledger.lines():
@@ -102,7 +105,7 @@ class Progress:
 
     @contextmanager
     def tick_in_background(self) -> Generator[None]:
-        """Ticks by itself while the body trains in this very process."""
+        """Context manager: tick in a thread while the body trains in this process."""
         over = threading.Event()
 
         def tick() -> None:
@@ -129,8 +132,8 @@ class Progress:
             self._steps = row.get("of", self._steps)
             if not self._err.draws and self._line_is_due(row["step"]):
                 rate = _format_rate(row["samples"] / row["seconds"]) if row["seconds"] else ""
-                said = f"step {self._step_of_total(row['step'])}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}"
-                self._say(said)
+                step = self._step_of_total(row["step"])
+                self._say(f"step {step}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}")
         elif row["event"] == "eval":
             named = "  ".join(f"{k} {format_number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
             self._say(f"step {self._step_of_total(row['step'])}  evaluated: {named}")
@@ -167,7 +170,7 @@ class Progress:
             self._err.line(text)
 
     def _write_rank_output(self, line: str) -> None:
-        """What rank 0 printed goes where a print would: above the bar if that is the same terminal."""
+        """Write a line that rank 0 printed to stdout, or above the bar if stdout is the same terminal."""
         same = self._err.draws and self._out.can_draw
         (self._err if same else self._out).line(line)
 
@@ -180,7 +183,7 @@ class Progress:
 
 
 def _format_memory(row: Mapping[str, Any]) -> str:
-    """Of a step that was watched: the fullest moment, and what took most of it."""
+    """Return the peak memory of a step, its phase and its largest category, or "" if memory was not recorded."""
     if not row.get("memory"):
         return ""
     fullest = max(row["memory"], key=lambda phase: phase["peak"])
@@ -193,7 +196,7 @@ def _format_rate(samples: float) -> str:
 
 
 def _format_clock(seconds: float) -> str:
-    """90.4 -> 1:30"""
+    """Return seconds as a clock shows them: 90.4 as "1:30"."""
     if seconds < 60:
         return f"{max(0.0, seconds):.1f} s"
     minutes, rest = divmod(round(seconds), 60)

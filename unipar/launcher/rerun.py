@@ -1,4 +1,4 @@
-"""What was typed after `python`, so that workers can run the same script."""
+"""Command line of the running script, so that workers can run the same script."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FLAGS_WITH_VALUE = "WX"
 
 
 def find_script_command(words: Sequence[str] | None = None) -> list[str]:
-    """["script", path, argument...] or ["module", name, argument...]."""
+    """Return ["script", path, argument...] or ["module", name, argument...] of this process."""
     rest = list(sys.orig_argv if words is None else words)[1:]
-    if hasattr(sys, "ps1"):  # a kernel is a module that was run by -m
+    if hasattr(sys, "ps1"):  # a notebook's kernel is run by `python -m`, and is not the user's script
         raise _no_script_error("a prompt or a notebook")
     while rest and rest[0].startswith("-") and rest[0] != "-":
         flag = rest.pop(0)
@@ -35,12 +35,12 @@ def find_script_command(words: Sequence[str] | None = None) -> list[str]:
     if not rest or rest[0] == "-":
         raise _no_script_error("a prompt or a notebook")
     if not Path(rest[0]).is_file():
-        raise _no_script_error(f"{rest[0]}, which is no file")
+        raise _no_script_error(f"{rest[0]}, which is not a file")
     return ["script", rest[0], *rest[1:]]
 
 
 def _no_script_error(where: str) -> TaskError:
     return TaskError(
-        f"join runs the script that calls it once more in each rank, and this is {where}: put the loop into a file, "
+        f"join runs the script that calls it again in each rank, and this is {where}: put the loop into a file, "
         "or use launch() with a task"
     )

@@ -1,4 +1,4 @@
-"""What a worker runs: a task, or the user's script again."""
+"""Entry functions of workers: train a task, or run the user's script again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unipar.launcher.worker_stdout import WorkerStdout
 
 @dataclass
 class ScriptContext:
-    """Who this process is, for `join` in a script that workers run again."""
+    """Place and run folder of this worker, for `join` in a script that workers run again."""
 
     place: Place
     run: Path
@@ -25,11 +25,11 @@ class ScriptContext:
 
 
 script_context: ScriptContext | None = None
-"""None in every process that is not such a worker."""
+"""Context of this worker; None in every process that does not run a script again."""
 
 
 def train_task(place: Place, run: Path, control: socket.socket | None) -> None:
-    """The entry of an ordinary run."""
+    """Train the run's task; the entry of `launch`."""
     from unipar.backend import registry
     from unipar.config.settled import read_settled
     from unipar.task.reference import TaskRef
@@ -39,15 +39,14 @@ def train_task(place: Place, run: Path, control: socket.socket | None) -> None:
     backend = registry.find_backend(settled.cell.backend)
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
     if place.rank == 0:
-        sys.stdout = WorkerStdout(
-            sys.stdout, run
-        )  # not before: what the user's file prints, the script has printed already
+        # after the import of the task: the parent has already printed what the user's file prints at its top level
+        sys.stdout = WorkerStdout(sys.stdout, run)
     with open_run(settled, backend, task, place, run) as training, exit_on_error(run, place.rank, training):
         task.train(training)
 
 
 def rerun_script(place: Place, run: Path, control: socket.socket | None) -> None:
-    """The entry of a run whose loop is in the user's own script: run it again, up to its `join` and past it."""
+    """Run the user's script again, up to its `join` and past it; the entry of `join`."""
     global script_context
     script_context = ScriptContext(place, run)
     if place.rank == 0:

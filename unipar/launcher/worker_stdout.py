@@ -1,4 +1,4 @@
-"""Rank 0's prints, to log and to the terminal's owner."""
+"""Standard output of rank 0, written to its log and to a file that the parent shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unipar.run_folder.layout import stdout_path
 
 
 class WorkerStdout(io.TextIOBase):
-    """Stands in for `sys.stdout`; what `logging` writes stays in the log: it is mostly libraries'."""
+    """Replacement of `sys.stdout`; output of `logging` goes to the log only, as most of it is from libraries."""
 
     def __init__(self, log: TextIO, run: Path) -> None:
         self._log = log
@@ -33,7 +33,7 @@ class WorkerStdout(io.TextIOBase):
         return _WorkerStdoutBuffer(self._log, self._out)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else `sys.stdout` has on the other ranks: reconfigure, line_buffering, name, ..."""
+        """Return any other attribute of the log: reconfigure, line_buffering, name, ..."""
         return getattr(self._log, name)
 
     @override
@@ -64,7 +64,7 @@ class WorkerStdout(io.TextIOBase):
 
 
 class _WorkerStdoutBuffer(io.BufferedIOBase):
-    """`sys.stdout.buffer`: bytes go the same two ways."""
+    """Replacement of `sys.stdout.buffer`: bytes are written to the same two files."""
 
     def __init__(self, *streams: TextIO) -> None:
         self._streams = streams
@@ -72,7 +72,7 @@ class _WorkerStdoutBuffer(io.BufferedIOBase):
     @override
     def write(self, data: Buffer, /) -> int:
         for stream in self._streams:
-            stream.flush()  # what was printed before them comes before them
+            stream.flush()  # text that was printed before must come first
             stream.buffer.write(data)
             stream.buffer.flush()
         return memoryview(data).nbytes

@@ -1,4 +1,4 @@
-"""How near two series of losses are."""
+"""Agreement of two series of losses: digits, largest difference, tolerance."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing_extensions import override
 from unipar.config import Precision
 
 TOLERANCE_STEPS = 20
-"""Steps over which the tolerance is held: rounding that differs by a bit is amplified by training."""
+"""Steps in which the tolerance must be kept: later, training amplifies a difference of one bit."""
 
 
 def loss_tolerance(precision: Precision) -> float:
-    """How far a loss may be from that of one process, relative to it where it is above 1.
+    """Return how far a loss may be from that of one process, relative to it if it is above 1.
 
     Under bf16-master the loss itself is computed in bf16, whose last digit is 0.4 to 0.8 % of it.
     """
@@ -24,25 +24,26 @@ def loss_tolerance(precision: Precision) -> float:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near two series of losses are."""
+    """Agreement of two series of losses."""
 
     digits: int | None
-    """Leading digits that are equal in every step; None: all bits are."""
+    """Leading digits that are equal in every step; None: all bits are equal."""
 
     step: int
-    """Among the promised steps, the one (from 1) that is furthest off in proportion to the tolerance."""
+    """Step (from 1) with the largest difference in proportion to the tolerance, among those of `TOLERANCE_STEPS`."""
 
     off: float
-    """How far."""
+    """Difference in that step."""
 
     within: bool
-    """Whether that is inside the tolerance."""
+    """Whether that difference is within the tolerance."""
 
     part: str = ""
-    """Of several parts, the one whose losses these are."""
+    """Name of the part whose losses these are, if the model has several."""
 
     @property
     def part_suffix(self) -> str:
+        """Words " of PART" for a sentence, or "" if there is one part only."""
         return f" of {self.part}" if self.part else ""
 
     @override
@@ -53,7 +54,7 @@ class Agreement:
 
 
 def measure_agreement(losses: Sequence[float], reference: Sequence[float], allowed: float) -> Agreement:
-    """Hold `losses` against `reference`, step by step."""
+    """Compare `losses` with `reference`, step by step."""
     assert len(losses) == len(reference) > 0, (len(losses), len(reference))
     pairs = [(abs(a - b), abs(b)) for a, b in zip(losses, reference, strict=True)]
     relative = max(off / size if size else math.inf for off, size in pairs if off) if any(p[0] for p in pairs) else None

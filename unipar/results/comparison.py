@@ -1,4 +1,4 @@
-"""`Comparison`: all cells, verdict, table."""
+"""`Comparison`: results of all cells, verdict, table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unipar.utils.text import count_of, format_size
 
 @dataclass(frozen=True, kw_only=True)
 class TurnResults(ABC):
-    """What came of worlds that took turns, a row for each."""
+    """Results of worlds that trained in turns, a row for each."""
 
     name: str
     out: str
@@ -39,24 +39,24 @@ class TurnResults(ABC):
     rows: list[CellResult]
     note: str = ""
     unwatched: str = ""
-    """Why no memory is shown."""
+    """Reason why memory was not recorded, or not completely."""
 
     interrupted: bool = False
     unkept: str = ""
-    """Why its folder has not all of this."""
+    """Reason why the results could not be written to their folder."""
 
     @abstractmethod
     def training_difference(self, row: CellResult) -> str:
-        """Why this one did not train what the others do, as far as was seen; empty: it did."""
+        """Return why this row did not train the same as the others, or "" if no difference is known."""
 
     @property
     @abstractmethod
     def ran_and_agrees(self) -> bool:
-        """Whether any ran that was to be found out about, and none disagrees."""
+        """Whether at least one world that is to be judged ran, and none disagrees."""
 
     @property
     def code(self) -> int:
-        """What the command line exits with: refusals are an answer, failures and disagreement are not."""
+        """Exit code of the command line: 0 with refusals too, 1 for failures and disagreement."""
         if self.interrupted:
             return 130
         if self.unkept:
@@ -68,30 +68,31 @@ class TurnResults(ABC):
         return self.table()
 
     def table(self, width: int = 80) -> str:
-        made, beside = self.blocks(width), self.extra_tables(width)
-        head = " ".join([made[0][0], *beside]).split()
+        """Return the table as text, with the remarks below."""
+        blocks, extra = self.blocks(width), self.extra_tables(width)
+        head = " ".join([blocks[0][0], *extra]).split()
         shown = [r.text for r in self.column_remarks() if not r.column or r.column in head]
-        said = [line for text in shown for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        return "\n".join(["\n".join(lines) for lines in made] + [*beside, "", *said])
+        remarks = [line for text in shown for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        return "\n".join(["\n".join(lines) for lines in blocks] + [*extra, "", *remarks])
 
     @abstractmethod
     def blocks(self, width: int) -> list[list[str]]:
-        """The lines of the header, then of each row."""
+        """Return the lines of the header, then of each row."""
 
     def extra_tables(self, width: int) -> list[str]:
-        """Lines of further tables."""
+        """Return the lines of further tables."""
         return []
 
     @abstractmethod
     def column_remarks(self) -> list[Remark]:
-        """Return what the table means and what is wrong, each with the column that it is on."""
+        """Return explanations of the table and what is wrong, each with the column that it explains."""
 
     def remarks(self) -> list[str]:
-        """What the table means, and what is wrong."""
+        """Return explanations of the table and what is wrong."""
         return [remark.text for remark in self.column_remarks()]
 
     def timing(self) -> list[str]:
-        """What its times are of."""
+        """Return an explanation of the step times."""
         ran = next((row for row in self.rows if row.outcome == "ran"), None)
         if ran is None:
             return []
@@ -99,34 +100,35 @@ class TurnResults(ABC):
         return [f"step ms: median [middle half] of {turns}, of the slowest rank"]
 
     def row_notes(self) -> list[str]:
-        """Return what should be known of how worlds ran, each with the world's name."""
+        """Return the notes of rows that ran, each with the row's name."""
         return [f"{row.cell}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
 
     def marks_of_others(self, row: CellResult) -> dict[str, TrainingMarks]:
-        """What the other rows were seen to train."""
-        alike = ((r.cell, r.marks) for r in self.rows if r is not row and r.outcome in ("ran", "waits"))
-        return {name: marks for name, marks in alike if marks is not None}
+        """Return the training marks of the other rows, by name."""
+        others = ((r.cell, r.marks) for r in self.rows if r is not row and r.outcome in ("ran", "waits"))
+        return {name: marks for name, marks in others if marks is not None}
 
 
 _FIELDS_NOT_STORED = ("rows", "answer", "unkept")
-"""What compare.json holds by another name, or not at all."""
+"""Fields that compare.json holds under another name, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(TurnResults):
-    """All cells of one comparison; `single`, the reference, is the first row."""
+    """Results of all cells of one comparison; `single`, the reference, is the first row."""
 
     samples: int
-    """In one optimizer step."""
+    """Samples in one optimizer step."""
 
     ranks: int
-    """Of every world but that of one process; 0 where the file does not tell."""
+    """Ranks of every cell except `single`; 0 if an older file does not say."""
 
     answer: str = ""
-    """Which cell is smallest, which is fastest, and why; made anew with the page."""
+    """Sentence on the smallest and the fastest cell, and why; the page's first sentence, not stored."""
 
     @property
     def reference(self) -> CellResult | None:
+        """Row of `single` if it ran."""
         row = self.rows[0]
         return row if row.outcome == "ran" else None
 
@@ -135,36 +137,37 @@ class Comparison(TurnResults):
         return describe_training_difference(row.marks, self.marks_of_others(row)) if row.marks is not None else ""
 
     def rank_count(self, row: CellResult) -> int:
-        """How many ranks it has, whoever of them left something."""
+        """Return how many ranks the row's cell has, whether or not all of them left results."""
         return len(row.peak_rss) or (1 if row is self.rows[0] else self.ranks)
 
     @property
     def baseline(self) -> CellResult | None:
-        """What step times are put in proportion to: the first cell besides `single` that has any."""
+        """First row after `single` with step times; column x is in proportion to it."""
         return next((row for row in self.rows[1:] if row.timed_seconds and row.outcome in ("ran", "waits")), None)
 
     def agreement(self, row: CellResult) -> Agreement | None:
-        """With the one process; None where there is nothing to hold together."""
+        """Return the agreement of a row's losses with those of `single`, or None if one of them did not run."""
         if self.reference is None or row is self.reference or row.outcome != "ran":
             return None
         allowed = loss_tolerance(self.precision)
         if not row.parts:
             return measure_agreement(row.losses, self.reference.losses, allowed)
-        held = [
+        parts = [
             replace(measure_agreement(row.parts[p], one, allowed), part=p)
             for p, one in self.reference.parts.items()
             if one
         ]
-        return min(held, key=lambda a: (a.within, math.inf if a.digits is None else a.digits))
+        return min(parts, key=lambda a: (a.within, math.inf if a.digits is None else a.digits))
 
     @property
     def disagreeing_rows(self) -> list[CellResult]:
-        held = [(row, self.agreement(row)) for row in self.rows]
-        return [row for row, found in held if found is not None and not found.within]
+        """Rows whose losses are beyond the tolerance."""
+        agreements = [(row, self.agreement(row)) for row in self.rows]
+        return [row for row, found in agreements if found is not None and not found.within]
 
     @property
     def finished(self) -> bool:
-        """Whether running it again could tell nothing new."""
+        """Whether every cell ran or was refused, so that another run has nothing to add."""
         return not self.interrupted and all(row.outcome in ("ran", "refused") for row in self.rows)
 
     @property
@@ -175,17 +178,17 @@ class Comparison(TurnResults):
     @override
     def extra_tables(self, width: int) -> list[str]:
         known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
-        watched = [(_name_until_failure(row), self.rank_count(row), row.memory) for row in known]
-        return ["", *format_memory_tables(watched, width)] if watched else []
+        cells = [(_name_until_failure(row), self.rank_count(row), row.memory) for row in known]
+        return ["", *format_memory_tables(cells, width)] if cells else []
 
     @override
     def blocks(self, width: int) -> list[list[str]]:
-        """The lines of the header, then of each row; where they would be too wide, without x."""
-        last = "allocated" if self._watched else "RSS"
+        """Return the lines of the header, then of each row; without column x if they would be too wide."""
+        last = "allocated" if self._has_memory else "RSS"
         rows = [("cell", "loss", "step ms", "x", "samples/s", last), *map(self._shown, self.rows)]
-        made = format_table_rows(rows[0], rows[1:], right=(2, 3, 4, 5), width=width)
-        if max(len(line) for block in made for line in block) <= width:
-            return made
+        blocks = format_table_rows(rows[0], rows[1:], right=(2, 3, 4, 5), width=width)
+        if max(len(line) for block in blocks for line in block) <= width:
+            return blocks
         narrow = [row[:3] + row[4:] for row in rows]
         return format_table_rows(narrow[0], narrow[1:], right=(2, 3, 4), width=width)
 
@@ -208,11 +211,11 @@ class Comparison(TurnResults):
         )
 
     @property
-    def _watched(self) -> bool:
+    def _has_memory(self) -> bool:
         return any(row.memory for row in self.rows)
 
     def _memory_text(self, row: CellResult) -> str:
-        if self._watched:
+        if self._has_memory:
             return format_size(largest_peak_bytes(row.memory)) if row.memory else "-"
         return format_size(max(row.peak_rss)) if row.peak_rss else "-"
 
@@ -221,7 +224,7 @@ class Comparison(TurnResults):
         lines = table_remarks(*self.row_notes(), *self.verdict(), *self.timing())
         if self.baseline is not None:
             lines.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
-        if self._watched:
+        if self._has_memory:
             lines += describe_memory_columns([account for row in self.rows for account in row.memory])
             lines += table_remarks(*describe_peak_ranges([(row.cell, row.memory) for row in self.rows if row.memory]))
         elif any(row.outcome == "ran" for row in self.rows):
@@ -229,26 +232,27 @@ class Comparison(TurnResults):
         return [*lines, *table_remarks(self.unwatched, self.answer, self.unkept, self.note)]
 
     def verdict(self) -> list[str]:
-        """Whether the cells agree, in a sentence or several."""
+        """Return whether the cells agree, in one sentence or several."""
         if self.interrupted:
-            return ["interrupted: cells without figures did not come to their end"]
+            return ["interrupted: cells without figures did not finish"]
         if self.reference is None:
-            return ["no verdict: the one process to which the others are held did not run"]
-        held = [(row, found) for row in self.rows if (found := self.agreement(row)) is not None]
-        if not held:
-            return ["no verdict: no cell besides the one process ran"]
+            return ["no verdict: single, the reference for the other cells, did not run"]
+        judged = [(row, found) for row in self.rows if (found := self.agreement(row)) is not None]
+        if not judged:
+            return ["no verdict: no cell except single ran"]
         steps, allowed = len(self.reference.losses), loss_tolerance(self.precision)
         wrong = [
-            f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}{found.part_suffix}: {_loss_furthest_off(row, found):.8g}"
-            f" for {_loss_furthest_off(self.reference, found):.8g}; allowed in {self.precision}: {allowed:g}"
-            for row, found in held
+            f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}{found.part_suffix}: "
+            f"{_loss_furthest_off(row, found):.8g} instead of {_loss_furthest_off(self.reference, found):.8g}; "
+            f"allowed in {self.precision}: {allowed:g}"
+            for row, found in judged
             if not found.within
         ]
         if wrong:
             return wrong
-        least = min((found.digits for _, found in held if found.digits is not None), default=None)
+        least = min((found.digits for _, found in judged if found.digits is not None), default=None)
         how = "bit for bit" if least is None else f"to {least} digits or more"
-        cells = f"all {len(held)} cells agree" if len(held) > 1 else f"{held[0][0].cell} agrees"
+        cells = f"all {len(judged)} cells agree" if len(judged) > 1 else f"{judged[0][0].cell} agrees"
         first, last = self.reference.losses[0], self.reference.losses[-1]
         return [
             f"{cells} with one process {how}, over {count_of(steps, 'step')}",
@@ -256,9 +260,9 @@ class Comparison(TurnResults):
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure; the verdicts besides, for those who read only this."""
-        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_NOT_STORED}
-        return {**made, "cells": [self._row_json(row) for row in self.rows]}
+        """Return every figure, and the agreement of each cell for readers of the file."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_NOT_STORED}
+        return {**data, "cells": [self._row_json(row) for row in self.rows]}
 
     def _row_json(self, row: CellResult) -> dict[str, Any]:
         found = self.agreement(row)
@@ -268,17 +272,18 @@ class Comparison(TurnResults):
 
     @classmethod
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
-        rows = [cell_result_from_json(told) for told in data["cells"]]
+        """Return the comparison of a file's mapping, with some fields `changed`."""
+        rows = [cell_result_from_json(cell) for cell in data["cells"]]
         data = {"unwatched": "", "ranks": max((len(row.peak_rss) for row in rows), default=0), **data}
-        kept = {f.name: data[f.name] for f in fields(cls) if f.name not in _FIELDS_NOT_STORED}
-        return cls(**{**kept, **changed}, rows=rows)
+        stored = {f.name: data[f.name] for f in fields(cls) if f.name not in _FIELDS_NOT_STORED}
+        return cls(**{**stored, **changed}, rows=rows)
 
 
 def _name_until_failure(row: CellResult) -> str:
-    """What was measured of a cell that failed was measured before."""
-    return f"{row.cell}, till it failed" if row.outcome == "failed" else row.cell
+    """Return the cell's name in memory tables; figures of a failed cell are from the time before it failed."""
+    return f"{row.cell}, until it failed" if row.outcome == "failed" else row.cell
 
 
 def _loss_furthest_off(row: CellResult, found: Agreement) -> float:
-    """The one that is furthest off."""
+    """Return the row's loss in the step with the largest difference."""
     return (row.parts[found.part] if found.part else row.losses)[found.step - 1]

@@ -1,4 +1,4 @@
-"""A comparison or a proof while it goes on: one live table on a terminal, plain lines elsewhere; on stderr."""
+"""Display of a running comparison or verification on stderr: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ _STYLES = {
 
 
 class LiveRow(Protocol):
+    """Row of a live table; its outcome decides its colour."""
+
     @property
     def outcome(self) -> str: ...
 
 
 class LiveTableData(Protocol):
-    """A table in the making."""
+    """Results so far, as a table."""
 
     @property
     def rows(self) -> Sequence[LiveRow]: ...
 
     def blocks(self, width: int) -> list[list[str]]:
-        """The lines of the header, then of each row."""
+        """Return the lines of the header, then of each row."""
         ...
 
 
 class LiveTable:
-    """Shows each change; on leaving, a live table is wiped, for the caller prints the final one."""
+    """Context manager: shows each change; a live table is removed on exit, because the caller prints the final one."""
 
     def __init__(self) -> None:
         self._terminal = Terminal(sys.stderr)
@@ -53,7 +55,7 @@ class LiveTable:
         self._terminal.stop()
 
     def show(self, so_far: LiveTableData, line: str) -> None:
-        """`line` says what has just changed."""
+        """Show the results so far; `line` says what has just changed."""
         since = format_duration(max(time.monotonic() - self._began, 0.1))
         if not self._terminal.draws:
             self._terminal.line(f"{since:>9}  {line}")

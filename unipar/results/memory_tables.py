@@ -1,4 +1,4 @@
-"""What cells hold, beside one another: by category at the fullest moment of the largest rank."""
+"""Memory of cells as text tables: by category, at the peak of the largest rank."""
 
 from __future__ import annotations
 
@@ -21,66 +21,72 @@ _CATEGORIES_BY_COLUMN: Final = {
     "rest": ("buffers", "library", "runtime"),
     "?": ("unattributed",),
 }
-"""Columns of the table, and the categories in each."""
+"""Categories in each column of the table."""
 
 _COUNTING_NOTES: Final = {
     "malloc": "every block counted",
     "torch's own allocator": "only torch's own tensors counted",
-    "torch's CUDA allocator": "what torch's CUDA allocator gave counted",
+    "torch's CUDA allocator": "only blocks of torch's CUDA allocator counted",
 }
-"""What is counted, by how the account's method begins."""
+"""Descriptions of what is counted, by the beginning of the account's method."""
 
-RSS: Final = Remark(column="RSS", text="RSS: peak of the largest rank; no ranking: the allocator keeps what is freed")
-"""What the column says that stands in place of allocated memory, where that was not measured."""
+RSS: Final = Remark(column="RSS", text="RSS: peak of the largest rank; not for ranking: allocators keep freed memory")
+"""Remark on the column that replaces allocated memory if that was not recorded."""
 
 
 def largest_account(accounts: Sequence[MemoryAccount]) -> MemoryAccount:
-    """The rank that allocates the most."""
+    """Return the account of the rank with the highest peak."""
     return max(accounts, key=lambda account: account.peak.peak)
 
 
 def largest_peak_bytes(accounts: Sequence[MemoryAccount]) -> int:
+    """Return the peak of the rank with the highest one."""
     return largest_account(accounts).peak.peak
 
 
 def largest_resident_bytes(accounts: Sequence[MemoryAccount]) -> int | None:
-    """Beyond its base, of the rank where it is the most."""
-    found = [a.resident.peak - a.resident.base for a in accounts if a.resident is not None]
-    return max(found) if found else None
+    """Return the peak of resident memory beyond its base on the largest rank, or None if no rank measured it."""
+    peaks = [a.resident.peak - a.resident.base for a in accounts if a.resident is not None]
+    return max(peaks) if peaks else None
 
 
 def largest_host_bytes(accounts: Sequence[MemoryAccount]) -> int | None:
-    """Beside CUDA: of the rank where it is the most, what malloc gave and what is pinned, each at its fullest."""
-    found = [a.host.peak.peak + highest_phase_peak(a.pinned) for a in accounts if a.host is not None and a.host.phases]
-    return max(found) if found else None
+    """Return the host memory of a CUDA rank, the largest one: peak of malloc plus peak of pinned pages, or None."""
+    peaks = [a.host.peak.peak + highest_phase_peak(a.pinned) for a in accounts if a.host is not None and a.host.phases]
+    return max(peaks) if peaks else None
 
 
 def highest_phase_peak(phases: Sequence[PhasePeak]) -> int:
+    """Return the highest peak of these phases, or 0."""
     return max((phase.peak for phase in phases), default=0)
 
 
 def describe_peak_ranges(cells: Iterable[tuple[str, Sequence[MemoryAccount]]]) -> list[str]:
-    """Between what the peaks of the watched steps lie, where they differ."""
-    found = [(cell, peaks) for cell, accounts in cells if len(peaks := largest_account(accounts).peaks) > 1]
-    said = [f"{c} {low} to {high}" for c, p in found if (low := format_size(min(p))) != (high := format_size(max(p)))]
-    rest = "; elsewhere they are the same" if len(said) < len(found) else ""
-    return [f"peaks of the watched steps: {', '.join(said)}{rest}"] if said else []
+    """Return the lowest and the highest peak of the recorded steps, for cells in which they differ."""
+    all_peaks = [(cell, peaks) for cell, accounts in cells if len(peaks := largest_account(accounts).peaks) > 1]
+    ranges = [(cell, format_size(min(peaks)), format_size(max(peaks))) for cell, peaks in all_peaks]
+    texts = [f"{cell} {low} to {high}" for cell, low, high in ranges if low != high]
+    rest = "; equal in the other cells" if len(texts) < len(ranges) else ""
+    return [f"peaks of the recorded steps: {', '.join(texts)}{rest}"] if texts else []
 
 
 def describe_counting(accounts: Iterable[MemoryAccount]) -> str:
-    """What the figures hold, which depends on who counted."""
-    said = sorted({_COUNTING_NOTES.get(a.method.partition(",")[0], f"counted by: {a.method}") for a in accounts})
-    return said[0] if len(said) == 1 else f"not counted alike by every rank ({'; '.join(said)})"
+    """Return what the figures include, which depends on the method of recording."""
+    notes = sorted({_COUNTING_NOTES.get(a.method.partition(",")[0], f"counted by: {a.method}") for a in accounts})
+    return notes[0] if len(notes) == 1 else f"not counted in the same way on every rank ({'; '.join(notes)})"
 
 
 def bytes_on_this_machine(accounts: Sequence[MemoryAccount]) -> int | None:
-    """What the fullest rank had of this machine: on CUDA reserved, else resident; None where nobody looked."""
+    """Return what the largest rank took of this machine: reserved on CUDA, else resident; None if not measured."""
     reserved = largest_account(accounts).reserved
     return largest_resident_bytes(accounts) if reserved is None else reserved
 
 
 def format_memory_tables(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]]], width: int) -> list[str]:
-    """How much each cell takes in its world of so many ranks, seen in three ways; then what for."""
+    """Return the lines of two tables: total memory of each cell, counted in several ways, and memory by category.
+
+    `cells`: name, number of ranks and accounts of each.
+    """
     header: tuple[str, ...] = ("memory", "fullest in", "allocated", "resident", "on CUDA")
     rows = [_host_memory_row(*cell) for cell in cells]
     if any(a.on is not None for *_, accounts in cells for a in accounts):
@@ -91,8 +97,8 @@ def format_memory_tables(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]
     ]
     parts = [("MiB", *_CATEGORIES_BY_COLUMN), *(_category_row(cell, accounts) for cell, _, accounts in cells)]
     right = range(1, len(_CATEGORIES_BY_COLUMN) + 1)
-    made = [line for block in format_table_rows(parts[0], parts[1:], right=right, width=width) for line in block]
-    return [*lines, "", *made]
+    by_category = [line for block in format_table_rows(parts[0], parts[1:], right=right, width=width) for line in block]
+    return [*lines, "", *by_category]
 
 
 def _host_memory_row(cell: str, ranks: int, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
@@ -136,12 +142,13 @@ def _category_row(cell: str, accounts: Sequence[MemoryAccount]) -> tuple[str, ..
 
 
 def format_mib(number: int) -> str:
+    """Return bytes as a number of MiB, with one decimal below 10."""
     exact = number / 2**20
     return f"{exact:.0f}" if abs(exact) >= 9.95 else f"{exact:.1f}"
 
 
 def describe_memory_columns(accounts: Sequence[MemoryAccount]) -> list[Remark]:
-    """What the columns mean."""
+    """Return explanations of the columns."""
     gpus = sorted({a.on.name for a in accounts if a.on is not None})
     if not gpus:
         return table_remarks(
@@ -155,7 +162,7 @@ def describe_memory_columns(accounts: Sequence[MemoryAccount]) -> list[Remark]:
     took = "measured, what NVML counts for the process" if measured else "reserved + context + NCCL, both assumed"
     peak = f"the peak beyond the base of the largest rank, as torch's allocator on {', '.join(gpus)} counts it"
     others = table_remarks(
-        "reserved: the most that the allocator had of the device; gaps: what of that nobody had in the fullest phase",
+        "reserved: the most device memory that the allocator held; gaps: its unused part in the fullest phase",
         f"on CUDA: {took}; host: the same rank's own memory beyond its base, and pinned pages",
         *describe_allocator_settings(accounts),
     )
@@ -163,8 +170,8 @@ def describe_memory_columns(accounts: Sequence[MemoryAccount]) -> list[Remark]:
 
 
 def describe_allocator_settings(accounts: Iterable[MemoryAccount]) -> list[str]:
-    """What only the environment can set, where the host's memory was watched."""
+    """Return the environment variables that change the allocator, if the host's memory was recorded."""
     if not any(a.device == "cpu" or a.host is not None for a in accounts):
         return []
-    always, watched = (f"{name}={value}" for name, value in METER_ENVIRONMENT.items())
-    return [f"set: {always} always, {watched} while watched"]
+    always, recording = (f"{name}={value}" for name, value in METER_ENVIRONMENT.items())
+    return [f"set: {always} always, {recording} while recording"]

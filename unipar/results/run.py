@@ -1,4 +1,4 @@
-"""What came of a run, read back from its folder: the ledgers are the only source."""
+"""`Report`: results of a run, read from the ledgers in its folder."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _EVENT_KEYS = ("event", "time", "step")
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A finished run, or one that was cut short: what its ranks wrote down until then."""
+    """Results of a run, finished or not: what its ranks have logged."""
 
     out: Path
     """The run folder."""
 
     cell: str
-    """Who trained and what was split."""
+    """Name of the cell: backend and what is sharded."""
 
     size: int
-    """How many ranks there were."""
+    """Number of ranks."""
 
     parameters: int
-    """Of the model."""
+    """Number of parameters of the model."""
 
     steps: int
     """Optimizer steps taken, as far as the ledger knows."""
@@ -41,7 +41,7 @@ class Report:
     """(step, loss of the global batch) of the steps that logged."""
 
     parts: dict[str, list[tuple[int, float]]]
-    """Where the model has several parts, each one's by name; `losses` are the sums of the last ones."""
+    """Losses of each part by name, if the model has several parts; `losses` are the sums of the last ones."""
 
     norms: list[tuple[int, float]]
     """(step, gradient norm before clipping)."""
@@ -50,27 +50,28 @@ class Report:
     """(step, metric by name) of each evaluation."""
 
     logs: list[tuple[int, dict[str, Any]]]
-    """(step, value by name): what the task gave to `run.log`."""
+    """(step, value by name) of each call of `run.log`."""
 
     seconds: float
-    """From the first event of rank 0 to its last."""
+    """Seconds from the first event of rank 0 to its last."""
 
     peak_rss: list[int]
-    """Bytes of memory each rank held at its peak, as the system counts them; none from a run cut short."""
+    """Peak of resident memory of each rank in bytes; empty if the run did not finish."""
 
     memory: list[tuple[int, list[PhasePeak]]]
-    """Under `log.memory`, (step, its phases) of the rank that allocated the most in it."""
+    """(step, its phases) of the rank that allocated the most in that step; only with `log.memory`."""
 
     stopped: int | None
     """The step at which a signal ended the run."""
 
     @classmethod
     def read(cls, run: Path) -> Self:
+        """Return the report of a run folder; raise FileNotFoundError if it holds no run."""
         return cls.of(run, [list(Ledger.read(path)) for path in _find_ledgers(run)])
 
     @classmethod
     def of(cls, run: Path, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Self:
-        """From each rank's events, rank 0's first."""
+        """Return the report of a run from each rank's events, rank 0's first."""
         rows = ranks[0]
         start = next((row for row in rows if row["event"] == "start"), {})
         stops = [int(row["step"]) for row in _select_events(rows, "stopped")]
@@ -104,11 +105,11 @@ class Report:
         return self.table()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook or IPython shows of it."""
+        """Print the table for a notebook or IPython."""
         printer.text(self.table())
 
     def table(self, width: int = 80) -> str:
-        """The run in a few lines, for people."""
+        """Return the run in a few lines of text."""
         ranks = "one process" if self.size == 1 else f"{self.size} ranks"
         rows = [("cell", f"{self.cell}, {ranks}"), ("parameters", f"{self.parameters:,}")]
         how = f", stopped by a signal after step {self.stopped}" if self.stopped is not None else ""
@@ -138,11 +139,11 @@ class Report:
 
 
 def _find_ledgers(run: Path) -> list[Path]:
-    """Every rank's ledger, rank 0 first."""
-    found = sorted(run.glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
-    if not found or found[0] != ledger_path(run, 0):
+    """Return the paths of every rank's ledger, rank 0 first."""
+    ledgers = sorted(run.glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    if not ledgers or ledgers[0] != ledger_path(run, 0):
         raise FileNotFoundError(f"{run} holds no run: there is no {ledger_path(run, 0).name} in it")
-    return found
+    return ledgers
 
 
 def _select_events(rows: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
@@ -150,12 +151,12 @@ def _select_events(rows: Iterable[Mapping[str, Any]], event: str) -> list[Mappin
 
 
 def _losses_by_part(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Each part's losses at its own steps; a step that two rows tell of counts once."""
-    made: dict[str, dict[int, float]] = {}
+    """Return each part's losses at its own steps; a step that is in two rows counts once."""
+    by_part: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, part in row.get("parts", {}).items():
-            made.setdefault(name, {})[int(part["step"])] = float(part["loss"])
-    return {name: sorted(losses.items()) for name, losses in made.items()}
+            by_part.setdefault(name, {})[int(part["step"])] = float(part["loss"])
+    return {name: sorted(losses.items()) for name, losses in by_part.items()}
 
 
 def _largest_memory_by_step(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[tuple[int, list[PhasePeak]]]:

@@ -1,4 +1,4 @@
-"""Whether two cells trained the same thing: from what, on which samples, in which precision, as their ranks saw it."""
+"""Check that two cells trained the same: initial values, samples and precision, as their ranks recorded them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unipar.utils.text import count_of
 
 
 class RankMarks(TypedDict):
-    """By one rank."""
+    """Marks of what one rank trained, as its file holds them."""
 
     values: dict[str, int]
     kept: list[str]
@@ -27,59 +27,59 @@ class RankMarks(TypedDict):
 
 
 def rank_marks_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's training marks in a run folder."""
     return run / f"rank-{rank}.alike.json"
 
 
 class TrainingMarks(Section):
-    """What all ranks of a cell saw; the same training has the same, whoever cuts it."""
+    """Marks of what all ranks of a cell trained; equal for the same training, however it is split over ranks."""
 
     values: dict[str, str]
-    """By parameter, what stands for the bits of its first values."""
+    """Hash of each parameter's initial values."""
 
     kept: tuple[str, ...]
     """Dtypes of the weights that the optimizer moves."""
 
     computed: tuple[str, ...]
-    """Dtypes in which matrices are multiplied; none where nobody looked."""
+    """Dtypes in which matrices are multiplied; empty if they were not observed."""
 
     batches: tuple[tuple[str, ...], ...]
-    """Of the first steps, what stands for the contents of each microbatch."""
+    """Hashes of the contents of each microbatch in the first steps."""
 
     samples: tuple[tuple[int, str], ...]
-    """Of each step, how many samples there were, and what stands for their numbers in the data."""
+    """Number of samples in each step, and a hash of their numbers in the data."""
 
     readers: int = 0
-    """On how many ranks it depends which samples make a batch; 0: on none."""
+    """Number of ranks if batches depend on that; 0 if they do not."""
 
     total: int = 0
-    """Samples of a step, as was asked."""
+    """Samples of a step in the config."""
 
     precision: str = ""
-    """As was asked."""
+    """Precision in the config."""
 
     @classmethod
     def read(cls, run: Path, ranks: int) -> Self:
-        told: list[RankMarks] = []
+        """Return the marks of all ranks together; raise ReportError if a rank's file cannot be read."""
+        marks: list[RankMarks] = []
         for rank in range(ranks):
             try:
-                told.append(json.loads(rank_marks_path(run, rank).read_text("utf-8")))
+                marks.append(json.loads(rank_marks_path(run, rank).read_text("utf-8")))
             except (OSError, ValueError):
                 raise ReportError(f"{rank_marks_path(run, rank)} does not say what rank {rank} trained on") from None
-        names = dict.fromkeys(chain.from_iterable(seen["values"] for seen in told))
+        names = dict.fromkeys(chain.from_iterable(one["values"] for one in marks))
         return cls(
-            values={name: _add_hashes(seen["values"].get(name, 0) for seen in told) for name in names},
-            kept=_distinct_words(seen["kept"] for seen in told),
-            computed=_distinct_words(seen["computed"] for seen in told),
-            batches=tuple(
-                tuple(sorted(chain(*step))) for step in zip(*(seen["batches"] for seen in told), strict=True)
-            ),
+            values={name: _add_hashes(one["values"].get(name, 0) for one in marks) for name in names},
+            kept=_distinct_words(one["kept"] for one in marks),
+            computed=_distinct_words(one["computed"] for one in marks),
+            batches=tuple(tuple(sorted(chain(*step))) for step in zip(*(one["batches"] for one in marks), strict=True)),
             samples=tuple(
                 (sum(count for count, _ in step), _add_hashes(mark for _, mark in step))
-                for step in zip(*(seen["samples"] for seen in told), strict=True)
+                for step in zip(*(one["samples"] for one in marks), strict=True)
             ),
-            readers=told[0]["readers"],
-            total=told[0]["total"],
-            precision=told[0]["precision"],
+            readers=marks[0]["readers"],
+            total=marks[0]["total"],
+            precision=marks[0]["precision"],
         )
 
 
@@ -94,24 +94,24 @@ def _distinct_words(words: Iterable[list[str]]) -> tuple[str, ...]:
 def describe_training_difference(
     mine: TrainingMarks, others: Mapping[str, TrainingMarks], *, one_total: bool = True
 ) -> str:
-    """Why it is not the training of the others; empty: nothing speaks against it. `one_total`: all have one batch."""
-    beside = ((name, m) for name, m in others.items() if m.readers == mine.readers)
-    read = next(((name, m) for name, m in beside if one_total or m.total == mine.total), None)
-    cast = next(((name, m) for name, m in others.items() if m.precision == mine.precision), None)
-    said = [
+    """Return why a cell did not train the same as the others, or ""; `one_total`: all have the same total batch."""
+    same_readers = ((name, m) for name, m in others.items() if m.readers == mine.readers)
+    same_batch = next(((name, m) for name, m in same_readers if one_total or m.total == mine.total), None)
+    same_precision = next(((name, m) for name, m in others.items() if m.precision == mine.precision), None)
+    differences = [
         *(_compare_initial_values(mine, theirs, name) for name, theirs in list(others.items())[:1]),
-        *([_compare_samples(mine, read[1], read[0])] if read is not None else []),
-        *([_compare_dtypes(mine, cast[1], cast[0])] if cast is not None else []),
+        *([_compare_samples(mine, same_batch[1], same_batch[0])] if same_batch is not None else []),
+        *([_compare_dtypes(mine, same_precision[1], same_precision[0])] if same_precision is not None else []),
     ]
-    return "; ".join(filter(None, said))
+    return "; ".join(filter(None, differences))
 
 
 def _compare_initial_values(mine: TrainingMarks, theirs: TrainingMarks, other: str) -> str:
-    moved = [name for name, mark in mine.values.items() if theirs.values.get(name, mark) != mark]
-    if not moved:
+    names = [name for name, mark in mine.values.items() if theirs.values.get(name, mark) != mark]
+    if not names:
         return ""
-    more = f", and {count_of(len(moved) - 1, 'parameter')} more" if len(moved) > 1 else ""
-    return f"{moved[0]} begins with other values than in {other}{more}: model() must follow from train.seed alone"
+    more = f" (and {count_of(len(names) - 1, 'other parameter')})" if len(names) > 1 else ""
+    return f"{names[0]}{more} starts with other values than in {other}: model() must depend on train.seed only"
 
 
 def _compare_samples(mine: TrainingMarks, theirs: TrainingMarks, other: str) -> str:
@@ -119,14 +119,14 @@ def _compare_samples(mine: TrainingMarks, theirs: TrainingMarks, other: str) -> 
         zip(mine.samples, theirs.samples, strict=False), 1
     ):
         if count != theirs_count:
-            return f"step {step} trains on {count_of(count, 'sample')}, and on {theirs_count} in {other}"
+            return f"step {step} trains on {count_of(count, 'sample')}, but on {theirs_count} in {other}"
         if mark != theirs_mark:
             return f"step {step} trains on other samples than in {other}"
     for step, (batches, theirs_batches) in enumerate(zip(mine.batches, theirs.batches, strict=False), 1):
         if len(batches) == len(theirs_batches) and batches != theirs_batches:
             return (
-                f"step {step} is given other values for the same samples than in {other}: what data() yields must "
-                "follow from the index and the seed alone"
+                f"step {step} has other values for the same samples than in {other}: what data() returns must depend "
+                "on the index and the seed only"
             )
     return ""
 
@@ -135,9 +135,9 @@ def _compare_dtypes(mine: TrainingMarks, theirs: TrainingMarks, other: str) -> s
     one, two = _describe_dtypes(mine), _describe_dtypes(theirs)
     if mine.kept == theirs.kept and (mine.computed == theirs.computed or not mine.computed or not theirs.computed):
         return ""
-    return f"it {one}, and {other} {two}, though both were asked for {mine.precision}"
+    return f"it {one}, but {other} {two}, although both have train.precision {mine.precision}"
 
 
 def _describe_dtypes(marks: TrainingMarks) -> str:
-    computes = f"computes in {' and '.join(marks.computed)}, " if marks.computed else ""
+    computes = f"computes in {' and '.join(marks.computed)} and " if marks.computed else ""
     return f"{computes}keeps weights in {' and '.join(marks.kept)}"

@@ -1,4 +1,4 @@
-"""What `scale` found: cells in worlds of several sizes, how much faster each is, and how near to the ideal."""
+"""`Scaling`: results of cells in worlds of several sizes, with speed-up and efficiency."""
 
 from __future__ import annotations
 
@@ -30,104 +30,108 @@ from unipar.utils.text import count_of, format_size
 
 ScalingKind = Literal["strong", "weak"]
 SCALING_KINDS: tuple[ScalingKind, ...] = ("strong", "weak")
+"""Kinds of scaling; strong: the total batch is the same in every world; weak: each rank's share of it is."""
 
 NO_FIGURE = "-"
 
 _FIELDS_STORED_ELSEWHERE = ("worlds", "rows", "unkept")
-"""What its file holds in another form, or not at all."""
-"""strong: the total batch is the same in every world; weak: each rank's share of it is."""
+"""Fields that the file holds in another form, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledCell:
-    """One cell on so many ranks."""
+    """One cell in a world of one size."""
 
     cell: str
     ranks: int
     kinds: tuple[ScalingKind, ...]
-    """The smallest world is both."""
+    """Kinds of scaling that the world is part of; the smallest world is part of both."""
 
     samples: int
-    """In one optimizer step, over all ranks."""
+    """Samples in one optimizer step, over all ranks."""
 
     micro: int
     accumulate: int
 
     @property
     def name(self) -> str:
+        """Name of the world's row and folder: `native/nothing x2 strong`."""
         return f"{self.cell} x{self.ranks}" + (f" {self.kinds[0]}" if len(self.kinds) == 1 else "")
 
     @property
     def table_head(self) -> tuple[str, str, str]:
-        """How a table's row begins."""
+        """First three columns of the world's row in a table."""
         return self.cell, str(self.ranks), " ".join(self.kinds) if len(self.kinds) == 1 else "both"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(TurnResults):
-    """All worlds; of each cell the smallest comes first, and is what its others are held to."""
+    """Results of all worlds; the smallest world of each cell comes first and is the reference for its others."""
 
     worlds: tuple[ScaledCell, ...]
-    """Each has its row, in the same order, by its name."""
+    """Worlds, in the order of their rows, which have their names."""
 
     cores: int
-    """That these processes may use."""
+    """Cores that these processes may use."""
 
     threads: str
-    """Of each rank."""
+    """Threads of each rank."""
 
     device: str
     verb: str = "scale"
-    """The command that made it. compare: a comparison for each size of world, one after another."""
+    """Command that made the result; compare: a comparison for each size of world, one after another."""
 
     held: bool = True
-    """Whether worlds with the same total batch must have the same losses: not where ranks step by themselves."""
+    """Whether worlds with the same total batch must have the same losses: not if ranks step independently."""
 
     wrong: tuple[str, ...] = ()
-    """What comparisons in worlds of one size found."""
+    """Errors of the comparisons in worlds of one size."""
 
     versions: dict[str, str] = field(default_factory=dict[str, str])
     machine: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def row(self, world: ScaledCell) -> CellResult:
+        """Return the row of a world."""
         return next(row for row in self.rows if row.cell == world.name)
 
     def timed_worlds(self, cell: str, kind: ScalingKind) -> list[ScaledCell]:
-        """The worlds of one cell that were timed, the smallest first."""
+        """Return the worlds of one cell that were timed, the smallest first."""
         return [w for w in self.worlds if w.cell == cell and kind in w.kinds and self.samples_per_second(w) is not None]
 
     @property
     def kinds(self) -> list[ScalingKind]:
-        """strong alone, where no world grows its batch."""
+        """Kinds of scaling in this result."""
         return [kind for kind in SCALING_KINDS if any(kind in world.kinds for world in self.worlds)]
 
     @property
     def cells(self) -> list[str]:
+        """Names of all cells, in the order of their worlds."""
         return list(dict.fromkeys(world.cell for world in self.worlds))
 
     def base(self, world: ScaledCell) -> ScaledCell:
+        """Return the smallest world of the same cell."""
         return next(w for w in self.worlds if w.cell == world.cell)
 
     def samples_per_second(self, world: ScaledCell) -> float | None:
-        """Samples in a second, by the median step."""
+        """Return samples per second in the median step, or None if the world has no step times."""
         row = self.row(world)
         return (
             world.samples / median(row.timed_seconds) if row.timed_seconds and row.outcome in ("ran", "waits") else None
         )
 
     def speed_up(self, world: ScaledCell) -> float | None:
-        """How many times the samples of the smallest world in the same time."""
+        """Return samples per second, divided by those of the smallest world."""
         rate, base = self.samples_per_second(world), self.samples_per_second(self.base(world))
         return None if rate is None or base is None else rate / base
 
     def efficiency(self, world: ScaledCell) -> float | None:
-        """Of the ideal, in which twice the ranks do twice as much."""
+        """Return the speed-up, divided by the ideal one, in which twice the ranks are twice as fast."""
         faster = self.speed_up(world)
         return None if faster is None else faster * self.base(world).ranks / world.ranks
 
     @override
     def training_difference(self, row: CellResult) -> str:
-        """In weak scaling batches have other sizes."""
+        """Return why the row trained something else, or ""; in weak scaling batches differ in size."""
         return (
             describe_training_difference(row.marks, self.marks_of_others(row), one_total=False)
             if row.marks is not None
@@ -135,7 +139,7 @@ class Scaling(TurnResults):
         )
 
     def mark_different_training(self) -> Self:
-        """With those found out that did not train what the ones before them did."""
+        """Return the result in which worlds that trained something else than those before have no figures."""
         rows: list[CellResult] = []
         for i, row in enumerate(self.rows):
             why = (
@@ -147,12 +151,12 @@ class Scaling(TurnResults):
         return replace(self, rows=rows)
 
     def memory(self, world: ScaledCell) -> int | None:
-        """What the largest rank allocated at its peak."""
+        """Return the peak of the largest rank's allocated memory, or None if the world has no figures."""
         row = self.row(world)
         return largest_peak_bytes(row.memory) if row.memory and row.outcome in ("ran", "waits") else None
 
     def agreement(self, world: ScaledCell) -> Agreement | None:
-        """Of its losses with the smallest world's, which trains on the same batches; None where nothing is to hold."""
+        """Return the agreement of the world's losses with the smallest world's, or None if these need not be equal."""
         row, base = self.row(world), self.row(self.base(world))
         if not self.held or world.kinds != ("strong",) or row is base or {row.outcome, base.outcome} != {"ran"}:
             return None
@@ -160,6 +164,7 @@ class Scaling(TurnResults):
 
     @property
     def agreements(self) -> list[tuple[ScaledCell, Agreement]]:
+        """Worlds whose losses must equal the smallest world's, with their agreement."""
         return [(world, found) for world in self.worlds if (found := self.agreement(world)) is not None]
 
     @property
@@ -173,32 +178,32 @@ class Scaling(TurnResults):
 
     @override
     def blocks(self, width: int) -> list[list[str]]:
-        """The lines of the header, then of each world; where they are too wide, without the middle half and RSS."""
+        """Return the lines of the header, then of each world; if too wide, without the middle half and RSS."""
         header = ("cell", "ranks", "scaling", "step ms", "samples/s", "speed-up", "efficiency")
         last = () if any(row.memory for row in self.rows) else ("RSS",)
-        made: list[list[str]] = []
+        blocks: list[list[str]] = []
         for narrow, more in ((False, last), (True, last), (True, ())):
             rows = [self._shown(world, narrow=narrow, rss=bool(more)) for world in self.worlds]
-            made = format_table_rows((*header, *more), rows, right=(1, 3, 4, 5, 6, 7), width=width)
-            if max(len(line) for block in made for line in block) <= width:
+            blocks = format_table_rows((*header, *more), rows, right=(1, 3, 4, 5, 6, 7), width=width)
+            if max(len(line) for block in blocks for line in block) <= width:
                 break
-        return made
+        return blocks
 
     @override
     def extra_tables(self, width: int) -> list[str]:
-        """What the largest rank of each world takes, seen in three ways."""
-        watched = [world for world in self.worlds if self.memory(world) is not None]
-        if not watched:
+        """Return the lines of a table of the largest rank's memory in each world, counted in three ways."""
+        measured = [world for world in self.worlds if self.memory(world) is not None]
+        if not measured:
             return []
-        accounts = {world: self.row(world).memory for world in watched}
+        accounts = {world: self.row(world).memory for world in measured}
         second = "reserved" if any(a.on is not None for of in accounts.values() for a in of) else "resident"
         rows = [
             [*world.table_head, format_size(largest_peak_bytes(of)), *_other_memory_columns(of, world.ranks)]
             for world, of in accounts.items()
         ]
         header = ("memory", "ranks", "scaling", "allocated", second, "on CUDA")
-        made = format_table_rows(header, rows, right=(1, 3, 4, 5), width=width)
-        return ["", *(line for lines in made for line in lines)]
+        blocks = format_table_rows(header, rows, right=(1, 3, 4, 5), width=width)
+        return ["", *(line for lines in blocks for line in lines)]
 
     def _shown(self, world: ScaledCell, *, narrow: bool, rss: bool) -> tuple[str, ...]:
         row, rate, at = self.row(world), self.samples_per_second(world), world.table_head
@@ -235,25 +240,25 @@ class Scaling(TurnResults):
         return [*lines, *table_remarks(self.unwatched, self.unkept, self.note)]
 
     def shared(self) -> str:
-        """What ranks on one machine have in common: efficiency is no statement on a cell without it."""
+        """Return what the ranks on this machine share, without which efficiency cannot be judged."""
         what = f"one machine: {count_of(self.cores, 'core')}, {self.threads} thread{'s' * (self.threads != '1')} a rank"
         if ":" in self.device:
-            return f"{what}; all ranks share {self.device}: no efficiency here is that of a GPU a rank"
+            return f"{what}; all ranks share {self.device}: efficiency with one GPU per rank would be different"
         if self.device != "cpu":
-            return f"{what}, a GPU each"
+            return f"{what}, one GPU per rank"
         if not self.threads.isdecimal() or not int(self.threads):
             return f"{what}; whether ranks share cores is not known"
         free = self.cores // int(self.threads)
         if not free:
-            return f"{what}: one rank alone has more threads than there are cores, which no cell can make good"
+            return f"{what}: even one rank has more threads than there are cores, which limits every cell"
         if all(world.ranks <= free for world in self.worlds):
-            return f"{what}; ranks share its memory and caches, and no core"
-        return f"{what}; in worlds of more than {count_of(free, 'rank')} they share cores, which no cell can make good"
+            return f"{what}; ranks share its memory and caches, but no cores"
+        return f"{what}; in worlds of more than {count_of(free, 'rank')} they share cores, which limits every cell"
 
     def verdict(self) -> list[str]:
-        """Whether worlds with the same total batch trained alike."""
+        """Return whether worlds with the same total batch have the same losses, in sentences."""
         if self.interrupted:
-            return ["interrupted: worlds without figures did not come to their end"]
+            return ["interrupted: worlds without figures did not finish"]
         found = self.agreements
         wrong = list(self.wrong) + [
             f"DISAGREES: {world.name} with {self.base(world).name} by {a.off:.1e} at step {a.step}; "
@@ -268,29 +273,30 @@ class Scaling(TurnResults):
         return [f"the losses of strong scaling agree with the smallest world's {how}"]
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure."""
-        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_STORED_ELSEWHERE}
-        return {**made, "worlds": [self._world_json(world) for world in self.worlds]}
+        """Return every figure as a mapping for JSON."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_STORED_ELSEWHERE}
+        return {**data, "worlds": [self._world_json(world) for world in self.worlds]}
 
     @classmethod
     def read(cls, file: Path, data: Mapping[str, Any]) -> Self:
-        """The same from its file; an error where that holds something else."""
+        """Return the result in a file's mapping; raise ReportError if unipar cannot have written it."""
         try:
             raw = cls.from_json(data)
-            told = {"rows": [vars(row) for row in raw.rows], "worlds": [vars(world) for world in raw.worlds]}
-            found = TypeAdapter(cls).validate_python(vars(raw) | told)
+            lists = {"rows": [vars(row) for row in raw.rows], "worlds": [vars(world) for world in raw.worlds]}
+            result = TypeAdapter(cls).validate_python(vars(raw) | lists)
         except (LookupError, TypeError, ValidationError) as e:
-            said = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
-            raise ReportError(f"{file} is no scaling that unipar wrote: {said}") from None
-        if not found.worlds:
-            raise ReportError(f"{file} is no scaling that unipar wrote: it has no worlds")
-        return found
+            why = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
+            raise ReportError(f"{file} is not a scaling written by unipar: {why}") from None
+        if not result.worlds:
+            raise ReportError(f"{file} is not a scaling written by unipar: it has no worlds")
+        return result
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        told: list[dict[str, Any]] = data["worlds"]
-        worlds = tuple(_scaled_cell_from_json(world) for world in told)
-        rows = [cell_result_from_json(world | {"cell": at.name}) for at, world in zip(worlds, told, strict=True)]
+        """Return the result in a file's mapping, without checks."""
+        entries: list[dict[str, Any]] = data["worlds"]
+        worlds = tuple(_scaled_cell_from_json(world) for world in entries)
+        rows = [cell_result_from_json(world | {"cell": at.name}) for at, world in zip(worlds, entries, strict=True)]
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data and f.name not in _FIELDS_STORED_ELSEWHERE}
         return cls(**known, worlds=worlds, rows=rows)
 
@@ -307,18 +313,19 @@ class Scaling(TurnResults):
 
 
 def _other_memory_columns(accounts: Sequence[MemoryAccount], ranks: int) -> tuple[str, str]:
-    """Resident, on CUDA reserved; and what it comes to on CUDA."""
+    """Return the memory taken on this machine (resident, or reserved on CUDA) and the total on CUDA, as text."""
     taken = bytes_on_this_machine(accounts)
     return NO_FIGURE if taken is None else format_size(taken), format_size(
         total_on_cuda(largest_account(accounts), ranks).total
     )
 
 
-def _scaled_cell_from_json(told: Mapping[str, Any]) -> ScaledCell:
-    made: dict[str, Any] = {f.name: told[f.name] for f in fields(ScaledCell)}
-    made["kinds"] = tuple(made["kinds"])
-    return ScaledCell(**made)
+def _scaled_cell_from_json(data: Mapping[str, Any]) -> ScaledCell:
+    values: dict[str, Any] = {f.name: data[f.name] for f in fields(ScaledCell)}
+    values["kinds"] = tuple(values["kinds"])
+    return ScaledCell(**values)
 
 
 def format_percent(share: float) -> str:
+    """Return a share as percent: 0.8 as "80 %"."""
     return f"{100 * share:.0f} %"

@@ -1,4 +1,4 @@
-"""compare.csv: a row a cell; scale.csv, worlds.csv: a row a world. In bytes and seconds, to compute with."""
+"""CSV files of results, in bytes and seconds: compare.csv has a row a cell, scale.csv and worlds.csv a row a world."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPEED_UP_COLUMNS: Final = ("speed_up", "efficiency")
 
 
 def format_comparison_csv(found: Comparison) -> str:
-    """What is not known is empty; `digits` of losses that are equal to the bit is `all`."""
+    """Return a comparison as CSV; unknown figures are empty, and `digits` is `all` if losses are equal to the bit."""
     return _to_csv(
         COMPARISON_COLUMNS,
         (
@@ -50,7 +50,7 @@ def format_comparison_csv(found: Comparison) -> str:
 
 
 def format_scaling_csv(found: Scaling) -> str:
-    """The same of cells in worlds of several sizes: a row a world."""
+    """Return a scaling as CSV, with a row for each world."""
     return _to_csv(
         ("cell", *WORLD_COLUMNS, "outcome", *AGREEMENT_COLUMNS, *TIME_COLUMNS, *SPEED_UP_COLUMNS, *MEMORY_COLUMNS),
         _scaling_rows(found),
@@ -76,10 +76,10 @@ def _to_csv(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def _agreement_cells(told: Agreement | None) -> list[str]:
-    if told is None:
+def _agreement_cells(agreement: Agreement | None) -> list[str]:
+    if agreement is None:
         return ["", ""]
-    return ["all" if told.digits is None else str(told.digits), "yes" if told.within else "no"]
+    return ["all" if agreement.digits is None else str(agreement.digits), "yes" if agreement.within else "no"]
 
 
 def _time_cells(found: Comparison, row: CellResult) -> list[str]:
@@ -90,7 +90,7 @@ def _time_cells(found: Comparison, row: CellResult) -> list[str]:
 
 
 def _memory_cells(row: CellResult, ranks: int) -> list[str]:
-    """Of the largest rank; its categories add up to what is allocated. Of a cell that failed not all is known."""
+    """Return the memory of the largest rank, whose categories add up to `allocated`; empty for a failed cell."""
     if not row.memory or row.outcome in ("failed", "unlike"):
         return [""] * len(MEMORY_COLUMNS)
     account = largest_account(row.memory)

@@ -1,4 +1,4 @@
-"""What `verify` found: a row a cell, the verdict on it, and the table that says it."""
+"""`Verdicts`: results of `verify`, with a verdict for each cell, and their table."""
 
 from __future__ import annotations
 
@@ -21,50 +21,52 @@ _VERDICT_PREFIXES = {"refused": "refused: ", "absent": "", "failed": "failed: ",
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Where a cell parts from one process, and what kind of fault fits."""
+    """Diagnosis of a cell that disagrees with one process: the first difference, and the kind of fault."""
 
     step: int
     what: str
-    """What parted first in that step: samples, sample weight, rate, loss, norm, or a kind of state."""
+    """Quantity that differs first in that step: samples, sample weight, rate, loss, norm, or a kind of state."""
 
     kind: str = ""
-    """Empty: no kind that is known fits."""
+    """Kind of fault; empty if unknown."""
 
     candidates: tuple[str, ...] = ()
-    """The kinds that fit equally well, where it is not one alone; `kind` lists them all."""
+    """Kinds of fault that fit equally well, if there are several; `kind` lists them all."""
 
     says: str = ""
+    """Evidence for the kind of fault, in a sentence."""
+
     parameter: str = ""
-    """The first, in the model's order, of those that part in that step."""
+    """First parameter, in the model's order, that differs in that step."""
 
     parameters: int = 0
-    """How many do."""
+    """Number of parameters that differ."""
 
     forward: str = ""
-    """The first module whose output parts, and where; empty: none does."""
+    """First module whose output differs, with rank and microbatch; empty if none does."""
 
     backward: str = ""
-    """The same for the gradient that came back to it."""
+    """First module in the backward that is given another gradient, with rank and microbatch; empty if none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One cell."""
+    """Verdict on one cell."""
 
     cell: str
     outcome: VerdictOutcome
     note: str = ""
     digits: int | None = None
-    """Leading digits of the loss that are one process's, in every step; None: all bits are, or it did not run."""
+    """Leading digits of the loss that equal one process's in every step; None: all bits do, or the cell did not run."""
 
     bits: str = ""
-    """shares or micros: the order in which a one-process replay gives the same bits; empty: neither does."""
+    """Order in which a one-process replay gives the same bits, `shares` or `micros`; empty if neither does."""
 
     worst: str = ""
-    """What comes nearest to what is allowed, or is furthest beyond."""
+    """Quantity with the largest difference in proportion to the allowed one, in a sentence."""
 
     share: float | None = None
-    """How near, in proportion."""
+    """Largest difference, divided by the allowed one."""
 
     finding: Finding | None = None
     losses: list[float] = field(default_factory=list[float])
@@ -73,7 +75,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
-    """All cells, and the runs of one process to which they were held."""
+    """Verdicts on all cells, and the runs of one process with which they were compared."""
 
     name: str
     out: str
@@ -85,19 +87,19 @@ class Verdicts:
     """Losses and norms of one process, by run."""
 
     allowed: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """By step, how far a loss and a norm may be off."""
+    """Allowed difference of a loss and of a norm, by step."""
 
     remarks: list[str] = field(default_factory=list[str])
-    """What was found out about the task itself."""
+    """Remarks on the task itself."""
 
     stopped: str = ""
-    """Why there is no verdict on any cell."""
+    """Reason why there is no verdict on any cell."""
 
     interrupted: bool = False
 
     @property
     def code(self) -> int:
-        """What the command line exits with."""
+        """Exit code of the command line."""
         if self.interrupted:
             return 130
         outcomes = [row.outcome for row in self.rows]
@@ -108,12 +110,13 @@ class Verdicts:
         return self.table()
 
     def table(self, width: int = 80) -> str:
+        """Return the table as text, with the remarks below."""
         rows = ["\n".join(lines) for lines in self.blocks(width)]
-        said = [line for text in self.remark_lines() for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        return "\n".join([*rows, "", *said])
+        remarks = [line for text in self.remark_lines() for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        return "\n".join([*rows, "", *remarks])
 
     def blocks(self, width: int) -> list[list[str]]:
-        """The lines of the header, then of each row."""
+        """Return the lines of the header, then of each row."""
         return format_table_rows(
             ("cell", "loss", "of allowed", "verdict"), [self._shown(r) for r in self.rows], right=(2,), width=width
         )
@@ -123,20 +126,20 @@ class Verdicts:
             return row.cell, _VERDICT_PREFIXES[row.outcome] + (row.note or "waits")
         digits = "same bits" if row.digits is None else count_of(row.digits, "digit")
         if row.outcome == "agrees":
-            verdict = "agrees; the replay's bits" if row.bits else "agrees"
+            verdict = "agrees; bit-for-bit equal to the replay" if row.bits else "agrees"
         else:
-            kind = row.finding.kind if row.finding is not None and row.finding.kind else "no known kind of fault"
+            kind = row.finding.kind if row.finding is not None and row.finding.kind else "unknown kind of fault"
             verdict = f"DISAGREES: {kind}"
         return row.cell, digits, _format_share(row.share), verdict
 
     def remark_lines(self) -> list[str]:
-        """What the table means, and what is wrong."""
+        """Return explanations of the table and what is wrong."""
         if self.stopped:
             return [f"no verdict: {self.stopped}", *self.remarks]
         lines = [line for row in self.rows for line in _describe_verdict(row)]
         ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
         if self.interrupted:
-            lines.append("interrupted: cells without a verdict did not come to their end")
+            lines.append("interrupted: cells without a verdict did not finish")
         elif not ran:
             lines.append("no verdict: no cell ran")
         elif all(row.outcome == "agrees" for row in ran):
@@ -144,9 +147,9 @@ class Verdicts:
         return [
             *lines,
             *self.remarks,
-            "loss: leading digits that are those of one process, the least over all steps",
-            "of allowed: the worst of loss, norm, rates, samples and every tensor of the state, in proportion to 4 "
-            f"times what one process differs from itself when it adds in another order ({self.precision})",
+            "loss: leading digits that equal those of one process, the fewest over all steps",
+            "of allowed: the largest difference of loss, norm, rates, samples and every tensor of the state, divided "
+            f"by 4 times the difference between runs of one process that add in other orders ({self.precision})",
             f"figures and curves: {self.out}/verify.html",
         ]
 
@@ -156,16 +159,17 @@ class Verdicts:
         lines = [f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"]
         if exact:
             how = "all of them" if exact == len(ran) else f"{exact} of them"
-            lines.append(f"{how} bit for bit with a replay in one process, optimizer by for-loop and norm in fp64")
+            lines.append(f"{how} bit for bit with a replay in one process (optimizer by for-loop, norm in fp64)")
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        made = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
-        return {**made, "code": self.code, "cells": [_replace_infinities(asdict(row)) for row in self.rows]}
+        """Return every figure as a mapping for JSON."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
+        return {**data, "code": self.code, "cells": [_replace_infinities(asdict(row)) for row in self.rows]}
 
 
 def _replace_infinities(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity."""
+    """Return the row with None for an infinite share, because JSON has no infinity."""
     return row | {"share": None if row["share"] is None or not math.isfinite(row["share"]) else row["share"]}
 
 
@@ -178,7 +182,7 @@ def _format_share(share: float | None) -> str:
 
 
 def _describe_verdict(row: Verdict) -> list[str]:
-    """A cell that parts, in sentences."""
+    """Return sentences on a cell that disagrees or has a note."""
     if row.outcome == "agrees" and row.note:
         return [f"{row.cell}: {row.note}"]
     if row.outcome != "disagrees":
@@ -187,14 +191,14 @@ def _describe_verdict(row: Verdict) -> list[str]:
     lines = [f"{row.cell} DISAGREES: {row.worst}"]
     if found is None:
         return lines
-    lines.append(f"  kind: {found.kind or 'none that is known fits'}{': ' if found.says else ''}{found.says}")
-    lines.append(f"  first step: {found.step}, where {found.what} parts first")
+    lines.append(f"  kind: {found.kind or 'unknown'}{': ' if found.says else ''}{found.says}")
+    lines.append(f"  first step: {found.step}; first difference in it: {found.what}")
     if found.forward or found.backward:
         lines += [
             f"  first module {w}: {m}" for w, m in (("forward", found.forward), ("backward", found.backward)) if m
         ]
     else:
-        lines.append("  first module: none, forward and backward are those of one process; it comes after them")
+        lines.append("  first module: none; forward and backward equal those of one process, the fault is after them")
     if found.parameter:
         more = f", and {found.parameters - 1} more" if found.parameters > 1 else ""
         lines.append(f"  first parameter: {found.parameter}{more}")

@@ -1,4 +1,4 @@
-"""The zygote itself; crews of its forks are in test_crew.py beside those of new processes."""
+"""The fork server itself; groups of its forks are in test_group.py beside those of new processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None]:
 
 def test_it_ends_with_its_context() -> None:
     """And only then."""
-    with ForkServer(["json"]) as zygote:
-        pid = zygote.pid
+    with ForkServer(["json"]) as server:
+        pid = server.pid
         assert is_running(pid)
     assert not is_running(pid)
 
@@ -40,7 +40,7 @@ def test_what_cannot_be_imported() -> None:
 def test_threads_are_refused() -> None:
     """A fork would take one thread along and leave the locks of the others behind."""
     with (
-        pytest.raises(ForkServerFailed, match="2 threads; what was imported starts some"),
+        pytest.raises(ForkServerFailed, match="2 threads; a module that starts threads"),
         ForkServer(["tests.support.threaded"], PYTHONPATH_VARIABLE),
     ):
         pass
@@ -48,14 +48,16 @@ def test_threads_are_refused() -> None:
 
 def test_forks_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has its parent's modules and nothing of the worlds before it; environment and folder are the asker's."""
-    with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as zygote:
+    with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as server:
         monkeypatch.chdir(tmp_path)  # after it has started
         for name in ("first", "second"):
             (tmp_path / name).mkdir()
             more = {**PYTHONPATH_VARIABLE, "NAMED": name}
-            crew = WorkerGroup(tmp_path / name, 1, "tests.support.entries:remembers", environment=more, zygote=zygote)
-            with crew:
-                crew.wait()
+            workers = WorkerGroup(
+                tmp_path / name, 1, "tests.support.entries:remembers", environment=more, zygote=server
+            )
+            with workers:
+                workers.wait()
             assert (tmp_path / name / "remembered").read_text("utf-8") == f"['{name}'] {tmp_path} True"
 
 
@@ -64,32 +66,34 @@ import sys
 from pathlib import Path
 from unipar.launcher.processes.forkserver import ForkServer
 from unipar.launcher.processes.group import WorkerGroup
-with ForkServer(["tests.support.entries"]) as zygote:
-    Path(sys.argv[1], "zygote").write_text(str(zygote.pid))
-    with WorkerGroup(Path(sys.argv[1]), 1, "tests.support.entries:sleeps", zygote=zygote) as crew:
-        crew.wait()
+with ForkServer(["tests.support.entries"]) as server:
+    Path(sys.argv[1], "server").write_text(str(server.pid))
+    with WorkerGroup(Path(sys.argv[1]), 1, "tests.support.entries:sleeps", zygote=server) as workers:
+        workers.wait()
 """
 
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
-    """kill -9: zygote and forks."""
+    """kill -9: server and forks."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path)], env={**os.environ, **PYTHONPATH_VARIABLE}, cwd=ROOT
     )
-    fork, zygote = read_pid(tmp_path / "up-0"), read_pid(tmp_path / "zygote")
+    fork, server = read_pid(tmp_path / "up-0"), read_pid(tmp_path / "server")
     parent.kill()
     parent.wait()
-    eventually(lambda: not is_running(fork) and not is_running(zygote), "something lives on")
+    eventually(lambda: not is_running(fork) and not is_running(server), "something lives on")
 
 
-def test_a_zygote_that_was_killed(tmp_path: Path) -> None:
-    """Asking it is an error with a sentence, and its forks still end with their crew."""
-    with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as zygote:
-        crew = WorkerGroup(tmp_path, 1, "tests.support.entries:sleeps", environment=PYTHONPATH_VARIABLE, zygote=zygote)
-        crew.__enter__()
+def test_a_server_that_was_killed(tmp_path: Path) -> None:
+    """Asking it is an error with a sentence, and its forks still end with their workers."""
+    with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as server:
+        workers = WorkerGroup(
+            tmp_path, 1, "tests.support.entries:sleeps", environment=PYTHONPATH_VARIABLE, zygote=server
+        )
+        workers.__enter__()
         fork = read_pid(tmp_path / "up-0")
-        os.kill(zygote.pid, signal.SIGKILL)
-        with pytest.raises(ForkServerFailed, match=r"^the zygote is gone \(-9\)$"):
-            crew.kill()
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(ForkServerFailed, match=r"^the fork server has ended \(exit code -9\)$"):
+            workers.kill()
         eventually(lambda: not is_running(fork), "the fork lives on")
-        assert crew.running_pids == {}
+        assert workers.running_pids == {}

@@ -1,4 +1,4 @@
-"""Real processes with tiny lives: how a crew starts, ends, fails whole and leaves nothing."""
+"""Real processes with tiny lives: how a group of workers starts, ends, fails as a whole and leaves nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ Make = Callable[..., WorkerGroup]
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Generator[ForkServer]:
+def server() -> Generator[ForkServer]:
     with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as ready:
         yield ready
 
@@ -38,11 +39,11 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Path]:
 
 
 @pytest.fixture(params=["fresh", "forked"])
-def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """A crew of two that runs one of tests/support/entries.py: new interpreters, or forks of a zygote."""
+def workers(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """A group of two that runs one of tests/support/entries.py: new interpreters, or forks of a fork server."""
 
     def make(entry: str, size: int = 2, *, run: Path | None = None, **more: object) -> WorkerGroup:
-        starter = request.getfixturevalue("zygote") if request.param == "forked" else None
+        starter = request.getfixturevalue("server") if request.param == "forked" else None
         run = run or tmp_path
         return WorkerGroup(
             run,
@@ -56,18 +57,18 @@ def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     return make
 
 
-def failure(crew: WorkerGroup) -> WorkerFailed:
-    with pytest.raises(WorkerFailed) as raised, crew:
-        crew.wait()
+def failure(workers: WorkerGroup) -> WorkerFailed:
+    with pytest.raises(WorkerFailed) as raised, workers:
+        workers.wait()
     return raised.value
 
 
 # Started
 
 
-def test_each_rank_knows_its_place(crew: Make, tmp_path: Path) -> None:
+def test_each_rank_knows_its_place(workers: Make, tmp_path: Path) -> None:
     """Rank and size arrive, threads are shared out, each rank leads a session and has a temporary folder."""
-    with crew("fine") as started:
+    with workers("fine") as started:
         pids = started.running_pids
         started.wait()
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
@@ -92,18 +93,18 @@ def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
     """Where the log of a rank cannot be made: sockets, pipes and all."""
     before = sorted(os.listdir("/proc/self/fd"))
     (tmp_path / "rank-0.log").mkdir()
-    crew = WorkerGroup(tmp_path, 2, "tests.support.entries:fine", control=True)
+    workers = WorkerGroup(tmp_path, 2, "tests.support.entries:fine", control=True)
     with pytest.raises(IsADirectoryError) as raised:  # its frames keep alive what nobody closed
-        crew.__enter__()
+        workers.__enter__()
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert raised.value.filename == f"{tmp_path}/rank-0.log"
 
 
-def test_two_crews_at_once(crew: Make, tmp_path: Path) -> None:
+def test_two_groups_at_once(workers: Make, tmp_path: Path) -> None:
     """Concurrent runs do not meet."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    with crew("fine", run=tmp_path / "a") as first, crew("fine", run=tmp_path / "b") as second:
+    with workers("fine", run=tmp_path / "a") as first, workers("fine", run=tmp_path / "b") as second:
         first.wait()
         second.wait()
     assert (tmp_path / "a" / "seen-1").exists()
@@ -113,11 +114,11 @@ def test_two_crews_at_once(crew: Make, tmp_path: Path) -> None:
 # Failed
 
 
-def test_one_fails_and_all_stop(crew: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_fails_and_all_stop(workers: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first failing rank is named with its error, its own traceback and its log; the others end when asked to."""
     monkeypatch.setattr(group, "SECONDS_TO_END", 600.0)
     began = time.monotonic()
-    error = failure(crew("first_raises"))
+    error = failure(workers("first_raises"))
     assert str(error) == f"rank 1 failed: ValueError: the batch is empty\n  its log: {tmp_path}/rank-1.log"
     assert error.rank == 1
     assert error.log == f"{tmp_path}/rank-1.log"
@@ -127,82 +128,82 @@ def test_one_fails_and_all_stop(crew: Make, tmp_path: Path, monkeypatch: pytest.
     assert time.monotonic() - began < SOON
 
 
-def test_our_own_errors_keep_their_type(crew: Make) -> None:
+def test_our_own_errors_keep_their_type(workers: Make) -> None:
     """What a worker raised on purpose arrives as the same class, and the worker's end as its cause."""
-    with pytest.raises(NonFinite, match=r"^the loss is not finite at step 3$") as raised, crew("refuses") as started:
+    with pytest.raises(NonFinite, match=r"^the loss is not finite at step 3$") as raised, workers("refuses") as started:
         started.wait()
     assert isinstance(raised.value.__cause__, WorkerFailed)
 
 
-def test_a_strangers_error_under_our_tree(crew: Make) -> None:
+def test_a_strangers_error_under_our_tree(workers: Make) -> None:
     """A class that this process does not know is named by its sentence."""
-    assert "failed: Odd: nobody knows this one" in str(failure(crew("unknown")))
+    assert "failed: Odd: nobody knows this one" in str(failure(workers("unknown")))
 
 
-def test_an_exit_without_a_word(crew: Make, tmp_path: Path) -> None:
+def test_an_exit_without_a_word(workers: Make, tmp_path: Path) -> None:
     """Of a rank that left by os._exit there is its code and the last line of its log."""
-    error = failure(crew("exits_seven"))
+    error = failure(workers("exits_seven"))
     assert str(error) == (
         "rank 1 ended with exit code 7, without an error of its own\n"
         f"  last in its log: about to go\n  its log: {tmp_path}/rank-1.log"
     )
 
 
-def test_killed_from_outside(crew: Make) -> None:
+def test_killed_from_outside(workers: Make) -> None:
     """SIGKILL is most often the kernel's, for memory."""
-    assert str(failure(crew("killed"))).startswith(
-        "rank 1 was killed by SIGKILL: probably out of memory (dmesg tells)\n"
+    assert str(failure(workers("killed"))).startswith(
+        "rank 1 was killed by SIGKILL: probably out of memory (see dmesg)\n"
     )
 
 
-def test_a_known_abort_is_explained(crew: Make) -> None:
+def test_a_known_abort_is_explained(workers: Make) -> None:
     """What gloo writes before it aborts becomes what to do."""
-    error = str(failure(crew("mismatched")))
+    error = str(failure(workers("mismatched")))
     assert error.startswith("rank 0 was killed by SIGABRT\n")
     assert "a parameter is unused on some ranks only: compute it everywhere, times 0.0" in error
 
 
-def test_who_lost_a_peer_is_not_to_blame(crew: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_lost_a_peer_is_not_to_blame(workers: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that says first that its peer is gone waits for that peer's own error."""
     monkeypatch.setattr(group, "SECONDS_FOR_LOST_RANK", SOON)
-    assert str(failure(crew("echoes"))).startswith("rank 1 failed: KeyError: 'labels'\n")
+    assert str(failure(workers("echoes"))).startswith("rank 1 failed: KeyError: 'labels'\n")
 
 
-def test_a_peer_that_ended_too_early(crew: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_ended_too_early(workers: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the lost peer ended well, that is said."""
     monkeypatch.setattr(group, "SECONDS_FOR_LOST_RANK", SOON)
-    error = str(failure(crew("ends_early")))
+    error = str(failure(workers("ends_early")))
     assert error.startswith("rank 0 failed: RuntimeError: Connection closed by peer")
     assert "rank 1 had ended before it, with exit code 0" in error
 
 
-def test_a_deaf_rank_is_killed(crew: Make) -> None:
+def test_a_deaf_rank_is_killed(workers: Make) -> None:
     """Who ignores SIGTERM has three seconds."""
     began = time.monotonic()
-    assert str(failure(crew("stubborn"))).startswith("rank 1 failed: ValueError: no\n")
+    assert str(failure(workers("stubborn"))).startswith("rank 1 failed: ValueError: no\n")
     assert 3 <= time.monotonic() - began < SOON
 
 
-def test_data_workers_end_with_their_rank(crew: Make, tmp_path: Path) -> None:
+def test_data_workers_end_with_their_rank(workers: Make, tmp_path: Path) -> None:
     """Of the rank that failed, and of the others."""
-    failure(crew("with_helpers"))
+    failure(workers("with_helpers"))
     assert not is_running(read_pid(tmp_path / "helper-0"))
     assert not is_running(read_pid(tmp_path / "helper-1"))
 
 
-def test_what_a_good_rank_started_ends_too(crew: Make, tmp_path: Path) -> None:
+def test_what_a_good_rank_started_ends_too(workers: Make, tmp_path: Path) -> None:
     """A rank that ends well leaves no process either."""
-    with crew("spawns") as started:
+    with workers("spawns") as started:
         started.wait()
     assert not is_running(read_pid(tmp_path / "helper-0"))
 
 
-def test_leaving_ends_all(crew: Make, tmp_path: Path) -> None:
+def test_leaving_ends_all(workers: Make, tmp_path: Path) -> None:
     """An error in the body of `with` leaves nothing."""
     pids: dict[int, int] = {}
 
     def fail() -> None:
-        with crew("sleeps") as started:
+        with workers("sleeps") as started:
             pids.update(started.running_pids)
             read_pid(tmp_path / "up-1")
             raise ZeroDivisionError
@@ -216,39 +217,39 @@ def test_leaving_ends_all(crew: Make, tmp_path: Path) -> None:
 # Asked to stop
 
 
-def test_a_signal_stops_at_a_boundary(crew: Make, tmp_path: Path) -> None:
+def test_a_signal_stops_at_a_boundary(workers: Make, tmp_path: Path) -> None:
     """SIGTERM reaches each rank once; the error says how far they came; the handlers are what they were."""
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM after step \d+; what was logged is in "):
-        _interrupted(crew("steps", grace=10), tmp_path, "rank-{}.beat", signal.SIGTERM)
+        _interrupted(workers("steps", grace=10), tmp_path, "rank-{}.beat", signal.SIGTERM)
     assert '"event": "stopped"' in (tmp_path / "rank-0.jsonl").read_text("utf-8")
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_before_the_first_step(crew: Make, tmp_path: Path) -> None:
+def test_before_the_first_step(workers: Make, tmp_path: Path) -> None:
     """Ranks that do not listen yet simply end."""
     with pytest.raises(Stopped, match=r"^stopped by SIGINT before the first step; "):
-        _interrupted(crew("sleeps"), tmp_path, "up-{}", signal.SIGINT)
+        _interrupted(workers("sleeps"), tmp_path, "up-{}", signal.SIGINT)
 
 
-def test_a_second_signal_ends_at_once(crew: Make, tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once(workers: Make, tmp_path: Path) -> None:
     """However long the grace."""
     began = time.monotonic()
     with pytest.raises(Stopped, match=r"^stopped by SIGINT after step 5; "):
-        _interrupted(crew("deaf_steps", grace=60), tmp_path, "rank-{}.beat", signal.SIGINT, signal.SIGINT)
+        _interrupted(workers("deaf_steps", grace=60), tmp_path, "rank-{}.beat", signal.SIGINT, signal.SIGINT)
     assert time.monotonic() - began < SOON
 
 
-def test_grace_ends(crew: Make, tmp_path: Path) -> None:
+def test_grace_ends(workers: Make, tmp_path: Path) -> None:
     """Ranks that reach no boundary in time are killed."""
     began = time.monotonic()
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM after step 5; "):
-        _interrupted(crew("deaf_steps", grace=0.5), tmp_path, "rank-{}.beat", signal.SIGTERM)
+        _interrupted(workers("deaf_steps", grace=0.5), tmp_path, "rank-{}.beat", signal.SIGTERM)
     assert time.monotonic() - began < SOON
 
 
-def _interrupted(crew: WorkerGroup, run: Path, sign: str, *signals: signal.Signals) -> None:
-    """Wait for the crew, and send this process signals once both ranks have made a sign."""
+def _interrupted(workers: WorkerGroup, run: Path, sign: str, *signals: signal.Signals) -> None:
+    """Wait for the workers, and send this process signals once both ranks have made a sign."""
 
     def send() -> None:
         signs = [run / sign.format(rank) for rank in (0, 1)]
@@ -258,11 +259,11 @@ def _interrupted(crew: WorkerGroup, run: Path, sign: str, *signals: signal.Signa
             os.kill(os.getpid(), number)
             time.sleep(0.2)
 
-    with crew:
+    with workers:
         sender = threading.Thread(target=send)
         sender.start()
         try:
-            crew.wait()
+            workers.wait()
         finally:
             sender.join()
 
@@ -270,9 +271,9 @@ def _interrupted(crew: WorkerGroup, run: Path, sign: str, *signals: signal.Signa
 # Threads and parents
 
 
-def test_workers_outlive_the_thread_that_started_them(crew: Make, tmp_path: Path) -> None:
+def test_workers_outlive_the_thread_that_started_them(workers: Make, tmp_path: Path) -> None:
     """The kernel's parent-death signal follows threads; a notebook's cell may be one."""
-    started = crew("sleeps")
+    started = workers("sleeps")
     thread = threading.Thread(target=started.__enter__)
     thread.start()
     thread.join()
@@ -310,12 +311,12 @@ def test_the_kernel_is_asked_in_the_main_thread_only(tmp_path: Path, *, in_main:
     assert seen == [mortal]
 
 
-def test_a_crew_in_a_thread(crew: Make, tmp_path: Path) -> None:
+def test_a_group_in_a_thread(workers: Make, tmp_path: Path) -> None:
     """Watched from a thread that cannot take signals."""
     ended: list[str] = []
 
     def run() -> None:
-        with crew("fine") as started:
+        with workers("fine") as started:
             started.wait()
         ended.append("well")
 
@@ -328,9 +329,10 @@ def test_a_crew_in_a_thread(crew: Make, tmp_path: Path) -> None:
 PARENT = """
 import sys
 from pathlib import Path
+from typing import Any
 from unipar.launcher.processes.group import WorkerGroup
-with WorkerGroup(Path(sys.argv[1]), 2, "tests.support.entries:with_helpers") as crew:
-    crew.wait()
+with WorkerGroup(Path(sys.argv[1]), 2, "tests.support.entries:with_helpers") as workers:
+    workers.wait()
 """
 
 
@@ -353,22 +355,25 @@ def test_workers_die_with_their_parent(tmp_path: Path, *, stopped: bool) -> None
 # Words
 
 
-def test_tell_and_hear(crew: Make) -> None:
+def test_tell_and_hear(workers: Make) -> None:
     """What is told reaches every rank; what is heard comes in the order of ranks."""
-    with crew("answers", control=True) as started:
+    with workers("answers", control=True) as started:
         started.send_to_all(b"a")
         started.send_to_all(b"b")
         assert started.receive_from_all(SOON) == [b"a0", b"a1"]
         assert started.receive_from_all(SOON) == [b"b0", b"b1"]
-        with pytest.raises(TimeoutError, match=r"^no word from rank 0, 1 for 0\.05 s$"):
+        with pytest.raises(TimeoutError, match=r"^no answer from rank 0, 1 for 0\.05 s$"):
             started.receive_from_all(0.05)
         started.send_to_all(b"go")
         started.wait()
 
 
-def test_a_rank_that_ends_says_nothing_more(crew: Make) -> None:
+def test_a_rank_that_ends_says_nothing_more(workers: Make) -> None:
     """Waiting for its word would be for ever."""
-    with pytest.raises(WorkerFailed, match=r"^rank \d ended without a word"), crew("mute", control=True) as started:
+    with (
+        pytest.raises(WorkerFailed, match=r"^rank \d ended without an answer"),
+        workers("mute", control=True) as started,
+    ):
         started.receive_from_all()
 
 

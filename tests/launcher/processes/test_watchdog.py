@@ -21,7 +21,7 @@ from unipar.run_folder.layout import heartbeat_path
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Generator[ForkServer]:
+def server() -> Generator[ForkServer]:
     with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as ready:
         yield ready
 
@@ -33,15 +33,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zygote: ForkServer) -> Generator[Callable[..., Hung]]:
+def hung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer) -> Generator[Callable[..., Hung]]:
     def watched(entry: str, waits: tuple[str, ...] = (), size: int = 2) -> Hung:
         named = f"tests.support.entries:{entry}"
-        crew = WorkerGroup(
-            tmp_path, size, named, environment=PYTHONPATH_VARIABLE, heartbeat=0.6, waits=waits, zygote=zygote
+        workers = WorkerGroup(
+            tmp_path, size, named, environment=PYTHONPATH_VARIABLE, heartbeat=0.6, waits=waits, zygote=server
         )
         began = time.monotonic()
-        with pytest.raises(Hung) as raised, crew:
-            crew.wait()
+        with pytest.raises(Hung) as raised, workers:
+            workers.wait()
         assert time.monotonic() - began < SOON
         return raised.value
 
@@ -84,7 +84,7 @@ def test_nobody_can_be_named(hung: Callable[..., Hung]) -> None:
     error = hung("sleeps_alike")
     assert error.rank is None
     first, *ranks = str(error).splitlines()
-    assert re.fullmatch(r"no sign of life for \d+ s, and which rank the others wait for cannot be told", first)
+    assert re.fullmatch(r"no sign of life for \d+ s; which rank the others wait for is not known", first)
     assert [line.partition(" at ")[0] for line in ranks] == [
         "  rank 0: step 3 (backward),",
         "  rank 1: step 3 (backward),",
@@ -107,37 +107,39 @@ def test_who_kept_a_device_waiting(hung: Callable[..., Hung]) -> None:
     assert str(hung("watchdog")).startswith("rank 1 hung in step 1 (forward): rank 0 waited for the others until ")
 
 
-def test_a_rank_that_never_begins(tmp_path: Path, zygote: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_begins(tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are as patient with the user's imports as with a collective, also where no heartbeat is watched."""
-    crew = WorkerGroup(
-        tmp_path, 2, "tests.support.entries:never_begins", environment=PYTHONPATH_VARIABLE, timeout=0.4, zygote=zygote
+    workers = WorkerGroup(
+        tmp_path, 2, "tests.support.entries:never_begins", environment=PYTHONPATH_VARIABLE, timeout=0.4, zygote=server
     )
-    with short_folder(monkeypatch), pytest.raises(Hung) as raised, crew:
-        crew.wait()
+    with short_folder(monkeypatch), pytest.raises(Hung) as raised, workers:
+        workers.wait()
     assert raised.value.rank == 0
     assert str(raised.value).startswith("rank 0 hung before the first step: rank 1 waited for the others until ")
     assert "in never_begins\n" in str(raised.value)
 
 
-def test_both_wait(tmp_path: Path, zygote: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_wait(tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """In collectives that do not fit each other: the timeout is shown as it is."""
-    crew = WorkerGroup(tmp_path, 2, "tests.support.entries:both_wait", environment=PYTHONPATH_VARIABLE, zygote=zygote)
-    with short_folder(monkeypatch), pytest.raises(WorkerFailed) as raised, crew:
-        crew.wait()
+    workers = WorkerGroup(
+        tmp_path, 2, "tests.support.entries:both_wait", environment=PYTHONPATH_VARIABLE, zygote=server
+    )
+    with short_folder(monkeypatch), pytest.raises(WorkerFailed) as raised, workers:
+        workers.wait()
     assert str(raised.value) == (
         "rank 0 failed: RuntimeError: wait timeout after 1000ms, keys: /unipar/1/samples\n"
-        "  it waited for the others until launch.timeout, and which of them kept it waiting cannot be told\n"
+        "  it waited for the other ranks until launch.timeout; which of them was late is not known\n"
         f"  its log: {tmp_path}/rank-0.log"
     )
 
 
-def test_silence_that_is_meant(tmp_path: Path, zygote: ForkServer) -> None:
+def test_silence_that_is_meant(tmp_path: Path, server: ForkServer) -> None:
     """Before step 1 is done, while waiting for a turn and at the end, a rank may be silent for longer."""
-    crew = WorkerGroup(
-        tmp_path, 1, "tests.support.entries:patient", environment=PYTHONPATH_VARIABLE, heartbeat=0.25, zygote=zygote
+    workers = WorkerGroup(
+        tmp_path, 1, "tests.support.entries:patient", environment=PYTHONPATH_VARIABLE, heartbeat=0.25, zygote=server
     )
-    with crew:
-        crew.wait()
+    with workers:
+        workers.wait()
 
 
 def test_no_heartbeat_no_deadline(tmp_path: Path) -> None:

@@ -109,17 +109,17 @@ def test_prints_are_a_stdout_like_any_other(tmp_path: Path) -> None:
 )
 def test_sys_exit(tmp_path: Path, how: str, code: str | None) -> None:
     """0 ends a rank well; anything else is a failure with its words."""
-    with WorkerGroup(tmp_path, 1, f"tests.support.entries:{how}", environment=PYTHONPATH_VARIABLE) as crew:
+    with WorkerGroup(tmp_path, 1, f"tests.support.entries:{how}", environment=PYTHONPATH_VARIABLE) as workers:
         if code is None:
-            crew.wait()
+            workers.wait()
         else:
             with pytest.raises(WorkerFailed, match=f"^rank 0 failed: {code}\n"):
-                crew.wait()
+                workers.wait()
 
 
 def test_output_is_in_the_ranks_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of Python and of what is below it; none of it on the terminal."""
-    with WorkerGroup(tmp_path, 2, "tests.support.entries:speaks", environment=PYTHONPATH_VARIABLE) as crew:
-        crew.wait()
+    with WorkerGroup(tmp_path, 2, "tests.support.entries:speaks", environment=PYTHONPATH_VARIABLE) as workers:
+        workers.wait()
     assert sorted((tmp_path / "rank-1.log").read_text("utf-8").split()) == ["below", "err", "out"]
     assert capfd.readouterr() == ("", "")

@@ -1,7 +1,7 @@
-"""A process that has imported once what takes long, and forks workers out of itself: a world in a tenth of a second.
+"""Fork server: a process that has imported torch and forks workers from itself, so a world starts in 0.1 s.
 
-For many short worlds: tests, comparisons of numbers. Where memory is measured, workers are new processes: a fork
-counts its parent's pages as its own.
+It is meant for many short worlds: tests, comparisons of numbers. If memory is measured, workers must be new processes:
+the pages that a fork shares with its parent count as the fork's own.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FD_FIELDS = ("parent_alive_fd", "listener", "control", "pickled_task_fd")
 
 
 class ForkServerFailed(UniparError):
-    """What was to be imported cannot be, or the process is gone."""
+    """Error of the fork server: a module cannot be imported, or the process has ended."""
 
 
 @final
 class ForkServer(WorkerStarter):
-    """Entered, it is ready: `Crew(..., zygote=it)`."""
+    """Starter that forks workers from one process; a context manager: `WorkerGroup(..., zygote=server)`."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._modules, self._environment = modules, environment or {}
@@ -65,7 +65,7 @@ class ForkServer(WorkerStarter):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()  # it ends when nobody asks any more
+        self._socket.close()  # the server exits when its socket is closed
         self._popen.wait()
 
     @property
@@ -77,11 +77,11 @@ class ForkServer(WorkerStarter):
     def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         fds = [fd for name in _FD_FIELDS if (fd := getattr(orders, name)) >= 0]
         asked = {"orders": asdict(orders), "environment": dict(environment), "folder": os.getcwd()}
-        said, passed = self._ask(asked, [log, *fds])
-        return _ForkedWorker(said["pid"], passed[0], self)
+        reply, passed = self._ask(asked, [log, *fds])
+        return _ForkedWorker(reply["pid"], passed[0], self)
 
     def reap(self, pid: int) -> int:
-        """The exit code of a fork that has ended."""
+        """Return the exit code of a fork that has ended."""
         return self._ask({"reap": pid})[0]["code"]
 
     def _ask(self, question: dict[str, Any], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
@@ -89,28 +89,31 @@ class ForkServer(WorkerStarter):
             try:
                 socket.send_fds(self._socket, [json.dumps(question).encode()], fds)
             except (BrokenPipeError, ConnectionResetError):
-                raise ForkServerFailed(f"the zygote is gone ({self._popen.wait()})") from None
+                raise self._ended() from None
             return self._answer()
 
     def _answer(self) -> tuple[dict[str, Any], list[int]]:
         try:
             raw, fds, _, _ = socket.recv_fds(self._socket, FORK_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionResetError:  # it ended before it had read the question
+        except ConnectionResetError:  # the server ended before it had read the question
             raw, fds = b"", list[int]()
         if not raw:
-            raise ForkServerFailed(f"the zygote is gone ({self._popen.wait()})")
-        said = json.loads(raw)
-        if "error" in said:
-            raise ForkServerFailed(f"the zygote of {', '.join(self._modules)}: {said['error']}")
-        return said, fds
+            raise self._ended()
+        reply = json.loads(raw)
+        if "error" in reply:
+            raise ForkServerFailed(f"the fork server of {', '.join(self._modules)} failed: {reply['error']}")
+        return reply, fds
+
+    def _ended(self) -> ForkServerFailed:
+        return ForkServerFailed(f"the fork server has ended (exit code {self._popen.wait()})")
 
 
 @final
 class _ForkedWorker(WorkerProcess):
-    """A child of the zygote's."""
+    """Worker that the fork server has forked."""
 
-    def __init__(self, pid: int, pidfd: int, zygote: ForkServer) -> None:
-        self._pid, self._pidfd, self._fork_server = pid, pidfd, zygote
+    def __init__(self, pid: int, pidfd: int, server: ForkServer) -> None:
+        self._pid, self._pidfd, self._fork_server = pid, pidfd, server
 
     @property
     @override
@@ -127,10 +130,11 @@ class _ForkedWorker(WorkerProcess):
         return self._fork_server.reap(self._pid)
 
 
-# The zygote's own side
+# In the server's own process
 
 
 def run_fork_server(words: list[str]) -> NoReturn:
+    """Import the modules, then answer requests to fork and to reap until the socket is closed."""
     die_with_parent(int(words[1]), signal.SIGKILL if words[2] == "1" else None)
     asked = socket.socket(fileno=int(words[0]))
     asked.set_inheritable(False)
@@ -141,7 +145,7 @@ def run_fork_server(words: list[str]) -> NoReturn:
     except BaseException:
         _send_reply(asked, {"error": traceback.format_exc()})
         os._exit(1)
-    gc.freeze()  # the forks' collector leaves these pages alone: they stay shared, and it is quick
+    gc.freeze()  # the forks' garbage collector does not touch these pages: they stay shared, and collecting is fast
     while True:
         raw, fds, _, _ = socket.recv_fds(asked, FORK_MESSAGE_BYTES, 1 + len(_FD_FIELDS), socket.MSG_CMSG_CLOEXEC)
         if not raw:
@@ -176,10 +180,10 @@ def _handle_request(asked: socket.socket, said: dict[str, Any], fds: list[int]) 
 
 
 def _require_single_thread() -> int:
-    """A fork would lose every other thread, with the locks that it holds."""
+    """Raise if this process has several threads: a fork has only one of them, and locks of the others stay locked."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
-        raise RuntimeError(f"{threads} threads; what was imported starts some, and must be imported in the workers")
+        raise RuntimeError(f"{threads} threads; a module that starts threads must be imported in the workers")
     return threads
 
 
@@ -188,7 +192,7 @@ def _send_reply(asked: socket.socket, what: dict[str, Any], fds: Sequence[int] =
 
 
 def _become_worker(asked: socket.socket, orders: WorkerArguments, said: dict[str, Any], log: int) -> NoReturn:
-    """In the fork: become what a new process would be."""
+    """Turn this fork into a worker: session, output, environment and folder as a new process would have them."""
     os.setsid()
     asked.close()
     os.dup2(log, 1)
@@ -197,7 +201,7 @@ def _become_worker(asked: socket.socket, orders: WorkerArguments, said: dict[str
     os.environ.clear()
     os.environ.update(said["environment"])
     os.chdir(said["folder"])
-    if "torch" in sys.modules:  # it counted its threads when it was imported
+    if "torch" in sys.modules:  # torch reads OMP_NUM_THREADS only when it is imported
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from unipar.launcher.processes import worker
 

@@ -1,4 +1,4 @@
-"""N worker processes of ours on this machine: started together, watched, and ended together."""
+"""N worker processes on this machine: started together, watched, and ended together."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from unipar.task import pickled
 from unipar.utils.procfs import cores_per_rank
 
 SECONDS_TO_END = 3.0
-"""Seconds that the others have when one rank has failed."""
+"""Seconds that the other ranks have to end when one has failed."""
 
 SECONDS_FOR_LOST_RANK = 1.0
-"""Seconds to wait for the rank whose loss another one reports."""
+"""Seconds to wait for the error of a rank whose loss another rank reports."""
 
 CONTROL_MESSAGE_BYTES = 1 << 17
 """The longest message to or from a rank, in bytes."""
@@ -50,6 +50,8 @@ CONTROL_MESSAGE_BYTES = 1 << 17
 
 @dataclass(eq=False)
 class _RankState:
+    """One worker, as its parent knows it."""
+
     rank: int
     folder: str
     control: socket.socket | None = None
@@ -63,7 +65,7 @@ class _RankState:
 
 
 class WorkerGroup:
-    """Enter it to start the workers; when it is left, nothing of them is left."""
+    """Context manager: starts the workers on enter, kills on exit those that still run and removes their files."""
 
     def __init__(
         self,
@@ -106,15 +108,15 @@ class WorkerGroup:
         zygote: WorkerStarter | None = None,
     ) -> Self:
         """Return the workers of a settled config, watched as its `launch` section says."""
-        said = settled.config.launch
+        settings = settled.config.launch
         return cls(
             run,
             settled.ranks,
             entry,
             environment=environment,
-            heartbeat=said.heartbeat,
-            timeout=said.timeout,
-            grace=said.grace,
+            heartbeat=settings.heartbeat,
+            timeout=settings.timeout,
+            grace=settings.grace,
             control=control,
             waits=backend.capabilities.waits,
             parcel=parcel,
@@ -136,9 +138,10 @@ class WorkerGroup:
             self._selector.close()
 
     def _start(self) -> None:
-        mortal = int(threading.current_thread() is threading.main_thread())  # the signal follows the thread
+        # the kernel sends the parent-death signal when the thread that started the worker ends
+        mortal = int(threading.current_thread() is threading.main_thread())
         environment = build_worker_environment(self.size, self._environment)
-        with ExitStack() as passed:  # what workers have of their own once they are started
+        with ExitStack() as passed:  # descriptors that the workers inherit, closed here once they are started
             reader, self._parent_alive_fd = os.pipe2(os.O_CLOEXEC)
             passed.callback(os.close, reader)
             _parent_alive_fds[self._parent_alive_fd] = self
@@ -170,7 +173,7 @@ class WorkerGroup:
                 pickled.send_task(self._pickled_task, pipes)
 
     def _open_task_pipe(self, pipes: list[int], passed: ExitStack) -> int:
-        """The worker's end of a pipe that will bring what has no file, or -1."""
+        """Return the worker's end of a pipe for the pickled task, or -1 if the task is in a file."""
         if not self._pickled_task:
             return -1
         reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -179,7 +182,7 @@ class WorkerGroup:
         return reader
 
     def _open_control_socket(self, rank: _RankState, passed: ExitStack) -> int:
-        """The worker's end of its control socket, or -1."""
+        """Return the worker's end of its control socket, or -1 if workers have none."""
         if not self._control:
             return -1
         rank.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -189,11 +192,11 @@ class WorkerGroup:
 
     @property
     def running_pids(self) -> dict[int, int]:
-        """Of the ranks that still run."""
+        """Process ids of ranks that are still running, by rank."""
         return {r.rank: r.process.pid for r in self._ranks if r.process is not None and r.alive}
 
     def wait(self, tick: Callable[[], None] | None = None, every: float = 0.1) -> None:
-        """Until all have ended well. SIGINT and SIGTERM ask them to stop; a second one ends them at once."""
+        """Wait until all have ended with code 0; SIGINT or SIGTERM asks them to stop, a second signal kills them."""
         with SignalReceiver() as signals:
             self._selector.register(signals, selectors.EVENT_READ)
             try:
@@ -210,13 +213,12 @@ class WorkerGroup:
                 self._selector.unregister(signals)
 
     def poll(self, timeout: float | None = None) -> bool:
-        """Watch until something happens, for at most `timeout` seconds; whether all have ended well."""
+        """Wait for an event, for at most `timeout` seconds; return whether all have ended with code 0."""
         failed = self._handle_events(self._patience(timeout))
         if self._stop_reason:
             if failed and not all(postmortem.was_stopped(self.run, rank) for rank in failed):
-                self._stop_deadline = min(
-                    self._stop_deadline, time.monotonic() + SECONDS_TO_END
-                )  # it will not reach a boundary any more
+                # with one rank gone, the others do not reach a step boundary any more
+                self._stop_deadline = min(self._stop_deadline, time.monotonic() + SECONDS_TO_END)
             return self._check_stopped()
         if failed:
             raise self._end_after_failure(failed)
@@ -235,7 +237,7 @@ class WorkerGroup:
                 send_signal(rank.process, signal.SIGTERM)
 
     def send_to_all(self, data: bytes) -> None:
-        """To every rank's control socket; a rank that is gone hears nothing."""
+        """Send a message to every rank's control socket; ranks that have ended are left out."""
         for rank in self._ranks:
             assert rank.control is not None
             try:
@@ -244,17 +246,17 @@ class WorkerGroup:
                 continue
 
     def receive_from_all(self, timeout: float | None = None) -> list[bytes]:
-        """The next message of each rank; TimeoutError when one has said nothing for so long."""
+        """Return the next message of each rank; raise TimeoutError if one has not come after `timeout` seconds."""
         until = time.monotonic() + timeout if timeout is not None else float("inf")
         while not all(rank.messages for rank in self._ranks):
-            mute = [rank for rank in self._ranks if not rank.messages and not rank.alive]
-            if mute:
-                gone, log = mute[0].rank, str(log_path(self.run, mute[0].rank))
-                raise WorkerFailed(f"rank {gone} ended without a word\n  its log: {log}", rank=gone, log=log)
+            ended = [rank.rank for rank in self._ranks if not rank.messages and not rank.alive]
+            if ended:
+                rank, log = ended[0], str(log_path(self.run, ended[0]))
+                raise WorkerFailed(f"rank {rank} ended without an answer\n  its log: {log}", rank=rank, log=log)
             left = until - time.monotonic()
             if left <= 0:
                 silent = ", ".join(str(rank.rank) for rank in self._ranks if not rank.messages)
-                raise TimeoutError(f"no word from rank {silent} for {timeout:g} s")
+                raise TimeoutError(f"no answer from rank {silent} for {timeout:g} s")
             self.poll(None if left == float("inf") else left)
         return [rank.messages.popleft() for rank in self._ranks]
 
@@ -265,7 +267,7 @@ class WorkerGroup:
         return min(waits, default=None)
 
     def _handle_events(self, timeout: float | None) -> dict[int, int]:
-        """What happened: messages are kept, ranks that ended are reaped; those that ended badly, with their codes."""
+        """Wait for events, keep messages and reap ranks that have ended; return the codes of those that failed."""
         if not self.running_pids:
             return {}
         failed: dict[int, int] = {}
@@ -284,18 +286,18 @@ class WorkerGroup:
     def _receive(self, rank: _RankState) -> None:
         assert rank.control is not None
         try:
-            said = rank.control.recv(CONTROL_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            message = rank.control.recv(CONTROL_MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except ConnectionResetError:
-            said = b""
-        if said:
-            rank.messages.append(said)
+            message = b""
+        if message:
+            rank.messages.append(message)
         else:
             self._selector.unregister(rank.control)
 
     def _reap(self, rank: _RankState) -> int:
         assert rank.process is not None
         self._selector.unregister(rank.process.pidfd)
-        rank.code = -signal.SIGKILL  # where nobody can tell
+        rank.code = -signal.SIGKILL  # if the exit code cannot be read
         try:
             rank.code = reap_process(rank.process)
         finally:
@@ -303,12 +305,12 @@ class WorkerGroup:
         return rank.code
 
     def _end_after_failure(self, failed: Mapping[int, int]) -> UniparError:
-        """End the others and say who failed first."""
-        if all(postmortem.was_stopped(self.run, rank) for rank in failed):  # a signal came to the ranks, not to us
+        """End the other ranks and return the error of the one that failed first."""
+        if all(postmortem.was_stopped(self.run, rank) for rank in failed):  # a signal was sent to ranks, not to us
             self._stop_reason, self._stop_deadline = "a signal to its ranks", time.monotonic() + self._grace
             while not self.poll():
                 pass
-        if postmortem.is_only_lost_peers(self.run, failed):  # another one failed, and has not said so yet
+        if postmortem.is_only_lost_peers(self.run, failed):  # another rank failed, and is not reaped yet
             failed = {**failed, **self._reap_within(SECONDS_FOR_LOST_RANK)}
             late = postmortem.find_timed_out_rank(self.run, failed)
             if (
@@ -327,7 +329,7 @@ class WorkerGroup:
         return error
 
     def _reap_within(self, seconds: float) -> dict[int, int]:
-        """Wait for the ends of those that still run; the bad ones."""
+        """Wait at most so many seconds for the ranks that still run; return the codes of those that failed."""
         until = time.monotonic() + seconds
         failed: dict[int, int] = {}
         while self.running_pids and (left := until - time.monotonic()) > 0:
@@ -335,7 +337,7 @@ class WorkerGroup:
         return failed
 
     def _check_stopped(self) -> bool:
-        """After we asked: whether all ended well all the same; Stopped when they stopped or would not."""
+        """Return whether all ended with code 0 after a request to stop; raise Stopped if they stopped or are late."""
         if self.running_pids and time.monotonic() < self._stop_deadline:
             return False
         self.kill()
@@ -344,11 +346,11 @@ class WorkerGroup:
         raise postmortem.make_stopped_error(self.run, self.size, self._stop_reason)
 
     def kill(self) -> None:
-        """End everything now; leave nothing."""
+        """Kill all workers and what they started, and remove their temporary folders."""
         for rank in self._ranks:
             if rank.process is not None and rank.alive:
                 send_signal_to_group(rank.process, signal.SIGKILL)
-        with ExitStack() as stack:  # all of it, whatever fails on the way
+        with ExitStack() as stack:  # an error in one of these calls must not prevent the others
             stack.callback(self._close)
             for rank in self._ranks:
                 if rank.alive:
@@ -368,26 +370,27 @@ class WorkerGroup:
 
 
 def build_worker_environment(size: int, more: Mapping[str, str]) -> dict[str, str]:
-    """This process's own, with a fair share of the cores, and whatever the backend's host gives."""
+    """Return this process's environment with a share of the cores for each rank, and with the variables in `more`."""
     return {"OMP_NUM_THREADS": str(cores_per_rank(size)), **os.environ, "PYTHONUNBUFFERED": "1", **more}
 
 
 def _open_listener(size: int) -> socket.socket:
-    """Made here, so that the port is known before any rank runs, and nobody can take it."""
+    """Return rank 0's listening socket: made here, so that the port is known before ranks start, and is taken."""
     return socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
 
 
 def _short_temporary_folder() -> str:
-    """Paths of sockets end at 108 bytes."""
+    """Return the temporary folder, or /tmp if its path is long: paths of sockets have at most 108 bytes."""
     usual = tempfile.gettempdir()
     return usual if len(usual) <= 40 else "/tmp"
 
 
 _parent_alive_fds: weakref.WeakValueDictionary[int, WorkerGroup] = weakref.WeakValueDictionary()
+"""Groups by the pipe end whose closing tells their workers that this process has ended."""
 
 
 def _close_in_fork() -> None:
-    """A fork of this process must not keep the workers alive."""
+    """Close the inherited pipe ends in a fork, which must not keep the workers alive."""
     for fd in _parent_alive_fds:
         os.close(fd)
 

@@ -1,4 +1,4 @@
-"""Which rank failed first, and why."""
+"""Search for the rank that failed first, and for the reason."""
 
 from __future__ import annotations
 
@@ -26,88 +26,92 @@ KNOWN_ABORT_MESSAGES = (
     ),
     ("std::bad_alloc", "it ran out of memory in a library's code: a smaller batch.micro, or a cell that splits more"),
 )
-"""What libraries write before they abort, and what it means."""
+"""Pairs of a text that libraries write before they abort, and an explanation."""
 
 
 _CRASH_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
-"""Signals that nobody gets because a peer failed."""
+"""Signals that are never the consequence of another rank's failure."""
 
 
-_TIMEOUT_NOTE = "it waited for the others until launch.timeout, and which of them kept it waiting cannot be told"
+_TIMEOUT_NOTE = "it waited for the other ranks until launch.timeout; which of them was late is not known"
 
 
 LOG_TAIL_BYTES = 64 * 1024
+"""Bytes at the end of a log in which an explanation is searched."""
 
 
 def was_stopped(run: Path, rank: int) -> bool:
-    """Whether this rank left because a signal had asked it to."""
-    said = read_error(run, rank)
-    return said is not None and said.kind == Stopped.__name__
+    """Return whether this rank ended because a signal had asked it to stop."""
+    error = read_error(run, rank)
+    return error is not None and error.kind == Stopped.__name__
 
 
 def is_only_lost_peers(run: Path, ended: Iterable[int]) -> bool:
-    """Whether these ranks only say that they lost a peer, or waited for one in vain."""
+    """Return whether all these ranks only report that they lost another rank, or waited too long for one."""
     for rank in ended:
-        said = read_error(run, rank)
-        if not (said.caused_by_other_rank if said else is_timeout(read_log_tail(log_path(run, rank)))):
+        error = read_error(run, rank)
+        if not (error.caused_by_other_rank if error else is_timeout(read_log_tail(log_path(run, rank)))):
             return False
     return True
 
 
 def find_timed_out_rank(run: Path, ended: Iterable[int]) -> int | None:
-    """The rank that waited for others until `launch.timeout`, where that is all that these say."""
+    """Return the rank that waited for others until `launch.timeout`, or None if one of these reports another error."""
     if not is_only_lost_peers(run, ended):
         return None
-    return next((rank for rank in ended if (said := read_error(run, rank)) is None or said.timed_out), None)
+    return next((rank for rank in ended if (error := read_error(run, rank)) is None or error.timed_out), None)
 
 
 def find_first_failure(run: Path, size: int, ended: Mapping[int, int], well: Sequence[int] = ()) -> UniparError:
-    """The error of the rank that failed first: `ended` were seen to fail in one look, `well` had finished before."""
-    said = {
-        rank: what for rank in range(size) if (what := read_error(run, rank)) is not None and what.kind != "Stopped"
+    """Return the error of the rank that failed first.
+
+    `ended`: exit codes of the ranks that were found failed together; `well`: ranks that had ended with code 0 before.
+    """
+    errors = {
+        rank: error for rank in range(size) if (error := read_error(run, rank)) is not None and error.kind != "Stopped"
     }
-    spoken = sorted(said, key=lambda rank: (said[rank].caused_by_other_rank, said[rank].time))
+    recorded = sorted(errors, key=lambda rank: (errors[rank].caused_by_other_rank, errors[rank].time))
     silent = sorted(
-        (rank for rank in ended if rank not in said), key=lambda rank: _signal_name(ended[rank]) not in _CRASH_SIGNALS
+        (rank for rank in ended if rank not in errors), key=lambda rank: _signal_name(ended[rank]) not in _CRASH_SIGNALS
     )
     if silent and (
-        not spoken
-        or said[spoken[0]].caused_by_other_rank
+        not recorded
+        or errors[recorded[0]].caused_by_other_rank
         or _signal_name(ended[silent[0]]) in _CRASH_SIGNALS
-        or not any(rank in ended for rank in spoken)
+        or not any(rank in ended for rank in recorded)
     ):
         return _unrecorded_failure(run, silent[0], ended[silent[0]])
-    first = spoken[0]
-    return _recorded_failure(run, first, said[first], well if said[first].caused_by_other_rank else ())
+    first = recorded[0]
+    return _recorded_failure(run, first, errors[first], well if errors[first].caused_by_other_rank else ())
 
 
-def _recorded_failure(run: Path, rank: int, said: RecordedError, well: Sequence[int]) -> UniparError:
-    """The rank's own error: as the same type where it is one of ours."""
+def _recorded_failure(run: Path, rank: int, error: RecordedError, well: Sequence[int]) -> UniparError:
+    """Return the error that the rank recorded: of its own type if that is a UniparError, else WorkerFailed."""
     log = log_path(run, rank)
     before = f"\n  rank {well[0]} had ended before it, with exit code 0" if well else ""
-    late = f"\n  {_TIMEOUT_NOTE}" if said.timed_out else ""
-    text = f"rank {rank} failed: {said.line}{_explain_log(log)}{late}{before}\n  its log: {log}"
-    failed = WorkerFailed(text, rank=rank, traceback=said.traceback, log=str(log))
-    failed.add_note(f"Rank {rank}'s own traceback:\n\n{said.traceback}")  # shown where nobody catches it
-    own = rebuild(said.kind, said.message)
+    late = f"\n  {_TIMEOUT_NOTE}" if error.timed_out else ""
+    text = f"rank {rank} failed: {error.line}{_explain_log(log)}{late}{before}\n  its log: {log}"
+    failed = WorkerFailed(text, rank=rank, traceback=error.traceback, log=str(log))
+    failed.add_note(f"Rank {rank}'s own traceback:\n\n{error.traceback}")  # Python shows it if nobody catches the error
+    own = rebuild(error.kind, error.message)
     if own is not None:
         own.__cause__ = failed
     return own or failed
 
 
 def _unrecorded_failure(run: Path, rank: int, code: int) -> WorkerFailed:
-    """A rank that could not say why."""
+    """Return the error of a rank that ended without recording one."""
     log = log_path(run, rank)
     by, words = _signal_name(code), ""
     where = LastPhase.of(run, rank)
     at = f" {where}" if where is not None else ""
     if by == "SIGKILL":
-        how = f"was killed by SIGKILL{at}: probably out of memory (dmesg tells)"
-        words = f"\n  {told}" if (told := describe_killed_rank(run, rank)) else ""
+        how = f"was killed by SIGKILL{at}: probably out of memory (see dmesg)"
+        words = f"\n  {memory}" if (memory := describe_killed_rank(run, rank)) else ""
     elif by:
         how = f"was killed by {by}{at}"
     elif code == PARENT_GONE_EXIT_CODE:
-        how = "ended at once: its parent was gone"
+        how = "ended at once: its parent had ended"
     else:
         how = f"ended with exit code {code}, without an error of its own"
     words += _explain_log(log) or _last_log_line(log)
@@ -126,6 +130,7 @@ def _signal_name(code: int) -> str:
 
 
 def read_log_tail(log: Path) -> str:
+    """Return the end of a log, or "" if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))
@@ -145,7 +150,7 @@ def _last_log_line(log: Path) -> str:
 
 
 def make_stopped_error(run: Path, size: int, why: str) -> Stopped:
-    """The end that a signal asked for, with the step that was reached."""
+    """Return the error of a run that a signal stopped, with the step that was reached."""
     steps = [row["step"] for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "stopped"]
     reached = (
         steps[-1]

@@ -1,4 +1,4 @@
-"""A process that this one watches, whoever forked it; and signals to it and to all that it started."""
+"""Processes that this one watches, whoever forked them; signals to them and to what they started."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.utils import procfs
 
 SECONDS_TO_VANISH = 0.5
-"""Seconds to wait until the kernel has taken away what was killed."""
+"""Seconds to wait until the kernel has removed killed processes."""
 
 
 class WorkerProcess(Protocol):
-    """Until it is reaped its id is its own, so that signals reach no stranger."""
+    """Worker process; until it is reaped no other process has its id, so signals reach no stranger."""
 
     @property
     def pid(self) -> int: ...
@@ -28,24 +28,26 @@ class WorkerProcess(Protocol):
     def pidfd(self) -> int: ...
 
     def reap(self) -> int:
-        """The exit code of a process that has ended, or minus the signal."""
+        """Return the exit code of a process that has ended, or minus the signal."""
         ...
 
 
 class WorkerStarter(Protocol):
-    """Starts one worker; `log` takes what it says."""
+    """Way to start workers: as new interpreters, or as forks."""
 
-    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess: ...
+    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+        """Start one worker, whose stdout and stderr go to the descriptor `log`."""
+        ...
 
     @property
     def pid(self) -> int:
-        """The parent that the worker will see."""
+        """Process id of the parent that the workers see."""
         ...
 
 
 @final
 class ChildProcess:
-    """A child of this process."""
+    """Worker process that is a child of this process."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen
@@ -58,7 +60,7 @@ class ChildProcess:
 
 @final
 class SubprocessStarter:
-    """Starts each worker as a new interpreter."""
+    """Starter that runs each worker in a new interpreter."""
 
     @property
     def pid(self) -> int:
@@ -68,14 +70,9 @@ class SubprocessStarter:
         passed = [
             fd for fd in (orders.parent_alive_fd, orders.listener, orders.control, orders.pickled_task_fd) if fd >= 0
         ]
+        # -P: files in the current folder must not hide modules
         popen = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "unipar.launcher.processes.worker",
-                *orders.to_command_line(),
-            ],  # -P: the folder we are in hides no module
+            [sys.executable, "-P", "-m", "unipar.launcher.processes.worker", *orders.to_command_line()],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -87,21 +84,21 @@ class SubprocessStarter:
 
 
 def send_signal(process: WorkerProcess, number: signal.Signals) -> None:
-    """To the process alone."""
+    """Send a signal to the process alone."""
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process.pidfd, number)
 
 
 def send_signal_to_group(process: WorkerProcess, number: signal.Signals) -> None:
-    """To the process and everything that it started; only before it is reaped."""
+    """Send a signal to the process and everything that it started; only before it is reaped."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
-        send_signal(process, number)  # a fork so young that it leads no group yet
+        send_signal(process, number)  # a new fork that has not called setsid yet
 
 
 def reap_process(process: WorkerProcess) -> int:
-    """Take the exit code of a process that has ended, and end what it left."""
+    """Return the exit code of a process that has ended, and kill what it has left running."""
     send_signal_to_group(process, signal.SIGKILL)
     code = process.reap()
     os.close(process.pidfd)
@@ -112,7 +109,7 @@ def reap_process(process: WorkerProcess) -> int:
 
 
 def _group_is_running(group: int) -> bool:
-    """Whether a process of this group still runs; one that is dead and waits for init does not."""
+    """Return whether a process of this group is still running; zombies are not."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):

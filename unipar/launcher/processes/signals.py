@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as something to wait for."""
+"""SIGINT and SIGTERM, received by a parent that waits for its workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalReceiver:
-    """While it is entered, signals are taken down instead of ending this process. Only the main thread can."""
+    """Context manager: records signals instead of ending this process; only in the main thread."""
 
     def __init__(self) -> None:
         self.received_signals: list[signal.Signals] = []
@@ -22,10 +22,11 @@ class SignalReceiver:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """Readable when a signal has come."""
+        """Return the descriptor that is readable when a signal has been received."""
         return self._reader
 
     def drain(self) -> None:
+        """Make the descriptor unreadable until the next signal."""
         with suppress(BlockingIOError):
             os.read(self._reader, 64)
 
@@ -37,7 +38,7 @@ class SignalReceiver:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 before = signal.getsignal(number)
-                if before not in (None, signal.SIG_IGN):  # ignored, as under nohup: leave it so
+                if before not in (None, signal.SIG_IGN):  # under nohup signals are ignored, and stay ignored
                     self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
 
@@ -50,7 +51,7 @@ class SignalReceiver:
 
 @contextmanager
 def sigterm_as_interrupt() -> Generator[None]:
-    """SIGTERM ends the body as Ctrl-C does."""
+    """Context manager: SIGTERM raises KeyboardInterrupt in the body, as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Which rank hangs."""
+"""Detection of ranks that hang, and search for the one that the others wait for."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from unipar.run_folder.layout import heartbeat_path, log_path, stack_path
 from unipar.utils.procfs import process_state
 
 UNTIMED_PHASES = ("start", "waiting", "end")
-"""Phases that may take as long as they like."""
+"""Phases without a time limit."""
 
 
 END_OF_FIRST_STEP = (1, STEP_PHASES.index("update"))
-"""The first step may take as long as it likes: libraries compile and allocate in it."""
+"""Step and phase up to which there is no time limit: libraries compile and allocate in the first step."""
 
 
 WAITING_FILES = ("torch/distributed/", "torch/autograd/graph.py", f"{Path(__file__).parents[2]}/")
-"""Files that a rank's stack ends in while it waits for its peers: from ours, in a store or for a device."""
+"""Parts of file names in which a rank's stack ends while it waits for other ranks; unipar's own wait for a device."""
 
 
 NOT_STARTED = Heartbeat(-1, "start", 0.0)
-"""Of a rank that has not begun: it imports the user's code."""
+"""Heartbeat of a rank that has none yet: it is importing the user's code."""
 
 
 TIMEOUT_SLACK_SECONDS = 1.0
-"""Seconds beyond `launch.timeout` in which a rank that waits may say so itself."""
+"""Seconds beyond `launch.timeout` in which a waiting rank may report the timeout itself."""
 
 
 STACK_DUMP_SECONDS = 1.0
-"""Seconds that a rank has to write down its stack."""
+"""Seconds that a rank has to write its stack."""
 
 
 _FRAME_PATTERN = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)')
@@ -46,6 +46,8 @@ _FRAME_PATTERN = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) i
 
 @dataclass(frozen=True)
 class StackFrame:
+    """Innermost frame of a rank's stack."""
+
     file: str
     line: str
     function: str
@@ -56,7 +58,7 @@ class StackFrame:
 
 
 class HangDetector:
-    """Looks at the beats of a run's ranks now and then."""
+    """Detector of ranks that hang, which reads the heartbeats of a run's ranks."""
 
     def __init__(
         self, run: Path, patience: float | None, waits: Sequence[str] = (), meeting: float | None = None
@@ -66,20 +68,20 @@ class HangDetector:
         """Seconds that ranks which are ready to meet wait for those that still import the user's code."""
 
         self.every = min(1.0, (patience or meeting or 0.0) / 4) or None
-        """Seconds between looks; None: never."""
+        """Seconds between two checks; None: no checks."""
 
         self._since: dict[int, tuple[Heartbeat, float]] = {}
         self._looked = time.monotonic()
 
     def find_hang(self, pids: Mapping[int, int]) -> Hung | None:
-        """The error, if one of these ranks has been silent for too long. `pids` are those that still run."""
+        """Return the error if one of these running ranks has been silent for too long, or None."""
         if (absent := self._find_unstarted_rank(pids)) is not None:
             return absent
         now = time.monotonic()
         if self._patience is None or self.every is None:
             return None
         pause = now - self._looked
-        if pause > 2 * self.every + 1.0:  # this process slept, so perhaps all did: count from here
+        if pause > 2 * self.every + 1.0:  # this process was suspended, and perhaps the ranks too: count from now
             self._since.clear()
         self._looked = now
         silent = [rank for rank in pids if self._silent_seconds(rank, now) > self._patience]
@@ -89,24 +91,24 @@ class HangDetector:
         return self._name(pids, beats, _describe_silence(max(now - beats[rank].when for rank in silent)))
 
     def _find_unstarted_rank(self, pids: Mapping[int, int]) -> Hung | None:
-        """The error, if one has waited too long for others to begin: rank 0 listens, so those that call it hang too."""
+        """Return the error if a rank has waited too long for ranks that have no heartbeat yet, or None."""
         beats = {rank: read_heartbeat(heartbeat_path(self._run, rank)) for rank in pids}
         ready = {rank: beat.when for rank, beat in beats.items() if beat is not None}
-        unborn = {rank: pids[rank] for rank, beat in beats.items() if beat is None}
-        if self._meeting_timeout is None or not ready or not unborn:
+        not_ready = {rank: pids[rank] for rank, beat in beats.items() if beat is None}
+        if self._meeting_timeout is None or not ready or not not_ready:
             return None
         first = min(ready, key=lambda rank: ready[rank])
         late = time.monotonic() - ready[first] > self._meeting_timeout + TIMEOUT_SLACK_SECONDS
-        return self._name(unborn, dict.fromkeys(unborn, NOT_STARTED), _describe_timeout(first)) if late else None
+        return self._name(not_ready, dict.fromkeys(not_ready, NOT_STARTED), _describe_timeout(first)) if late else None
 
     def find_awaited_rank(self, pids: Mapping[int, int], late: int) -> Hung | None:
-        """Rank `late` waited in vain until `launch.timeout`: which of these, that still run, it waited for; if told."""
+        """Return the error of the running rank that rank `late` waited for until `launch.timeout`, or None."""
         beats = {rank: read_heartbeat(heartbeat_path(self._run, rank)) or NOT_STARTED for rank in pids}
         hung = self._name(pids, beats, _describe_timeout(late), waiting_too=False) if pids else None
         return hung if hung is not None and hung.rank is not None else None
 
     def _silent_seconds(self, rank: int, now: float) -> float:
-        """Seconds for which this rank's beat was seen to stand still, where it should not."""
+        """Return the seconds for which this rank's heartbeat has not changed in a phase with a time limit."""
         beat = read_heartbeat(heartbeat_path(self._run, rank))
         if beat is None or _progress_order(beat) <= END_OF_FIRST_STEP or beat.phase in UNTIMED_PHASES:
             self._since.pop(rank, None)
@@ -119,7 +121,7 @@ class HangDetector:
     def _name(
         self, pids: Mapping[int, int], beats: Mapping[int, Heartbeat], why: str, *, waiting_too: bool = True
     ) -> Hung:
-        """All go silent together: find the one that the others wait for, though it may wait as well."""
+        """Return the error that names the rank that the others wait for: when one hangs, all become silent."""
         halted = [rank for rank in beats if process_state(pids[rank]) in ("T", "t")]
         if halted:
             return self._hung_error(halted[0], beats, why, "it is stopped (by SIGSTOP or a debugger)", None)
@@ -127,7 +129,7 @@ class HangDetector:
         least = min(beat.step for beat in beats.values())
         suspects = [rank for rank, beat in beats.items() if beat.step == least]
         outside = [rank for rank in suspects if rank not in stacks or not self._is_waiting(stacks[rank])]
-        if len(outside) != 1:  # accumulation goes through the phases more than once: stacks tell better
+        if len(outside) != 1:  # accumulation goes through the phases more than once, so stacks come before phases
             among = outside or (suspects if waiting_too else [])
             first = min((_progress_order(beats[rank]) for rank in among), default=None)
             outside = [rank for rank in among if _progress_order(beats[rank]) == first]
@@ -152,7 +154,7 @@ class HangDetector:
             f"\n  rank {rank}: {_describe_heartbeat(beat)}, at {stacks.get(rank, 'an unknown place')}"
             for rank, beat in beats.items()
         )
-        return Hung(f"{why}, and which rank the others wait for cannot be told{every}")
+        return Hung(f"{why}; which rank the others wait for is not known{every}")
 
 
 def _progress_order(beat: Heartbeat) -> tuple[int, int]:
@@ -172,7 +174,7 @@ def _describe_silence(seconds: float) -> str:
 
 
 def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, StackFrame]:
-    """Ask each rank for its stack; where its main thread is, for those that answered."""
+    """Ask each rank for its stack; return the innermost frame of each rank that answered."""
     sizes = {rank: _file_size(stack_path(run, rank)) for rank in pids}
     for pid in pids.values():
         try:
@@ -186,7 +188,7 @@ def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, StackFrame]:
         time.sleep(0.02)
         for rank in pids.keys() - found.keys():
             size = _file_size(stack_path(run, rank))
-            if size > sizes[rank] and size == last.get(rank):  # grown, and not growing any more
+            if size > sizes[rank] and size == last.get(rank):  # the dump is complete when the file stops growing
                 frame = parse_innermost_frame(
                     stack_path(run, rank).read_bytes()[sizes[rank] :].decode("utf-8", "replace")
                 )
@@ -201,7 +203,7 @@ def _file_size(path: Path) -> int:
 
 
 def parse_innermost_frame(dump: str) -> StackFrame | None:
-    """Where the thread is that took the signal: the main one, unless it blocks signals."""
+    """Return the innermost frame of the thread that received the signal: the main one, unless it blocks signals."""
     _, _, current = dump.rpartition("Current thread")
     match = _FRAME_PATTERN.search(current)
     return StackFrame(match["file"], match["line"], match["function"]) if match else None

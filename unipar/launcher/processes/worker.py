@@ -1,4 +1,4 @@
-"""A worker's life: dies with its parent, records its error."""
+"""Main function of a worker: run the entry, record an error, end with the parent."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 
 
 def run_worker_from_command_line(words: list[str]) -> None:
+    """Run a worker whose arguments are these words."""
     run_worker(WorkerArguments.read(words))
 
 
 def run_worker(orders: WorkerArguments) -> NoReturn:
-    """A worker's whole life."""
+    """Run the worker's entry and exit."""
     die_with_parent(orders.parent, signal.SIGKILL if orders.dies_with_thread else None)
     die_when_pipe_closes(orders.parent_alive_fd, orders.folder)
-    # From here on the lifeline does it, and takes data workers and the folder along. SIGCONT: a stopped process
-    # cannot read; and a thread that started us may end without any harm.
+    # From here on the thread that waits for the pipe ends this process, its data workers and the folder. SIGCONT
+    # instead of SIGKILL: it wakes a stopped process, which could not read the pipe, and does no harm if only the
+    # thread that started this worker ends.
     die_with_parent(orders.parent, signal.SIGCONT)
     run = Path(orders.run)
     if orders.pickled_task_fd >= 0:
@@ -56,7 +58,7 @@ def run_worker(orders: WorkerArguments) -> NoReturn:
 
 
 def record_error_and_exit(run: Path, rank: int, error: BaseException) -> NoReturn:
-    """Say why and go, before anything is closed: what a peer sees of our end must come after our own words."""
+    """Record the error and exit before connections are closed, so that other ranks' errors have a later time."""
     write_error(run, rank, error)
     traceback.print_exception(error)
     _exit_now(error.code if isinstance(error, UniparError) else 1)
@@ -64,19 +66,19 @@ def record_error_and_exit(run: Path, rank: int, error: BaseException) -> NoRetur
 
 @contextlib.contextmanager
 def exit_on_error(run: Path, rank: int, live: TrainingRun) -> Generator[None]:
-    """Around a loop: its error ends this worker before what is around it is closed."""
+    """Context manager around a loop: an error ends this worker before the outer contexts are closed."""
     from unipar.training.out_of_memory import as_out_of_memory
 
     try:
         yield
     except (Stopped, SystemExit):
-        raise  # in order: all ranks stop together, and close what they have open
+        raise  # all ranks stop together here, so the outer contexts can be closed in order
     except BaseException as e:
         record_error_and_exit(run, rank, as_out_of_memory(e, run, rank, live))
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Without the interpreter's end: threads of libraries that still wait would abort it, one time in six."""
+    """Exit by os._exit: normal shutdown aborts about one time in six, because library threads are still waiting."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -93,7 +95,7 @@ def _exit_code(end: SystemExit) -> int:
 
 def _use_temporary_folder(folder: str) -> None:
     os.environ["TMPDIR"] = folder
-    tempfile.tempdir = None  # a forked worker may have its parent's
+    tempfile.tempdir = None  # a forked worker may have inherited its parent's value
 
 
 def _import_entry(name: str) -> Any:
@@ -118,6 +120,6 @@ def _control_socket(fd: int) -> socket.socket | None:
 
 
 if __name__ == "__main__":
-    from unipar.launcher.processes import worker  # not this second copy of the module, which nobody else would find
+    from unipar.launcher.processes import worker  # `__main__` is a second copy of the module; others import this one
 
     worker.run_worker_from_command_line(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What a parent tells a worker, and how a worker dies with its parent. Shared by both sides and the zygote."""
+"""Arguments of a worker, and the ways in which it ends with its parent; used by parent, worker and fork server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Self
 
 PR_SET_PDEATHSIG = 1
 PARENT_GONE_EXIT_CODE = 113
-"""The exit code of a process whose parent was gone before it could begin."""
+"""Exit code of a process whose parent had ended before it could begin."""
 
 _INTEGER_FIELDS = (
     "rank",
@@ -29,44 +29,46 @@ _INTEGER_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerArguments:
-    """Travels as words on the worker's command line: nobody else needs it, so it is not in the environment."""
+    """Arguments of one worker, passed on its command line; not in the environment, which its children inherit."""
 
     rank: int
     size: int
     parent: int
     dies_with_thread: int
-    """1: the kernel kills this process when the thread that started it ends, until the lifeline is watched."""
+    """1: the kernel kills this process when the thread that started it ends, until the pipe below is watched."""
 
     parent_alive_fd: int
-    """The reading end of a pipe whose other end only the parent has: when it closes, the parent is gone."""
+    """The reading end of a pipe whose other end only the parent has: when that closes, the parent has ended."""
 
     listener: int = -1
     """Rank 0's listening socket; -1 elsewhere."""
 
     port: int = 0
-    """Where the ranks meet on 127.0.0.1; 0 in a world of one."""
+    """Port on 127.0.0.1 at which the ranks meet; 0 in a world of one."""
 
     control: int = -1
     """A socket to the parent, or -1."""
 
     pickled_task_fd: int = -1
-    """The reading end of a pipe with what has no file to be found in, or -1."""
+    """The reading end of a pipe that brings the pickled task, or -1 if the task is in a file."""
 
     run: str
     entry: str
     """`module:function`, called with the place, the run folder and the control socket."""
 
     folder: str
-    """This rank's temporary folder: it makes it, the parent removes it."""
+    """Temporary folder of this rank, which makes it; the parent removes it."""
 
     def to_command_line(self) -> list[str]:
+        """Return the arguments as words of a command line."""
         return [f"--{f.name}={getattr(self, f.name)}" for f in fields(self)]
 
     @classmethod
     def read(cls, words: list[str]) -> Self:
-        said = dict(word.removeprefix("--").split("=", 1) for word in words)
-        numbers = {name: int(said.pop(name)) for name in _INTEGER_FIELDS}
-        return cls(**numbers, **said)  # pyright: ignore[reportArgumentType] - the rest is text
+        """Return the arguments in the words of a command line."""
+        given = dict(word.removeprefix("--").split("=", 1) for word in words)
+        numbers = {name: int(given.pop(name)) for name in _INTEGER_FIELDS}
+        return cls(**numbers, **given)  # pyright: ignore[reportArgumentType] - the rest is text
 
 
 def die_with_parent(parent: int, by: signal.Signals | None) -> None:
@@ -78,7 +80,7 @@ def die_with_parent(parent: int, by: signal.Signals | None) -> None:
 
 
 def die_when_pipe_closes(fd: int, folder: str) -> None:
-    """Make the temporary folder; when the parent is gone remove it, and end this process and all that it started."""
+    """Make the temporary folder; when the parent has ended, remove it and kill this process and all that it started."""
     os.set_inheritable(fd, False)
     making = threading.Lock()
 
