@@ -16,7 +16,7 @@ PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exi
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench route memory conformance chaos matrix sweeps compiled setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory conformance chaos matrix sweeps compiled setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -49,6 +49,9 @@ bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabri
 
 route: setup ## the way of a config from launch to the first step: modules, calls to higher floors, lookups
 	$(IN_VENV) $(BIN)/python -m benchmarks.route $(ARGS)
+
+layout: setup ## the shape of unipar/: modules, packages, floors, import circles, largest folder, longest file
+	$(IN_VENV) $(BIN)/python -m benchmarks.layout $(ARGS)
 
 memory: setup ## whether every byte has a name, in every cell: two models, three precisions, worlds of 1 and 2
 	$(IN_VENV) $(BIN)/python -m benchmarks.memory $(ARGS)

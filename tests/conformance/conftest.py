@@ -81,7 +81,7 @@ class CellRunner:
         fault: UniparError | None = None
         before = set(os.listdir("/dev/shm"))
         try:
-            with WorkerGroup(run, size, entry, environment=environment, zygote=self._forks, heartbeat=100.0) as crew:
+            with WorkerGroup(run, size, entry, environment=environment, starter=self._forks, heartbeat=100.0) as crew:
                 crew.wait()
         except UniparError as e:
             fault = e

@@ -98,4 +98,6 @@ def test_the_page_without_the_driver(tmp_path: Path) -> None:
 
 def test_a_page_of_the_cpu_has_no_such_section(tmp_path: Path) -> None:
     """Nothing of a device."""
-    assert "Device and host memory" not in render_comparison(ComparisonPageData.read(write_example_comparison(tmp_path / "run")))
+    assert "Device and host memory" not in render_comparison(
+        ComparisonPageData.read(write_example_comparison(tmp_path / "run"))
+    )

@@ -50,7 +50,9 @@ def test_a_class_without_a_file(words: list[str], tmp_path: Path) -> None:
 
 
 def measured(run: Path, size: int) -> None:
-    with WorkerGroup(run, size, "tests.support.entries:handed", parcel=pickle_task("zeros", b"0" * 5_000_000)) as crew:
+    with WorkerGroup(
+        run, size, "tests.support.entries:handed", pickled_task=pickle_task("zeros", b"0" * 5_000_000)
+    ) as crew:
         crew.wait()
 
 

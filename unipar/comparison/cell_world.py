@@ -67,7 +67,7 @@ class CellWorld:
                 TURNS_ENTRY,
                 {**self._environment, "OMP_NUM_THREADS": threads, **hosted},
                 control=True,
-                parcel=self.ref.parcel,
+                pickled_task=self.ref.pickled_task,
             )
         )
         self._receive_answers()

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unipar.config.section import Section
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.model import Model
 from unipar.config.sections.parallel import Parallel
+from unipar.config.sections.section import Section
 from unipar.config.sections.train import Train
 
 

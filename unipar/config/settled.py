@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from unipar.config.cell import Cell
 from unipar.config.config import Config
 from unipar.config.sections.batch import BatchSizes
+from unipar.config.sections.cell import Cell
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic.fields import FieldInfo
 
 from unipar.config.config import Config
-from unipar.config.section import Section
+from unipar.config.sections.section import Section
 from unipar.utils.text import did_you_mean, join_with_or, show_value
 
 KeyOrigins = Mapping[str, str]

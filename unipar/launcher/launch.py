@@ -124,7 +124,7 @@ def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[
             run,
             entry,
             {**environment, **step_log_environment(config)},
-            parcel=plan.ref.parcel if plan.ref is not None else b"",
+            pickled_task=plan.ref.pickled_task if plan.ref is not None else b"",
         ) as workers,
     ):
         workers.wait(shown.tick, shown.every)

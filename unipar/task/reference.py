@@ -33,7 +33,7 @@ class TaskRef:
     carried: str = ""
     """Names, size and digest of code that is in no file; empty if all code is in files."""
 
-    parcel: bytes = field(default=b"", repr=False)
+    pickled_task: bytes = field(default=b"", repr=False)
     """Pickled form of that code; sent through a pipe, not as JSON."""
 
     @classmethod
@@ -69,13 +69,13 @@ class TaskRef:
 
     def with_pickled(self, names: str, thing: Any) -> Self:
         """Return this reference with code that other processes cannot import, pickled."""
-        parcel = pickle_task(names, thing)
-        carried = f"{names}: {len(parcel)} bytes, {hashlib.sha256(parcel).hexdigest()[:16]}"
-        return replace(self, carried=carried, parcel=parcel)
+        pickled_task = pickle_task(names, thing)
+        carried = f"{names}: {len(pickled_task)} bytes, {hashlib.sha256(pickled_task).hexdigest()[:16]}"
+        return replace(self, carried=carried, pickled_task=pickled_task)
 
     def to_json(self) -> dict[str, Any]:
         """Return the reference as JSON data, without the pickled code."""
-        return {key: value for key, value in asdict(replace(self, parcel=b"")).items() if key != "parcel"}
+        return {key: value for key, value in asdict(replace(self, pickled_task=b"")).items() if key != "pickled_task"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

@@ -101,8 +101,8 @@ class WorldPool:
             folder,
             JOBS_ENTRY,
             {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads))},
-            parcel=self._ref.parcel,
-            zygote=self._fork_server,
+            pickled_task=self._ref.pickled_task,
+            starter=self._fork_server,
         )
         return _RunningWorld(group, folder, jobs, settled.ranks)
 

@@ -54,7 +54,7 @@ def test_forks_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             (tmp_path / name).mkdir()
             more = {**PYTHONPATH_VARIABLE, "NAMED": name}
             workers = WorkerGroup(
-                tmp_path / name, 1, "tests.support.entries:remembers", environment=more, zygote=server
+                tmp_path / name, 1, "tests.support.entries:remembers", environment=more, starter=server
             )
             with workers:
                 workers.wait()
@@ -68,7 +68,7 @@ from unipar.launcher.processes.forkserver import ForkServer
 from unipar.launcher.processes.group import WorkerGroup
 with ForkServer(["tests.support.entries"]) as server:
     Path(sys.argv[1], "server").write_text(str(server.pid))
-    with WorkerGroup(Path(sys.argv[1]), 1, "tests.support.entries:sleeps", zygote=server) as workers:
+    with WorkerGroup(Path(sys.argv[1]), 1, "tests.support.entries:sleeps", starter=server) as workers:
         workers.wait()
 """
 
@@ -88,7 +88,7 @@ def test_a_server_that_was_killed(tmp_path: Path) -> None:
     """Asking it is an error with a sentence, and its forks still end with their workers."""
     with ForkServer(["tests.support.entries"], PYTHONPATH_VARIABLE) as server:
         workers = WorkerGroup(
-            tmp_path, 1, "tests.support.entries:sleeps", environment=PYTHONPATH_VARIABLE, zygote=server
+            tmp_path, 1, "tests.support.entries:sleeps", environment=PYTHONPATH_VARIABLE, starter=server
         )
         workers.__enter__()
         fork = read_pid(tmp_path / "up-0")

@@ -50,7 +50,7 @@ def workers(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
             size,
             f"tests.support.entries:{entry}",
             environment=PYTHONPATH_VARIABLE,
-            zygote=starter,
+            starter=starter,
             **more,  # type: ignore[arg-type]
         )
 
@@ -300,7 +300,7 @@ def test_the_kernel_is_asked_in_the_main_thread_only(tmp_path: Path, *, in_main:
 
     def enter() -> None:
         with pytest.raises(OSError, match=r"^$"):
-            WorkerGroup(tmp_path, 1, "x:y", zygote=Noted()).__enter__()
+            WorkerGroup(tmp_path, 1, "x:y", starter=Noted()).__enter__()
 
     if in_main:
         enter()
@@ -383,7 +383,7 @@ def test_a_rank_that_ends_says_nothing_more(workers: Make) -> None:
 def test_gloo_on_loopback_its_timeout_and_its_abort(tmp_path: Path) -> None:
     """Real groups: one sums and listens on loopback only; in one a rank hangs; in one they reduce different sizes."""
     with ForkServer(["torch", "unipar.distributed.rendezvous"], PYTHONPATH_VARIABLE) as ready:
-        forked: Any = {"environment": PYTHONPATH_VARIABLE, "zygote": ready}
+        forked: Any = {"environment": PYTHONPATH_VARIABLE, "starter": ready}
         with WorkerGroup(tmp_path, 2, "tests.support.entries:reduces", **forked) as started:
             started.wait()
         assert (tmp_path / "sum-0").read_text("utf-8") == "3.0"

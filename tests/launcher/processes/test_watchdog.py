@@ -37,7 +37,7 @@ def hung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer) ->
     def watched(entry: str, waits: tuple[str, ...] = (), size: int = 2) -> Hung:
         named = f"tests.support.entries:{entry}"
         workers = WorkerGroup(
-            tmp_path, size, named, environment=PYTHONPATH_VARIABLE, heartbeat=0.6, waits=waits, zygote=server
+            tmp_path, size, named, environment=PYTHONPATH_VARIABLE, heartbeat=0.6, waits=waits, starter=server
         )
         began = time.monotonic()
         with pytest.raises(Hung) as raised, workers:
@@ -110,7 +110,7 @@ def test_who_kept_a_device_waiting(hung: Callable[..., Hung]) -> None:
 def test_a_rank_that_never_begins(tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are as patient with the user's imports as with a collective, also where no heartbeat is watched."""
     workers = WorkerGroup(
-        tmp_path, 2, "tests.support.entries:never_begins", environment=PYTHONPATH_VARIABLE, timeout=0.4, zygote=server
+        tmp_path, 2, "tests.support.entries:never_begins", environment=PYTHONPATH_VARIABLE, timeout=0.4, starter=server
     )
     with short_folder(monkeypatch), pytest.raises(Hung) as raised, workers:
         workers.wait()
@@ -122,7 +122,7 @@ def test_a_rank_that_never_begins(tmp_path: Path, server: ForkServer, monkeypatc
 def test_both_wait(tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """In collectives that do not fit each other: the timeout is shown as it is."""
     workers = WorkerGroup(
-        tmp_path, 2, "tests.support.entries:both_wait", environment=PYTHONPATH_VARIABLE, zygote=server
+        tmp_path, 2, "tests.support.entries:both_wait", environment=PYTHONPATH_VARIABLE, starter=server
     )
     with short_folder(monkeypatch), pytest.raises(WorkerFailed) as raised, workers:
         workers.wait()
@@ -136,7 +136,7 @@ def test_both_wait(tmp_path: Path, server: ForkServer, monkeypatch: pytest.Monke
 def test_silence_that_is_meant(tmp_path: Path, server: ForkServer) -> None:
     """Before step 1 is done, while waiting for a turn and at the end, a rank may be silent for longer."""
     workers = WorkerGroup(
-        tmp_path, 1, "tests.support.entries:patient", environment=PYTHONPATH_VARIABLE, heartbeat=0.25, zygote=server
+        tmp_path, 1, "tests.support.entries:patient", environment=PYTHONPATH_VARIABLE, heartbeat=0.25, starter=server
     )
     with workers:
         workers.wait()

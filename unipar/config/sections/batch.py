@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import PositiveInt, model_validator
 
-from unipar.config.section import Section
+from unipar.config.sections.section import Section
 from unipar.errors import ConfigError
 
 

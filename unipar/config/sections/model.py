@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from unipar.config.section import Section
+from unipar.config.sections.section import Section
 
 
 class Compile(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
-from unipar.config.section import Section
+from unipar.config.sections.section import Section
 
 
 class _Optimizer(Section):

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from unipar.config.cell import Shard
-from unipar.config.section import Section
+from unipar.config.sections.cell import Shard
+from unipar.config.sections.section import Section
 from unipar.errors import ConfigError
 
 UNSUPPORTED_KEYS = {

@@ -6,9 +6,9 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from unipar.config.cell import Precision
-from unipar.config.section import Section
+from unipar.config.sections.cell import Precision
 from unipar.config.sections.optimizer import AdamW, Clip, Constant, LrScale, Optimizer, Schedule
+from unipar.config.sections.section import Section
 
 
 class PartTrain(Section):

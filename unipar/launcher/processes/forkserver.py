@@ -36,7 +36,7 @@ class ForkServerFailed(UniparError):
 
 @final
 class ForkServer(WorkerStarter):
-    """Starter that forks workers from one process; a context manager: `WorkerGroup(..., zygote=server)`."""
+    """Starter that forks workers from one process; a context manager: `WorkerGroup(..., starter=server)`."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._modules, self._environment = modules, environment or {}

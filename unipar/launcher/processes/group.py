@@ -79,13 +79,13 @@ class WorkerGroup:
         grace: float = 30.0,
         control: bool = False,
         waits: Sequence[str] = (),
-        parcel: bytes = b"",
-        zygote: WorkerStarter | None = None,
+        pickled_task: bytes = b"",
+        starter: WorkerStarter | None = None,
     ) -> None:
         self.run, self.size = run.resolve(), size
         self._entry, self._environment, self._grace, self._control = entry, environment or {}, grace, control
-        self._pickled_task = parcel
-        self._starter: WorkerStarter = zygote or SubprocessStarter()
+        self._pickled_task = pickled_task
+        self._starter: WorkerStarter = starter or SubprocessStarter()
         name = f"unipar-{secrets.token_hex(4)}"
         self._ranks = [_RankState(rank, f"{_short_temporary_folder()}/{name}-{rank}") for rank in range(size)]
         self._hang_detector = HangDetector(self.run, heartbeat, waits, timeout)
@@ -104,8 +104,8 @@ class WorkerGroup:
         environment: Mapping[str, str],
         *,
         control: bool = False,
-        parcel: bytes = b"",
-        zygote: WorkerStarter | None = None,
+        pickled_task: bytes = b"",
+        starter: WorkerStarter | None = None,
     ) -> Self:
         """Return the workers of a settled config, watched as its `launch` section says."""
         settings = settled.config.launch
@@ -119,8 +119,8 @@ class WorkerGroup:
             grace=settings.grace,
             control=control,
             waits=backend.capabilities.waits,
-            parcel=parcel,
-            zygote=zygote,
+            pickled_task=pickled_task,
+            starter=starter,
         )
 
     def __enter__(self) -> Self:
