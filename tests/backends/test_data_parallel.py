@@ -1,4 +1,4 @@
-"""native/nothing+dp: what is known of nn.DataParallel before any GPU is touched. tests/backends/test_gpu.py trains with it."""
+"""native/nothing+dp: nn.DataParallel before any GPU is touched; tests/backends/test_gpu.py trains with it."""
 
 from __future__ import annotations
 

@@ -172,8 +172,8 @@ CASES = {
         Case("unused", tasks.Unused),
         Case("unused at times", tasks.AtTimes, accumulate=1, options=_FIND_UNUSED),
         Case("unused at times, unsaid", tasks.AtTimes, accumulate=1),
-        Case("unused on one rank", tasks.OneRank, accumulate=1, options=_FIND_UNUSED, micro=True, sizes=(2,), apart=True,
-             more={"launch": {"heartbeat": 6.0, "timeout": 8.0}}),  # where it cannot be, ranks wait for it in vain
+        Case("unused on one rank", tasks.OneRank, accumulate=1, options=_FIND_UNUSED, micro=True, sizes=(2,),
+             apart=True, more={"launch": {"heartbeat": 6.0, "timeout": 8.0}}),  # where it cannot be, ranks wait for it in vain
         Case("scalar parameter", tasks.Scalar),
         Case("one parameter", tasks.OneWeight, hop=3, sizes=(4,), cells=("native/*",)),
         Case("batch norm", tasks.Normed, micro=True),
@@ -200,8 +200,8 @@ CASES = {
         Case("local steps, one at a time", tasks.Plain, train={"sync_every": 1, "clip": None, "optimizer": _SGD},
              sizes=(2,), cells=("native/nothing",), tolerance=OWN_NORMS),
         Case("two copies", tasks.Grouped, more=_TWO_COPIES, train=_COSINE, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
-        Case("two copies, fp64 norm", tasks.Grouped, more=_TWO_COPIES | {"eval": {"every": 2}}, train=_EXACT, sizes=(4,),
-             cells=_CELLS_WITH_COPIES),
+        Case("two copies, fp64 norm", tasks.Grouped, more=_TWO_COPIES | {"eval": {"every": 2}}, train=_EXACT,
+             sizes=(4,), cells=_CELLS_WITH_COPIES),
         *_cases_of_several_parts(),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),

@@ -96,5 +96,6 @@ def test_what_a_script_names_first_imports_no_torch() -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     """`unipar --help` answers at once."""
-    code = "import sys; sys.argv = ['unipar', '--help']\nfrom unipar.cli.app import main\ntry: main()\nexcept SystemExit: pass"
+    code = "import sys; sys.argv = ['unipar', '--help']\nfrom unipar.cli.app import main\n"
+    code += "try: main()\nexcept SystemExit: pass"
     assert loaded(code) <= {"typer"}
