@@ -44,7 +44,7 @@ def config(**changed: Any) -> Config:
     [(14, 3, 2, (4, 4, 4)), (13, 3, 2, (4, 4, 3)), (5, 3, 2, (1, 1, 1)), (4, 3, 1, (1, 1, 1)), (2, 1, 1, (1,))],
 )
 def test_steps_are_cut_into_warm_up_and_rounds(steps: int, repeat: int, warmup: int, rounds: tuple[int, ...]) -> None:
-    """Nothing is left over, and there is always a step to warm up."""
+    """All steps are used, and there is always a step to warm up."""
     made = TurnSchedule.of(config(train={"steps": steps}, compare={"repeat": repeat}))
     assert (made.warmup, made.rounds) == (warmup, rounds)
 
@@ -77,7 +77,7 @@ def test_too_few_steps_are_an_error_with_the_arithmetic() -> None:
 
 
 def test_epochs_cannot_be_cut_into_turns() -> None:
-    """How many steps an epoch has is not known before the data is."""
+    """The number of steps in an epoch is not known before the data is read."""
     with pytest.raises(errors.ConfigError) as e:
         TurnSchedule.of(config(train={"epochs": 2}))
     assert str(e.value) == (
@@ -123,7 +123,7 @@ def test_a_backend_that_nobody_offers_is_an_error() -> None:
 
 
 def test_one_process_never_offloads() -> None:
-    """What cells keep elsewhere it keeps at hand: it is what their losses are held to."""
+    """The reference keeps on its device what cells offload."""
     found = chosen("deepspeed/gradients", model={"offload": "optimizer"}, device="cuda")
     assert (found["single"][0].note, found["single"][1].config.model.offload) == ("without model.offload", "none")
     assert found["deepspeed/gradients"][1].config.model.offload == "optimizer"
@@ -248,7 +248,7 @@ SLOW = """
 def test_what_was_interrupted_goes_on_where_it_stopped(
     given: dict[str, Any], tmp_path: Path, sign: int, forks: Forks
 ) -> None:
-    """By Ctrl-C, or killed: the cell that had ended is kept with a note, the other one runs, and then all is there."""
+    """After Ctrl-C or a kill, the cell that had ended is reused with a note, and the other one runs."""
     (tmp_path / "task.py").write_text("import os, time\n" + TASK.partition("    def train")[0].rstrip() + SLOW, "utf-8")
     (tmp_path / "x.yaml").write_text(json.dumps(given), encoding="utf-8")
     words = [sys.executable, "-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
@@ -353,7 +353,7 @@ def _children(pid: int) -> list[int]:
 
 
 def test_compare_is_not_for_a_foreign_launcher(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would start its worlds once on each rank."""
+    """Each rank would start all worlds."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name, value in zip(names, ("1", "1", "2", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
@@ -367,7 +367,7 @@ def test_compare_is_not_for_a_foreign_launcher(given: dict[str, Any], monkeypatc
 
 
 def test_epochs_in_a_file_are_refused_before_anything_starts(given: dict[str, Any], tmp_path: Path) -> None:
-    """Nothing is written either."""
+    """No file is written either."""
     given["train"] = {"epochs": 1}
     with pytest.raises(errors.ConfigError, match=r"train\.epochs: 1 cannot be cut into turns"):
         compare(given)

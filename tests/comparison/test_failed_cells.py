@@ -1,4 +1,4 @@
-"""Cells that die in a comparison, for real: what was measured till then is kept, and the others go on."""
+"""Cells that fail in a real comparison: what was measured before is kept, and the others go on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import unipar
 
 
 class Dies(unipar.Task):
-    """Where gradients are split it asks for too much in step 6; where parameters are, it is killed in step 9."""
+    """Task that asks for too much memory in step 6 with sharded gradients; with parameters, it is killed in step 9."""
 
     def model(self):
         return nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 1))
@@ -114,7 +114,7 @@ def test_table_and_page_show_it_as_till_then(found: dict[str, Any]) -> None:
 
 
 def test_a_cell_that_failed_is_shown_till_then(tmp_path: Path) -> None:
-    """What was measured of it has a place of its own, and no cell is ranked with it."""
+    """Its figures are shown apart, and it is in no ranking."""
     run = write_example_comparison(tmp_path / "run")
     file = run / "compare/compare.json"
     data = json.loads(file.read_text("utf-8"))

@@ -36,7 +36,7 @@ def planned(batch: dict[str, Any], sizes: list[int], *cells: str) -> list[Scaled
 
 
 def test_sizes_are_sorted_and_each_is_there_once() -> None:
-    """As words or as numbers."""
+    """Sizes are text or numbers."""
     assert parse_world_sizes("4, 1,2,2") == parse_world_sizes([2, 4, 1]) == [1, 2, 4]
 
 
@@ -115,7 +115,7 @@ def test_a_world_that_copies_do_not_fill() -> None:
 
 
 def test_a_cell_that_is_one_process_is_one_row() -> None:
-    """It has no larger worlds; the others run all the same."""
+    """Such a cell has no larger worlds; the others run."""
     found = list(select_worlds(config(), [1, 2], [Cell("single"), Cell("native")], "cpu"))
     assert [(world.cell, row.outcome) for world, row, _ in found] == [
         ("single", "refused"),
@@ -137,7 +137,7 @@ def test_speed_up_and_efficiency(found: Scaling) -> None:
 
 
 def test_the_ideal_begins_at_the_smallest_world() -> None:
-    """From 2 ranks to 4 twice as much is all of it."""
+    """Twice the samples/s on 4 ranks instead of 2 is an efficiency of 100 %."""
     two = timed("native/nothing", 2, 0.08, "strong", "weak")
     four = timed("native/nothing", 4, 0.04, "strong")
     two_to_four = made(two, four)
@@ -161,7 +161,7 @@ def test_the_table(found: Scaling) -> None:
 
 
 def test_the_remarks(found: Scaling) -> None:
-    """What is strong, what is weak, and what ranks on one machine share."""
+    """Remarks explain strong, weak, and what ranks on one machine share."""
     assert found.remarks()[:4] == [
         "the losses of strong scaling agree with the smallest world's bit for bit",
         "strong: 8 samples a step in every world; weak: 8 for each rank",
@@ -199,7 +199,7 @@ def test_memory_says_who_counted() -> None:
 
 
 def test_memory_has_three_columns_in_a_table_of_its_own() -> None:
-    """It fits into 80 columns with the longest name; the first table has none of it then."""
+    """The memory table fits into 80 columns with the longest name; the first table then has no RSS."""
     lines = two_cells().table(80).splitlines()
     assert lines[0].split()[-1] == "efficiency"
     assert lines[8:11] == [
@@ -314,7 +314,7 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
 
 
 def test_a_config_that_no_world_can_run(given: dict[str, Any], tmp_path: Path) -> None:
-    """Its sentence, and nothing is written."""
+    """The reason is raised, and no file is written."""
     given["train"]["precision"] = "fp16"
     with pytest.raises(errors.Unsupported) as e:
         scale(given, worlds=[1, 2])
@@ -337,7 +337,7 @@ def test_too_few_gpus(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_scale_is_not_for_a_foreign_launcher(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would start its worlds once on each rank."""
+    """Each rank would start all worlds."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name, value in zip(names, ("1", "1", "2", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)

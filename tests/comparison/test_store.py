@@ -1,4 +1,4 @@
-"""A comparison that is asked for again: what an earlier go has left is not run twice, nor called what it is not."""
+"""The same comparison a second time: results of an earlier run are reused."""
 
 from __future__ import annotations
 

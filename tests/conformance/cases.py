@@ -173,7 +173,7 @@ CASES = {
         Case("unused at times", tasks.AtTimes, accumulate=1, options=_FIND_UNUSED),
         Case("unused at times, unsaid", tasks.AtTimes, accumulate=1),
         Case("unused on one rank", tasks.OneRank, accumulate=1, options=_FIND_UNUSED, micro=True, sizes=(2,),
-             apart=True, more={"launch": {"heartbeat": 6.0, "timeout": 8.0}}),  # where it cannot be, ranks wait for it in vain
+             apart=True, more={"launch": {"heartbeat": 6.0, "timeout": 8.0}}),  # elsewhere ranks wait in vain
         Case("scalar parameter", tasks.Scalar),
         Case("one parameter", tasks.OneWeight, hop=3, sizes=(4,), cells=("native/*",)),
         Case("batch norm", tasks.Normed, micro=True),

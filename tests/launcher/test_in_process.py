@@ -1,4 +1,4 @@
-"""How ranks of a foreign world know that rank 0 has made the folder: a mark, which a killed run may have left there."""
+"""Waiting of foreign ranks for the run folder: a mark says that it is made; a killed run may leave one behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_on_another_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("pid", "when"), [(1 << 30, "1"), (os.getpid(), "1")], ids=["gone", "another one by now"])
 def test_left_by_a_run_that_was_killed(pid: int, when: str, tmp_path: Path) -> None:
-    """It is not taken for this run's, and the waiting ends in a sentence."""
+    """A mark of a killed run is not taken for this run's, and the waiting ends with an error."""
     leave(tmp_path, mine(), pid, when)
     with pytest.raises(WorldMismatch, match=rf"^rank 1 waited 0.05 s for rank 0 to make {tmp_path}$"):
         wait(tmp_path)

@@ -1,4 +1,4 @@
-"""From a config to a finished run, from a script that joins to its ranks, and every reason not to start."""
+"""`launch` and `join`: from a config or a script to a finished run, and every refusal to start."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ if __name__ == "__main__":
 
 
 def test_a_rank_that_hangs_in_training(tmp_path: Path) -> None:
-    """Its peer waits inside DDP's backward, and is not blamed."""
+    """The other rank waits inside DDP's backward, and is not blamed."""
     script = f"""
 import unipar
 from tests.support.tiny import CONFIG
@@ -166,7 +166,7 @@ if __name__ == "__main__":
 
 
 def test_a_backend_whose_library_is_broken(tmp_path: Path) -> None:
-    """Its own words, as the error that it is: the exit code says so too."""
+    """The rank's own error is raised with its own type and exit code."""
     broken = tmp_path / "broken" / "deepspeed"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open')", encoding="utf-8")
@@ -302,7 +302,7 @@ def test_a_folder_that_is_not_a_runs(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_out_is_a_file(tmp_path: Path) -> None:
-    """It is left alone."""
+    """The file is left alone."""
     (tmp_path / "file").touch()
     with pytest.raises(OutExists, match="is a file; name another folder"):
         unipar.launch(CONFIG, task=Tiny, overrides={"out": str(tmp_path / "file")}, overwrite=True)
@@ -310,7 +310,7 @@ def test_out_is_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_run_that_still_goes_on(tmp_path: Path) -> None:
-    """Its folder is not overwritten."""
+    """A live run's folder is not overwritten."""
     (tmp_path / "config.json").write_text('{"batch": {}, "train": {}}', "utf-8")
     (tmp_path / "launch.json").write_text('{"task": {}}', "utf-8")
     owner = os.open(tmp_path, os.O_RDONLY)
@@ -340,5 +340,5 @@ def test_a_launcher_made_for_other_backends() -> None:
 
 
 def test_errors_that_are_exit_codes() -> None:
-    """What the command line leaves with."""
+    """Errors hold the exit code of the command line."""
     assert (OutExists.code, WorkerFailed.code, Stopped.code) == (2, 1, 130)

@@ -43,7 +43,7 @@ LAST = "(12, 3.385"  # further digits are the processor's
 
 @dataclass
 class Said:
-    """What a cell wrote, and the error that it ended with."""
+    """Return what a cell wrote, and the error that it ended with."""
 
     stdout: str = ""
     stderr: str = ""
@@ -178,7 +178,7 @@ def test_a_class_that_cannot_travel(held: str, why: str, kernel: Kernel) -> None
 
 
 def test_a_class_that_is_not_whole(kernel: Kernel) -> None:
-    """As with one that is in a file."""
+    """A task in a cell is checked like one in a file."""
     said = kernel.run("class Half(unipar.Task):\n    def model(self): ...\nunipar.launch(CONFIG, task=Half)")
     assert said.error == "TaskError: Half lacks data(), loss()"
 

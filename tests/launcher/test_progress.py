@@ -1,4 +1,4 @@
-"""What is seen of a run, drawn from what a rank wrote down."""
+"""Display of a run, drawn from the files that rank 0 writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(run: Path, steps: int, every: int = 1) -> None:
-    """What rank 0 leaves behind of a run."""
+    """Write the files that rank 0 writes in a run."""
     heart = HeartbeatWriter(heartbeat_path(run, 0))
     with Ledger(ledger_path(run, 0)) as ledger:
         ledger.note("start", rank=0, size=2, cell="native/nothing", pid=1, parameters=8912345)
@@ -89,7 +89,7 @@ def test_evaluations_are_shown(tmp_path: Path) -> None:
 
 
 def test_prints_of_rank_0_go_to_stdout(tmp_path: Path) -> None:
-    """As soon as a line is whole; what has no end yet, at the end."""
+    """A line is shown as soon as it is complete; an unfinished one at the end."""
     out, err = io.StringIO(), io.StringIO()
     with stdout_path(tmp_path).open("w", encoding="utf-8") as file, Progress(tmp_path, 5, out=out, err=err) as progress:
         file.write("one\ntw")
@@ -105,7 +105,7 @@ def test_prints_of_rank_0_go_to_stdout(tmp_path: Path) -> None:
 
 
 def test_quiet_leaves_prints_only(tmp_path: Path) -> None:
-    """Nothing of ours is seen."""
+    """Quiet: unipar writes nothing."""
     out, err = Terminal(), Terminal()
     trained(tmp_path, 3)
     stdout_path(tmp_path).write_text("mine\n", "utf-8")
@@ -147,7 +147,7 @@ def test_no_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("narrow")
 def test_a_dumb_terminal_gets_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It could not move its cursor."""
+    """Such a terminal cannot move its cursor."""
     monkeypatch.setenv("TERM", "dumb")
     err = Terminal()
     trained(tmp_path, 1)
@@ -158,7 +158,7 @@ def test_a_dumb_terminal_gets_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failed_run_has_no_summary(tmp_path: Path) -> None:
-    """Its error is the last word."""
+    """The error is the last line."""
     err = io.StringIO()
     trained(tmp_path, 1)
     with pytest.raises(KeyError), Progress(tmp_path, 1, err=err):
@@ -167,7 +167,7 @@ def test_a_failed_run_has_no_summary(tmp_path: Path) -> None:
 
 
 def test_ticking_by_itself(tmp_path: Path) -> None:
-    """Where the process that draws is the one that trains."""
+    """A thread ticks if the process that draws is the one that trains."""
     err = io.StringIO()
     with Progress(tmp_path, 1, prints=False, err=err) as progress, progress.tick_in_background():
         trained(tmp_path, 1)

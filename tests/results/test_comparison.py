@@ -1,4 +1,4 @@
-"""What is said of cells that were compared, and what is kept of it."""
+"""Tables and verdicts of compared cells, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_loss_beside_one_of_zero_has_no_digits() -> None:
     ],
 )
 def test_a_loss_in_bf16_has_the_room_of_its_last_digits(precision: str, off: float, within: bool) -> None:
-    """Where parameters are bf16 the loss is too, and one process in fp32 rounds nothing."""
+    """With bf16 parameters the loss is bf16 too, and one process in fp32 does not round it."""
     other = replace(ONE, cell="native/parameters", losses=[x * (1 + off) for x in ONE.losses])
     assert (compared(ONE, other, precision=precision).disagreeing_rows == []) is within
 
@@ -164,7 +164,7 @@ def test_a_disagreement_is_said_and_is_a_failure() -> None:
 
 
 def test_parts_are_held_one_by_one() -> None:
-    """What the sum of the losses would hide: two parts that are off by as much in opposite directions."""
+    """Two parts that are off by the same amount in opposite directions are found, though the sum is equal."""
     one = replace(ONE, parts={"a": [1.0, 2.0], "b": [2.0]})
     found = compared(
         one, replace(SAME, parts={"a": [1.0, 2.00001], "b": [1.9]}), replace(SAME, cell="x", parts=one.parts)
@@ -222,7 +222,7 @@ def test_a_finished_comparison_is_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("note", [OLDER_REUSED, f"in fp32; {OLDER_REUSED}", "in fp32", ""])
 def test_an_older_file_says_in_its_note_that_a_row_was_reused(note: str) -> None:
-    """It has no field for that; a newer one has, and its note decides nothing."""
+    """Older files have no field for that; in newer ones the note decides nothing."""
     told = cell_result_to_json(replace(ONE, note=note, reused=False))
     assert cell_result_from_json(told).reused is False
     del told["reused"]
@@ -231,7 +231,7 @@ def test_an_older_file_says_in_its_note_that_a_row_was_reused(note: str) -> None
 
 @pytest.mark.parametrize("text", ['{"of": {"ce', '{"of": {}}', "[]"])
 def test_a_truncated_comparison_is_replaced_only_when_asked(tmp_path: Path, text: str) -> None:
-    """It is a sentence without --overwrite, and stays."""
+    """Without --overwrite it is an error, and the file stays."""
     file = tmp_path / "compare.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(errors.OutExists) as e:
@@ -359,7 +359,7 @@ def _no_time(data: dict[str, Any]) -> None:
 def test_a_file_of_somebody_else_is_no_earlier_comparison(
     tmp_path: Path, spoil: Callable[[dict[str, Any]], None]
 ) -> None:
-    """It is said so, by the page too; with --overwrite it goes."""
+    """Both the page and a new comparison report it; with --overwrite it is removed."""
     store.write_comparison(tmp_path, OF, compared(ONE, SAME))
     file = tmp_path / store.COMPARE_JSON
     data = json.loads(file.read_text("utf-8"))
@@ -377,7 +377,7 @@ def test_a_file_of_somebody_else_is_no_earlier_comparison(
 
 
 def test_an_older_file_that_says_less_is_another_comparison(tmp_path: Path) -> None:
-    """What it does not say may have been anything."""
+    """A missing value may have been anything."""
     store.write_comparison(tmp_path, OF, compared(ONE, SAME))
     file = tmp_path / store.COMPARE_JSON
     data = json.loads(file.read_text("utf-8"))

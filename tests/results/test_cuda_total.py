@@ -27,7 +27,7 @@ HOST = MemoryAccount(
 
 
 def test_on_cuda_it_is_measured() -> None:
-    """What the allocator has, and what the driver counts beside it."""
+    """The total is what the allocator reserved and what the driver counts beside it."""
     assert total_on_cuda(account(), 2) == MeasuredCudaMemory(reserved=1400 * MIB, beside=500 * MIB)
     assert total_on_cuda(account(), 2).total == 1900 * MIB
 
@@ -54,7 +54,7 @@ def test_the_table_of_a_run_on_cuda() -> None:
     [(1900 * MIB, "measured, what NVML counts for the process"), (None, "reserved + context + NCCL, both assumed")],
 )
 def test_the_table_says_what_was_measured_and_where(used: int | None, says: str) -> None:
-    """By the GPU's name."""
+    """The text names the GPU."""
     assert [remark.text for remark in describe_memory_columns([account(used)])] == [
         f"allocated: the peak beyond the base of the largest rank, as torch's allocator on {GPU} counts it",
         "reserved: the most device memory that the allocator held; gaps: its unused part in the fullest phase",
@@ -89,7 +89,7 @@ def test_the_page_of_a_run_on_cuda(tmp_path: Path) -> None:
 
 
 def test_the_page_without_the_driver(tmp_path: Path) -> None:
-    """What CUDA and NCCL take is predicted, and the page says so."""
+    """Memory of CUDA and NCCL is predicted, and the page says so."""
     text = paged(tmp_path, used=None)
     assert re.search(row("allocated here", "reserved here", "on CUDA (predicted)"), text)
     assert "The memory that CUDA and NCCL take for themselves was not measured." in text
@@ -97,7 +97,6 @@ def test_the_page_without_the_driver(tmp_path: Path) -> None:
 
 
 def test_a_page_of_the_cpu_has_no_such_section(tmp_path: Path) -> None:
-    """Nothing of a device."""
-    assert "Device and host memory" not in render_comparison(
-        ComparisonPageData.read(write_example_comparison(tmp_path / "run"))
-    )
+    """The page of a comparison on the CPU says nothing of a device."""
+    text = render_comparison(ComparisonPageData.read(write_example_comparison(tmp_path / "run")))
+    assert "Device and host memory" not in text

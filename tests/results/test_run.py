@@ -1,4 +1,4 @@
-"""What a run's folder says, read back, and the tables that show it."""
+"""Reports of run folders, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -110,5 +110,5 @@ def test_one_is_one() -> None:
 
 @pytest.mark.parametrize(("count", "text"), [(900, "900 B"), (612 * 2**20, "612 MiB"), (3.2 * 2**30, "3.2 GiB")])
 def test_bytes_are_shown_in_binary_units(count: float, text: str) -> None:
-    """As memory is counted."""
+    """Sizes are in KiB, MiB and GiB."""
     assert format_size(count) == text

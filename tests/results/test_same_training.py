@@ -1,4 +1,4 @@
-"""What is not alike is not compared: first values, samples and precision, as each cell's ranks saw them."""
+"""Cells that train differently are not compared: initial values, samples and precision, as their ranks record them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import unipar
 
 
 class Sums(unipar.Task):
-    """What it is told to do otherwise it does in worlds of two."""
+    """Task with a planted difference in worlds of two."""
 
     def __init__(self, plant=""):
         self.plant = plant
@@ -142,7 +142,7 @@ def test_worlds_with_other_batches_are_held_to_their_like() -> None:
 
 
 def test_a_size_that_trained_otherwise_gets_no_figures() -> None:
-    """Of comparisons by size: the first is what the others are held to, and the exit code is 1."""
+    """The first size is the reference for the others, and the exit code is 1."""
     found = made(
         timed("native/nothing", 1, 0.08, "strong"),
         timed("native/nothing", 2, 0.05, "strong"),

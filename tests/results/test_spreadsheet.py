@@ -48,7 +48,7 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("outcome", "known"), [("failed", False), ("unlike", False), ("waits", True), ("ran", True)])
 def test_what_a_cell_held_till_it_failed_is_not_in_the_sheet(outcome: CellOutcome, *, known: bool) -> None:
-    """It would be computed with like any other's; what was watched to its end is there, though it was not timed."""
+    """A failed cell has no memory in the CSV; one whose memory was recorded completely has, even if not timed."""
     accounts = [comparisons.account("native/nothing", rank) for rank in (0, 1)]
     lines = format_comparison_csv(compared(ONE, replace(SAME, outcome=outcome, memory=accounts))).splitlines()
     held = dict(zip(lines[0].split(","), lines[2].split(","), strict=True))
@@ -59,7 +59,7 @@ def test_what_a_cell_held_till_it_failed_is_not_in_the_sheet(outcome: CellOutcom
 
 
 def test_a_row_a_world() -> None:
-    """What they came to, of cells in worlds of several sizes; what failed has no figures."""
+    """Rows of worlds of several sizes have all figures; a failed world has none."""
     late = timed("native/nothing", 4, 0.02, "weak")
     lost = late[0], replace(late[1], outcome="failed", note="no, not so", seconds=[], peak_rss=[])
     small, large = timed("native/nothing", 1, 0.08, "strong", "weak"), timed("native/nothing", 2, 0.05, "strong")

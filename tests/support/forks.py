@@ -1,6 +1,6 @@
 """Workers for tests, forked from one process that has imported all libraries: a world without its seconds of imports.
 
-    python -m tests.support.forks PLAIN METERED WORDS...    runs `unipar WORDS...`, workers forked by this session's servers
+    python -m tests.support.forks PLAIN METERED WORDS...    runs `unipar WORDS...`, workers from our servers
 
 What a worker is asked to do is the same; tests of how new interpreters start do without.
 """

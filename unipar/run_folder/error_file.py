@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -65,11 +65,11 @@ def is_timeout(text: str) -> bool:
     return any(pattern.search(text) for pattern in _TIMEOUT_PATTERNS)
 
 
-_FILES_TO_HIDE = (__file__, contextlib.__file__)
+def write_error(run: Path, rank: int, error: BaseException, hidden: Collection[str] = ()) -> None:
+    """Write an error to the rank's error file, unless an earlier error is there: the first one is the cause.
 
-
-def write_error(run: Path, rank: int, error: BaseException) -> None:
-    """Write an error to the rank's error file, unless an earlier error is there: the first one is the cause."""
+    Leading frames of `hidden` files are left out of its traceback.
+    """
     path = error_path(run, rank)
     if path.exists():
         return
@@ -78,14 +78,14 @@ def write_error(run: Path, rank: int, error: BaseException) -> None:
         "kind": type(error).__name__,
         "message": str(error),
         "traceback": "".join(
-            traceback.format_exception(type(error), error, _without_hidden_frames(error.__traceback__))
+            traceback.format_exception(type(error), error, _without_hidden_frames(error.__traceback__, hidden))
         ),
     }
     write_file_atomically(path, json.dumps(row))
 
 
-def _without_hidden_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the leading frames of this file and of contextlib."""
-    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename in _FILES_TO_HIDE:
+def _without_hidden_frames(frames: TracebackType | None, hidden: Collection[str]) -> TracebackType | None:
+    """Return a traceback without its leading frames of hidden files."""
+    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename in hidden:
         frames = frames.tb_next
     return frames

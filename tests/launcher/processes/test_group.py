@@ -329,7 +329,6 @@ def test_a_group_in_a_thread(workers: Make, tmp_path: Path) -> None:
 PARENT = """
 import sys
 from pathlib import Path
-from typing import Any
 from unipar.launcher.processes.group import WorkerGroup
 with WorkerGroup(Path(sys.argv[1]), 2, "tests.support.entries:with_helpers") as workers:
     workers.wait()

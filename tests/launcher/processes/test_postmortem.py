@@ -1,4 +1,4 @@
-"""Who failed first, when several ranks ended in one look."""
+"""Search for the rank that failed first, if several ended at the same time."""
 
 from __future__ import annotations
 

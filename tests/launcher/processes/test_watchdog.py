@@ -1,4 +1,4 @@
-"""Which rank hangs: real processes fall silent in different ways, and one of them is to be named."""
+"""Detection of the rank that hangs: real processes fall silent in different ways, and one of them is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker's own duties: orders, last words, prints, and dying in time."""
+"""One worker: arguments, recorded errors, prints, and its end with the parent."""
 
 from __future__ import annotations
 

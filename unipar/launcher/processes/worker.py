@@ -25,6 +25,9 @@ from unipar.task import pickled
 if TYPE_CHECKING:
     from unipar.training.run import TrainingRun
 
+_HIDDEN_FILES = (__file__, str(Path(__file__).parents[1] / "worker_entries.py"), contextlib.__file__)
+"""Files whose frames stand above the user's code in every traceback of a worker."""
+
 
 def run_worker_from_command_line(words: list[str]) -> None:
     """Run a worker whose arguments are these words."""
@@ -50,7 +53,7 @@ def run_worker(orders: WorkerArguments) -> NoReturn:
         _import_entry(orders.entry)(_place_of_worker(orders), run, _control_socket(orders.control))
     except SystemExit as e:
         if code := _exit_code(e):
-            write_error(run, orders.rank, e)
+            write_error(run, orders.rank, e, _HIDDEN_FILES)
         _exit_now(code)
     except BaseException as e:
         record_error_and_exit(run, orders.rank, e)
@@ -59,7 +62,7 @@ def run_worker(orders: WorkerArguments) -> NoReturn:
 
 def record_error_and_exit(run: Path, rank: int, error: BaseException) -> NoReturn:
     """Record the error and exit before connections are closed, so that other ranks' errors have a later time."""
-    write_error(run, rank, error)
+    write_error(run, rank, error, _HIDDEN_FILES)
     traceback.print_exception(error)
     _exit_now(error.code if isinstance(error, UniparError) else 1)
 
