@@ -209,7 +209,7 @@ def test_a_key_left_out_as_asked(tmp_path: Path) -> None:
 def test_there_and_back(tmp_path: Path) -> None:
     """What export wrote for DeepSpeed, imported, means what it meant."""
     told: dict[str, Any] = {
-        "task": {"use": f"{Path(__file__).parent}/traveller.py:Line"},
+        "task": {"use": f"{Path(__file__).parents[1]}/support/traveller.py:Line"},
         "backend": "deepspeed",
         "device": "cpu",
         "parallel": {"data": 2, "shard": "parameters"},
