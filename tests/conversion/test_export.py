@@ -136,12 +136,13 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         (
             "fairscale",
             {},
-            "--to fairscale: nothing is exported to that; known: accelerate, deepspeed, horovod, torchrun",
+            "--to fairscale: unknown target; known: accelerate, deepspeed, horovod, torchrun",
         ),
         (
             "torchrun",
             {"train.clip": {"max": 0.5, "norm": "fp64"}},
-            "native/nothing: train.clip.norm: fp64 is unipar's own; a script clips by fp32 (--set train.clip=0.5)",
+            "native/nothing: train.clip.norm: fp64 exists in unipar only; a script clips by the fp32 norm "
+            "(--set train.clip=0.5)",
         ),
         (
             "horovod",
@@ -180,7 +181,7 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         (
             "torchrun",
             {"device": "cuda:0"},
-            "native/nothing: device: cuda:0, one GPU for several ranks, is unipar's own; say device: cuda",
+            "native/nothing: device: cuda:0, one GPU for several ranks, exists in unipar only; say device: cuda",
         ),
         (
             "accelerate",
@@ -248,13 +249,13 @@ class Derived(Line):
     [
         (
             "Own",
-            "tasks.py:Own: train() is a loop of its own over unipar's Run, which a script has not: export a task "
-            "without it, and write the loop into train.py",
+            "tasks.py:Own: train() is a loop over unipar's Run, which does not exist in a script: export a task "
+            "without train(), and write the loop into train.py",
         ),
         (
             "Owner",
-            "tasks.py:Owner: optimizer() makes one of the task's own, and a script makes the config's: export a task "
-            "without it, and make yours in train.py",
+            "tasks.py:Owner: optimizer() creates the task's own optimizer, but a script creates the config's: export a "
+            "task without optimizer(), and create yours in train.py",
         ),
         (
             "Several",
@@ -263,7 +264,8 @@ class Derived(Line):
         ),
         (
             "Derived",
-            f"Derived derives from Line in {FILE}, which a script cannot take along: write what it needs into tasks.py",
+            f"Derived derives from Line in {FILE}, which a script cannot include: write the code that it needs into "
+            "tasks.py",
         ),
     ],
 )
@@ -302,5 +304,7 @@ def test_a_folder_that_is_there(tmp_path: Path) -> None:
     (folder / "README.md").write_text("mine", encoding="utf-8")
     with pytest.raises(OutExists) as e:
         written(tmp_path, "torchrun", WORDS, overwrite=True)
-    assert str(e.value) == f"--out: {folder} holds no export of ours, so it is not overwritten; name another folder"
+    assert str(e.value) == (
+        f"--out: {folder} was not written by `unipar export`, so it is not overwritten; name another folder"
+    )
     assert os.listdir(tmp_path) == ["made"]

@@ -306,7 +306,7 @@ def test_its_deepspeed(tmp_path: Path) -> None:
         ("- 1\n", "line 1: a mapping of keys and values is wanted"),
         (
             "x: 1\n",
-            "none of its keys is known; a ds_config.json or an accelerate.yaml is wanted",
+            "none of its keys is known; give a ds_config.json or an accelerate.yaml",
         ),
     ],
 )
