@@ -164,14 +164,14 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         (
             "accelerate",
             {"parallel.shard": "parameters"},
-            "accelerate/parameters: a script over Accelerate's FSDP2 or DeepSpeed is not written; export to those "
-            "themselves: --to torchrun (FSDP2), or --to deepspeed (ZeRO)",
+            "accelerate/parameters: scripts for Accelerate over FSDP2 or DeepSpeed are not supported; export to those "
+            "directly: --to torchrun (FSDP2), or --to deepspeed (ZeRO)",
         ),
         (
             "deepspeed",
             {"train.precision": "bf16-master"},
-            "deepspeed/nothing: train.precision: bf16-master without a split takes a step of its own while DeepSpeed "
-            "starts, which a plain script cannot undo; split something: --set parallel.shard=optimizer",
+            "deepspeed/nothing: train.precision: bf16-master without sharding takes a step of its own while DeepSpeed "
+            "starts, which a plain script cannot undo; shard something: --set parallel.shard=optimizer",
         ),
         (
             "deepspeed",
@@ -191,7 +191,7 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         (
             "deepspeed",
             {"train.precision": "fp64"},
-            "deepspeed/nothing: train.precision: fp64 is not among what a ds_config.json can say; use fp32",
+            "deepspeed/nothing: train.precision: a ds_config.json has no key for fp64; use fp32",
         ),
         (
             "torchrun",

@@ -144,7 +144,7 @@ def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value:
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
-            "scheduler.params.warmup_type: log (DeepSpeed's default, a logarithm); unipar climbs linearly; "
+            "scheduler.params.warmup_type: log (DeepSpeed's default, logarithmic); unipar's warm-up is linear; "
             "say what shall hold with --set train.schedule=...",
         ),
         (
@@ -158,13 +158,13 @@ def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value:
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage: 7 is not one of 0, 1, 2 and 3"),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-            "zero_optimization.zero_quantized_weights: ZeRO++ rounds weights, so the numbers are others; "
+            "zero_optimization.zero_quantized_weights: ZeRO++ rounds weights, which changes the numbers; "
             "--leave zero_optimization.zero_quantized_weights goes on without it",
         ),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 are both enabled; leave one of them"),
         (
             {"autotuning": {"enabled": True}},
-            "autotuning: unipar tunes nothing; --leave autotuning goes on without it",
+            "autotuning: unipar does not tune settings; --leave autotuning goes on without it",
         ),
         ({"steps_per_print": 5, "train_batch_size": "many"}, "train_batch_size: 'many' is not a whole number"),
         (
@@ -197,7 +197,7 @@ def test_a_key_left_out_as_asked(tmp_path: Path) -> None:
     """`--leave` goes on without it and says so; one that is not there is a mistake."""
     told = {**LEAST, "autotuning": {"enabled": True}, "mystery": 1}
     made = ds(tmp_path, told, STEPS, leave=["autotuning", "mystery"])
-    assert "autotuning: unipar tunes nothing (left out as asked)" in made.left_out
+    assert "autotuning: unipar does not tune settings (left out as asked)" in made.left_out
     assert "mystery: not known (left out as asked)" in made.left_out
     with pytest.raises(ConfigError) as e:
         ds(tmp_path, LEAST, STEPS, leave=["autotuning"])
