@@ -33,7 +33,10 @@ def cpu_optimizer_for(optimizer: Optimizer, config: Config) -> Optimizer:
 
 
 def keep_compiled_ops() -> None:
-    """Keep compiled ops in the user's cache, by torch version, unless the environment names a folder; drop stale locks."""
+    """Set the folder of compiled ops, one for each torch in the user's cache unless the environment names another.
+
+    Stale locks in it are removed.
+    """
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_folder() / "torch_extensions" / torch.__version__)
     for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
