@@ -46,7 +46,7 @@ class Layout:
         return not name.startswith("unipar.") and self.files[name].name == "__init__.py"
 
     def _resolved(self, names: Iterable[str]) -> set[str]:
-        """Return the modules behind names: `from a import b` means a.b where that is a module, and a where it is not."""
+        """Return the modules behind names: `from a import b` means a.b if that is a module, else a."""
         found = {name for name in names if name in self.files}
         return found | {name.rpartition(".")[0] for name in names if name not in self.files} & self.files.keys()
 

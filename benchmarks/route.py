@@ -1,4 +1,4 @@
-"""The route of a config from `launch` to the engine's first step: modules, calls to higher floors, lookups.
+"""Route of a config from `launch` to the engine's first step: modules, calls to higher floors, lookups.
 
     python -m benchmarks.route [--climbs] [--moves FILE]
 
@@ -31,18 +31,21 @@ CONFIG = {
     "train": {"steps": 1},
     "launch": {"heartbeat": None},
 }
-HANDED = {"Config", "Source", "CheckedSource", "ConfigSource", "SettledConfig", "Prepared", "PreparedRun", "Plan"}
-"""Classes that hold a config."""
+HANDED = {"Config", "CheckedSource", "ConfigSource", "SettledConfig", "PreparedRun"}
+"""Names of classes that hold a config."""
 
-LOOKUPS = ("cell_of", "cell_in", "check", "check_cell", "refusals", "Batch.settle", "visible_gpus", "launchers")
-"""Functions that find out something about a config, by their qualified names; `find` is counted apart: it is cached."""
+LOOKUPS = (
+    *("cell_of", "cell_in", "check_can_run", "check_cell", "list_refusals"),
+    *("Batch.settle", "count_visible_gpus", "list_launchers"),
+)
+"""Functions that look something up for a config, by qualified name; the cached `find_backend` is counted apart."""
 
 
 class Recorder:
-    """A profile function that counts until the config has arrived."""
+    """Profile function that counts until the config has arrived."""
 
     def __init__(self, out: Path, last: tuple[str, str]) -> None:
-        """`last`: a base class and the method of it whose call ends the route."""
+        """Write results into `out`; `last` is a base class and the method whose call ends the route."""
         self.out, self.last = out, last
         self.modules: set[str] = set()
         self.handed: set[str] = set()
@@ -63,7 +66,7 @@ class Recorder:
             return
         caller = _caller(frame)
         if caller is not None and not _is_function(caller):
-            return  # while a file is imported
+            return  # the call happens while a file is imported
         file = _file(code)
         self.modules.add(file)
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
@@ -76,18 +79,18 @@ class Recorder:
             self.climbs[" -> ".join(names)] += 1
 
     def _count_find(self, registry: dict[str, Any]) -> None:
-        """Count who asks for the run's own backend; `launchers` asks every backend for its launchers."""
-        find = registry["find"]
+        """Count the calls of `find_backend` for the run's own backend, without those of `list_launchers`."""
+        find = registry["find_backend"]
 
         def counting(name: str) -> Any:
             caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
             while caller.f_code.co_name.startswith("<") and caller.f_back is not None:
                 caller = caller.f_back
-            if name == CONFIG["backend"] and caller.f_code.co_name != "launchers":
-                self.lookups["find"] += 1
+            if name == CONFIG["backend"] and caller.f_code.co_name != "list_launchers":
+                self.lookups["find_backend"] += 1
             return find(name)
 
-        registry["find"] = counting
+        registry["find_backend"] = counting
 
     def _arrived(self, frame: FrameType) -> bool:
         kind, method = self.last
@@ -109,7 +112,7 @@ def _own(code: CodeType) -> bool:
 
 
 def _is_function(code: CodeType) -> bool:
-    """Return whether it is no module and no body of a class."""
+    """Return whether the code is a function's, not a module's or a class body's."""
     return bool(code.co_flags & 1)
 
 
@@ -118,7 +121,7 @@ def _file(code: CodeType) -> str:
 
 
 def _caller(frame: FrameType) -> CodeType | None:
-    """Return the nearest code of unipar that led here."""
+    """Return the code of unipar that made this call, directly or through other libraries."""
     back = frame.f_back
     while back is not None and not _own(back.f_code):
         back = back.f_back
@@ -126,7 +129,7 @@ def _caller(frame: FrameType) -> CodeType | None:
 
 
 def begin(out: str, kind: str, method: str) -> None:
-    """Record this thread from here on."""
+    """Record the calls of this thread from now on."""
     sys.setprofile(Recorder(Path(out), (kind, method)))
 
 
@@ -135,27 +138,26 @@ WORKER = "from benchmarks.route import begin\nbegin({!r}, 'Engine', 'step')\n"
 LAUNCH = """
 import unipar
 from benchmarks.route import CONFIG, begin
-begin({out!r}, {group!r}, "wait")
+begin({out!r}, "WorkerGroup", "wait")
 unipar.launch(CONFIG, overrides={{"parallel.data": {ranks}, "out": {out!r} + "/run"}}, quiet=True)
 """
 
 
 def measured(ranks: int) -> list[dict[str, Any]]:
-    """Return what the launching process and one of its workers recorded."""
-    group = "Crew" if (ROOT / "unipar/crew.py").exists() else "WorkerGroup"
+    """Return the records of the launching process and of one of its workers."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(WORKER.format(folder), encoding="utf-8")
         path = [folder, str(ROOT), str(ROOT / "backends")]
         program = f"import os\nos.environ['PYTHONPATH'] = {os.pathsep.join(path)!r}\n"
-        program += LAUNCH.format(out=folder, group=group, ranks=ranks)
+        program += LAUNCH.format(out=folder, ranks=ranks)
         before = {**os.environ, "PYTHONPATH": os.pathsep.join(path[1:])}
         subprocess.run([sys.executable, "-c", program], env=before, cwd=ROOT, check=True)
-        files = [next(Path(folder).glob(f"{name}-*.json")) for name in (group, "Engine")]
+        files = [next(Path(folder).glob(f"{name}-*.json")) for name in ("WorkerGroup", "Engine")]
         return [json.loads(file.read_text("utf-8")) for file in files]
 
 
 def climbs_of(calls: Mapping[str, int], moves: Mapping[str, Any]) -> dict[str, int]:
-    """Return the calls that go to a higher floor."""
+    """Return the calls into files on a higher floor, with their numbers."""
 
     def floor(place: str) -> float | None:
         file, name = place.split(":", 1)
@@ -186,7 +188,7 @@ def main() -> None:
             _row(title, len(found[0][key]), len(found[1][key]), len(both))
         _row("calls to a higher floor", *(sum(one.values()) for one in climbs))
         _row("places of such calls", *(len(one) for one in climbs))
-        for name in ("find", *LOOKUPS):
+        for name in ("find_backend", *LOOKUPS):
             _row(name, *(one["lookups"].get(name, 0) for one in found))
         if asked.climbs:
             for call, number in sorted((call, n) for one in climbs for call, n in one.items()):

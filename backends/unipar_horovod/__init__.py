@@ -174,7 +174,7 @@ def process_set_refusals(options: HorovodOptions, size: int) -> Iterator[str]:
         elif len(ranks) == size:
             yield f"options.horovod.process_sets: {shown} are all ranks, which Horovod knows already; leave it out"
         elif tuple(sorted(ranks)) in known:
-            yield f"options.horovod.process_sets: {shown} is there twice; leave one out"
+            yield f"options.horovod.process_sets: {shown} is given twice; remove one"
         known.add(tuple(sorted(ranks)))
 
 

@@ -298,7 +298,7 @@ def test_a_folder_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(OutExists) as e:
         written(tmp_path, "torchrun", WORDS)
     way = "name another folder (--out DIR), or write over it (--overwrite)"
-    assert str(e.value) == f"--out: {folder} is there already; {way}"
+    assert str(e.value) == f"--out: {folder} already exists; {way}"
     written(tmp_path, "torchrun", WORDS, overwrite=True)
     assert sorted(os.listdir(folder)) == ["README.md", "run.sh", "samples.py", "task.py", "train.py"]
     (folder / "README.md").write_text("mine", encoding="utf-8")

@@ -302,7 +302,7 @@ def test_its_deepspeed(tmp_path: Path) -> None:
         (YAML.replace("bf16\n", "fp8\n", 1), "mixed_precision (line 7): fp8 is not among no, fp16, bf16"),
         (YAML + "fp8_config: {backend: TE}\n", "fp8_config (line 9): unipar has no fp8; --leave fp8_config goes on"),
         (YAML + "a: !!python/object:x {}\n", "line 9: the tag !!python/object:x is refused"),
-        (YAML + "debug: true\ndebug: false\n", "line 10: the key 'debug' is there twice"),
+        (YAML + "debug: true\ndebug: false\n", "line 10: the key 'debug' is given twice"),
         ("- 1\n", "line 1: a mapping of keys and values is wanted"),
         (
             "x: 1\n",
@@ -321,7 +321,7 @@ def test_an_accelerate_yaml_refused(text: str, wrong: str, tmp_path: Path) -> No
     ("text", "wrong"),
     [
         ('{\n "a": 1,\n}', "ds_config.json, line 3: Expecting property name enclosed in double quotes"),
-        ('{"bf16": 1, "bf16": 2}', "ds_config.json: the key 'bf16' is there twice; leave one of them"),
+        ('{"bf16": 1, "bf16": 2}', "ds_config.json: the key 'bf16' is given twice; remove one"),
         ('{"bf16": NaN}', "ds_config.json: the number NaN is not finite"),
         ("[" * 100_000, "ds_config.json: nested too deep to be a config"),
         ("[1]", "ds_config.json, line 1: a mapping of keys and values is wanted"),
@@ -355,7 +355,7 @@ def test_where_it_is_written(tmp_path: Path) -> None:
     write_imported_config(made, out)
     with pytest.raises(OutExists) as e:
         write_imported_config(made, out)
-    assert str(e.value) == f"-o {out}: it is there already; name another file, or write over it (--overwrite)"
+    assert str(e.value) == f"-o {out}: it already exists; name another file, or write over it (--overwrite)"
     write_imported_config(made, out, overwrite=True)
     assert out.read_text("utf-8") == made.text
     (tmp_path / "link.yaml").symlink_to(out)

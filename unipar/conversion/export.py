@@ -267,7 +267,7 @@ def _check_out_folder(folder: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise OutExists(
-            f"--out: {folder} is there already; name another folder (--out DIR), or write over it (--overwrite)"
+            f"--out: {folder} already exists; name another folder (--out DIR), or write over it (--overwrite)"
         )
     try:
         ours = _README_MARK in (folder / "README.md").read_text("utf-8")

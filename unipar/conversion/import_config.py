@@ -66,7 +66,7 @@ def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: boo
         raise OutExists(f"-o {out}: it is a link; name the file itself")
     if out.exists() and (out.is_dir() or not overwrite):
         way = "name another file" if out.is_dir() else "name another file, or write over it (--overwrite)"
-        raise OutExists(f"-o {out}: it is there already; {way}")
+        raise OutExists(f"-o {out}: it already exists; {way}")
     try:
         with whole(out) as partial:
             partial.write_text(imported.text, encoding="utf-8")
@@ -96,7 +96,7 @@ def _parse_json(text: str, file: Path) -> Any:
         mapping: dict[str, Any] = {}
         for key, value in pairs:
             if key in mapping:
-                raise ConfigError(f"{file}: the key {key!r} is there twice; leave one of them")
+                raise ConfigError(f"{file}: the key {key!r} is given twice; remove one")
             mapping[key] = value
         return mapping
 
