@@ -1,6 +1,6 @@
-"""What a batch eight times as large does to training, and which rate makes up for it: docs/one-gpu-to-many.md.
+"""Effect on training of a batch eight times as large, and of learning rates scaled to it: docs/one-gpu-to-many.md.
 
-python -m benchmarks.batch            # some minutes; the digits of scikit-learn, in one process
+python -m benchmarks.batch            # takes some minutes; the digits of scikit-learn, in one process
 python -m benchmarks.batch --epochs 1 --seeds 1
 """
 
@@ -22,7 +22,7 @@ IMAGES, SMALL, LARGE, RATE, WARMUP = 1500, 32, 256, 0.05, 10
 
 @dataclass(frozen=True)
 class Way:
-    """A batch and what is done to the rate that was chosen for 32."""
+    """Batch size and change of the learning rate, which was chosen for 32 samples."""
 
     name: str
     total: int
@@ -42,15 +42,17 @@ WAYS = (
 
 @dataclass(frozen=True)
 class TrainingResult:
+    """Validation loss and accuracy after a training."""
+
     steps: int
     loss: float
     accuracy: float
 
 
 def train_once(way: Way, epochs: int, seed: int, out: str, rate: float = RATE) -> TrainingResult:
-    """The validation loss and accuracy after `epochs` passes; a loss that is not finite counts as infinite."""
+    """Return the validation loss and accuracy after `epochs` passes; a loss that is not finite counts as infinite."""
     steps = epochs * -(-IMAGES // way.total)
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "backend": "single",
         "parallel.data": 1,
         "batch.total": way.total,
@@ -62,7 +64,7 @@ def train_once(way: Way, epochs: int, seed: int, out: str, rate: float = RATE) -
         "out": out,
     }
     try:
-        report = unipar.launch(CONFIG, overrides={**told, **way.changes}, overwrite=True, quiet=True)
+        report = unipar.launch(CONFIG, overrides={**settings, **way.changes}, overwrite=True, quiet=True)
     except unipar.NonFinite:
         return TrainingResult(steps, float("inf"), 0.1)
     _, means = report.evals[-1]
@@ -70,24 +72,25 @@ def train_once(way: Way, epochs: int, seed: int, out: str, rate: float = RATE) -
 
 
 def result_rows(epochs: int, seeds: int) -> Iterator[str]:
+    """Yield the lines of the table."""
     yield "| batch and rate | steps | loss, median of the seeds | lowest to highest | accuracy |"
     yield "|---|---|---|---|---|"
     with tempfile.TemporaryDirectory() as folder:
         for way in WAYS:
-            found = [train_once(way, epochs, seed, f"{folder}/run") for seed in range(seeds)]
-            losses = [f.loss for f in found]
-            middle = statistics.median(losses)
-            right = statistics.median(f.accuracy for f in found)
+            results = [train_once(way, epochs, seed, f"{folder}/run") for seed in range(seeds)]
+            losses = [r.loss for r in results]
+            median = statistics.median(losses)
+            accuracy = statistics.median(r.accuracy for r in results)
             span = f"{min(losses):.3f} to {max(losses):.3f}"
-            yield f"| {way.name} | {found[0].steps} | {middle:.3f} | {span} | {100 * right:.1f} % |"
+            yield f"| {way.name} | {results[0].steps} | {median:.3f} | {span} | {100 * accuracy:.1f} % |"
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    asked.add_argument("--epochs", type=int, default=4)
-    asked.add_argument("--seeds", type=int, default=3)
-    told = asked.parse_args()
-    for row in result_rows(told.epochs, told.seeds):
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    for row in result_rows(arguments.epochs, arguments.seeds):
         print(row, flush=True)
 
 

@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
 ]
 
 BACKENDS = 4.5
-"""Of what is in `backends/`: it may import floors 1 to 4, and `training` calls it."""
+"""Floor of `backends/`: it may import floors 1 to 4, and `training` calls it."""
 
 
 def floor_of(file: str) -> float | None:

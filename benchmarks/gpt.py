@@ -1,4 +1,4 @@
-"""unipar beside a loop written by hand, on the character GPT of the quickstart."""
+"""Comparison of unipar with a loop written by hand, on the character GPT of the quickstart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS, WARM = 1_000_000, 3
 
 
 def config_of(cell: str, ranks: int) -> Config:
-    """Four samples on each rank, no accumulation, and nothing logged."""
+    """Return the quickstart's config in a cell: four samples on each rank, no accumulation, nothing logged."""
     change: dict[str, Any] = {
         "parallel.data": ranks,
         "batch": {"micro": 4, "accumulate": 1, "total": None},
@@ -51,11 +51,12 @@ class LoopPair:
 
     ours: Loop
     hand: Callable[[], Loop]
-    """Makes another loop written by hand, with a model of its own."""
+    """Function that creates another loop written by hand, with a model of its own."""
 
 
 @contextmanager
 def open_loops(cell: str, place: Place, run: Path) -> Generator[LoopPair]:
+    """Context manager: start a run in the cell; yields both loops."""
     config = config_of(cell, place.size)
     task: Task = TaskRef.of(None, config.task, {}).load()
     settled = settle(config, place.size)
@@ -77,7 +78,7 @@ def open_loops(cell: str, place: Place, run: Path) -> Generator[LoopPair]:
 
 
 def measure_one_process(place: Place, run: Path, control: socket.socket | None) -> None:
-    """A worker's entry, one process: CPU time and calls."""
+    """Measure CPU time and calls in one process; entry function of the worker."""
     cell = (run / "cell").read_text("utf-8")
     with open_loops(cell, place, run) as pair:
         hand = pair.hand()
@@ -92,7 +93,7 @@ def measure_one_process(place: Place, run: Path, control: socket.socket | None) 
 
 
 def measure_two_ranks(place: Place, run: Path, control: socket.socket | None) -> None:
-    """A worker's entry, two processes under DDP: wall clock, and how far two equal loops are apart."""
+    """Measure the wall clock of two ranks under DDP, and the difference of two equal loops; entry of the workers."""
     with open_loops("native/nothing", place, run) as pair:
         loops = {"unipar": pair.ours, "hand": pair.hand(), "hand again": pair.hand()}
         for loop in loops.values():

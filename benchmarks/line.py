@@ -1,4 +1,4 @@
-"""A task so small that a run of it is all set-up."""
+"""Task so small that a run of it consists of set-up only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import unipar
 
 
 class Line(unipar.Task):
-    """One linear layer."""
+    """Task of one linear layer."""
 
     @override
     def model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The same training loop as each library's own guide would have it, written by hand."""
+"""The same training loop, written by hand as the guide of each library has it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def constant_schedule(optimizer: Optimizer) -> LambdaLR:
 
 
 def plain_loop(model: nn.Module, loss: Loss, batch: Any, optimizer: Optimizer | None = None) -> Loop:
-    """One process, DDP and FSDP2: they differ in what was done to the model before."""
+    """Return the loop for one process, DDP and FSDP2, which differ only in how the model was wrapped before."""
     optimizer = optimizer or adamw(model)
     schedule, parameters = constant_schedule(optimizer), tuple(model.parameters())
 
@@ -53,8 +53,8 @@ def ddp(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
 def zero(model: nn.Module) -> Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    told: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "fused": True, "parameters_as_bucket_view": True}
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **told)
+    settings: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "fused": True, "parameters_as_bucket_view": True}
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **settings)
 
 
 def fsdp2(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
@@ -74,8 +74,9 @@ def deepspeed(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
     import deepspeed
 
     parameters = sum(p.numel() for p in model.parameters())
-    told = registry.find_backend("deepspeed").native_config(config, parameters) | {"gradient_clipping": CLIP}
-    engine: Any = deepspeed.initialize(model=model, optimizer=adamw(model), config=told, dist_init_required=False)[0]
+    settings = registry.find_backend("deepspeed").native_config(config, parameters) | {"gradient_clipping": CLIP}
+    optimizer = adamw(model)
+    engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
     schedule = constant_schedule(engine.basic_optimizer)
 
     def step() -> None:
@@ -105,11 +106,11 @@ def horovod(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
 
 
 def accelerate(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
-    """Its DDP, its FSDP2 or its DeepSpeed: they differ in how the accelerator is made."""
+    """Return the loop for Accelerate over DDP, FSDP2 or DeepSpeed, which differ only in how it is created."""
     through = splitting_library(config)
     accelerator = {"": over_ddp, "FSDP2": over_fsdp2, "DeepSpeed": over_deepspeed}[through](model, config)
     if through == "FSDP2":
-        model = nn.Sequential(model)  # the final norm, where Accelerate sees one, becomes a group of its own
+        model = nn.Sequential(model)  # hides the final norm, which Accelerate would shard as a group of its own
     base = adamw(model)
     wrapped, optimizer, schedule = accelerator.prepare(model, base, constant_schedule(base))
     parameters = tuple(wrapped.parameters())
@@ -128,7 +129,7 @@ def over_ddp(model: nn.Module, config: Config) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
-    # as unipar sets it: without it the loop takes 4 to 6 % more CPU time, and that is not what is asked here
+    # as unipar sets it: without it the loop takes 4 to 6 % more CPU time, which would not be unipar's merit
     return Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
 
 
@@ -152,16 +153,16 @@ def over_fsdp2(model: nn.Module, config: Config) -> Any:
 
 
 def over_deepspeed(model: nn.Module, config: Config) -> Any:
-    """The clip is DeepSpeed's: with this Accelerate's own only asks for the norm, as its guide says."""
+    """Return an Accelerator over DeepSpeed, which clips itself: its clip_grad_norm_ only reads the norm."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
     from unipar_accelerate.engine import force_distributed_type, reset_accelerate_state
     from unipar_accelerate.zero import BareDeepSpeedPlugin
 
     parameters = sum(p.numel() for p in model.parameters())
-    told = registry.find_backend("deepspeed").native_config(config, parameters) | {"gradient_clipping": CLIP}
-    reset_accelerate_state()  # unipar's stands in the same process, and Accelerate takes a plugin only once
-    plugin = BareDeepSpeedPlugin(hf_ds_config=told)
+    settings = registry.find_backend("deepspeed").native_config(config, parameters) | {"gradient_clipping": CLIP}
+    reset_accelerate_state()  # unipar's Accelerator is in the same process, and Accelerate accepts a plugin only once
+    plugin = BareDeepSpeedPlugin(hf_ds_config=settings)
     accelerator: Any = Accelerator(cpu=True, deepspeed_plugin=plugin)
     plugin.select(_from_accelerator_state=True)
     accelerator.state.deepspeed_plugins = plugin
@@ -170,7 +171,7 @@ def over_deepspeed(model: nn.Module, config: Config) -> Any:
 
 
 def by_hand(cell: str, model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
-    """The loop that somebody would write for this cell."""
+    """Return the loop that a user of the library would write for this cell."""
     at = Cell.parse(cell)
     if at.backend == "single":
         return plain_loop(model, loss, batch)

@@ -1,4 +1,4 @@
-"""Whether every byte has a name, in every cell: `python -m benchmarks.memory [10M fp32 2 native/nothing]`."""
+"""Check that all memory has a name, in each cell: `python -m benchmarks.memory [10M fp32 2 native/nothing]`."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ SIZES: dict[str, dict[str, int]] = {
 PRECISIONS = ("fp32", "bf16-mixed", "bf16-master")
 WORLDS = ("1", "2")
 PROFILER_ARGUMENT = "profiler"
-"""The word for what is done where no meter can be compiled."""
+"""Argument that selects PyTorch's profiler, as on machines where the meter cannot be compiled."""
 
 UNNAMED_SHARE_LIMIT = 0.02
-"""The share of a peak that may have no name."""
+"""Largest share of a peak that may have no name."""
 
 OVERCOUNT_LIMIT = 0.001
-"""The share by which what is named may exceed a peak: more was counted twice."""
+"""Largest share by which named bytes may exceed a peak; beyond it bytes were counted twice."""
 
 
 def config_of(size: str, precision: str, world: int) -> Config:
     task = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {**SIZES[size], "context": 64}}
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "task": task,
         "device": "cpu",
         "parallel": {"data": world},
         "batch": {"total": 4},
         "train": {"steps": 10, "precision": precision, "optimizer": {"lr": 3e-4}},
     }
-    return load_given_config(told, None).config
+    return load_given_config(settings, None).config
 
 
 def measure_phases(settled: SettledConfig, environment: dict[str, str]) -> list[PhasePeak]:
-    """The fullest rank's phases."""
+    """Return the phases of the rank that used the most memory."""
     with tempfile.TemporaryDirectory(prefix="unipar-memory-") as folder:
         ref = TaskRef.of(None, settled.config.task, {})
         with closing(CellWorld(settled, ref, Path(folder) / "run", environment)) as run:
@@ -65,12 +65,12 @@ def measure_phases(settled: SettledConfig, environment: dict[str, str]) -> list[
 
 
 def named_bytes(phase: PhasePeak) -> int:
-    """All that has a name. With what has none it adds up to the peak by arithmetic; alone it may be too much."""
+    """Return the bytes that have a name: with the unnamed rest they add up to the peak, alone they may exceed it."""
     return sum(size for category, size in phase.held.items() if category != "unattributed")
 
 
 def result_row(name: tuple[str, ...], phases: list[PhasePeak]) -> tuple[tuple[str, ...], bool]:
-    """A line of the table, and whether it is as promised: in every phase."""
+    """Return a row of the table, and whether all phases are within the limits."""
     peak = max(phases, key=lambda phase: phase.peak)
     worst = max(phases, key=lambda phase: abs(phase.unattributed))
     twice = any(named_bytes(phase) > (1 + OVERCOUNT_LIMIT) * phase.peak for phase in phases)
@@ -86,7 +86,7 @@ def result_row(name: tuple[str, ...], phases: list[PhasePeak]) -> tuple[tuple[st
 
 
 def select_rows(words: list[str]) -> Iterator[tuple[tuple[str, ...], SettledConfig]]:
-    """Each row's name, and what runs in it; cells that say no to a precision have none."""
+    """Yield name and config of each row, without cells that do not support the precision."""
     sizes = [w for w in words if w in SIZES] or list(SIZES)
     precisions = [w for w in words if w in PRECISIONS] or list(PRECISIONS)
     worlds = [w for w in words if w in WORLDS] or list(WORLDS)
@@ -110,18 +110,18 @@ def main(words: list[str]) -> int:
     todo = list(select_rows(words))
     for i, (name, settled) in enumerate(todo, 1):
         try:
-            made, good = result_row(name, measure_phases(settled, environment))
+            row, good = result_row(name, measure_phases(settled, environment))
         except UniparError as e:
-            made, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
+            row, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
         took = format_duration(time.monotonic() - began)
-        print(f"{i} of {len(todo)}, {took}:", *filter(None, made), file=sys.stderr, flush=True)
-        rows.append(made)
+        print(f"{i} of {len(todo)}, {took}:", *filter(None, row), file=sys.stderr, flush=True)
+        rows.append(row)
         missed += not good
-    header = ("model", "precision", "ranks", "cell", "peak MiB", "named MiB", "most without a name", "")
+    header = ("model", "precision", "ranks", "cell", "peak MiB", "named MiB", "largest unnamed share", "")
     print(format_table(header, rows, right=(2, 4, 5), width=110))
     took = format_duration(time.monotonic() - began)
     good = f"{len(rows) - missed} of {len(rows)}"
-    print(f"no more is named than there was, and at most {UNNAMED_SHARE_LIMIT:.0%} has no name: {good}, in {took}")
+    print(f"nothing counted twice, and at most {UNNAMED_SHARE_LIMIT:.0%} unnamed: {good}, in {took}")
     return 1 if missed else 0
 
 

@@ -1,4 +1,4 @@
-"""What memory that was watched costs the steps after it: processes with the meter and without, taking turns."""
+"""Cost of a memory recording for the steps after it: processes with the meter and without take turns."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CELL = "native/nothing"
 
 
 def time_steps_in_turns(place: Place, run: Path, control: socket.socket | None) -> None:
-    """A worker's entry: it trains when it is its turn, and says how much CPU time each step took."""
+    """Train when it is this worker's turn, and send the CPU time of a step; entry function of the worker."""
     assert control is not None
     config = config_of(CELL, 1)
     task: Task = TaskRef.of(None, config.task, {}).load()
     backend = registry.find_backend(config.backend)
-    watching = MemoryRecorder(backend, [MallocMeter()]) if MallocMeter.here() else None
-    with open_run(settle(config, 1), backend, task, place, run, met=watching and watching.begin) as live:
+    recorder = MemoryRecorder(backend, [MallocMeter()]) if MallocMeter.here() else None
+    with open_run(settle(config, 1), backend, task, place, run, met=recorder and recorder.begin) as live:
         share = next(live.batches())
 
         def step() -> None:
@@ -38,15 +38,15 @@ def time_steps_in_turns(place: Place, run: Path, control: socket.socket | None) 
             live.step(share)
             live.seek(before)
 
-        if watching is not None:
-            watching.follow(part.engine for part in live.parts.values())
+        if recorder is not None:
+            recorder.follow(part.engine for part in live.parts.values())
         passes = sorted(PASSES_BY_IMPORTANCE, key=PASSES_IN_ORDER.index)
-        for i, how in enumerate(passes, 1):  # as many steps in all
-            if watching is not None:
-                watching.before(how)
+        for i, how in enumerate(passes, 1):  # the same number of steps with and without the meter
+            if recorder is not None:
+                recorder.before(how)
             step()
-            if watching is not None:
-                watching.between(last=i == len(passes))
+            if recorder is not None:
+                recorder.between(last=i == len(passes))
         if "MALLOC_MMAP_THRESHOLD_" in os.environ:
             keep_freed_memory()  # as a comparison does before it times
         for _ in range(WARM):

@@ -1,4 +1,4 @@
-"""Two ways to split the optimizer's states alone: `python -m benchmarks.optimizer` measures time and memory of both."""
+"""Time and memory of two ways to shard the optimizer's states alone: `python -m benchmarks.optimizer`."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ def _read_memory_status(key: str) -> int:
 
 
 def measure(place: Place, run: Path, control: socket.socket | None) -> None:
-    """A worker's entry: one way, in a world of its own."""
+    """Measure one way in a world of its own; entry function of the workers."""
     way = (run / "cell").read_text("utf-8")
     registry.load_backend("native").join(config_of("native/nothing", place.size), place)
     torch.manual_seed(0)
     before = _read_memory_status("VmRSS")
     model = nn.Sequential(*[_block() for _ in range(DEPTH)], nn.Linear(WIDTH, 1))
-    made = _prepare_fsdp2(model) if way == WAYS[2] else _prepare_ddp(model, split=way == WAYS[1])
-    wrapped, optimizer, sync = made
+    prepared = _prepare_fsdp2(model) if way == WAYS[2] else _prepare_ddp(model, split=way == WAYS[1])
+    wrapped, optimizer, sync = prepared
     batch = torch.randn(16, WIDTH)
     seconds: list[float] = []
     for i in range(WARM + ROUNDS):
         if i == WARM:
-            Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak from here on
+            Path("/proc/self/clear_refs").write_text("5", "ascii")  # resets VmHWM, the peak
         dist.barrier()
         began = time.perf_counter()
         for micro in range(1, MICROS + 1):

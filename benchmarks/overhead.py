@@ -1,4 +1,4 @@
-"""What unipar costs a step: `python -m benchmarks.overhead`, or only a part of it: tiny, gpt, ranks, off."""
+"""Overhead of unipar in a step: `python -m benchmarks.overhead`, or only some parts: tiny, gpt, ranks, off."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ CELLS = (
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 GOAL, FABRIC = 30.0, 80.0
-"""Microseconds that a step of ours may take beyond a loop written by hand, where Fabric takes so many; in proportion to
-Fabric's where a machine is slower, or busier, than the one the goal was set on."""
+"""Microseconds that a step of unipar may take more than a loop written by hand, and those of Fabric on the machine on
+which the goal was set; on a slower or busier machine the goal grows in proportion to Fabric's time."""
 
 ROUNDS, STEPS = 60, 2
-"""In which processes take turns."""
+"""Rounds in which the processes take turns, and steps in each turn."""
 
 LIMIT, HALF = 1.01, 0.02
-"""The most that the lower end of a ratio may be, and the half of its interval that is aimed at."""
+"""Limit for the lower end of a ratio's interval, and the half-width of the interval that is aimed at."""
 
 
 def run_world(entry: str, size: int = 1, cell: str = "") -> Any:
-    """What a world of fresh processes found, each with one thread."""
+    """Run `entry` in a world of new processes, each with one thread; return the result that it wrote."""
     with tempfile.TemporaryDirectory(prefix="unipar-bench-") as folder:
         run = Path(folder)
         (run / "cell").write_text(cell, encoding="utf-8")
-        with WorkerGroup(run, size, entry, environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as crew:
-            crew.wait()
+        with WorkerGroup(run, size, entry, environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as group:
+            group.wait()
         return json.loads((run / "found.json").read_text("utf-8"))
 
 
 def benchmark_tiny() -> tuple[dict[str, Any], bool]:
-    """Microseconds over a loop written by hand, on a model that costs nothing."""
+    """Measure microseconds per step beyond a loop written by hand, on a model that takes almost no time."""
     found = run_world("benchmarks.tiny:measure")
     rows: list[tuple[str, ...]] = []
     over: dict[str, float] = {}
@@ -86,7 +86,7 @@ def benchmark_tiny() -> tuple[dict[str, Any], bool]:
 
 
 def benchmark_gpt() -> tuple[dict[str, Any], bool]:
-    """The ratio of CPU time to a loop written by hand for the same library, in one process."""
+    """Measure the ratio of CPU time to a loop written by hand for the same library, in one process."""
     found: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = []
     good = True
@@ -107,24 +107,24 @@ def benchmark_gpt() -> tuple[dict[str, Any], bool]:
     print(format_table(header, rows, right=(2, 3, 4)))
     print(f"lower ends at most {LIMIT}: {'met' if good else 'MISSED'}")
     if any("wide" in row[1] for row in rows):
-        print(f"(wide): the time was up before the interval's half was {HALF}; this machine does other things too")
+        print(f"(wide): time ran out before the interval's half-width was {HALF}; other programs use this machine")
     print()
     return found, good
 
 
 def benchmark_ranks() -> tuple[dict[str, Any], bool]:
-    """Wall clock on two ranks under DDP, beside the same loop twice."""
+    """Measure the wall clock of two ranks under DDP, and of the same loop a second time."""
     found = run_world("benchmarks.gpt:measure_two_ranks", size=2)
     rows = [
         (name, f"{r['middle']:.3f} [{r['low']:.3f}..{r['high']:.3f}]", str(r["rounds"])) for name, r in found.items()
     ]
     print(format_table(("two ranks, DDP, char GPT", "wall clock / hand loop", "rounds"), rows, right=(2,)))
-    print("hand again is the same loop a second time: what is inside its interval cannot be seen here\n")
+    print("hand again is the same loop a second time: differences inside its interval are noise\n")
     return found, True
 
 
 def benchmark_meter_off() -> tuple[dict[str, Any], bool]:
-    """The ratio of CPU time to a process without the meter, once nothing is watched any more."""
+    """Measure the ratio of CPU time to a process without the meter, after the recording has ended."""
     arms = {
         "without": {},
         "without, again": {},
@@ -132,25 +132,25 @@ def benchmark_meter_off() -> tuple[dict[str, Any], bool]:
         "preloaded, counting over": preload_environment(build_meter()),
     }
     with ExitStack() as stack:
-        crews: list[WorkerGroup] = []
+        groups: list[WorkerGroup] = []
         for more in arms.values():
             run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unipar-bench-")))
-            told = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-            crews.append(
+            variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+            groups.append(
                 stack.enter_context(
-                    WorkerGroup(run, 1, "benchmarks.off:time_steps_in_turns", environment=told, control=True)
+                    WorkerGroup(run, 1, "benchmarks.off:time_steps_in_turns", environment=variables, control=True)
                 )
             )
-            crews[-1].receive_from_all()
+            groups[-1].receive_from_all()
 
-        def turn(crew: WorkerGroup) -> float:
-            crew.send_to_all(str(STEPS).encode())
-            return float(crew.receive_from_all()[0])
+        def turn(group: WorkerGroup) -> float:
+            group.send_to_all(str(STEPS).encode())
+            return float(group.receive_from_all()[0])
 
-        took: list[list[float]] = [[] for _ in crews]
+        took: list[list[float]] = [[] for _ in groups]
         for i in range(ROUNDS):
-            for at in rotate_order(range(len(crews)), i):
-                took[at].append(turn(crews[at]))
+            for at in rotate_order(range(len(groups)), i):
+                took[at].append(turn(groups[at]))
     found: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = []
     for name, times in list(zip(arms, took, strict=True))[1:]:
@@ -159,7 +159,7 @@ def benchmark_meter_off() -> tuple[dict[str, Any], bool]:
         rows.append((name, f"{r.middle:.3f} [{r.low:.3f}..{r.high:.3f}]", str(r.rounds)))
     print(format_table(("memory, char GPT", "CPU time / without", "rounds"), rows, right=(2,)))
     good = found["preloaded, counting over"]["low"] <= LIMIT
-    print("without, again is a second process of that kind: what is inside its interval cannot be seen here")
+    print("without, again is a second process of that kind: differences inside its interval are noise")
     print(f"lower end at most {LIMIT}: {'met' if good else 'MISSED'}\n")
     return found, good
 

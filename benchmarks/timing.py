@@ -1,4 +1,4 @@
-"""How loops are timed beside one another: interleaved, as CPU time, with an interval."""
+"""Timing of loops against each other: interleaved, by CPU time, with a confidence interval."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 Loop = Callable[[], object]
-"""One optimizer step."""
+"""Function that takes one optimizer step."""
 
 
 def count_calls(step: Loop, steps: int = 50) -> float:
-    """Calls of Python and built-in functions in one step."""
+    """Return the number of calls of Python and built-in functions in one step."""
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(steps):
@@ -27,9 +27,9 @@ def count_calls(step: Loop, steps: int = 50) -> float:
 def interleaved(
     loops: Mapping[str, Loop], rounds: int, steps: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, list[float]]:
-    """Seconds a step of each loop in each round; every round begins with another loop."""
+    """Return the seconds per step of each loop in each round; every round begins with another loop."""
     names = list(loops)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         at = i % len(names)
         for name in [*names[at:], *names[:at]]:
@@ -37,13 +37,13 @@ def interleaved(
             began = clock()
             for _ in range(steps):
                 step()
-            found[name].append((clock() - began) / steps)
-    return found
+            seconds[name].append((clock() - began) / steps)
+    return seconds
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and where the true one lies, 19 times in 20."""
+    """Median with its 95 % confidence interval."""
 
     middle: float
     low: float
@@ -56,10 +56,10 @@ class Interval:
 
 
 def interval(values: list[float]) -> Interval:
-    """By order statistics: nothing is assumed of how the values scatter."""
+    """Return the median's interval by order statistics, which assume no distribution of the values."""
     n, ordered = len(values), sorted(values)
     tail, outside = 0.5**n, 0
-    while tail <= 0.025 and outside < n // 2:  # as many on each side as still leave 95 % between
+    while tail <= 0.025 and outside < n // 2:  # drop as many values on each side as still leave 95 % between
         outside += 1
         tail += math.comb(n, outside) * 0.5**n
     low = max(outside - 1, 0)
@@ -67,7 +67,7 @@ def interval(values: list[float]) -> Interval:
 
 
 def time_ratio(mine: Loop, theirs: Loop, *, half: float = 0.02, least: int = 12, seconds: float = 60.0) -> Interval:
-    """CPU time of `mine` over `theirs`, step by step in turns, until the interval is narrow or time is up."""
+    """Return the CPU time of `mine` over `theirs`, in alternating steps, until the interval is narrow or time is up."""
     pairs: list[float] = []
     until = time.monotonic() + seconds
     while True:

@@ -1,4 +1,4 @@
-"""What each library adds to one step of a model so small that nothing else counts."""
+"""Time that each library adds to a step of a model so small that its own time is negligible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BATCH, WIDTH, STEPS_OF_ALL = 4, 16, 1_000_000
 
 
 class MLP(unipar.Task):
-    """Three linear layers of width 16."""
+    """Task of three linear layers of width 16."""
 
     @override
     def model(self) -> nn.Module:
@@ -63,7 +63,7 @@ CONFIG = Config.model_validate(
 
 
 def create_training() -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
-    """What every loop but ours is written around: the same kernels and the same schedule."""
+    """Return model, optimizer and schedule of the loops without unipar: the same kernels and the same schedule."""
     model = MLP().model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.0, fused=True)
     return model, optimizer, LambdaLR(optimizer, lambda step: 1.0 - step / STEPS_OF_ALL)
@@ -116,7 +116,7 @@ def by_fabric(batch: Any) -> Loop:
 
 
 def measure(place: Place, run: Path, control: socket.socket | None) -> None:
-    """A worker's entry."""
+    """Time all loops in turns; entry function of the worker."""
     dataset = MLP().data()
     batch = next(iter(DataLoader(dataset, BATCH)))
     with open_run(settle(CONFIG, 1), registry.find_backend(CONFIG.backend), MLP(), place, run) as live:
@@ -124,7 +124,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
         share = next(data)
         live.step(share)
 
-        def again() -> None:  # the same share each time, as the others have the same batch
+        def again() -> None:  # the same share each time, as the other loops repeat the same batch
             before = live.done
             live.step(share)
             live.seek(before)

@@ -1,4 +1,4 @@
-"""A character GPT on the sources of Python's own library: real text that every machine has."""
+"""Character GPT on the sources of Python's standard library: real text that every machine has."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CharGPT(unipar.Task):
         return "".join(f.read_text("utf-8", "replace") for f in files)[:1_000_000]
 
     def windows(self, part: slice) -> TensorDataset:
-        """Each sample is `context` characters and, for each of them, the one that follows."""
+        """Return samples of `context` characters and, for each of them, the one that follows."""
         code = {character: i for i, character in enumerate(sorted(set(self.text)))}
         codes = torch.tensor([code[character] for character in self.text[part]])
         windows = codes.unfold(0, self.context + 1, self.context)

@@ -1,4 +1,4 @@
-"""An image classifier on scikit-learn's digits: 1,797 written by hand, 8 x 8 pixels, shipped with it."""
+"""Image classifier on scikit-learn's digits: 1,797 handwritten digits of 8 x 8 pixels."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Digits(unipar.Task):
         few, many = self.channels, 2 * self.channels
         return nn.Sequential(
             nn.Conv2d(1, few, 3, padding=1),
-            nn.GroupNorm(4, few),  # not BatchNorm: its mean would depend on how the batch is cut
+            nn.GroupNorm(4, few),  # not BatchNorm, whose mean would depend on how the batch is split
             nn.ReLU(),
             nn.Conv2d(few, many, 3, stride=2, padding=1),
             nn.GroupNorm(4, many),
@@ -42,7 +42,7 @@ class Digits(unipar.Task):
         return self.images(slice(1500, None))
 
     def images(self, part: slice) -> TensorDataset:
-        digits: Any = load_digits()  # typed as one of two things
+        digits: Any = load_digits()  # its annotation is a union of two types
         pixels = torch.tensor(digits.images[part], dtype=torch.float32) / 16
         return TensorDataset(pixels.unsqueeze(1), torch.tensor(digits.target[part]))
 

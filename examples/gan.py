@@ -1,4 +1,4 @@
-"""A small GAN: a generator learns to put points on a ring, a critic to tell them from real ones; two optimizers."""
+"""Small GAN with two optimizers: a generator learns to put points on a ring, a critic to tell them from real ones."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Ring(Dataset[Batch]):
-    """Noise, which unipar seeds sample by sample, and a point at a distance of about 1."""
+    """Dataset of noise, which unipar seeds for each sample, and a point at a distance of about 1."""
 
     def __init__(self, count: int) -> None:
         angle = torch.arange(count) * (2 * math.pi / count)
@@ -62,17 +62,17 @@ class Gan(unipar.Task):
                 run.step(share, part="generator")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The generator's: the critic, frozen meanwhile, shall take its points for real ones."""
+        """Return the generator's loss: the critic, which is frozen here, should take its points for real ones."""
         noise, _ = batch
         return F.softplus(-self.run.frozen("critic")(called, model(noise))).mean()
 
     def critic_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         noise, real = batch
-        made = self.run.frozen("generator")(called, noise)
-        return (F.softplus(-model(real)) + F.softplus(model(made))).mean()
+        generated = self.run.frozen("generator")(called, noise)
+        return (F.softplus(-model(real)) + F.softplus(model(generated))).mean()
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Of the first part, the generator: how far from the ring its points are, and how far from one another."""
+        """Return how far the generator's points are from the ring, and the share of them on its right half."""
         points = model(batch[0])
         return {"off": (points.norm(dim=1) - 1).abs().mean(), "right": (points[:, 0] > 0).float().mean()}
 

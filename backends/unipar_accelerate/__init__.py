@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, over DDP, FSDP2 or DeepSpeed. A description; the engines have a file each."""
+"""Description of the backend `accelerate`: Hugging Face Accelerate over DDP, FSDP2 or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class AccelerateOptions(Section):
-    """options.accelerate"""
+    """Section options.accelerate of the config."""
 
     find_unused: bool | Literal["auto"] = "auto"
     """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
     true: at every step, for a model that uses other parameters at other times; false: never."""
 
     through: Literal["auto", "deepspeed"] = "auto"
-    """What Accelerate splits with. auto: FSDP2; deepspeed: DeepSpeed's ZeRO, with the settings in options.deepspeed."""
+    """Library that Accelerate shards with. auto: FSDP2; deepspeed: DeepSpeed's ZeRO, with options.deepspeed."""
 
 
 @final
@@ -77,7 +77,7 @@ class Accelerate(Backend):
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
-        half = config.train.precision == "fp16" and config.parallel.shard == "nothing"  # the loss scale stays ours
+        half = config.train.precision == "fp16" and config.parallel.shard == "nothing"  # unipar scales the loss itself
         word = "fp16" if half else accelerate_precision(config)
         yield from find_contradictions(config, splitting_library(config), word, self.capabilities.launchers)
         if not uses_deepspeed(config):
@@ -97,16 +97,16 @@ class Accelerate(Backend):
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "Accelerator": {"mixed_precision": accelerate_precision(config), "gradient_accumulation_steps": 1}
         }
         if uses_deepspeed(config):
-            return told | {"DeepSpeedPlugin": {"hf_ds_config": deepspeed.native_config(config, parameters)}}
+            return settings | {"DeepSpeedPlugin": {"hf_ds_config": deepspeed.native_config(config, parameters)}}
         if config.parallel.shard != "nothing":
-            return told | {"FullyShardedDataParallelPlugin": fsdp_plugin_settings(config)}
-        found = options_of(config).find_unused
-        return told | {
-            "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": found}
+            return settings | {"FullyShardedDataParallelPlugin": fsdp_plugin_settings(config)}
+        find_unused = options_of(config).find_unused
+        return settings | {
+            "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": find_unused}
         }
 
     @override
@@ -116,9 +116,9 @@ class Accelerate(Backend):
     @override
     def join(self, config: Config, place: Place) -> World:
         if uses_deepspeed(config):
-            from unipar_accelerate.zero import join_over_deepspeed as join_zero
+            from unipar_accelerate.zero import join_over_deepspeed
 
-            return join_zero(config, place)
+            return join_over_deepspeed(config, place)
         from unipar_accelerate.engine import join
 
         return join(config, place)
@@ -147,20 +147,23 @@ def uses_deepspeed(config: Config) -> bool:
 
 
 def splitting_library(config: Config) -> str:
-    """The library that Accelerate splits with; empty: nothing is split."""
+    """Return the library that Accelerate shards with; "" where nothing is sharded."""
     if config.parallel.shard == "nothing":
         return ""
     return "DeepSpeed" if uses_deepspeed(config) else "FSDP2"
 
 
 def accelerate_precision(config: Config) -> str:
-    """Accelerate's word. Over a library that splits, its bf16 means bf16 parameters, and autocast stays ours."""
+    """Return the mixed_precision that Accelerate gets.
+
+    Under FSDP2 and DeepSpeed its bf16 means bf16 parameters, so bf16-mixed is "no" there: unipar autocasts itself.
+    """
     word = "bf16-mixed" if config.parallel.shard == "nothing" else "bf16-master"
     return "bf16" if config.train.precision == word else "no"
 
 
 def fsdp_plugin_settings(config: Config) -> dict[str, Any]:
-    """What its FSDP2 is told; the classes of the blocks come with the model."""
+    """Return the settings of its FSDP2 plugin; the engine adds the classes of the blocks, which the model gives."""
     bf16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if config.train.precision == "bf16-master" else None
     return {
         "fsdp_version": 2,

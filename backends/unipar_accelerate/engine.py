@@ -1,4 +1,4 @@
-"""Accelerate over DDP: it wraps model and optimizer; when to reduce and what to divide by stays ours."""
+"""Engine of Accelerate over DDP: Accelerate wraps model and optimizer; unipar decides when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from unipar_accelerate import accelerate_precision, options_of
 
 @final
 class AccelerateDDPEngine(LateWrappedEngine):
+    """Engine whose model, optimizer, backward and clip are Accelerate's, over DDP."""
+
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
         self.mixed = accelerate_precision(config)
@@ -44,9 +46,9 @@ class AccelerateDDPEngine(LateWrappedEngine):
             "Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes
         )
         if self.mixed != "no":
-            self.call.autocast = None  # from here on Accelerate's own; with fp16 it would scale the loss, too
+            self.call.autocast = None  # Accelerate autocasts from here on; not for fp16: it would scale the loss, too
         wrapped, self.optimizer = self.accelerator.prepare(self.call, self.base)
-        wrapped.broadcast_buffers = False  # running statistics are shared before they are used, as in every cell
+        wrapped.broadcast_buffers = False  # unipar itself shares running statistics before they are used
         return wrapped
 
     @override
@@ -68,13 +70,13 @@ class AccelerateDDPEngine(LateWrappedEngine):
 
 
 def join(config: Config, place: Place) -> World:
-    """Our own process group first; Accelerate takes it over, and reads its place from the environment."""
+    """Create unipar's process group, and start Accelerate on it."""
     world = meet(config, place)
     return hand_world_to_accelerate(world)
 
 
 def hand_world_to_accelerate(world: World) -> World:
-    """Accelerate finds the world that is there."""
+    """Start Accelerate on the world's process group: it reads rank and size from the environment."""
     place = world.place
     world.set_variables(RANK=place.rank, WORLD_SIZE=place.size)
     world.set_variables(LOCAL_RANK=place.local_rank, LOCAL_WORLD_SIZE=place.local_size)
@@ -86,28 +88,31 @@ def hand_world_to_accelerate(world: World) -> World:
 
 
 def reset_accelerate_state() -> None:
-    """Accelerate keeps one state for the whole process; a new engine starts with a new one."""
+    """Drop the state that Accelerate keeps for the whole process, so that a new engine starts with a new one."""
     for state in (AcceleratorState, PartialState):
         state._reset_state()  # pyright: ignore[reportPrivateUsage]
 
 
 def force_distributed_type(accelerator: Any, kind: DistributedType) -> None:
-    """On a machine without accelerators it drops its plugins without a word, and would train by DDP."""
+    """Set the accelerator's type: on a machine without GPUs it ignores its plugins silently, and would train by DDP."""
     PartialState().distributed_type = accelerator.state.distributed_type = kind
 
 
 @contextmanager
 def hide_launch_variables() -> Generator[None]:
-    """The config alone speaks here: what `accelerate launch` says by variables was held against it before."""
-    kept = {name: value for name, value in os.environ.items() if _is_launch_variable(name)}
-    for name in kept:
+    """Context manager: remove the variables of `accelerate launch`, so that Accelerate follows the config alone.
+
+    `find_contradictions` has compared the variables with the config before.
+    """
+    hidden = {name: value for name, value in os.environ.items() if _is_launch_variable(name)}
+    for name in hidden:
         del os.environ[name]
     try:
         yield
     finally:
         for name in [name for name in os.environ if _is_launch_variable(name)]:
             del os.environ[name]
-        os.environ.update(kept)
+        os.environ.update(hidden)
 
 
 def _is_launch_variable(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A script for Accelerate alone over DDP, with the accelerate.yaml that starts it."""
+"""Export of a script for Accelerate alone over DDP, with the accelerate.yaml that starts it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _CARRIED_OPTIONS = frozenset({"find_unused"})
 
 
 def script(outline: Outline) -> Script:
+    """Return the script's files and command; raise Unsupported for what Accelerate's script cannot carry."""
     config = outline.config
     cell = f"accelerate/{config.parallel.shard}"
     if config.parallel.shard != "nothing":
         raise Unsupported(
             cell,
             [
-                "a script over Accelerate's FSDP2 or DeepSpeed is not written; export to those themselves: "
+                "scripts for Accelerate over FSDP2 or DeepSpeed are not supported; export to those directly: "
                 "--to torchrun (FSDP2), or --to deepspeed (ZeRO)"
             ],
         )

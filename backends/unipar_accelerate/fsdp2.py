@@ -1,4 +1,4 @@
-"""Accelerate over FSDP2: it splits the model; reduction, clip and update are those of our own FSDP2."""
+"""Engine of Accelerate over FSDP2: Accelerate shards the model; the rest is as in the native FSDP2 engine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from unipar_accelerate.engine import force_distributed_type, hide_launch_variabl
 
 @final
 class AccelerateFSDP2Engine(ShardedEngine):
+    """Engine whose model and optimizer Accelerate shards by FSDP2."""
+
     def __init__(self, part: Part, config: Config, world: World) -> None:
         refuse_scalar_parameters(part.module, str(cells.cell_of(config)))
         refuse_shared_parameters(part, str(cells.cell_of(config)))
-        broadcast_model(part.module, world.device)  # whole on every rank: it splits only what is there already
+        broadcast_model(part.module, world.device)  # whole on every rank: Accelerate shards only a complete model
         super().__init__(part, config, world)
         self.divisor = float(world.size)
         reset_accelerate_state()
         with hide_launch_variables():
-            self.accelerator = self._made(part, config)
+            self.accelerator = self._create_accelerator(part, config)
             world.require_same_world(
                 "Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes
             )
@@ -44,9 +46,9 @@ class AccelerateFSDP2Engine(ShardedEngine):
         self.kept = dict(part.module.named_parameters())
         if isinstance(self.base, SGD) and config.train.optimizer.fused == "auto":
             for group in self.base.param_groups:
-                group["fused"] = None  # PyTorch has no fused SGD for split parameters
+                group["fused"] = None  # PyTorch has no fused SGD for sharded parameters
 
-    def _made(self, part: Part, config: Config) -> Any:
+    def _create_accelerator(self, part: Part, config: Config) -> Any:
         settings = fsdp_plugin_settings(config)
         if bf16 := settings["mixed_precision_policy"]:
             dtypes = {name: getattr(torch, dtype) for name, dtype in bf16.items()}

@@ -1,4 +1,4 @@
-"""An accelerate.yaml read as a config of unipar: each key carried, left out with a reason, or refused."""
+"""Import of an accelerate.yaml: each key is carried into a config of unipar, left out with a reason, or refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unipar.config import SHARDS
 from unipar.config.config_file import read_config_text
 from unipar.errors import ConfigError
 
-_LAUNCHER_MATTER = "the launcher's; unipar starts processes itself, or joins those of a launcher"
+_LAUNCHER_MATTER = "for the launcher; unipar starts processes itself, or joins those of a launcher"
 LAUNCHER_YAML_KEYS = {
     "machine_rank": _LAUNCHER_MATTER,
     "main_process_ip": _LAUNCHER_MATTER,
@@ -21,7 +21,7 @@ LAUNCHER_YAML_KEYS = {
     "rdzv_backend": _LAUNCHER_MATTER,
     "same_network": _LAUNCHER_MATTER,
     "main_training_function": _LAUNCHER_MATTER,
-    "debug": "unipar names the rank that fails in any case",
+    "debug": "unipar always names the rank that fails",
     "compute_environment": "this machine",
 }
 REFUSED_YAML_KEYS = {
@@ -50,6 +50,7 @@ _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16-mixed"}
 
 
 def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
+    """Carry the whole file into `reading`."""
     keys = reading.section(data)
     if data.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         reading.refuse("compute_environment", f"{data['compute_environment']} is not this machine")
@@ -84,7 +85,7 @@ def _read_world(keys: ForeignSection, kind: str) -> None:
         reading.refuse("num_machines", f"{machines} machines; unipar starts processes on one")
     number = keys.take("num_processes", int, 1 if kind == "NO" else 0)
     if reading.world and number not in (0, reading.world):
-        reading.wrong.append(f"num_processes: {number}, and --world says {reading.world}; give one of them")
+        reading.wrong.append(f"num_processes: {number}, but --world says {reading.world}; give one of them")
     if number := reading.world or max(number, 0):
         reading.put("parallel.data", number)
         reading.world = number
@@ -110,14 +111,14 @@ def _read_precision(keys: ForeignSection, kind: str) -> None:
 
 _FSDP_OMITTED = {
     "fsdp_state_dict_type": "it is about files, not about training",
-    "fsdp_cpu_ram_efficient_loading": "unipar fills the model from one rank in any case",
-    "fsdp_sync_module_states": "unipar fills the model from one rank in any case",
-    "fsdp_use_orig_params": "FSDP2 keeps them in any case",
+    "fsdp_cpu_ram_efficient_loading": "unipar always fills the model from one rank",
+    "fsdp_sync_module_states": "unipar always fills the model from one rank",
+    "fsdp_use_orig_params": "FSDP2 always keeps them",
     "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
     "fsdp_backward_prefetch_policy": "FSDP2 prefetches by itself",
     "fsdp_forward_prefetch": "FSDP2 prefetches by itself",
     "fsdp_limit_all_gathers": "FSDP2 limits them by itself",
-    "fsdp_version": "unipar's is FSDP2",
+    "fsdp_version": "unipar uses FSDP2",
 }
 _SHARD_OF_STRATEGY = {
     **dict.fromkeys(("FULL_SHARD", "1", "true"), "parameters"),
@@ -128,9 +129,9 @@ _SHARD_OF_STRATEGY = {
 
 def _read_fsdp(keys: ForeignSection) -> None:
     reading = keys.reading
-    said = keys.data.pop("fsdp_sharding_strategy", None)
-    said = keys.data.pop("fsdp_reshard_after_forward", True) if said is None else said
-    strategy = str(said).lower() if isinstance(said, bool) else str(said)
+    value = keys.data.pop("fsdp_sharding_strategy", None)
+    value = keys.data.pop("fsdp_reshard_after_forward", True) if value is None else value
+    strategy = str(value).lower() if isinstance(value, bool) else str(value)
     shard = _SHARD_OF_STRATEGY.get(strategy if strategy in _SHARD_OF_STRATEGY else strategy.upper())
     shard = shard or _SHARD_OF_STRATEGY.get(strategy.lower())
     if shard is None:
@@ -141,7 +142,7 @@ def _read_fsdp(keys: ForeignSection) -> None:
     if policy == "NO_WRAP":
         reading.put("model.blocks", "none", "NO_WRAP")
     elif policy != "TRANSFORMER_BASED_WRAP":
-        reading.refuse("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar splits by blocks", "model.blocks")
+        reading.refuse("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar shards by blocks", "model.blocks")
     classes = keys.data.pop("fsdp_transformer_layer_cls_to_wrap", None)
     if classes:
         reading.omit(
@@ -166,7 +167,7 @@ def _read_fsdp(keys: ForeignSection) -> None:
 
 
 def _put_if_supported(reading: ForeignConfigReader, theirs: str, key: str, value: str) -> None:
-    """A key of ours that this version may not have yet."""
+    """Carry a key into a key of unipar, or refuse it where this version does not support unipar's key yet."""
     from unipar.config.sections.parallel import UNSUPPORTED_KEYS
 
     if key in UNSUPPORTED_KEYS:
@@ -176,7 +177,7 @@ def _put_if_supported(reading: ForeignConfigReader, theirs: str, key: str, value
 
 
 def _put_cell(reading: ForeignConfigReader, shard: str, over: str, variant: str = "") -> None:
-    """Accelerate's own where it has that cell, else the library that it passes all on to."""
+    """Choose Accelerate's own cell where the backend has one, else the library that Accelerate would use."""
     from unipar_accelerate import backend
 
     can = backend.capabilities
@@ -189,7 +190,7 @@ def _put_cell(reading: ForeignConfigReader, shard: str, over: str, variant: str 
             reading.put(f"options.accelerate.{name}", value, f"over {over}")
     else:
         name = "native" if over == "FSDP2" else "deepspeed"
-        reading.put("backend", name, f"{over} itself, which Accelerate passes all on to")
+        reading.put("backend", name, f"{over} itself, which Accelerate would use")
 
 
 _DEEPSPEED_OMITTED = {
@@ -197,7 +198,7 @@ _DEEPSPEED_OMITTED = {
     "deepspeed_hostfile": _LAUNCHER_MATTER,
     "deepspeed_inclusion_filter": _LAUNCHER_MATTER,
     "deepspeed_exclusion_filter": _LAUNCHER_MATTER,
-    "zero3_init_flag": "unipar splits at birth in any case",
+    "zero3_init_flag": "unipar always shards a model while it is created",
     "zero3_save_16bit_model": "it is about files, not about training",
     "deepspeed_moe_layer_cls_names": "unipar splits the model's blocks (model.blocks)",
     "offload_optimizer_nvme_path": "it is about files, not about training",
@@ -237,7 +238,7 @@ def _read_deepspeed(keys: ForeignSection) -> None:
 
 
 def _read_inline_deepspeed(keys: ForeignSection) -> None:
-    """What the yaml says itself, where it names no file."""
+    """Read the DeepSpeed settings of a yaml that names no ds_config.json."""
     reading = keys.reading
     accumulate = keys.take("gradient_accumulation_steps", int, 1)
     if keys.data.get("gradient_clipping") == AUTO:
@@ -259,12 +260,12 @@ def _load_deepspeed_file(reading: ForeignConfigReader, file: str) -> Mapping[str
             "of its folder; name the file itself"
         )
     try:
-        found: Any = json.loads(read_config_text(path))
+        data: Any = json.loads(read_config_text(path))
     except json.JSONDecodeError as e:
         raise ConfigError(f"{path}, line {e.lineno}: {e.msg}") from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise ConfigError(f"{path}, line 1: a ds_config.json is one mapping")
-    return found
+    return data
 
 
 def _read_dynamo(keys: ForeignSection) -> None:
@@ -274,7 +275,7 @@ def _read_dynamo(keys: ForeignSection) -> None:
     keys.omit(
         dict.fromkeys(
             ("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"),
-            "torch.compile's own choice stands",
+            "torch.compile uses its own choice",
         )
     )
     keys.end(("dynamo_backend", "dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph"))

@@ -1,4 +1,4 @@
-"""Accelerate over DeepSpeed: it starts DeepSpeed's engine; from there on it is DeepSpeed's own."""
+"""Engine of Accelerate over DeepSpeed: Accelerate starts DeepSpeed's engine, which then trains by itself."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from unipar_accelerate.engine import (
 
 
 def join_over_deepspeed(config: Config, place: Place) -> World:
-    """DeepSpeed's way, then Accelerate on top."""
+    """Create the process group and start DeepSpeed on it, then Accelerate."""
     return hand_world_to_accelerate(deepspeed.join(config, place))
 
 
 def build_zero_engine(part: Part, config: Config, world: World) -> Engine:
-    """DeepSpeed's engine, made by Accelerate from DeepSpeed's own settings."""
+    """Return the engine of the backend `deepspeed`, started by Accelerate with the same settings."""
 
-    def start(model: nn.Module, optimizer: Optimizer, told: dict[str, Any]) -> Any:
+    def start(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> Any:
         reset_accelerate_state()
         with hide_launch_variables():
-            plugin = BareDeepSpeedPlugin(hf_ds_config=told)
+            plugin = BareDeepSpeedPlugin(hf_ds_config=settings)
             accelerator = _create_accelerator(plugin, config, world)
             world.require_same_world("Accelerate", rank=accelerator.process_index, size=accelerator.num_processes)
             return accelerator.prepare(model, optimizer)[0]
@@ -57,6 +57,8 @@ def _create_accelerator(plugin: BareDeepSpeedPlugin, config: Config, world: Worl
 
 @final
 class BareDeepSpeedPlugin(DeepSpeedPlugin):
+    """Plugin without the support for transformers."""
+
     @override
     def set_deepspeed_weakref(self) -> None:
-        """The original is for models of transformers, and imports it."""
+        """Do nothing: the original imports transformers, and only its models need the reference."""

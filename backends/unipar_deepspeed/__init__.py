@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO 0 to 3. A description; the engine is in engine.py."""
+"""Description of the backend `deepspeed`: DeepSpeed with ZeRO 0 to 3. Its engine is in engine.py."""
 
 from __future__ import annotations
 
@@ -92,24 +92,24 @@ class DeepSpeed(Backend):
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         clip = config.train.clipping
-        told: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,  # inert, as is the next: the boundary is set by hand
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,  # has no effect, as the next: the engine sets the boundary by hand
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0 if clip is None or clip.norm == "fp64" or clips_outside(config) else clip.max,
             "zero_optimization": zero_settings(config, parameters),
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # ours is the right one already
+            "zero_force_ds_cpu_optimizer": False,  # the engine has chosen the CPU optimizer already
             "steps_per_print": None,
             "wall_clock_breakdown": False,
         }
         if config.train.precision == "bf16-master":
-            told["bf16"] = {"enabled": True}
-        return told
+            settings["bf16"] = {"enabled": True}
+        return settings
 
     @override
     @contextmanager
     def host(self, config: Config, size: int) -> Generator[Mapping[str, str]]:
-        """Whatever becomes of the ranks, their files on the disk go."""
+        """Context manager: remove the ranks' offload files on exit, even if ranks failed or were killed."""
         try:
             yield {}
         finally:
@@ -131,7 +131,7 @@ class DeepSpeed(Backend):
 
 
 def clips_outside(config: Config) -> bool:
-    """ZeRO-0 leaves whole gradients in the open, so they are clipped as everywhere else."""
+    """Return whether unipar clips, not DeepSpeed: ZeRO-0 leaves whole gradients in `p.grad`."""
     return config.parallel.shard == "nothing" and config.train.precision != "bf16-master"
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed, ZeRO 0 to 3: its engine reduces, clips and steps."""
+"""Engine of DeepSpeed, ZeRO 0 to 3: DeepSpeed's own engine reduces, clips and steps."""
 
 from __future__ import annotations
 
@@ -39,15 +39,18 @@ from unipar_deepspeed.options import options_of, remove_offload_files
 from unipar_deepspeed.partitions import ZeroPartitions, keep_exact_values
 
 InitializeEngine = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
-"""Who calls `deepspeed.initialize`: here, or a library that wraps it. Gives DeepSpeed's engine."""
+"""Function that calls `deepspeed.initialize`, itself or through a library that wraps it, and returns the engine."""
 
 
-def initialize_deepspeed(model: nn.Module, optimizer: Optimizer, told: dict[str, Any]) -> Any:
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=told, dist_init_required=False)[0]
+def initialize_deepspeed(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> Any:
+    """Return DeepSpeed's engine for the model."""
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
 
 
 @final
 class ZeroEngine(Engine):
+    """Engine of one part under ZeRO 0 to 3."""
+
     def __init__(
         self, part: Part, config: Config, world: World, backend: Backend, start: InitializeEngine = initialize_deepspeed
     ) -> None:
@@ -59,11 +62,11 @@ class ZeroEngine(Engine):
         self.fp64 = clip is not None and clip.norm == "fp64"
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         parameters = sum(p.numel() for p in part.module.parameters())
-        told = backend.native_config(config, parameters)
-        masters = keep_exact_values(part.module, config, world)  # before the library rounds them
+        settings = backend.native_config(config, parameters)
+        masters = keep_exact_values(part.module, config, world)  # before DeepSpeed rounds the parameters to bf16
         if self.stage == 3:
             low = torch.bfloat16 if config.train.precision == "bf16-master" else None
-            _partition_parameters(part.module, told, world, low)
+            _partition_parameters(part.module, settings, world, low)
         else:
             broadcast_model(part.module, world.device)
         if config.train.precision == "bf16-master":
@@ -71,8 +74,9 @@ class ZeroEngine(Engine):
         optimizer = cpu_optimizer_for(part.optimizer(part.module), config)
         if self.stage and optimizer.state:
             raise TaskError(
-                f"{cells.cell_of(config)} cannot take {type(optimizer).__name__}: it makes its states before the "
-                "first step, for parameters that ZeRO then replaces; set parallel.shard: nothing, or backend: native"
+                f"{cells.cell_of(config)} does not support {type(optimizer).__name__}: it creates its states before "
+                "the first step, for parameters that ZeRO then replaces; set parallel.shard: nothing, or "
+                "backend: native"
             )
         self.rates = BaseRates(optimizer)
         self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
@@ -80,11 +84,11 @@ class ZeroEngine(Engine):
         self.call.cast = batch_dtype(config.train.precision)
         if config.train.precision == "fp64":
             _allow_fp64()
-        self.engine: Any = start(self.call, optimizer, told)
+        self.engine: Any = start(self.call, optimizer, settings)
         if config.train.precision == "fp64":
             self.engine.communication_data_type = torch.float64
         self.zero, self.base = self.engine.optimizer, self.engine.basic_optimizer
-        self.bare = self.zero is self.base  # stage 0 in full precision: gradients lie in the open
+        self.bare = self.zero is self.base  # stage 0 in full precision: gradients are in `p.grad`
         world.local_closers.append(lambda: remove_offload_files(config, [world.rank]))
         self.swapped = options_of(config).offload_optimizer == "disk"
         self.holder = ZeroPartitions(self.model, self.engine, self.stage, world, swapped=self.swapped)
@@ -119,12 +123,12 @@ class ZeroEngine(Engine):
         if norm is None or skipped:
             norm = torch.as_tensor(engine.get_global_grad_norm(), device=self.world.device)
         if self.stage and self.scaler is not None:
-            self.zero.loss_scale = 1.0  # the loss is scaled here, not in its backward
+            self.zero.loss_scale = 1.0  # the loss is scaled in `step`, not in DeepSpeed's backward
             self.scaler.overflowed(norm)
         return Step(share, norm, skipped=skipped)
 
     def _clip(self) -> Tensor | None:
-        """The norm where the clip is ours; None where the library clips inside its step."""
+        """Clip, and return the norm; return None where DeepSpeed clips in its own step."""
         if self.stage == 0:
             for p in self.trained:
                 if p.grad is None:
@@ -137,7 +141,7 @@ class ZeroEngine(Engine):
             return clip_gradients(self.trained, self.limit) if self.bare else None
         if not self.fp64:
             if self.scaler is not None:
-                self.zero.loss_scale = self.scaler.scale  # its step divides gradients and norm by it
+                self.zero.loss_scale = self.scaler.scale  # DeepSpeed's step divides gradients and norm by it
             return None
         partition = [g for held in self.zero.averaged_gradients.values() for g in held or []]  # padding is zero
         if self.scaler is not None:
@@ -151,7 +155,7 @@ class ZeroEngine(Engine):
 
     @override
     def call_frozen(self, fn: Fn, given: Any) -> Any:
-        """Without the library's engine, which would take the outer loss's backward for its own."""
+        """Call the model without DeepSpeed's engine, which would treat the other part's backward as its own."""
         return self.call(fn, OpaqueBatch(given))
 
     @override
@@ -163,7 +167,8 @@ class ZeroEngine(Engine):
     def restore(self, read: Read) -> None:
         if self.swapped:
             raise TaskError(
-                "options.deepspeed.offload_optimizer: disk takes no state in; put it in with cpu, or begin anew"
+                "options.deepspeed.offload_optimizer: disk cannot load a saved state; load it with cpu, or start a new "
+                "run"
             )
         self.holder.restore(read)
         restore_buffers(self.model, read)
@@ -183,25 +188,25 @@ class ZeroEngine(Engine):
 
 
 def join(config: Config, place: Place) -> World:
-    """Our own process group first; DeepSpeed takes it over."""
+    """Create unipar's process group, and start DeepSpeed on it."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     world = meet(config, place)
-    world.set_variables(LOCAL_RANK=place.local_rank)  # it insists
+    world.set_variables(LOCAL_RANK=place.local_rank)  # DeepSpeed requires it
     world.restore_variables("MASTER_ADDR", "MASTER_PORT")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, and leaves /dev/shm full
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, leaves files in /dev/shm
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     world.local_closers.append(_reset_deepspeed)
     return world.require_same_world("DeepSpeed", rank=deepspeed.comm.get_rank(), size=deepspeed.comm.get_world_size())
 
 
 def _reset_deepspeed() -> None:
-    """It keeps this world's groups in many places, for a next run that has others."""
+    """Drop the process groups that DeepSpeed keeps: the next run in this process has others."""
     deepspeed.comm.destroy_process_group()
     deepspeed.comm.comm.cdb = None
 
 
-def _partition_parameters(module: nn.Module, told: dict[str, Any], world: World, low: torch.dtype | None) -> None:
-    """Rank 0's parameters, one by one, into ZeRO-3's partitions."""
+def _partition_parameters(module: nn.Module, settings: dict[str, Any], world: World, low: torch.dtype | None) -> None:
+    """Send rank 0's parameters to all ranks, one at a time, and put them into ZeRO-3's partitions."""
     first: list[Any] = []
 
     def place(p: Tensor) -> Tensor:
@@ -211,7 +216,7 @@ def _partition_parameters(module: nn.Module, told: dict[str, Any], world: World,
         else:
             holder: Any = nn.Module()
             holder.p = new
-            deepspeed.zero.Init(module=holder, config_dict_or_path=told)
+            deepspeed.zero.Init(module=holder, config_dict_or_path=settings)
             first.append(new)
         return new
 
@@ -219,7 +224,7 @@ def _partition_parameters(module: nn.Module, told: dict[str, Any], world: World,
 
 
 def _allow_fp64() -> None:
-    """The library's list for the CPU lacks it, though stage 0 needs nothing that fp64 has not."""
+    """Add fp64 to the dtypes that DeepSpeed accepts on the CPU: its list lacks fp64, though stage 0 works with it."""
     accelerator: Any = get_accelerator()
     known: list[torch.dtype] = list(accelerator.supported_dtypes())
     if torch.float64 not in known:

@@ -1,4 +1,4 @@
-"""A script for DeepSpeed alone, with a ds_config.json that says all that its keys can say."""
+"""Export of a script for DeepSpeed alone, with a ds_config.json that holds all settings that it has keys for."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _CARRIED_OPTIONS = frozenset({"buckets"})
 
 
 def script(outline: Outline) -> Script:
+    """Return the script's files and command; raise Unsupported for what DeepSpeed's script cannot carry."""
     config = outline.config
     precision, stage = config.train.precision, SHARDS.index(config.parallel.shard)
     cell = f"deepspeed/{config.parallel.shard}"
     refuse_uncarried_options("deepspeed", cell, config.options.get("deepspeed", {}), _CARRIED_OPTIONS)
     if precision == "fp64":
-        raise Unsupported(cell, ["train.precision: fp64 is not among what a ds_config.json can say; use fp32"])
+        raise Unsupported(cell, ["train.precision: a ds_config.json has no key for fp64; use fp32"])
     if precision == "bf16-master" and stage == 0:
         raise Unsupported(
             cell,
             [
-                "train.precision: bf16-master without a split takes a step of its own while DeepSpeed starts, which a "
-                "plain script cannot undo; split something: --set parallel.shard=optimizer"
+                "train.precision: bf16-master without sharding takes a step of its own while DeepSpeed starts, which a "
+                "plain script cannot undo; shard something: --set parallel.shard=optimizer"
             ],
         )
     outline = replace(outline, autocast=precision == "bf16-mixed")
@@ -57,7 +58,7 @@ def script(outline: Outline) -> Script:
 
 
 def build_ds_config(outline: Outline) -> dict[str, Any]:
-    """What DeepSpeed reads: real batch sizes, and the optimizer, which it makes itself."""
+    """Return the ds_config.json: real batch sizes, and the optimizer, which DeepSpeed creates itself in a script."""
     config, sizes = outline.config, outline.sizes
     settings = optimizer_arguments(config.train.optimizer, "cuda" if outline.cuda else "cpu")
     params: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
@@ -67,13 +68,13 @@ def build_ds_config(outline: Outline) -> dict[str, Any]:
         params["torch_adam"] = True
     if kind == "Adam":
         params["adam_w_mode"] = False  # its Adam is AdamW otherwise
-    told = backend.native_config(config, outline.parameters)
+    ds_config = backend.native_config(config, outline.parameters)
     clip = config.train.clipping
-    told |= {
+    ds_config |= {
         "train_batch_size": sizes.total,
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulate,
         "gradient_clipping": 0.0 if clip is None else float(clip.max),
         "optimizer": {"type": kind, "params": params},
     }
-    return dict(sorted(told.items(), key=lambda item: (isinstance(item[1], dict), item[0])))
+    return dict(sorted(ds_config.items(), key=lambda item: (isinstance(item[1], dict), item[0])))

@@ -1,4 +1,4 @@
-"""Where ZeRO 0 to 3 keeps its tensors, and what each is for."""
+"""Tensors that ZeRO 0 to 3 keeps, by memory category."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _OPTIMIZER_ATTRIBUTES: tuple[tuple[Category, str], ...] = (
     ("communication", "temp_grad_buffer_for_cpu_offload"),
     ("communication", "temp_grad_buffer_for_gpu_offload"),
 )
-"""Attributes of its optimizer: tensors, or lists and dicts of some."""
+"""Attributes of ZeRO's optimizer that are tensors, or lists and dicts of tensors."""
 
 
 def zero_holdings(model: nn.Module, engine: Any) -> Iterator[Holding]:
-    """Parameters, masters, gradients, states and buckets; several names may be views of one buffer."""
+    """Yield parameters, masters, gradients, states and buckets; several of them may be views of one buffer."""
     zero, base = engine.optimizer, engine.basic_optimizer
     for name, p in model.named_parameters():
         yield from _parameter_holdings(name, p)
@@ -51,7 +51,7 @@ def zero_holdings(model: nn.Module, engine: Any) -> Iterator[Holding]:
 def _parameter_holdings(name: str, p: Any) -> Iterator[Holding]:
     if hasattr(p, "ds_tensor"):
         yield Holding("parameters", name, p.ds_tensor)
-        yield Holding("communication", f"{name}, gathered", p.data)  # empty where it is not
+        yield Holding("communication", f"{name}, gathered", p.data)  # empty while the parameter is not gathered
     else:
         yield Holding("parameters", name, p.data)
     for grad in (p.grad, getattr(p, "grad_accum", None)):

@@ -1,4 +1,4 @@
-"""A ds_config.json read as a config of unipar: each key carried, left out with a reason, or refused."""
+"""Import of a ds_config.json: each key is carried into a config of unipar, left out with a reason, or refused."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from unipar_deepspeed.options import DS_KEY_OF_SIZE, SIZES_OF_STAGE
 
 OMITTED_DS_KEYS = {
     "steps_per_print": "unipar logs every log.every steps",
-    "wall_clock_breakdown": "unipar times each phase of itself",
-    "dump_state": "it prints",
-    "memory_breakdown": "it prints",
-    "log_level": "it prints",
-    "flops_profiler": "it measures",
-    "comms_logger": "it logs",
-    "timers": "it measures",
+    "wall_clock_breakdown": "unipar always times each phase",
+    "dump_state": "it is about printing",
+    "memory_breakdown": "it is about printing",
+    "log_level": "it is about printing",
+    "flops_profiler": "it is about measuring",
+    "comms_logger": "it is about logging",
+    "timers": "it is about measuring",
     "tensorboard": "say log.to: [tensorboard]",
     "wandb": "say log.to",
     "csv_monitor": "the run folder holds JSON lines",
@@ -31,7 +31,7 @@ OMITTED_DS_KEYS = {
     "aio": "it is about speed",
 }
 REFUSED_DS_KEYS = {
-    "autotuning": "unipar tunes nothing",
+    "autotuning": "unipar does not tune settings",
     "elasticity": "a run of unipar keeps its number of ranks",
     "amp": "NVIDIA's apex is not used; say bf16 or fp16",
     "progressive_layer_drop": "unipar does not change the model",
@@ -53,18 +53,18 @@ REFUSED_DS_KEYS = {
     "compile": "say model.compile",
     "zenflow": "unipar has no such mode",
     "torch_autocast": "its gradients travel in bf16, which unipar's bf16-mixed does not; say train.precision",
-    "data_types": "unipar says dtypes by train.precision",
-    "communication_data_type": "unipar says dtypes by train.precision",
-    "seq_parallel_communication_data_type": "unipar says dtypes by train.precision",
+    "data_types": "unipar sets dtypes by train.precision",
+    "communication_data_type": "unipar sets dtypes by train.precision",
+    "seq_parallel_communication_data_type": "unipar sets dtypes by train.precision",
     "zero_force_ds_cpu_optimizer": "the optimizer is PyTorch's",
     "managed_gradient_accumulation": "unipar sets the boundary itself",
-    "vocabulary_size": "unipar measures",
+    "vocabulary_size": "unipar does not need it",
     "datastates_ckpt": "checkpoints are unipar's own",
 }
 FIXED_DS_VALUES: Mapping[str, tuple[Any, str]] = {
     "prescale_gradients": (False, "unipar divides as one process would"),
     "gradient_predivide_factor": (1.0, "unipar divides as one process would"),
-    "gradient_allreduce_op": ("mean", "unipar means the mean"),
+    "gradient_allreduce_op": ("mean", "unipar always takes the mean"),
     "disable_allgather": (False, "unipar has no such mode"),
     "use_data_before_expert_parallelism": (False, "unipar has no experts"),
 }
@@ -79,20 +79,9 @@ _OTHER_STAGE = "it has no effect at this stage"
 _SCALED_TO_MODEL = "unipar scales it to the model"
 _ZERO_CARRIED = ("stage", "overlap_comm", "contiguous_gradients")
 _ZERO_SPEED = (
-    *(
-        "reduce_scatter",
-        "stage3_model_persistence_threshold",
-        "allgather_partitions",
-        "sub_group_size",
-        "round_robin_gradients",
-        "use_multi_rank_bucket_allreduce",
-    ),
-    *(
-        "stage3_module_granularity_threshold",
-        "stage3_use_all_reduce_for_fetch_params",
-        "stage3_allgather_sequential",
-        "memory_efficient_linear",
-    ),
+    *("reduce_scatter", "stage3_model_persistence_threshold", "allgather_partitions", "sub_group_size"),
+    *("round_robin_gradients", "use_multi_rank_bucket_allreduce", "stage3_module_granularity_threshold"),
+    *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "memory_efficient_linear"),
     *("log_trace_cache_warnings", "enable_sanity_checks", "parameter_alignment"),
 )
 _ZERO_FILES = (
@@ -100,10 +89,10 @@ _ZERO_FILES = (
     *("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"),
 )
 _ZERO_REFUSED = {
-    "zero_hpz_partition_size": "ZeRO++ is not carried",
-    "zero_quantized_weights": "ZeRO++ rounds weights, so the numbers are others",
-    "zero_quantized_nontrainable_weights": "ZeRO++ rounds weights, so the numbers are others",
-    "zero_quantized_gradients": "ZeRO++ rounds gradients, so the numbers are others",
+    "zero_hpz_partition_size": "ZeRO++ is not supported",
+    "zero_quantized_weights": "ZeRO++ rounds weights, which changes the numbers",
+    "zero_quantized_nontrainable_weights": "ZeRO++ rounds weights, which changes the numbers",
+    "zero_quantized_gradients": "ZeRO++ rounds gradients, which changes the numbers",
     "zenflow": "unipar has no such mode",
     "cpu_offload": "an old key; say offload_optimizer",
     "cpu_offload_param": "an old key; say offload_param",
@@ -115,7 +104,7 @@ _ZERO_REFUSED = {
 
 
 def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
-    """The whole file."""
+    """Carry the whole file into `reading`."""
     reading.put("backend", "deepspeed")
     keys = reading.section(data)
     read_batch(keys)
@@ -124,7 +113,7 @@ def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
 
 
 def read_all_but_batch(keys: ForeignSection) -> None:
-    """All but batch and clip, which Accelerate says in its own file as well."""
+    """Carry all keys but batch and clip, which an accelerate.yaml may hold itself."""
     reading = keys.reading
     read_optimizer(keys)
     read_scheduler(keys)
@@ -140,7 +129,7 @@ def read_all_but_batch(keys: ForeignSection) -> None:
 
 
 def read_batch(keys: ForeignSection) -> None:
-    """Any two of the three give the third; all three give the number of ranks."""
+    """Carry the three batch sizes: two of them give the third, and all three give the number of ranks."""
     reading = keys.reading
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {name: keys.take(name, int, 0) for name in names if keys.data.get(name) not in (None, AUTO)}
@@ -177,15 +166,17 @@ def read_batch(keys: ForeignSection) -> None:
 
 
 def read_clip(keys: ForeignSection) -> None:
+    """Carry gradient_clipping; DeepSpeed clips at 1.0 where the file does not say otherwise."""
     if keys.open("gradient_clipping", "train.clip", "1.0"):
         return
-    said = "gradient_clipping" in keys
+    given = "gradient_clipping" in keys
     value = keys.take("gradient_clipping", float, 1.0)
     if value:
-        keys.reading.put("train.clip", value, "" if said else "DeepSpeed's own default, where the file says nothing")
+        keys.reading.put("train.clip", value, "" if given else "DeepSpeed's own default, where the file says nothing")
 
 
 def read_optimizer(keys: ForeignSection) -> None:
+    """Carry the section `optimizer`."""
     reading = keys.reading
     if "optimizer" not in keys:
         reading.ask("optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
@@ -201,21 +192,21 @@ def read_optimizer(keys: ForeignSection) -> None:
     section.omit({"legacy_fusion": "it is about speed"})
     params = section.below("params")
     section.end(("type", "params", "legacy_fusion"))
-    torchs = params.take("torch_adam", bool, default=False)
+    torch_adam = params.take("torch_adam", bool, default=False)
     note = ""
     if name == "adam" and params.take("adam_w_mode", bool, default=True):
         name, note = "adamw", "DeepSpeed's Adam is AdamW unless adam_w_mode is false"
     params.data.pop("adam_w_mode", None)
     reading.put("train.optimizer.name", name, note)
-    _read_optimizer_params(params, name, torchs=torchs)
+    _read_optimizer_params(params, name, torch_adam=torch_adam)
 
 
-def _read_optimizer_params(params: ForeignSection, name: str, *, torchs: bool) -> None:
+def _read_optimizer_params(params: ForeignSection, name: str, *, torch_adam: bool) -> None:
     reading = params.reading
     if not params.open("lr", "train.optimizer.lr", "3.0e-4"):
         reading.put("train.optimizer.lr", params.take("lr", float, 1e-3))
     if not params.open("weight_decay", "train.optimizer.weight_decay", "0.01"):
-        default = 0.01 if name == "adamw" and torchs else 0.0
+        default = 0.01 if name == "adamw" and torch_adam else 0.0
         note = "torch.optim.AdamW's default" if "weight_decay" not in params and default else ""
         reading.put("train.optimizer.weight_decay", params.take("weight_decay", float, default), note)
     if name == "sgd":
@@ -229,9 +220,9 @@ def _read_optimizer_params(params: ForeignSection, name: str, *, torchs: bool) -
     for kernel in ("fused", "foreach"):
         if kernel in params:
             reading.put(f"train.optimizer.{kernel}", params.take(kernel, bool, default=False))
-    params.expect("bias_correction", True, "unipar's Adam always corrects")
+    params.expect("bias_correction", True, "unipar's Adam always corrects the bias")
     params.expect("amsgrad", False, "unipar's Adam has no AMSGrad")
-    params.expect("dampening", 0, "unipar's SGD has none")
+    params.expect("dampening", 0, "unipar's SGD has no dampening")
     params.expect("maximize", False, "unipar minimizes")
     params.end(
         ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "torch_adam", "adam_w_mode", "fused", "foreach")
@@ -239,10 +230,11 @@ def _read_optimizer_params(params: ForeignSection, name: str, *, torchs: bool) -
 
 
 _SCHEDULE_OF_TYPE = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_WARMUP_NOTE = "DeepSpeed's climbs two steps later: its first two steps have rate 0"
+_WARMUP_NOTE = "DeepSpeed's warm-up is two steps later: its first two steps have rate 0"
 
 
 def read_scheduler(keys: ForeignSection) -> None:
+    """Carry the section `scheduler`."""
     if "scheduler" not in keys:
         return
     reading = keys.reading
@@ -257,12 +249,14 @@ def read_scheduler(keys: ForeignSection) -> None:
     section.end(("type", "params"))
     warmup = 0
     if not params.open("warmup_num_steps", "train.schedule.warmup", "100"):
-        warmup = max(2, params.take("warmup_num_steps", int, 1000))  # it takes no fewer
+        warmup = max(2, params.take("warmup_num_steps", int, 1000))  # DeepSpeed's least is 2
     shape = params.take("warmup_type", str, "log")
     if shape != "linear" and warmup:
-        said = "DeepSpeed's default, " if shape == "log" else ""
+        default = "DeepSpeed's default, " if shape == "log" else ""
         reading.refuse(
-            "scheduler.params.warmup_type", f"{shape} ({said}a logarithm); unipar climbs linearly", "train.schedule"
+            "scheduler.params.warmup_type",
+            f"{shape} ({default}logarithmic); unipar's warm-up is linear",
+            "train.schedule",
         )
     reading.put("train.schedule.name", _SCHEDULE_OF_TYPE[kind])
     reading.put("train.schedule.warmup", warmup, _WARMUP_NOTE)
@@ -275,13 +269,13 @@ def read_scheduler(keys: ForeignSection) -> None:
 def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
     reading = params.reading
     if kind != "WarmupCosineLR":
-        params.expect("warmup_min_lr", 0, "unipar climbs from 0")
+        params.expect("warmup_min_lr", 0, "unipar's warm-up begins at 0")
         if not params.open("warmup_max_lr", "train.optimizer.lr", "3.0e-4"):
             default = 1e-3 if kind == "WarmupDecayLR" else 0.0
             if top := params.take("warmup_max_lr", float, default):
-                reading.put("train.optimizer.lr", top, "scheduler.params.warmup_max_lr, which wins over optimizer's")
+                reading.put("train.optimizer.lr", top, "scheduler.params.warmup_max_lr, which overrides optimizer's")
     else:
-        params.expect("warmup_min_ratio", 0, "unipar climbs from 0")
+        params.expect("warmup_min_ratio", 0, "unipar's warm-up begins at 0")
         reading.put("train.schedule.end", params.take("cos_min_ratio", float, 1e-4))
     if kind != "WarmupLR" and not params.open("total_num_steps", "train.steps", "1000"):
         steps = params.take("total_num_steps", int, 0)
@@ -291,6 +285,7 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
 
 
 def read_precision(keys: ForeignSection) -> None:
+    """Carry the sections `bf16` and `fp16`."""
     reading = keys.reading
     chosen: list[str] = []
     for name, meaning in (("bf16", "bf16-master"), ("bfloat16", "bf16-master"), ("fp16", "fp16")):
@@ -304,14 +299,14 @@ def read_precision(keys: ForeignSection) -> None:
             section.data.clear()
             continue
         chosen.append(name)
-        told = f"{name}.enabled"
-        reading.put("train.precision", meaning, f"{told}: autocast over fp32" if meaning == "fp16" else told)
+        note = f"{name}.enabled"
+        reading.put("train.precision", meaning, f"{note}: autocast over fp32" if meaning == "fp16" else note)
         scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
         section.omit(dict.fromkeys(scaling, "the loss is scaled by unipar's rule"))
         section.expect("auto_cast", False, "unipar casts a batch's floating-point tensors")
         mixed = "masters and moments are fp32 in unipar"
         section.refuse(dict.fromkeys((f"{name}_master_weights_and_grads", f"{name}_optimizer_states"), mixed))
-        section.omit({"check_overflow": "unipar looks at every loss", "consecutive_hysteresis": "it is about scaling"})
+        section.omit({"check_overflow": "unipar checks every loss", "consecutive_hysteresis": "it is about scaling"})
         section.refuse({"immediate_grad_update": "unipar reduces by its own rule"}, unless=(True, False))
         section.end(("enabled", "auto_cast", *scaling))
     if len(chosen) > 1:
@@ -319,6 +314,7 @@ def read_precision(keys: ForeignSection) -> None:
 
 
 def read_zero(keys: ForeignSection) -> None:
+    """Carry the section `zero_optimization`."""
     if "zero_optimization" not in keys:
         return
     reading = keys.reading
@@ -342,7 +338,7 @@ def read_zero(keys: ForeignSection) -> None:
 
 
 def _read_sizes(section: ForeignSection, stage: int) -> None:
-    """Those of this stage; one that is not said is scaled to the model."""
+    """Carry the bucket sizes that this stage uses; unipar scales those that the file does not give to the model."""
     for ours, theirs in DS_KEY_OF_SIZE.items():
         if theirs not in section:
             continue
@@ -355,7 +351,7 @@ def _read_sizes(section: ForeignSection, stage: int) -> None:
 
 
 def _read_gradient_settings(section: ForeignSection, stage: int) -> None:
-    """How they travel, where that is not what DeepSpeed does by itself."""
+    """Carry overlap_comm and contiguous_gradients where they differ from what DeepSpeed does by itself."""
     reading = section.reading
     device = reading.said.get("device", reading.config.get("device", "auto"))
     cpu = device == "cpu" or (device == "auto" and not gpus.count_visible_gpus())
@@ -377,11 +373,11 @@ def _read_gradient_settings(section: ForeignSection, stage: int) -> None:
 
 
 OFFLOAD_KEYS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
-"""Their names and ours."""
+"""DeepSpeed's names of the offload sections, with unipar's options."""
 
 
 def read_offload(section: ForeignSection, name: str) -> None:
-    """Where optimizer or parameters lie."""
+    """Carry an offload section: the place where the optimizer or the parameters are kept."""
     if name not in section:
         return
     reading, inner = section.reading, section.below(name)

@@ -1,4 +1,4 @@
-"""Optimizers for what was offloaded: DeepSpeed's CPU Adam, and where its compiled op is kept."""
+"""Optimizers for offloaded parameters: DeepSpeed's CPU Adam, and the cache of its compiled op."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from unipar.utils.files import cache_folder
 from unipar_deepspeed.options import options_of
 
 COMPILE_LOCK_SECONDS = 900.0
-"""Seconds after which a lock in the cache is one that nobody holds: a compilation takes one minute."""
+"""Age in seconds beyond which a lock in the cache is stale: a compilation takes one minute."""
 
 
 def cpu_optimizer_for(optimizer: Optimizer, config: Config) -> Optimizer:
-    """The optimizer that updates on the CPU: DeepSpeed's own for Adam, unless PyTorch's is wanted."""
+    """Return DeepSpeed's CPU Adam for an offloaded Adam or AdamW; else, or with cpu_adam: torch, `optimizer` itself."""
     options = options_of(config)
     if options.offload_optimizer == "none" or options.cpu_adam == "torch":
         return optimizer
@@ -33,7 +33,10 @@ def cpu_optimizer_for(optimizer: Optimizer, config: Config) -> Optimizer:
 
 
 def keep_compiled_ops() -> None:
-    """One folder for each torch under the user's cache, unless the environment names one; stale locks go."""
+    """Set the folder of compiled ops, one for each torch in the user's cache unless the environment names another.
+
+    Stale locks in it are removed.
+    """
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_folder() / "torch_extensions" / torch.__version__)
     for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):

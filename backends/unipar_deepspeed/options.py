@@ -1,4 +1,4 @@
-"""options.deepspeed: DeepSpeed's settings under our names, what it is told for them, and which have no effect where."""
+"""Section options.deepspeed: DeepSpeed's settings under unipar's names, and refusals of those without effect."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OffloadDevice = Literal["none", "cpu", "disk"]
 
 
 class DeepSpeedOptions(Section):
-    """options.deepspeed; what DeepSpeed calls a setting stands behind its own."""
+    """Section options.deepspeed; DeepSpeed's own name of a setting is given in brackets."""
 
     buckets: Literal["scaled", "library"] = "scaled"
     """scaled: a sixteenth of the model's parameters, from 65,536 to 5e8; library: DeepSpeed's own 5e8 elements,
-    which outweigh a small model many times. The seven sizes below follow it where they are not given."""
+    which are many times the size of a small model. The six sizes below follow it where they are not given."""
 
     reduce: BucketSize | None = None
     """Elements that are reduced at once (`reduce_bucket_size`): a number, scaled or library."""
@@ -41,7 +41,8 @@ class DeepSpeedOptions(Section):
     """Elements that are whole at once, at most (`stage3_max_live_parameters`); `parameters`. scaled: 2 buckets."""
 
     reuse: BucketSize | None = None
-    """What is used again within so many elements stays whole (`stage3_max_reuse_distance`); `parameters`. scaled: 0."""
+    """Parameters that are used again within so many elements stay whole (`stage3_max_reuse_distance`); `parameters`.
+    scaled: 0."""
 
     overlap: bool | None = None
     """Reduce while the backward goes on (`overlap_comm`); null: as DeepSpeed decides. Needs CUDA's streams."""
@@ -50,16 +51,17 @@ class DeepSpeedOptions(Section):
     """Copy gradients into one buffer as they come (`contiguous_gradients`)."""
 
     offload_optimizer: OffloadDevice = "none"
-    """Where masters and moments live and are updated (`offload_optimizer.device`): cpu, or disk (`nvme`)."""
+    """Place where masters and moments are kept and updated (`offload_optimizer.device`): cpu, or disk (`nvme`)."""
 
     offload_parameters: OffloadDevice = "none"
-    """Where split parameters wait for their use (`offload_param.device`): cpu, or disk (`nvme`); `parameters`."""
+    """Place where sharded parameters are kept while unused (`offload_param.device`): cpu, or disk (`nvme`);
+    `parameters`."""
 
     offload_to: str | None = None
-    """The folder on the disk (`nvme_path`); what is written there goes with the run, but for empty folders."""
+    """Folder on the disk (`nvme_path`); its files are removed when the run ends, but empty folders stay."""
 
     cpu_adam: Literal["library", "torch"] = "library"
-    """Who updates what was offloaded: DeepSpeed's CPU Adam, compiled once (a minute), or PyTorch's optimizer."""
+    """Optimizer of offloaded parameters. library: DeepSpeed's CPU Adam, compiled once (a minute); torch: PyTorch's."""
 
 
 DS_KEY_OF_SIZE = {
@@ -79,12 +81,12 @@ SIZES_OF_STAGE: dict[int, tuple[str, ...]] = {
 
 
 def options_of(config: Config) -> DeepSpeedOptions:
-    """Its options, and what model.offload means among them."""
+    """Return options.deepspeed, with model.offload expressed in them."""
     return DeepSpeedOptions.model_validate(_neutral_offload(config) | config.options.get("deepspeed", {}))
 
 
 def _neutral_offload(config: Config) -> dict[str, OffloadDevice]:
-    """What model.offload asks for, in our options."""
+    """Return the options that model.offload stands for."""
     if config.model.offload == "none":
         return {}
     return {
@@ -94,33 +96,33 @@ def _neutral_offload(config: Config) -> dict[str, OffloadDevice]:
 
 
 def zero_settings(config: Config, parameters: int | None) -> dict[str, Any]:
-    """What stands under `zero_optimization`."""
+    """Return DeepSpeed's section `zero_optimization`."""
     stage, options = SHARDS.index(config.parallel.shard), options_of(config)
-    told: dict[str, Any] = {"stage": stage}
+    settings: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        told["memory_efficient_linear"] = False  # it patches the whole process
+        settings["memory_efficient_linear"] = False  # it would replace F.linear in the whole process
     for name in SIZES_OF_STAGE[stage]:
         given = getattr(options, name)
         size = options.buckets if given is None else given
         if size != "library":
-            told[DS_KEY_OF_SIZE[name]] = _scaled_size(name, parameters) if size == "scaled" else size
+            settings[DS_KEY_OF_SIZE[name]] = _scaled_size(name, parameters) if size == "scaled" else size
     if stage and options.overlap is not None:
-        told["overlap_comm"] = options.overlap
+        settings["overlap_comm"] = options.overlap
     if stage and not options.contiguous:
-        told["contiguous_gradients"] = False
+        settings["contiguous_gradients"] = False
     for key, device in (
         ("offload_optimizer", options.offload_optimizer),
         ("offload_param", options.offload_parameters),
     ):
         if device != "none":
-            told[key] = {"device": "nvme" if device == "disk" else device, "pin_memory": _has_cuda(config)}
+            settings[key] = {"device": "nvme" if device == "disk" else device, "pin_memory": _has_cuda(config)}
             if device == "disk":
-                told[key]["nvme_path"] = str(Path(options.offload_to or "").resolve())
-    return told
+                settings[key]["nvme_path"] = str(Path(options.offload_to or "").resolve())
+    return settings
 
 
 def remove_offload_files(config: Config, ranks: Iterable[int]) -> None:
-    """Remove what these ranks have on the disk."""
+    """Remove the offload files of these ranks."""
     folder = options_of(config).offload_to
     for rank in () if folder is None else ranks:
         for left in Path(folder or "").resolve().glob(f"zero_stage_3/*/rank{rank}"):
@@ -143,7 +145,7 @@ def _has_cuda(config: Config) -> bool:
 
 
 def deepspeed_option_refusals(config: Config) -> Iterator[str]:
-    """Each option that would be without effect in this cell, or cannot be had."""
+    """Yield a sentence for each option that has no effect in this cell or is not supported."""
     stage, options = SHARDS.index(config.parallel.shard), options_of(config)
     own = DeepSpeedOptions.model_validate(config.options.get("deepspeed", {}))
     here = f"parallel.shard: {config.parallel.shard}"
@@ -157,7 +159,7 @@ def deepspeed_option_refusals(config: Config) -> Iterator[str]:
             yield f"options.deepspeed.{name}: {_value_text(given[name])} has no effect with {here}; leave it out"
     for name in ("reduce", "gather", "live"):
         if given.get(name) == 0:
-            yield f"options.deepspeed.{name}: 0 elements would never be enough; give a number above 0"
+            yield f"options.deepspeed.{name}: 0 elements are too few; give a number above 0"
     if options.overlap is not None and not _has_cuda(config):
         yield "options.deepspeed.overlap has no effect on the CPU, which has no streams; leave it out"
     yield from _offload_refusals(config, options, stage)
@@ -166,27 +168,27 @@ def deepspeed_option_refusals(config: Config) -> Iterator[str]:
 def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> Iterator[str]:
     optimizer, parameters, neutral = options.offload_optimizer, options.offload_parameters, config.model.offload
     for name, wanted in _neutral_offload(config).items():
-        if (said := getattr(options, name)) != wanted:
+        if (given := getattr(options, name)) != wanted:
             yield (
-                f"options.deepspeed.{name}: {said} contradicts model.offload: {neutral}, which is {name}: {wanted}; "
+                f"options.deepspeed.{name}: {given} contradicts model.offload: {neutral}, which is {name}: {wanted}; "
                 "leave one of them out"
             )
     asked = f"options.deepspeed.offload_parameters: {parameters}" if neutral == "none" else f"model.offload: {neutral}"
     disk = "disk" in (optimizer, parameters)
     if parameters != "none" and stage < 3:
         yield (f"{asked} needs parallel.shard: parameters, as {config.parallel.shard} leaves them whole on every rank")
-    told = neutral != "none" and config.device == "cpu"  # for every backend
-    if parameters == "cpu" and not _has_cuda(config) and not told:
-        yield f"{asked} has no effect on the CPU, where they are; leave it out"
+    refused_by_core = neutral != "none" and config.device == "cpu"  # for every backend alike
+    if parameters == "cpu" and not _has_cuda(config) and not refused_by_core:
+        yield f"{asked} has no effect on the CPU, where the parameters are already; leave it out"
     if optimizer == "disk" and stage < 3:
         yield (
-            "options.deepspeed.offload_optimizer: disk needs parallel.shard: parameters (DeepSpeed takes it for cpu "
-            f"with {config.parallel.shard}); say cpu"
+            "options.deepspeed.offload_optimizer: disk needs parallel.shard: parameters (with "
+            f"{config.parallel.shard} DeepSpeed treats it as cpu); say cpu"
         )
     if disk and options.offload_to is None:
         yield "options.deepspeed: disk needs a folder, offload_to: /path/on/that/disk"
     if disk and not _has_libaio():
-        yield "options.deepspeed: disk needs libaio, which is not here: apt install libaio-dev, or say cpu"
+        yield "options.deepspeed: disk needs libaio, which is not installed: apt install libaio-dev, or say cpu"
     if options.offload_to is not None and not disk:
         yield "options.deepspeed.offload_to has no effect, as nothing goes to disk; leave it out"
     if optimizer == "none" and options.cpu_adam == "torch":
@@ -198,11 +200,14 @@ def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> 
         )
     clip = config.train.clipping
     if optimizer != "none" and clip is not None and clip.norm == "fp64":
-        yield "train.clip: the fp64 norm cannot be had of gradients that are offloaded; leave norm out"
+        yield "train.clip: the fp64 norm is not supported for offloaded gradients; leave norm out"
     if optimizer == "disk" and config.train.precision == "bf16-master":
-        yield "train.precision: bf16-master cannot be had with offload_optimizer: disk, whose masters are out; say cpu"
+        yield (
+            "train.precision: bf16-master is not supported with offload_optimizer: disk, as the masters are on the "
+            "disk; say cpu"
+        )
     if optimizer == "disk" and isinstance(config.train.optimizer, SGD):
-        yield "options.deepspeed.offload_optimizer: disk is for adam and adamw, whose moments it swaps; say cpu"
+        yield "options.deepspeed.offload_optimizer: disk supports only adam and adamw, whose moments it swaps; say cpu"
 
 
 def _has_libaio() -> bool:

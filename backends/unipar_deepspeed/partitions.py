@@ -1,4 +1,4 @@
-"""Who holds what in ZeRO 0 to 3: which range of each parameter a rank keeps in full precision, and where."""
+"""Partitions of ZeRO 0 to 3: the range of each parameter that a rank keeps in full precision, and its storage."""
 
 from __future__ import annotations
 
@@ -19,42 +19,46 @@ ReadRange = Callable[[str, tuple[int, int]], Tensor]
 
 @final
 class ZeroPartitions:
-    """Finds the storage of one parameter's weight or moment on this rank."""
+    """Access to the weights and moments that this rank keeps."""
 
     def __init__(self, model: nn.Module, engine: Any, stage: int, world: World, *, swapped: bool = False) -> None:
-        """`swapped`: masters and moments are on the disk, and in memory for the moment that they are asked for."""
+        """Remember the engine; with `swapped`, masters and moments are on the disk and are read for each access."""
         self.model, self.stage, self.world, self.swapped = model, stage, world, swapped
         self.zero, self.base = engine.optimizer, engine.basic_optimizer
         self.master = self._masters()
 
     def _masters(self) -> dict[int, Tensor]:
-        """Stage 0 with bf16 parameters keeps whole fp32 copies beside them."""
+        """Return the fp32 masters by the id of their bf16 parameter; only stage 0 with bf16 parameters has any."""
         if self.stage or self.zero is self.base:
             return {}
         pairs = zip(self.zero.fp16_groups, self.zero.fp32_groups, strict=True)
         return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
 
     def forget_first_step(self) -> None:
-        """Stage 0 in bf16 takes one real step while it is made; the rate was 0, but the count is 1 ahead."""
+        """Set the optimizer's step count to 0: stage 0 in bf16 takes a real step, of rate 0, while it is created."""
         for state in self.base.state.values():
             if "step" in state:
                 state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
 
     def forget_gradients(self) -> None:
-        """Stage 3 writes over the gradients of what the first microbatch uses; others' are still the last step's."""
-        kept = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        for id_ in kept.keys() - self.zero._offload_boundary_param_ids:
-            kept[id_].zero_()
+        """Zero the gradients of parameters that the first microbatch did not use: they still hold the last step's.
+
+        Stage 3 overwrites only the gradients of the parameters that the first microbatch uses.
+        """
+        partitions = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        for id_ in partitions.keys() - self.zero._offload_boundary_param_ids:
+            partitions[id_].zero_()
 
     def whole(self, p: nn.Parameter) -> bool:
+        """Return whether every rank keeps the whole parameter."""
         return self.stage == 0 or (self.stage < 3 and not p.requires_grad)
 
     def local_range(self, p: Any, kind: str) -> tuple[tuple[int, int], Tensor] | None:
-        """The flat range of `p` that this rank keeps in full precision, and its storage."""
+        """Return the flat range of `p` that this rank keeps in full precision, and its storage; None for no range."""
         key = None if kind == "weight" else kind
         if self.whole(p):
-            kept: Any = self.master.get(id(p), p)
-            return (0, p.numel()), (kept.data if key is None else self.base.state[kept][key])
+            master_copy: Any = self.master.get(id(p), p)
+            return (0, p.numel()), (master_copy.data if key is None else self.base.state[master_copy][key])
         if self.stage < 3:
             part = p._hp_mapping
             if part is None:
@@ -67,11 +71,11 @@ class ZeroPartitions:
         master = self.zero._get_fp32_opt_state_partition
         flat = master(p, True, key)[0] if p.requires_grad else p.ds_tensor.data
         if self.swapped:
-            flat = flat.clone()  # the next one comes into the same memory
+            flat = flat.clone()  # DeepSpeed reads the next one into the same memory
         return (start, stop), flat.view(-1)[: stop - start]
 
     def relink(self) -> None:
-        """The library links fragments to states after the first group's step only."""
+        """Link fragments to optimizer states, which DeepSpeed itself does only after the first group's step."""
         if self.stage in (1, 2) and self.base.state:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
@@ -105,7 +109,7 @@ class ZeroPartitions:
             self.put(kind, lambda name, where, kind=kind: read(name, kind, where))
 
     def _new_states(self, kinds: set[str], step: Tensor | None) -> None:
-        """The library keeps one step for a whole flat partition."""
+        """Create zero states for the kinds, with one step count for each flat partition, as DeepSpeed has them."""
         slots = [p for g in self.base.param_groups for p in g["params"]]
         if self.stage == 3:
             slots = list(self.zero.fp32_partitioned_groups_flat)
@@ -117,7 +121,7 @@ class ZeroPartitions:
 
     @torch.no_grad()
     def put(self, kind: str, source: ReadRange) -> None:
-        """Fill what this rank keeps of every trained parameter."""
+        """Fill this rank's range of every trained parameter from `source`."""
         for name, p in self.model.named_parameters():
             if p.requires_grad and (mine := self.local_range(p, kind)) is not None:
                 where, tensor = mine
@@ -125,7 +129,7 @@ class ZeroPartitions:
 
 
 def keep_exact_values(module: nn.Module, config: Config, world: World) -> ReadRange | None:
-    """bf16-master: the exact initial values, which the library would take from their bf16 rounding."""
+    """Return a source of the exact initial values under bf16-master; DeepSpeed would start from bf16 roundings."""
     if config.train.precision != "bf16-master":
         return None
     exact = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
@@ -134,6 +138,6 @@ def keep_exact_values(module: nn.Module, config: Config, world: World) -> ReadRa
     def source(name: str, where: tuple[int, int]) -> Tensor:
         return sent[name][slice(*where)]
 
-    for name, p in exact.items():  # rank 0 has them all; the others keep them until the masters are filled
+    for name, p in exact.items():  # sent from rank 0; each rank keeps them until its masters are filled
         sent[name] = broadcast_tensor(p, world.device).clone().view(-1)
     return source

@@ -1,4 +1,4 @@
-"""Horovod: allreduce over a ring. A description; the engine is in engine.py, the build in install.py."""
+"""Description of the backend `horovod`: ring allreduce. Its engine is in engine.py, the build in install.py."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ if TYPE_CHECKING:
 
 
 class HorovodOptions(Section):
-    """options.horovod"""
+    """Section options.horovod of the config."""
 
     buckets: Literal["scaled", "library"] = "scaled"
-    """The fusion buffer, where fusion_mb is not given: room for all gradients, at most 128 MiB; or always 128 MiB."""
+    """Size of the fusion buffer where fusion_mb is not given. scaled: room for all gradients, at most 128 MiB;
+    library: always 128 MiB."""
 
     fusion_mb: Annotated[int, Field(ge=0)] | None = None
     """Gradients are sent together until they fill this many MiB; 0: each on its own."""
 
     compression: Literal["none", "fp16"] = "none"
-    """fp16: gradients travel in half precision, and lose what that loses."""
+    """fp16: gradients are rounded to half precision and sent so."""
 
     op: Literal["average", "adasum"] = "average"
-    """How gradients become one (`op`). adasum needs a Horovod with MPI, and would not give one process's numbers."""
+    """Reduction of gradients (`op`). adasum needs a Horovod with MPI, and would not give the numbers of one process."""
 
     cycle_ms: PositiveFloat = 1.0
-    """Milliseconds between two looks at what is ready to be sent (`HOROVOD_CYCLE_TIME`)."""
+    """Milliseconds between two rounds in which Horovod sends the tensors that are ready (`HOROVOD_CYCLE_TIME`)."""
 
     process_sets: Annotated[
         tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)], ...],
         Field(strict=False),
     ] = ()
-    """Sets of ranks that Horovod shall know besides all, [[0, 1], [2, 3]], for calls of your own in the loss; gradients
-    are reduced over all ranks."""
+    """Additional process sets, [[0, 1], [2, 3]], for Horovod calls in your loss; gradients are reduced over all
+    ranks."""
 
 
 @final
@@ -107,7 +108,7 @@ class Horovod(Backend):
     def version(self) -> str:
         from importlib import import_module
 
-        import_module("horovod.torch")  # horovod alone imports nothing that was compiled
+        import_module("horovod.torch")  # `import horovod` alone would not load the compiled library
         return super().version()
 
     @override
@@ -145,11 +146,11 @@ def options_of(config: Config) -> HorovodOptions:
 
 
 LARGEST_FUSION_BYTES = 128 * 2**20
-"""Horovod's own fusion buffer, in bytes."""
+"""Default size of Horovod's fusion buffer, in bytes."""
 
 
 def fusion_buffer_bytes(config: Config, parameters: int | None) -> int | str:
-    """Bytes of the fusion buffer; the rule while `parameters` is unknown."""
+    """Return the bytes of the fusion buffer, or the rule in words where the number of parameters is not known yet."""
     options = options_of(config)
     if options.fusion_mb is not None:
         return options.fusion_mb * 2**20
@@ -162,7 +163,7 @@ def fusion_buffer_bytes(config: Config, parameters: int | None) -> int | str:
 
 
 def process_set_refusals(options: HorovodOptions, size: int) -> Iterator[str]:
-    """What is wrong with sets of ranks in a world of `size`."""
+    """Yield a sentence for each process set that is wrong in a world of `size` ranks."""
     known: set[tuple[int, ...]] = set()
     for ranks in options.process_sets:
         shown = list(ranks)
@@ -173,7 +174,7 @@ def process_set_refusals(options: HorovodOptions, size: int) -> Iterator[str]:
         elif len(ranks) == size:
             yield f"options.horovod.process_sets: {shown} are all ranks, which Horovod knows already; leave it out"
         elif tuple(sorted(ranks)) in known:
-            yield f"options.horovod.process_sets: {shown} is there twice; leave one out"
+            yield f"options.horovod.process_sets: {shown} is given twice; remove one"
         known.add(tuple(sorted(ranks)))
 
 

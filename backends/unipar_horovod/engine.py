@@ -1,4 +1,4 @@
-"""Horovod: it sums on request, so nothing is divided."""
+"""Engine of Horovod, which sums gradients: the divisor is 1."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous
 
 @final
 class HorovodEngine(WrapperEngine):
+    """Engine of one part, with Horovod's DistributedOptimizer around the part's own."""
+
     divisor = 1.0
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
@@ -33,7 +35,7 @@ class HorovodEngine(WrapperEngine):
         super().__init__(part, config, world)
         half = options_of(config).compression == "fp16"
         compression: Any = hvd.Compression.fp16 if half else hvd.Compression.none
-        # every collective has a name, and several parts may have parameters of one name
+        # Horovod names each collective by its parameter; parts may have parameters of the same name
         named = [(f"{part.name}.{n}", p) for n, p in part.module.named_parameters() if p.requires_grad]
         self.optimizer = hvd.DistributedOptimizer(
             self.base,
@@ -41,7 +43,7 @@ class HorovodEngine(WrapperEngine):
             op=hvd.Sum,
             compression=compression,
         )
-        self.base = self.optimizer  # it is a copy of the base, with its state
+        self.base = self.optimizer  # Horovod copies the optimizer, with its state
         self.passes = 1
 
     @override
@@ -57,7 +59,7 @@ class HorovodEngine(WrapperEngine):
 
     @override
     def extra_holdings(self) -> Iterator[Holding]:
-        """What is on its way; the fusion buffer is the library's own, out of reach."""
+        """Yield the tensors that are being sent; Horovod's fusion buffer cannot be reached from Python."""
         known: Any = mpi_ops
         for p, (handle, _) in self.optimizer._handles.items():
             for t in known._handle_map.get(handle, ()):
@@ -66,23 +68,24 @@ class HorovodEngine(WrapperEngine):
 
     @override
     def update(self) -> None:
-        with self.optimizer.skip_synchronize():  # done before the clip
+        with self.optimizer.skip_synchronize():  # finish_reduction() has synchronized, before the clip
             self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 _cycle_times_set: list[float] = []
-"""What this process told Horovod besides its own cycle: a next start in it would be a segfault."""
+"""Cycle times, other than the default, that this process has set: starting Horovod again after that is a segfault."""
 
 
 def join(config: Config, place: Place) -> World:
-    """Our own process group, and what Horovod needs to start: a rendezvous that rank 0 opens on loopback."""
+    """Create unipar's process group, and let rank 0 open a rendezvous on loopback, which Horovod needs to start."""
     if _cycle_times_set:
         raise Unsupported(
             "horovod/nothing",
             [
-                f"options.horovod.cycle_ms: an earlier run in this process set it to {_cycle_times_set[-1]:g}, and Horovod "
-                "crashes when it starts again after that; leave it out, or give each launch a process of its own"
+                f"options.horovod.cycle_ms: an earlier run in this process set it to {_cycle_times_set[-1]:g}, and "
+                "Horovod crashes when it starts again after that; leave it out, or give each launch a process of its "
+                "own"
             ],
         )
     world = meet(config, place)
@@ -92,22 +95,22 @@ def join(config: Config, place: Place) -> World:
     if options.cycle_ms != 1.0:
         _cycle_times_set.append(options.cycle_ms)
         world.set_variables(HOROVOD_CYCLE_TIME=options.cycle_ms)
-    held = ExitStack()
+    rendezvous = ExitStack()
     if place.launcher != "horovodrun":
-        _open_rendezvous(world, held)
+        _open_rendezvous(world, rendezvous)
 
     def leave() -> None:
         if hvd.is_initialized():
             hvd.shutdown()
-        world.barrier()  # all have left before the rendezvous goes
-        held.close()
+        world.barrier()  # no rank may still need the rendezvous when it closes
+        rendezvous.close()
 
     world.closers.append(leave)
     return world
 
 
 def _start_horovod(config: Config, world: World, parameters: int) -> None:
-    """Horovod itself, once for all parts: how large its buffer is must be known before, and goes by the first."""
+    """Start Horovod, once for all parts: the size of its buffer must be set before, and fits the first part."""
     if hvd.is_initialized():
         return
     world.set_variables(HOROVOD_FUSION_THRESHOLD=fusion_buffer_bytes(config, parameters))
@@ -115,11 +118,14 @@ def _start_horovod(config: Config, world: World, parameters: int) -> None:
     world.require_same_world("Horovod", rank=hvd.rank(), size=hvd.size())
 
 
-def _open_rendezvous(world: World, held: ExitStack) -> None:
-    """What `horovodrun` would set; its own server would listen on every interface, without a password."""
+def _open_rendezvous(world: World, stack: ExitStack) -> None:
+    """Open a rendezvous on rank 0, and set the variables that `horovodrun` would set.
+
+    The server that `horovodrun` starts listens on every interface, without authentication.
+    """
     local = world.place.local_size
     assert world.store is not None
     if world.rank == 0:
-        world.store.set("horovod", str(held.enter_context(serve_rendezvous(world.size, local))))
+        world.store.set("horovod", str(stack.enter_context(serve_rendezvous(world.size, local))))
     port = int(world.store.get("horovod").decode())
     world.set_variables(**rendezvous_variables(rank=world.rank, size=world.size, local_size=local, port=port))

@@ -1,4 +1,4 @@
-"""A script for Horovod alone, started by horovodrun."""
+"""Export of a script for Horovod alone, started by horovodrun."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _CARRIED_OPTIONS = frozenset({"buckets", "fusion_mb", "compression"})
 
 
 def script(outline: Outline) -> Script:
+    """Return the script's files and command; raise Unsupported for what Horovod's script cannot carry."""
     config = outline.config
     refuse_uncarried_options("horovod", "horovod/nothing", config.options.get("horovod", {}), _CARRIED_OPTIONS)
     options = options_of(config)

@@ -1,6 +1,6 @@
-"""Horovod's wheel, made here: its released source, compiled as the installed torch was, and proved before it counts.
+"""Build and installation of Horovod: its released source, compiled for the installed torch, and tested afterwards.
 
-Its source asks for C++14 while torch's headers want more, so `pip install` has failed since torch 2.1.
+Horovod's source asks for C++14, but torch's headers need a later standard: `pip install` fails since torch 2.1.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ PIP_COMMAND = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel in the cache, and how it came there."""
+    """Wheel in the cache."""
 
     path: Path
     names: tuple[str, ...]
+    """Features that the wheel was built with."""
+
     how: str
+    """Origin of the wheel, for the report: built now, or from the cache."""
 
 
 def install_horovod(*, force: bool = False) -> str:
-    """Builds what is not in the cache (with `force`, always), installs it and proves it; says what was done."""
+    """Build the wheel if the cache has none (with `force`, always), install and test it; return what was done."""
     torch = query_torch()
     if (missing := list_missing(torch)) or isinstance(torch, str):
         raise BackendNotInstalled(f"horovod {HOROVOD_VERSION} cannot be built yet; missing: {'; '.join(missing)}")
@@ -71,70 +74,61 @@ def _build_and_install(torch: TorchBuild, folder: Path, log: Path, force: bool) 
     begun = time.monotonic()
     wanted = find_features(torch, folder / "links")
     if not force and _is_installed() and _works(wanted, log):
-        return f"horovod {HOROVOD_VERSION} is installed already: two processes of it summed a tensor over loopback"
+        return f"horovod {HOROVOD_VERSION} is installed already: two processes summed a tensor with it over loopback"
     wheel = _get_wheel(torch, wanted, folder, log, force)
     with show_progress("installing horovod"):
         command = [*PIP_COMMAND, "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel.path)]
         _run_or_explain(command, log, "pip did not install its wheel")
     _prove_or_uninstall(wheel, log)
     return (
-        f"horovod {HOROVOD_VERSION} for torch {torch.version} is installed, with {', '.join(wheel.names)} ({wheel.how}; "
-        f"{time.monotonic() - begun:.0f} s): two processes of it summed a tensor over loopback"
+        f"horovod {HOROVOD_VERSION} for torch {torch.version} is installed, with {', '.join(wheel.names)} "
+        f"({wheel.how}; {time.monotonic() - begun:.0f} s): two processes summed a tensor with it over loopback"
     )
 
 
 def _get_wheel(torch: TorchBuild, wanted: BuildFeatures, folder: Path, log: Path, force: bool) -> Wheel:
     plans = [wanted, features_asked_for(torch, folder / "links")] if wanted.found else [wanted]
     for plan in plans:
-        kept = _cache_subfolder("wheels") / wheel_key(HOROVOD_VERSION, torch, plan.names)
-        if not force and (found := sorted(kept.glob("*.whl"))):
-            return Wheel(found[0], plan.names, "a wheel from the cache")
+        cached = _cache_subfolder("wheels") / wheel_key(HOROVOD_VERSION, torch, plan.names)
+        if not force and (wheels := sorted(cached.glob("*.whl"))):
+            return Wheel(wheels[0], plan.names, "a wheel from the cache")
         try:
             how = "built here" if plan is wanted else f"built here, as the build with {', '.join(wanted.names)} failed"
-            return Wheel(_build_wheel(torch, plan, folder, kept, log), plan.names, how)
+            return Wheel(_build_wheel(torch, plan, folder, cached, log), plan.names, how)
         except BackendNotInstalled:
             if plan is plans[-1]:
                 raise
     raise AssertionError("unreachable")
 
 
-def _build_wheel(torch: TorchBuild, plan: BuildFeatures, folder: Path, kept: Path, log: Path) -> Path:
-    """From the released source to a wheel in `kept`."""
+def _build_wheel(torch: TorchBuild, plan: BuildFeatures, folder: Path, cached: Path, log: Path) -> Path:
+    """Build a wheel from the released source, and return its path in the folder `cached`."""
     source = _unpack(_fetch_source(folder, log), folder / f"source-{len(plan.names)}")
     patch_cxx_standard(source, torch.standard)
-    made = folder / f"made-{len(plan.names)}"
+    built = folder / f"built-{len(plan.names)}"
+    command = [*PIP_COMMAND, "-v", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
     with show_progress(f"building horovod {HOROVOD_VERSION} for torch {torch.version}") as say:
         _run_or_explain(
-            [
-                *PIP_COMMAND,
-                "-v",
-                "wheel",
-                "--no-deps",
-                "--no-build-isolation",
-                "--no-cache-dir",
-                "-w",
-                str(made),
-                str(source),
-            ],
+            [*command, "-w", str(built), str(source)],
             log,
-            f"it could not be built against torch {torch.version}",
+            f"it could not be built for torch {torch.version}",
             env=build_environment(plan),
             say=say,
         )
-    (wheel,) = made.glob("*.whl")
-    kept.mkdir(parents=True, exist_ok=True)
-    with whole(kept / wheel.name) as partial:
+    (wheel,) = built.glob("*.whl")
+    cached.mkdir(parents=True, exist_ok=True)
+    with whole(cached / wheel.name) as partial:
         shutil.move(wheel, partial)
-    return kept / wheel.name
+    return cached / wheel.name
 
 
 def build_environment(plan: BuildFeatures) -> dict[str, str]:
-    """The build's: torch and Gloo always, `plan` besides."""
+    """Return the environment of the build: torch and Gloo always, and the features of `plan`."""
     return os.environ | {
         "PATH": path_with_scripts(),
         "MAKEFLAGS": f"-j{parallel_jobs()}",
         "CMAKE_GENERATOR": "Unix Makefiles",
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the age that the bundled Gloo says
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the old version that the bundled Gloo asks for
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
@@ -144,38 +138,31 @@ def build_environment(plan: BuildFeatures) -> dict[str, str]:
 
 
 def _fetch_source(folder: Path, log: Path) -> Path:
-    """The released archive, its checksum checked: by pip before it runs any of it, and here."""
-    kept = _cache_subfolder("sources") / HOROVOD_SDIST
-    if not kept.exists():
-        wanted = folder / "requirements.txt"
-        wanted.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n", encoding="utf-8")
-        command = [
-            *PIP_COMMAND,
-            "download",
-            "--no-deps",
-            "--no-binary",
-            ":all:",
-            "--no-build-isolation",
-            "--require-hashes",
-        ]
+    """Return the released archive; pip checks its checksum before it runs any of it, and so does this function."""
+    archive = _cache_subfolder("sources") / HOROVOD_SDIST
+    if not archive.exists():
+        requirements = folder / "requirements.txt"
+        requirements.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n", encoding="utf-8")
+        command = [*PIP_COMMAND, "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
         with show_progress(f"fetching {HOROVOD_SDIST}"):
             _run_or_explain(
-                [*command, "-d", str(folder), "-r", str(wanted)],
+                [*command, "--require-hashes", "-d", str(folder), "-r", str(requirements)],
                 log,
-                f"its source could not be fetched (it may be put by hand at {kept}, sha256 {HOROVOD_SHA256})",
+                f"its source could not be fetched (you may put it at {archive} by hand, sha256 {HOROVOD_SHA256})",
             )
-        with whole(kept) as partial:
+        with whole(archive) as partial:
             shutil.move(folder / HOROVOD_SDIST, partial)
-    check_sha256(kept)
-    return kept
+    check_sha256(archive)
+    return archive
 
 
 def check_sha256(archive: Path) -> None:
-    """Nothing of another archive is unpacked."""
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != HOROVOD_SHA256:
+    """Raise BackendNotInstalled where the archive is not the released one, before any of it is unpacked."""
+    checksum = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if checksum != HOROVOD_SHA256:
         raise BackendNotInstalled(
-            f"{archive} is not horovod {HOROVOD_VERSION} as released: its sha256 is {found}, not {HOROVOD_SHA256}; remove it, try again"
+            f"{archive} is not horovod {HOROVOD_VERSION} as released: its sha256 is {checksum}, "
+            f"not {HOROVOD_SHA256}; remove it, try again"
         )
 
 
@@ -187,13 +174,14 @@ def _unpack(archive: Path, folder: Path) -> Path:
 
 
 def patch_cxx_standard(source: Path, standard: int) -> None:
-    """Both places that ask for C++14 ask for what torch was compiled with."""
+    """Replace C++14, in both places that ask for it, by the standard that torch was compiled with."""
     for name in PATCHED_FILES:
         file = source / name
         text = file.read_text("utf-8")
         if text.count(CXX_STANDARD_LINE) != 1:
             raise BackendNotInstalled(
-                f"{name} of horovod {HOROVOD_VERSION} does not hold {CXX_STANDARD_LINE!r} once; this is another source"
+                f"{name} of horovod {HOROVOD_VERSION} does not hold {CXX_STANDARD_LINE!r} once: it is not the source "
+                "that was released"
             )
         file.write_text(
             text.replace(CXX_STANDARD_LINE, CXX_STANDARD_LINE.replace("14", str(standard))), encoding="utf-8"
@@ -208,7 +196,7 @@ def _is_installed() -> bool:
 
 
 def _works(wanted: BuildFeatures, log: Path) -> bool:
-    """Whether what is installed runs with this torch, and has what is wanted."""
+    """Return whether the installed Horovod runs with this torch, and has the wanted features."""
     try:
         built = json.loads(_run_self_test(log))
     except CommandFailed:
@@ -224,12 +212,12 @@ def _run_self_test(log: Path) -> str:
 
 
 def without_horovod_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` less what a launcher or a user says to Horovod: the proof is a world of its own."""
+    """Return `environ` without Horovod's variables: those of a launcher or a user must not reach the self-test."""
     return {name: value for name, value in environ.items() if not name.startswith("HOROVOD_")}
 
 
 def _prove_or_uninstall(wheel: Wheel, log: Path) -> None:
-    """What does not run is not left behind, neither installed nor in the cache."""
+    """Run the self-test; where it fails, uninstall Horovod, remove its wheel from the cache, and raise."""
     try:
         _run_self_test(log)
     except CommandFailed as e:
@@ -238,7 +226,8 @@ def _prove_or_uninstall(wheel: Wheel, log: Path) -> None:
             [*PIP_COMMAND, "uninstall", "-y", "horovod"], log, "its wheel does not run, and pip did not uninstall it"
         )
         raise BackendNotInstalled(
-            f"horovod {HOROVOD_VERSION} was installed, did not run, and was uninstalled again: {e} (the whole log: {log})"
+            f"horovod {HOROVOD_VERSION} was installed, failed its self-test, and was uninstalled again: {e} "
+            f"(the whole log: {log})"
         ) from None
 
 

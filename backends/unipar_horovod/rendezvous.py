@@ -1,7 +1,7 @@
-"""Where Horovod's processes find one another: its own key-value server, bound to one address of our choice.
+"""Rendezvous of Horovod's processes: Horovod's own key-value server, bound to one address.
 
-Horovod starts it on every interface, without authentication, and reads back pickles; so its function for
-that is never called. The server itself keeps bytes and unpickles nothing.
+Horovod's function that starts the server is not used: it listens on every interface without authentication, and
+reads pickles back. The server itself stores bytes and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def serve_rendezvous(size: int, local_size: int, address: str = LOOPBACK) -> Generator[int]:
-    """A server for `size` processes, `local_size` on each machine, and its port."""
+    """Context manager: run a server for `size` processes, `local_size` on each machine; yields its port."""
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
     across = size // local_size
     server.init(
@@ -37,7 +37,7 @@ def serve_rendezvous(size: int, local_size: int, address: str = LOOPBACK) -> Gen
 def rendezvous_variables(
     *, rank: int, size: int, local_size: int, port: int, address: str = LOOPBACK
 ) -> dict[str, str]:
-    """What Horovod must find in a process's environment before it is initialised."""
+    """Return the environment variables that a process needs before it initializes Horovod."""
     return {
         "HOROVOD_RANK": str(rank),
         "HOROVOD_SIZE": str(size),

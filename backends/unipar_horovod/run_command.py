@@ -1,4 +1,4 @@
-"""Long commands, watched: a line that moves on a terminal, plain lines elsewhere, a log, and nothing left on Ctrl-C."""
+"""Long commands with progress (drawn on a terminal, plain lines elsewhere) and a log; Ctrl-C ends their processes."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ from pathlib import Path
 from unipar.utils.terminal import Terminal
 
 MAKE_PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
-"""As make prints it under CMake."""
+"""Progress in percent, as make prints it under CMake."""
 
 ERROR_LINE = re.compile(r"\b(fatal error|error): |^CMake Error|^ERROR: |\bundefined reference to\b")
+"""Line of a compiler's, CMake's, pip's or linker's error."""
+
 ShowPercent = Callable[[int], None]
-"""Takes the percentage that is done."""
+"""Function that shows the progress in percent."""
 
 
 class CommandFailed(Exception):
-    """A command ended badly; `str()` is the first line that says why."""
+    """Failure of a command; `str()` is the first line of its output that says why."""
 
 
 @contextmanager
-def show_progress(what: str) -> Generator[ShowPercent]:
-    """Context manager: shows that `what` is going on, for how long, and how far it is where that is known."""
+def show_progress(task: str) -> Generator[ShowPercent]:
+    """Context manager: show that `task` is running, for how long, and the percentage once it is known."""
     terminal = Terminal(sys.stderr)
     if not terminal.can_draw:
-        yield _progress_lines(what, terminal)
+        yield _progress_lines(task, terminal)
         return
-    terminal.draw_spinner(what)
+    terminal.draw_spinner(task)
     try:
         yield lambda percent: terminal.move_bar(total=100, completed=percent)
     finally:
         terminal.stop()
 
 
-def _progress_lines(what: str, terminal: Terminal) -> ShowPercent:
-    begun, told = time.monotonic(), 0
+def _progress_lines(task: str, terminal: Terminal) -> ShowPercent:
+    begun, last = time.monotonic(), 0
 
-    def say(percent: int) -> None:
-        nonlocal told
-        if percent >= told + 20:
-            told = percent - percent % 20
-            terminal.line(f"{what}: {told} % after {time.monotonic() - begun:.0f} s")
+    def show(percent: int) -> None:
+        nonlocal last
+        if percent >= last + 20:
+            last = percent - percent % 20
+            terminal.line(f"{task}: {last} % after {time.monotonic() - begun:.0f} s")
 
-    terminal.line(f"{what} ...")
-    return say
+    terminal.line(f"{task} ...")
+    return show
 
 
 def run_logged(
@@ -62,7 +64,7 @@ def run_logged(
     cwd: Path | None = None,
     say: ShowPercent | None = None,
 ) -> str:
-    """Runs it to its end, its words into `log`; gives back the last line. Interrupted, it takes the command along."""
+    """Run a command, append its output to `log`, and return the last line; end the command when interrupted."""
     first = last = ""
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {' '.join(command)}\n")
@@ -99,7 +101,7 @@ def run_logged(
 
 
 def _end_command(child: subprocess.Popen[str]) -> None:
-    """First as Ctrl-C would, so that pip and make put away what they had begun; then whoever is left, for certain."""
+    """Send SIGINT, so that pip and make can clean up; after 5 seconds send SIGKILL to what is left of the group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,6 +1,7 @@
-"""Two processes sum a tensor over loopback: what an installed Horovod must do before it counts.
+"""Self-test of an installed Horovod: two processes sum a tensor over loopback.
 
-`python -m unipar_horovod.proof` prints, as JSON, what it was built with; it exits with 1 and a sentence otherwise.
+`python -m unipar_horovod.self_test` prints as JSON the libraries that Horovod was built with, or exits with 1 and
+a sentence.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ SELF_TEST_SECONDS = 120.0
 
 
 def run_self_test() -> None:
+    """Start both ranks; in a rank, sum the tensor and print what Horovod was built with."""
     if "HOROVOD_RANK" in os.environ:
         sys.stdout.write(json.dumps(_sum_over_ranks()) + "\n")
     else:
@@ -27,11 +29,9 @@ def _sum_over_ranks() -> dict[str, bool]:
     import torch
 
     hvd.init()
-    seen = (hvd.rank(), hvd.size())
-    if seen != (int(os.environ["HOROVOD_RANK"]), SELF_TEST_RANKS):
-        sys.exit(
-            f"horovod sees rank {seen[0]} of {seen[1]}, not rank {os.environ['HOROVOD_RANK']} of {SELF_TEST_RANKS}"
-        )
+    rank, size = hvd.rank(), hvd.size()
+    if (rank, size) != (int(os.environ["HOROVOD_RANK"]), SELF_TEST_RANKS):
+        sys.exit(f"horovod sees rank {rank} of {size}, not rank {os.environ['HOROVOD_RANK']} of {SELF_TEST_RANKS}")
     summed = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()
     if summed != 3.0:
         sys.exit(f"horovod sums 1 and 2 to {summed:g}")
@@ -58,18 +58,18 @@ def _run_ranks() -> str:
         ]
         until = time.monotonic() + SELF_TEST_SECONDS
         try:
-            told = [rank.communicate(timeout=max(0.0, until - time.monotonic())) for rank in ranks]
+            outputs = [rank.communicate(timeout=max(0.0, until - time.monotonic())) for rank in ranks]
         except subprocess.TimeoutExpired:
             sys.exit(f"{SELF_TEST_RANKS} processes did not sum a tensor within {SELF_TEST_SECONDS:g} s")
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.communicate()
-    for number, (rank, (_, err)) in enumerate(zip(ranks, told, strict=True)):
+    for number, (rank, (_, err)) in enumerate(zip(ranks, outputs, strict=True)):
         if rank.returncode:
             why = err.strip().splitlines() or [f"exit code {rank.returncode}"]
             sys.exit(f"rank {number}: {why[-1]}")
-    return told[0][0].splitlines()[-1] + "\n"
+    return outputs[0][0].splitlines()[-1] + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Horovod's timeline: which tensors it reduced, and how large they are."""
+"""Bytes that Horovod sends, read from its timeline: which tensors it reduced, and how large they are."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from unipar.distributed.world import World
 
 MARKER_TENSOR: Final = "unipar's own"
+"""Name of the tensors that unipar sends to start the timeline; they are not counted."""
+
 COLLECTIVE_OF_EVENT: Final = {
     "ALLREDUCE": "all_reduce",
     "ALLGATHER": "all_gather",
@@ -29,26 +31,32 @@ COLLECTIVE_OF_EVENT: Final = {
 
 @contextmanager
 def record_sends(world: World) -> Generator[dict[str, int]]:
-    """Bytes by collective; they are there when it is closed. Rank 0 alone is given the timeline, and tells the rest."""
-    found: dict[str, int] = {}
+    """Context manager: yield a dict that holds the bytes by collective after exit.
+
+    Horovod writes the timeline on rank 0 only, which sends the result to the other ranks.
+    """
+    bytes_sent: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "timeline.json"
         hvd.start_timeline(str(file))
-        for _ in range(2):  # it begins with a cycle of Horovod's thread: the first may be under way already
+        for _ in range(2):  # recording starts with the next cycle of Horovod's thread: the first may run already
             hvd.allreduce(torch.zeros(1), name=MARKER_TENSOR)
-        yield found
+        yield bytes_sent
         hvd.stop_timeline()
-        told = [bytes_by_collective(json.loads(file.read_bytes())) if world.rank == 0 else None]
-    dist.broadcast_object_list(told, 0)
-    assert told[0] is not None
-    found.update(told[0])
+        result = [bytes_by_collective(json.loads(file.read_bytes())) if world.rank == 0 else None]
+    dist.broadcast_object_list(result, 0)
+    assert result[0] is not None
+    bytes_sent.update(result[0])
 
 
 def bytes_by_collective(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Each tensor is a process with a name; what began with a collective ends with the tensor's type and shape."""
+    """Return the bytes of the timeline's events by collective.
+
+    In the timeline each tensor is a process with a name; the event that ends a collective has its dtype and shape.
+    """
     names: dict[int, str] = {}
     begun: dict[int, list[str]] = {}
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for event in events:
         at, args = event["pid"], event.get("args", {})
         if event["ph"] == "M":
@@ -59,5 +67,5 @@ def bytes_by_collective(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
             kind = opened.pop()
             if "shape" in args and not names[at].endswith(MARKER_TENSOR):
                 size = getattr(torch, args["dtype"]).itemsize * prod(json.loads(args["shape"]))
-                found[COLLECTIVE_OF_EVENT.get(kind, kind.lower())] += size
-    return dict(found)
+                sizes[COLLECTIVE_OF_EVENT.get(kind, kind.lower())] += size
+    return dict(sizes)

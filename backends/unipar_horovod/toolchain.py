@@ -1,4 +1,4 @@
-"""What this machine has for building Horovod: the torch to build against, compilers, MPI, NCCL; and what it lacks."""
+"""Tools for building Horovod on this machine: torch, compilers, MPI and NCCL, and those that are missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unipar.utils.procfs import available_memory_bytes
 OLDEST_CMAKE = (3, 13)
 FIRST_SETUPTOOLS_REFUSED = 81
 MODULES_NEEDED = ("wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml")
-"""What Horovod's build and its import need; yaml is called pyyaml where it is installed from."""
+"""Modules that Horovod's build and its import need; the package of yaml is called pyyaml."""
 
 _TORCH_QUERY = """
 import json, os, torch
@@ -34,38 +34,40 @@ print(json.dumps([str(torch.__version__), shown, bool(torch.compiled_with_cxx11_
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """The installed torch, as far as something compiled against it cares."""
+    """Properties of the installed torch that matter to code compiled against it."""
 
     version: str
     standard: int
-    """Of C++, as in -std=c++20."""
+    """C++ standard, as in -std=c++20."""
 
     abi: bool
+    """C++11 ABI, as torch.compiled_with_cxx11_abi() says."""
+
     cuda: str = ""
     site: Path = Path()
-    """The folder that holds it, and the libraries that came with it."""
+    """Folder that holds torch and the libraries that were installed with it."""
 
 
 def query_torch() -> TorchBuild | str:
-    """The torch of this environment, asked in a process of its own; or a sentence that says why there is none."""
-    asked = subprocess.run([sys.executable, "-c", _TORCH_QUERY], capture_output=True, text=True, check=False)
-    if asked.returncode:
-        why = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+    """Return the properties of this environment's torch, or a sentence that says why it cannot be imported."""
+    query = subprocess.run([sys.executable, "-c", _TORCH_QUERY], capture_output=True, text=True, check=False)
+    if query.returncode:
+        why = query.stderr.strip().splitlines() or [f"exit code {query.returncode}"]
         return f"torch, which cannot be imported: {why[-1]} (pip install torch)"
-    told, shown, abi, cuda, site = json.loads(asked.stdout.splitlines()[-1])
-    return TorchBuild(version=told, standard=cxx_standard_of(shown), abi=abi, cuda=cuda, site=Path(site))
+    number, shown, abi, cuda, site = json.loads(query.stdout.splitlines()[-1])
+    return TorchBuild(version=number, standard=cxx_standard_of(shown), abi=abi, cuda=cuda, site=Path(site))
 
 
 def cxx_standard_of(shown: str) -> int:
-    """From `C++ Version: 202002`, as torch prints it, to 20."""
-    found = re.search(r"C\+\+ Version: 20(\d\d)\d\d", shown)
-    return int(found.group(1)) if found else 17
+    """Return 20 for `C++ Version: 202002`, as torch.__config__.show() prints it; 17 where it prints none."""
+    match = re.search(r"C\+\+ Version: 20(\d\d)\d\d", shown)
+    return int(match.group(1)) if match else 17
 
 
 def list_missing(
     torch: TorchBuild | str, environ: Mapping[str, str] = os.environ, path: str | None = None
 ) -> list[str]:
-    """Each thing that is missing, with its remedy: all at once, so that they are fetched at once."""
+    """Return every missing tool with the command that installs it, so that one look is enough."""
     return list(_missing_tools(torch, environ, path_with_scripts() if path is None else path))
 
 
@@ -85,9 +87,10 @@ def _missing_tools(torch: TorchBuild | str, environ: Mapping[str, str], path: st
         yield f"pip ({sys.executable} -m ensurepip)"
     have = _version_of("setuptools")
     if have is None or int(have.split(".")[0]) >= FIRST_SETUPTOOLS_REFUSED:
-        yield f"setuptools below {FIRST_SETUPTOOLS_REFUSED}, found {have or 'none'} (pip install 'setuptools<{FIRST_SETUPTOOLS_REFUSED}')"
-    if gone := [{"yaml": "pyyaml"}.get(name, name) for name in MODULES_NEEDED if find_spec(name) is None]:
-        yield f"{', '.join(gone)} (pip install {' '.join(gone)})"
+        first = FIRST_SETUPTOOLS_REFUSED
+        yield f"setuptools below {first}, found {have or 'none'} (pip install 'setuptools<{first}')"
+    if missing := [{"yaml": "pyyaml"}.get(name, name) for name in MODULES_NEEDED if find_spec(name) is None]:
+        yield f"{', '.join(missing)} (pip install {' '.join(missing)})"
 
 
 def _missing_cmake(path: str) -> Iterator[str]:
@@ -111,20 +114,20 @@ def _version_of(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class BuildFeatures:
-    """What Horovod is built with besides Gloo, and the variables that say so to its build."""
+    """Features of a build: Gloo and others, with the variables that switch them on in Horovod's build."""
 
     names: tuple[str, ...]
     variables: Mapping[str, str]
     found: bool = False
-    """Some were found on this machine, not asked for: the build may go on without them."""
+    """True where some features were found on this machine and not asked for: a build without them is tried, too."""
 
 
 def find_features(
     torch: TorchBuild, links: Path, environ: Mapping[str, str] = os.environ, path: str | None = None
 ) -> BuildFeatures:
-    """Horovod's own variables are obeyed; where they say nothing, what this machine has is used."""
+    """Return the features that Horovod's own variables ask for; where those are not set, all that this machine has."""
     path = path_with_scripts() if path is None else path
-    said: dict[str, str] = {}
+    variables: dict[str, str] = {}
     found = False
     if environ.get("HOROVOD_WITHOUT_MPI") == "1":
         mpi = False
@@ -132,38 +135,41 @@ def find_features(
         mpi = True
     else:
         mpi = found = shutil.which("mpicxx", path=path) is not None
-        said["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
+        variables["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
     gpu = environ.get("HOROVOD_GPU_OPERATIONS")
     if gpu is None and torch.cuda and (nccl := _nccl_variables(torch, links)) is not None:
         gpu, found = "NCCL", True
-        said |= {"HOROVOD_GPU_OPERATIONS": gpu, **nccl}
-    return BuildFeatures(tuple(x for x in ("gloo", "mpi" if mpi else "", (gpu or "").lower()) if x), said, found)
+        variables |= {"HOROVOD_GPU_OPERATIONS": gpu, **nccl}
+    return BuildFeatures(tuple(x for x in ("gloo", "mpi" if mpi else "", (gpu or "").lower()) if x), variables, found)
 
 
 def features_asked_for(torch: TorchBuild, links: Path, environ: Mapping[str, str] = os.environ) -> BuildFeatures:
-    """Features without those that were merely found."""
+    """Return the features that Horovod's variables ask for, without those that were only found."""
     return find_features(replace(torch, cuda=""), links, environ, path="")
 
 
 def _nccl_variables(torch: TorchBuild, links: Path) -> dict[str, str] | None:
-    """The system's NCCL needs no word; the one that torch's packages bring has no name that a linker looks for."""
+    """Return the variables that lead the build to NCCL; None where there is no NCCL.
+
+    The system's NCCL needs no variables. The one in torch's packages gets a link `libnccl.so`, which the linker needs.
+    """
     if any(Path(root, "include/nccl.h").exists() for root in ("/usr", "/usr/local", "/usr/local/cuda")):
         return {}
-    brought = torch.site / "nvidia/nccl"
-    library = brought / "lib/libnccl.so.2"
-    if not library.exists() or not (brought / "include/nccl.h").exists():
+    package = torch.site / "nvidia/nccl"
+    library = package / "lib/libnccl.so.2"
+    if not library.exists() or not (package / "include/nccl.h").exists():
         return None
     links.mkdir(parents=True, exist_ok=True)
     (links / "libnccl.so").symlink_to(library)
     return {
-        "HOROVOD_NCCL_INCLUDE": str(brought / "include"),
+        "HOROVOD_NCCL_INCLUDE": str(package / "include"),
         "HOROVOD_NCCL_LIB": str(links),
         "HOROVOD_NCCL_LINK": "shared",
     }
 
 
 def wheel_key(horovod: str, torch: TorchBuild, built_with: tuple[str, ...]) -> str:
-    """What a wheel's use depends on, as a folder's name."""
+    """Return the name of a wheel's folder in the cache: everything that the wheel depends on."""
     parts = [
         f"horovod-{horovod}",
         f"torch-{torch.version}",
@@ -177,5 +183,5 @@ def wheel_key(horovod: str, torch: TorchBuild, built_with: tuple[str, ...]) -> s
 
 
 def parallel_jobs() -> int:
-    """Compilers side by side: one a core, as long as each finds 2 GiB."""
+    """Return the number of compilers to run at once: one for each core, as far as each has 2 GiB."""
     return max(1, min(len(os.sched_getaffinity(0)), available_memory_bytes() // 2**31))

@@ -1,4 +1,4 @@
-"""PyTorch itself: one process, DDP, ZeroRedundancyOptimizer, FSDP2, DataParallel. Engines are in engine.py."""
+"""Descriptions of the backends `single` and `native`: PyTorch itself, with DDP, FSDP2 and others. See engine.py."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ TORCH_CALL_SITES: dict[str, Category] = {
     f"{_FSDP_FOLDER}/_fsdp_collectives.py:foreach_reduce": "communication",
     f"{_FSDP_FOLDER}/_fsdp_param_group.py:wait_for_unshard": "communication",
     f"{_FSDP_FOLDER}/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",
-    "torch/nn/parallel/distributed.py:_ddp_init_helper": "gradients",  # its buckets, before gradients are views of them
+    "torch/nn/parallel/distributed.py:_ddp_init_helper": "gradients",  # buckets, before gradients are views of them
     "torch/nn/parallel/distributed.py:_pre_forward": "gradients",
 }
 
 
 class NativeOptions(Section):
-    """options.native"""
+    """Section options.native of the config."""
 
     find_unused: bool | Literal["auto"] = "auto"
     """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
@@ -100,7 +100,7 @@ class NativeOptions(Section):
 
 @final
 class Single(Backend):
-    """One process without a wrapper: what all others must equal."""
+    """Backend of one process without a wrapper: the reference that all other cells must match."""
 
     name = "single"
     capabilities = Capabilities(
@@ -133,6 +133,8 @@ class Single(Backend):
 
 @final
 class Native(Backend):
+    """Backend of PyTorch's own parallel training."""
+
     name = "native"
     exports = "torchrun"
     options: ClassVar[type[Section]] = NativeOptions
@@ -183,8 +185,8 @@ class Native(Backend):
             return {"DataParallel": {"device_ids": data_parallel_devices(config)}}
         if not uses_ddp(config):
             return {"fully_shard": fsdp_settings(config)}
-        told = {"DistributedDataParallel": ddp_settings(options_of(config))}
-        return told | (
+        settings = {"DistributedDataParallel": ddp_settings(options_of(config))}
+        return settings | (
             {"ZeroRedundancyOptimizer": ZERO_OPTIMIZER_SETTINGS} if config.parallel.shard == "optimizer" else {}
         )
 
@@ -211,27 +213,28 @@ def options_of(config: Config) -> NativeOptions:
 
 
 ZERO_OPTIMIZER_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
-"""What ZeroRedundancyOptimizer is told besides groups and optimizer: one broadcast a rank, not one a parameter."""
+"""Arguments of ZeroRedundancyOptimizer besides groups and optimizer: one broadcast per rank, not per parameter."""
 
 
 def uses_ddp(config: Config) -> bool:
-    """Whether DDP keeps the parameters; FSDP2 alone has masters beside bf16 ones, and copies x shards."""
+    """Return whether DDP wraps the model; only FSDP2 has fp32 masters of bf16 parameters, and parallel.shard_over."""
     alike = config.train.precision != "bf16-master" and config.parallel.shard_over is None
     return config.parallel.shard == "nothing" or (config.parallel.shard == "optimizer" and alike)
 
 
 def ddp_settings(options: NativeOptions) -> dict[str, Any]:
-    """What DDP is told besides the search for unused parameters, which `auto` settles in the first step."""
+    """Return DDP's arguments; with find_unused: auto the first step decides whether to search for unused parameters."""
     settings = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True}
     return settings | {"init_sync": False, "find_unused_parameters": options.find_unused}
 
 
 def fsdp_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of FSDP2 in words, for `unipar explain`."""
     mixed = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if config.train.precision == "bf16-master" else None
     once = config.parallel.shard == "optimizer"
     over = config.parallel.shard_over
     return {
-        "mesh": "all ranks" if over is None else f"2-D: copies x {over} ranks that split one",
+        "mesh": "all ranks" if over is None else f"2-D: copies x {over} ranks that shard one copy",
         "reshard_after_forward": config.parallel.shard == "parameters",
         "reshard_after_backward": "after the last microbatch" if once else True,
         "requires_gradient_sync": "in the last microbatch" if once else True,
@@ -242,7 +245,7 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
 
 
 def data_parallel_devices(config: Config) -> list[int]:
-    """Which CUDA devices nn.DataParallel has: the one that `device` names, or all that are visible."""
+    """Return the CUDA devices of nn.DataParallel: the one that `device` names, or all that are visible."""
     _, _, index = resources.choose_device(config)[0].partition(":")
     return [int(index)] if index else list(range(gpus.count_visible_gpus()))
 

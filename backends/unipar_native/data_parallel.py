@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process, whose microbatches are dealt over several CUDA devices, a whole one to each."""
+"""Engine of nn.DataParallel: one process that gives each of several CUDA devices a whole microbatch at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unipar_native import data_parallel_devices
 
 @final
 class DataParallelEngine(WrapperEngine):
-    """Its numbers are those of one process that takes the same microbatches one after another."""
+    """Engine with the numbers of one process that takes the same microbatches one after another."""
 
     divisor = 1.0
 
@@ -53,20 +53,20 @@ class DataParallelEngine(WrapperEngine):
 @final
 @dataclass(frozen=True)
 class MicrobatchRound:
-    """Microbatches that go forward side by side, one on each device."""
+    """Microbatches that run forward at the same time, one on each device."""
 
     micros: Sequence[Micro]
 
 
 def group_into_rounds(micros: Sequence[Micro], devices: int) -> Sequence[Micro]:
-    """As many at a time as there are devices; the last round may have fewer."""
+    """Return rounds of as many microbatches as there are devices; the last round may have fewer."""
     if devices == 1:
         return micros
     return [Micro(MicrobatchRound(micros[i : i + devices]), 1.0) for i in range(0, len(micros), devices)]
 
 
 def sum_losses(losses: Iterable[Tensor], micros: Iterable[Micro]) -> Tensor:
-    """A round's loss: each times its scale, where the first device is."""
+    """Return the sum of a round's losses, each times its scale, on the first device."""
     first, *others = (scale_loss(loss, m.scale, 1.0, None)[0] for loss, m in zip(losses, micros, strict=True))
     for other in others:
         first = first + other
@@ -75,40 +75,45 @@ def sum_losses(losses: Iterable[Tensor], micros: Iterable[Micro]) -> Tensor:
 
 @final
 class RoundDataParallel(nn.DataParallel[ForwardCall]):
-    """A round is dealt over the devices; anything else is the first one's."""
+    """nn.DataParallel that spreads a round over the devices, and runs any other batch on the first one."""
 
     @override
-    def forward(self, fn: Fn, held: OpaqueBatch) -> Any:
-        if not isinstance(held.batch, MicrobatchRound):
-            return self.module(fn, held)
-        return sum_losses(super().forward(fn, held), held.batch.micros)
+    def forward(self, fn: Fn, opaque: OpaqueBatch) -> Any:
+        if not isinstance(opaque.batch, MicrobatchRound):
+            return self.module(fn, opaque)
+        return sum_losses(super().forward(fn, opaque), opaque.batch.micros)
 
     @override
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        """The library would cut every tensor that it finds along its first dimension."""
-        fn, held = inputs
-        given = [
+        """Give each device one microbatch of the round; PyTorch would split each tensor along its first dimension."""
+        fn, opaque = inputs
+        moved = [
             (fn, OpaqueBatch(to_device(micro.batch, torch.device(device))))
-            for micro, device in zip(held.batch.micros, device_ids, strict=False)  # a short round leaves some idle
+            for micro, device in zip(opaque.batch.micros, device_ids, strict=False)  # a short round leaves some idle
         ]
-        return given, [{} for _ in given]
+        return moved, [{} for _ in moved]
 
     @override
     def replicate(self, module: ForwardCall, device_ids: Sequence[int | torch.device]) -> list[ForwardCall]:
-        """The library leaves `parameters()` of a replica empty, and plain tensors where they were."""
-        made = super().replicate(module, device_ids)
-        for replica, device in zip(made, device_ids, strict=True):
+        """Return replicas with their parameters registered, and with plain tensor attributes moved to the device.
+
+        PyTorch's own replicas have empty `parameters()`, and plain tensors that are still on the first device.
+        """
+        replicas = super().replicate(module, device_ids)
+        for replica, device in zip(replicas, device_ids, strict=True):
             for inner in replica.modules():
                 inner._parameters.update(inner._former_parameters)  # pyright: ignore[reportPrivateUsage, reportArgumentType, reportCallIssue]
                 for name, value in plain_attributes(inner).items():
                     if isinstance(value, Tensor):
                         vars(inner)[name] = value.to(torch.device(device))
-        return made
+        return replicas
 
     @override
     def parallel_apply(self, replicas: Sequence[ForwardCall], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """From one thread, where the library has one for each device: CUDA does not wait for what it is given, and
-        every microbatch draws its own random numbers, the CPU's too."""
+        """Run the replicas from one thread, where PyTorch starts one for each device.
+
+        CUDA runs asynchronously in any case, and each microbatch must draw its own random numbers, on the CPU too.
+        """
         losses: list[Any] = []
         for replica, given, device in zip(replicas, inputs, self.device_ids, strict=False):
             with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, and what wrappers have in common that must know of unused parameters in advance."""
+"""Engine of DistributedDataParallel, and the base of engines that must know about unused parameters in advance."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from unipar_native import ddp_settings, options_of
 
 
 class LateWrappedEngine(WrapperEngine):
-    """For wrappers that must know in advance whether the loss leaves parameters unused.
+    """Base of engines whose wrapper must know in advance whether the loss leaves parameters unused.
 
-    The first step runs without the wrapper, its gradients are reduced here, and it shows which parameters
-    the loss uses; then the library wraps the model with the right setting.
+    The first step runs without the wrapper: this class reduces its gradients, and sees which parameters the loss
+    uses. Then the library wraps the model with the right setting.
     """
 
     find_unused: bool | None = None
-    """None until the first step has shown it."""
+    """Setting of the wrapper; None until the first step has shown whether it is needed."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         broadcast_model(part.module, world.device)
@@ -42,10 +42,12 @@ class LateWrappedEngine(WrapperEngine):
         self._buckets: list[StorageWeakRef] = []
 
     @abstractmethod
-    def wrap(self, *, find_unused: bool) -> nn.Module: ...
+    def wrap(self, *, find_unused: bool) -> nn.Module:
+        """Return the model wrapped by the library."""
 
     @abstractmethod
-    def no_sync(self) -> AbstractContextManager[Any]: ...
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Context manager: backward does not reduce gradients inside it."""
 
     @override
     @final
@@ -77,7 +79,7 @@ class LateWrappedEngine(WrapperEngine):
     @override
     @final
     def update(self) -> None:
-        if self.find_unused is not None and self._wrapped_steps < 2:  # the reducer makes its buckets anew once
+        if self.find_unused is not None and self._wrapped_steps < 2:  # DDP rebuilds its buckets once
             self._wrapped_steps += 1
             storages = {p.grad.untyped_storage().data_ptr(): p.grad for p in self.trained if p.grad is not None}
             self._buckets = [StorageWeakRef(grad.untyped_storage()) for grad in storages.values()]
@@ -88,14 +90,15 @@ class LateWrappedEngine(WrapperEngine):
     @override
     @final
     def extra_holdings(self) -> Iterator[Holding]:
-        """The reducer keeps its buckets when gradients, views of them, are gone."""
-        known: Any = torch.UntypedStorage
+        """Yield DDP's buckets, which stay in memory after the gradients, views of them, are freed."""
+        untyped_storage: Any = torch.UntypedStorage
         for i, bucket in enumerate(self._buckets):
-            if (storage := known._new_with_weak_ptr(bucket.cdata)) is not None:
+            if (storage := untyped_storage._new_with_weak_ptr(bucket.cdata)) is not None:
                 yield Holding("gradients", f"bucket {i}", _storage_as_tensor(storage))
 
     @final
     def settle(self, *, find_unused: bool) -> None:
+        """Wrap the model with this setting."""
         self.find_unused = find_unused
         self.wrapped = self.wrap(find_unused=find_unused)
 
@@ -106,16 +109,15 @@ def _storage_as_tensor(storage: torch.UntypedStorage) -> Tensor:
 
 @final
 class DDPEngine(LateWrappedEngine):
-    """With a whole optimizer on every rank, or with its states split."""
+    """Engine under DDP, with the whole optimizer on every rank or with its states sharded."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
         options = options_of(config)
         self.settings = ddp_settings(options)
         if config.parallel.shard == "optimizer":
-            from unipar_native.zero_optimizer import (
-                split_optimizer,  # 6 MB and a fifth of a second that DDP alone does not need
-            )
+            # imported here: it costs 6 MB and 0.2 s, and plain DDP does not need it
+            from unipar_native.zero_optimizer import split_optimizer
 
             self.optimizer, self.apart = split_optimizer(self.base), True
         if options.find_unused != "auto":
@@ -125,7 +127,7 @@ class DDPEngine(LateWrappedEngine):
     def wrap(self, *, find_unused: bool) -> nn.Module:
         settings: dict[str, Any] = self.settings | {"find_unused_parameters": find_unused}
         self.ddp = DistributedDataParallel(self.call, **settings)
-        self.ddp.broadcast_buffers = False  # running statistics are shared before they are used, as in every cell
+        self.ddp.broadcast_buffers = False  # unipar itself shares running statistics before they are used
         return self.ddp
 
     @override

@@ -1,4 +1,4 @@
-"""Engines of PyTorch itself: one process, DDP, FSDP2, local SGD and nn.DataParallel."""
+"""Engines of the backends `single` and `native`: one process, DDP, FSDP2, local SGD and nn.DataParallel."""
 
 from __future__ import annotations
 

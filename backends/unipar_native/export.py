@@ -1,4 +1,4 @@
-"""Scripts for PyTorch alone, started by torchrun: DistributedDataParallel, ZeroRedundancyOptimizer or FSDP2."""
+"""Export of scripts for PyTorch alone, started by torchrun: DDP, ZeroRedundancyOptimizer or FSDP2."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _CARRIED_OPTIONS = frozenset({"find_unused", "bucket_mb"})
 
 
 def script(outline: Outline) -> Script:
+    """Return the script's files and command; raise Unsupported for options that a script cannot carry."""
     config = outline.config
     shard = config.parallel.shard
     refuse_uncarried_options("native", f"native/{shard}", config.options.get("native", {}), _CARRIED_OPTIONS)
@@ -39,10 +40,10 @@ def _ddp_script(outline: Outline) -> str:
     zero = outline.config.parallel.shard == "optimizer"
     flags, values = {"unused": options.find_unused is True, "zero": zero}, {"wrap": wrap}
     if zero:
-        told = [*optimizer_words(outline), *(f"{name}={value!r}" for name, value in ZERO_OPTIMIZER_SETTINGS.items())]
-        words = ["groups", f"torch.optim.{optimizer_class_name(outline.config)}", *told]
+        more = [*optimizer_words(outline), *(f"{name}={value!r}" for name, value in ZERO_OPTIMIZER_SETTINGS.items())]
+        words = ["groups", f"torch.optim.{optimizer_class_name(outline.config)}", *more]
         values["optimizer"] = format_call("    optimizer = ZeroRedundancyOptimizer", words)
-        values["groups"] = groups_code(outline, listed=True)  # it goes through them twice
+        values["groups"] = groups_code(outline, listed=True)  # a list: ZeroRedundancyOptimizer iterates twice
     return fill_template(outline, "unipar_native", "ddp.txt", flags, values)
 
 
@@ -51,12 +52,12 @@ def _fsdp2_script(outline: Outline) -> str:
     words = ['"mesh": init_device_mesh(device.type, (ranks,))', f'"reshard_after_forward": {shard == "parameters"}']
     if master:
         words.append('"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)')
-    held = f"    split: dict[str, Any] = {{{', '.join(words)}}}"
-    if len(held) > 120:
-        held = "\n".join(["    split: dict[str, Any] = {", *(f"        {word}," for word in words), "    }"])
+    settings = f"    split: dict[str, Any] = {{{', '.join(words)}}}"
+    if len(settings) > 120:
+        settings = "\n".join(["    split: dict[str, Any] = {", *(f"        {word}," for word in words), "    }"])
     flags = {"blocks": bool(outline.blocks), "boundary": shard == "optimizer"}
     values = {
-        "shard": held,
+        "shard": settings,
         "blocks": _blocks_constant(outline.blocks),
         "optimizer": optimizer_code(outline, split=True),
         "lower": _CAST_BUFFERS_CODE if master else "",
@@ -69,12 +70,12 @@ def _blocks_constant(names: tuple[str, ...]) -> str:
         return ""
     quoted = [f'"{name}"' for name in names]
     tail = "," * (len(names) == 1)
-    one = f"BLOCKS = ({', '.join(quoted)}{tail})  # of the model, split one by one"
+    one = f"BLOCKS = ({', '.join(quoted)}{tail})  # submodules of the model, sharded one by one"
     return one if len(one) <= 120 else "\n".join(["BLOCKS = (", *(f"    {word}," for word in quoted), ")"])
 
 
 _CAST_BUFFERS_CODE = '''def constants_to_bf16(model: nn.Module) -> None:
-    """Buffers compute with parameters, so they are bf16 as well; running statistics stay fp32."""
+    """Cast buffers to bf16, as the parameters are; running statistics stay fp32."""
     for module in model.modules():
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             for name, buffer in list(module.named_buffers(recurse=False)):

@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer states are DTensors, split along their first dimension."""
+"""Engine of FSDP2: parameters, gradients and optimizer states are DTensors, sharded along their first dimension."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
 
 _READ_OUTSIDE_BLOCK = (
-    "the loss reads a parameter of a block outside that block's forward, where it is split: "
+    "the loss reads a parameter of a block outside that block's forward, where it is sharded: "
     "read it in the block's own forward, or set model.blocks: none"
 )
 
 
 class ShardedEngine(WrapperEngine):
-    """What every FSDP2 has in common, whoever split the model: when to reduce, how to clip, who holds what."""
+    """Base of engines over FSDP2, whoever sharded the model: reduction, clip and memory holdings."""
 
     once = False
-    """Gradients stay whole and parameters gathered until the last microbatch, and are reduced there."""
+    """True: gradients stay whole and parameters gathered until the last microbatch, in which gradients are reduced."""
 
     @override
     @final
@@ -78,7 +78,7 @@ class ShardedEngine(WrapperEngine):
         states = [module._get_fsdp_state() for module in modules]
         for group in (group for state in states for group in state._fsdp_param_groups):
             yield from _group_holdings(group, names)
-        for state in states[:1]:  # they share one context, which is empty until the first forward
+        for state in states[:1]:  # all states share one context, which is empty until the first forward
             context = vars(state._comm_ctx)
             if (gathered := context.get("all_gather_state")) is not None:
                 yield Holding("communication", "all-gather", gathered.all_gather_result.all_gather_output)
@@ -88,11 +88,13 @@ class ShardedEngine(WrapperEngine):
     @override
     def before_state_access(self) -> None:
         for module in self._groups:
-            module.reshard()  # a forward may have left parameters whole; the optimizer knows the shards
+            module.reshard()  # a forward may have left parameters gathered, but the optimizer updates the shards
 
 
 @final
 class FSDP2Engine(ShardedEngine):
+    """Engine that shards the model by FSDP2 itself."""
+
     def __init__(self, part: Part, config: Config, world: World) -> None:
         shard = config.parallel.shard
         refuse_scalar_parameters(part.module, f"native/{shard}")
@@ -107,7 +109,7 @@ class FSDP2Engine(ShardedEngine):
         if mixed:
             cast_buffers(part.module, torch.bfloat16)
         super().__init__(part, config, world)
-        # the root that was split is the module that is called
+        # fully_shard() wrapped the shell as root, so the shell is the module to call
         shell.autocast, shell.cast = self.call.autocast, self.call.cast
         self.call = self.wrapped = shell
         self.divisor = float(world.size)
@@ -115,24 +117,24 @@ class FSDP2Engine(ShardedEngine):
 
 
 def _group_holdings(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:
-    """What one group of parameters keeps besides its shards."""
+    """Yield the tensors that one group of parameters keeps besides its shards."""
     for p in group.fsdp_params:
         for whole in p.all_gather_outputs:
             yield Holding("communication", f"{names[id(p.sharded_param)]}, gathered", whole)
-        alone = getattr(getattr(p, "_unsharded_param", None), "grad", None)
-        for grad in (alone, p.unsharded_accumulated_grad):
+        whole_grad = getattr(getattr(p, "_unsharded_param", None), "grad", None)
+        for grad in (whole_grad, p.unsharded_accumulated_grad):
             if grad is not None:
                 yield Holding("gradients", f"{names[id(p.sharded_param)]}, not reduced", local_part(grad))
     if group._all_gather_result is not None:
         yield Holding("communication", "all-gather", group._all_gather_result.all_gather_output)
     if group._partial_reduce_output is not None:
-        yield Holding("gradients", "reduced among those that split", group._partial_reduce_output)
+        yield Holding("gradients", "reduced within one copy", group._partial_reduce_output)
     if group._all_reduce_state is not None:
         yield Holding("communication", "all-reduce", group._all_reduce_state.all_reduce_input)
 
 
 def _create_mesh(world: World, over: int | None) -> DeviceMesh:
-    """All ranks in a row; or rows of `over` ranks that split the model, each row with a copy of it."""
+    """Return a mesh of all ranks, or a 2-D mesh whose rows of `over` ranks shard one copy of the model each."""
     if over is None or over == world.size:
         return init_device_mesh(world.device.type, (world.size,))
     names = ("copies", "shards")
@@ -140,7 +142,10 @@ def _create_mesh(world: World, over: int | None) -> DeviceMesh:
 
 
 def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str, Any]) -> ForwardCall:
-    """Split on meta, then fill chunk by chunk: never more than one whole tensor on a rank."""
+    """Shard the model on the meta device, then fill the shards tensor by tensor.
+
+    So a rank that did not create the model never holds more than one whole tensor.
+    """
     module, device = part.module, world.device
     whole = dict(module.named_parameters(remove_duplicate=False))
     _to_meta(module)
@@ -165,7 +170,7 @@ def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str,
 
 
 def _to_meta(root: nn.Module) -> None:
-    """`module.to("meta")`, but tied parameters stay tied and buffers stay where they are."""
+    """Move the parameters to the meta device, tied ones tied as before; buffers stay where they are."""
     done: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, p in direct_parameters(module).items():

@@ -1,4 +1,4 @@
-"""Local steps: each rank trains by itself, and now and then all take the mean of what they hold."""
+"""Engine of local SGD: each rank steps by itself, and every train.sync_every steps all ranks average their states."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from unipar.engines.wrapper import WrapperEngine
 
 @final
 class LocalSGDEngine(WrapperEngine):
-    """No wrapper. A rank's gradient is that of its share of the batch, times the number of ranks: with plain SGD and a
-    mean after every step this is the step of all."""
+    """Engine without a wrapper, whose ranks step by themselves.
+
+    A rank's gradient is that of its share of the batch, times the number of ranks: with plain SGD, averaging after
+    every step gives the step of the whole batch.
+    """
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         broadcast_model(part.module, world.device)
@@ -33,9 +36,9 @@ class LocalSGDEngine(WrapperEngine):
     @override
     @torch.no_grad()
     def take_mean(self) -> None:
-        """Parameters and the optimizer's moments too, so that one rank's state is everybody's."""
+        """Average parameters and the optimizer's moments, so that all ranks have the same state."""
         state: Any = self.base.state
         for p in self.trained:
-            for held in (p, *state.get(p, {}).values()):
-                if isinstance(held, Tensor) and held.shape == p.shape:
-                    self.world.sum(held.detach()).div_(self.world.size)
+            for tensor in (p, *state.get(p, {}).values()):
+                if isinstance(tensor, Tensor) and tensor.shape == p.shape:
+                    self.world.sum(tensor.detach()).div_(self.world.size)

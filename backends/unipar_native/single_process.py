@@ -1,4 +1,4 @@
-"""One process without a wrapper."""
+"""Engine of one process without a wrapper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NULL_CONTEXT = nullcontext()
 
 @final
 class SingleEngine(WrapperEngine):
-    """One process without a wrapper."""
+    """Engine of one process, without a wrapper."""
 
     divisor = 1.0
 

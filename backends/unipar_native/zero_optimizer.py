@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: each rank keeps the optimizer's states of some whole parameters, and steps those."""
+"""ZeroRedundancyOptimizer: each rank keeps the optimizer states of some whole parameters, and updates those."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from unipar_native import ZERO_OPTIMIZER_SETTINGS
 
 
 def split_optimizer(whole: Optimizer) -> ZeroRedundancyOptimizer:
-    """Each rank steps some of the parameters with what is left of `whole`, and sends them to all."""
+    """Return an optimizer that updates some of the parameters on each rank, by its part of `whole`, and sends them."""
     dtypes = sorted({str(p.dtype) for group in whole.param_groups for p in group["params"]})
     if len(dtypes) > 1:
         raise TaskError(
-            f"native/optimizer cannot hold parameters of {' and '.join(dtypes)} together, as ZeroRedundancyOptimizer "
-            "takes one dtype: give all the same, or set parallel.shard: nothing"
+            f"native/optimizer does not support parameters of {' and '.join(dtypes)} together, as "
+            "ZeroRedundancyOptimizer takes one dtype: use one for all, or set parallel.shard: nothing"
         )
 
-    def mine(groups: list[dict[str, Any]]) -> Optimizer:
-        """The optimizer itself, whatever its class, less the parameters of other ranks."""
+    def local_part(groups: list[dict[str, Any]]) -> Optimizer:
+        """Return `whole` itself, whatever its class, without the parameters of other ranks."""
         for group, own in zip(whole.param_groups, groups, strict=True):
             group["params"] = own["params"]
-        kept = {p for group in groups for p in group["params"]}
-        for p in set(whole.state) - kept:
+        own_parameters = {p for group in groups for p in group["params"]}
+        for p in set(whole.state) - own_parameters:
             del whole.state[p]
         return whole
 
     groups = [dict(group) for group in whole.param_groups]
-    make: Any = mine  # annotated as a class; any callable will do
+    make: Any = local_part  # ZeroRedundancyOptimizer's annotation wants a class, but it calls any callable
     return ZeroRedundancyOptimizer(groups, make, **ZERO_OPTIMIZER_SETTINGS)

@@ -117,16 +117,16 @@ OVER = {"parallel": {"shard": "gradients"}, **ZERO}
          "distributed_type: FSDP, and the config says parallel.shard: gradients through DeepSpeed, which is not FSDP; "
          "change one of them"),
         (FSDP2 | {"FSDP_VERSION": "1"}, SPLIT,
-         "fsdp_version: 1, and unipar has FSDP2 alone; say fsdp_version: 2 there"),
+         "fsdp_version: 1, but unipar supports FSDP2 only; set fsdp_version: 2 there"),
         (FSDP2, {"parallel": {"shard": "gradients"}},
          "fsdp_reshard_after_forward: true, and the config says parallel.shard: gradients, which is true for "
          "parameters and false for gradients; change one of them"),
         (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, SPLIT,
-         "fsdp_offload_params: true, and the config says nothing of it, so all stays on the device; change one of "
-         "them"),
+         "fsdp_offload_params: true, and the config says nothing about it, so parameters stay on the device; change "
+         "one of them"),
         (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, SPLIT,
-         "fsdp_activation_checkpointing: true, and the config says nothing of it, as model.recompute is unipar's key "
-         "for it; change one of them"),
+         "fsdp_activation_checkpointing: true, and the config says nothing about it, as unipar's key for it is "
+         "model.recompute; change one of them"),
         (DEEPSPEED, SPLIT,
          "distributed_type: DEEPSPEED, and the config says parallel.shard: parameters through FSDP2, which is not "
          "DeepSpeed; change one of them"),
@@ -136,17 +136,17 @@ OVER = {"parallel": {"shard": "gradients"}, **ZERO}
          "gradient_accumulation_steps: 3, and the config says batch: 2 microbatches a step, which is "
          "gradient_accumulation_steps: 2; change one of them"),
         (DEEPSPEED | {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, OVER,
-         "gradient_clipping: 1.0, and the config says no train.clip, which would win; change one of them"),
+         "gradient_clipping: 1.0, and the config says no train.clip, which would take precedence; change one of them"),
         (DEEPSPEED | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, OVER,
          "offload_optimizer_device: cpu, and the config says options.deepspeed.offload_optimizer: none, which would "
-         "win; change one of them"),
+         "take precedence; change one of them"),
         (DEEPSPEED | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, OVER,
-         "deepspeed_config_file: ds.json, whose settings are not read here; say them in options.deepspeed, and leave "
+         "deepspeed_config_file: ds.json, whose settings are not read here; set them in options.deepspeed, and leave "
          "it out there"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {},
          "dynamo_backend: INDUCTOR, and unipar compiles as the config's model.compile says; leave it out there"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {},
-         "MEGATRON_LM, which unipar has not; leave it out there"),
+         "MEGATRON_LM, which unipar does not support; leave it out there"),
     ],
 )  # fmt: skip
 def test_contradictions(

@@ -119,7 +119,8 @@ def test_the_disk(parameters: str, tmp_path: Path) -> None:
                 with pytest.raises(TaskError) as e:
                     run.engine.restore(CombinedState({}))
                 assert str(e.value) == (
-                    "options.deepspeed.offload_optimizer: disk takes no state in; put it in with cpu, or begin anew"
+                    "options.deepspeed.offload_optimizer: disk cannot load a saved state; load it with cpu, or start a "
+                    "new run"
                 )
     assert losses[1] == pytest.approx(losses[0], abs=2e-6, rel=0)
     assert not [f for f in disk.rglob("*") if f.is_file()]
@@ -161,8 +162,8 @@ def test_states_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as e, running(Early(), tmp_path, parallel={"shard": "gradients"}, **told):
         pass
     assert str(e.value) == (
-        "deepspeed/gradients cannot take Adagrad: it makes its states before the first step, for parameters that ZeRO "
-        "then replaces; set parallel.shard: nothing, or backend: native"
+        "deepspeed/gradients does not support Adagrad: it creates its states before the first step, for parameters "
+        "that ZeRO then replaces; set parallel.shard: nothing, or backend: native"
     )
     (tmp_path / "whole").mkdir()
     with running(Early(), tmp_path / "whole", **told) as run:
@@ -207,14 +208,14 @@ DISK = {"offload_optimizer": "disk", "offload_to": "/tmp"}
         ({"prefetch": "library"}, ZERO2,
          "prefetch: library has no effect with parallel.shard: gradients; leave it out"),
         ({"gather": 100}, ZERO3, "gather: 100 has no effect with parallel.shard: parameters; leave it out"),
-        ({"reduce": 0}, ZERO1, "reduce: 0 elements would never be enough; give a number above 0"),
+        ({"reduce": 0}, ZERO1, "reduce: 0 elements are too few; give a number above 0"),
         ({"overlap": True}, ZERO2, "overlap has no effect on the CPU, which has no streams; leave it out"),
         (ADAM | {"offload_parameters": "disk", "offload_to": "/tmp"}, ZERO2,
          "offload_parameters: disk needs parallel.shard: parameters, as gradients leaves them whole on every rank"),
         (ADAM | {"offload_parameters": "cpu"}, ZERO3,
-         "offload_parameters: cpu has no effect on the CPU, where they are; leave it out"),
+         "offload_parameters: cpu has no effect on the CPU, where the parameters are already; leave it out"),
         (DISK, ZERO2,
-         "offload_optimizer: disk needs parallel.shard: parameters (DeepSpeed takes it for cpu with gradients); "
+         "offload_optimizer: disk needs parallel.shard: parameters (with gradients DeepSpeed treats it as cpu); "
          "say cpu"),
         ({"offload_to": "/tmp"}, ZERO3, "offload_to has no effect, as nothing goes to disk; leave it out"),
         ({"cpu_adam": "torch"}, ZERO3,
@@ -247,18 +248,19 @@ def test_refusals_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     sgd = {"train": {"steps": 1, "optimizer": {"name": "sgd"}}}
     assert _refused(DISK, ZERO3 | sgd) == (
-        "options.deepspeed.offload_optimizer: disk is for adam and adamw, whose moments it swaps; say cpu"
+        "options.deepspeed.offload_optimizer: disk supports only adam and adamw, whose moments it swaps; say cpu"
     )
     exact = {"train": {"steps": 1, "clip": {"max": 1.0, "norm": "fp64"}}}
     assert _refused(OFFLOADED, ZERO3 | exact) == (
-        "train.clip: the fp64 norm cannot be had of gradients that are offloaded; leave norm out"
+        "train.clip: the fp64 norm is not supported for offloaded gradients; leave norm out"
     )
     assert _refused(DISK, ZERO3 | {"train": {"steps": 1, "precision": "bf16-master"}}) == (
-        "train.precision: bf16-master cannot be had with offload_optimizer: disk, whose masters are out; say cpu"
+        "train.precision: bf16-master is not supported with offload_optimizer: disk, as the masters are on the disk; "
+        "say cpu"
     )
     monkeypatch.setattr("unipar_deepspeed.options._has_libaio", lambda: False)
     assert _refused(DISK, ZERO3) == (
-        "options.deepspeed: disk needs libaio, which is not here: apt install libaio-dev, or say cpu"
+        "options.deepspeed: disk needs libaio, which is not installed: apt install libaio-dev, or say cpu"
     )
 
 
@@ -332,7 +334,7 @@ def test_the_neutral_key_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "model.offload: parameters needs CUDA: on the CPU everything is in host memory; leave it out"
     )
     assert _refused({}, neutral | {"device": "auto"}) == (
-        "model.offload: parameters has no effect on the CPU, where they are; leave it out"
+        "model.offload: parameters has no effect on the CPU, where the parameters are already; leave it out"
     )
 
 

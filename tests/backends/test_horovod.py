@@ -82,7 +82,7 @@ def test_what_horovod_is_told(tmp_path: Path) -> None:
         ({"process_sets": [[1, 1]]}, "process_sets: [1, 1] names a rank twice"),
         ({"process_sets": [[3, 2, 1, 0]]},
          "process_sets: [3, 2, 1, 0] are all ranks, which Horovod knows already; leave it out"),
-        ({"process_sets": [[0, 1], [1, 0]]}, "process_sets: [1, 0] is there twice; leave one out"),
+        ({"process_sets": [[0, 1], [1, 0]]}, "process_sets: [1, 0] is given twice; remove one"),
     ],
 )  # fmt: skip
 def test_refusals(options: dict[str, Any], reason: str) -> None:

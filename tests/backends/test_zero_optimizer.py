@@ -58,8 +58,8 @@ def test_one_dtype(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as e, running(Turning(), tmp_path, **SPLIT):
         pass
     assert str(e.value) == (
-        "native/optimizer cannot hold parameters of torch.complex64 and torch.float32 together, as "
-        "ZeroRedundancyOptimizer takes one dtype: give all the same, or set parallel.shard: nothing"
+        "native/optimizer does not support parameters of torch.complex64 and torch.float32 together, as "
+        "ZeroRedundancyOptimizer takes one dtype: use one for all, or set parallel.shard: nothing"
     )
     train = {"steps": 3, "optimizer": {"name": "sgd", "lr": 1e-3, "fused": False}}
     with running(Turning(), tmp_path, backend="native", train=train) as run:

@@ -163,7 +163,7 @@ def test_an_error_is_one_paragraph(unipar: Any, folder: Path, words: list[str], 
         (Hung("rank 1 fell silent"), 1, "rank 1 fell silent"),
         (NonFinite("the loss of step 3 is nan on rank 1"), 1, "the loss of step 3 is nan on rank 1"),
         (Stopped("stopped after step 3"), 130, "stopped after step 3"),
-        (RuntimeError("what?"), 1, "RuntimeError: what? (unforeseen; --debug shows where)"),
+        (RuntimeError("what?"), 1, "RuntimeError: what? (unexpected; --debug shows where)"),
     ],
 )
 def test_what_a_run_may_end_with(

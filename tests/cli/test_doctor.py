@@ -64,7 +64,7 @@ def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         "deepspeed": installed.ImportProbe(broken="ImportError: no such symbol"),
     }
-    monkeypatch.setattr(commands_doctor, "probe_imports", lambda _: seen)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(installed, "probe_imports", lambda _: seen)  # pyright: ignore[reportUnknownLambdaType]
     said = "backend 'horovod' needs horovod, not installed here"
     assert list(doctor._check_backends()) == [  # pyright: ignore[reportPrivateUsage]
         MachineCheck("backend horovod", "warn", said, "unipar install horovod"),
@@ -88,7 +88,7 @@ def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
             True,
             None,
             MachineCheck(
-                "GPUs", "warn", "there is an NVIDIA driver, and a torch for the CPU", "install a torch with CUDA"
+                "GPUs", "warn", "there is an NVIDIA driver, but this torch is for the CPU", "install a torch with CUDA"
             ),
         ),
         (
@@ -104,7 +104,7 @@ def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
             True,
             None,
             MachineCheck(
-                "GPUs", "warn", "there is an NVIDIA driver, and torch for CUDA 13.0 sees no GPU", "update the driver"
+                "GPUs", "warn", "there is an NVIDIA driver, but torch for CUDA 13.0 sees no GPU", "update the driver"
             ),
         ),
     ],
@@ -154,7 +154,7 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine_checks.check_shared_memory(tmp_path) == MachineCheck(
         str(tmp_path),
         "warn",
-        "63 of 64 MiB free; data workers may die of it",
+        "63 of 64 MiB free; data workers may crash",
         "docker run --shm-size=1g, or --ipc=host",
     )
 
@@ -170,7 +170,7 @@ def test_leftovers_in_shared_memory(tmp_path: Path) -> None:
     with (tmp_path / "held").open("wb"):
         check = machine_checks.check_leftover_files(tmp_path)
     assert check == MachineCheck(
-        f"left in {tmp_path}", "warn", "1 file that no process holds, 3.0 MiB", f"rm {tmp_path / 'left'}"
+        f"left in {tmp_path}", "warn", "1 file that no process uses, 3.0 MiB", f"rm {tmp_path / 'left'}"
     )
 
 
@@ -191,7 +191,7 @@ def test_a_long_temporary_folder(tmp_path: Path) -> None:
     folder.mkdir()
     check = machine_checks.check_temporary_folder(folder)
     assert (check.status, check.remedy) == ("fail", "TMPDIR=/tmp")
-    assert check.found == f"{folder} is {len(str(folder))} bytes long; sockets below it need 60 or fewer"
+    assert check.found == f"{folder} is {len(str(folder))} bytes long; sockets in it need 60 or fewer"
     assert machine_checks.check_temporary_folder(tmp_path / "none").found == f"{tmp_path / 'none'} cannot be written to"
 
 
@@ -216,7 +216,7 @@ def test_launchers_say_what_they_open(monkeypatch: pytest.MonkeyPatch) -> None:
         "launcher accelerate": f"found: its agent listens on every interface at the master port{private}",
         "launcher torchrun": "found: its agent listens on every interface (the master port, and two more with "
         f"--standalone){private}",
-        "launcher deepspeed": "found: nothing beyond loopback is known of it",
+        "launcher deepspeed": "found: not known to listen beyond loopback",
         "launcher mpirun": f"found: it listens on every interface while it runs{private}",
         "launcher srun": "found: it listens on every interface for its tasks' output; Slurm's daemons do at their own "
         f"ports{private}",

@@ -141,7 +141,7 @@ def test_a_rate_by_the_root(source: ConfigSource) -> None:
 
 
 def test_cells_that_are_asked_for(source: ConfigSource) -> None:
-    """The config's own, or those named, or those it compares; each with what its library is told and all dtypes."""
+    """The config's own cell, the named cells, or those it compares; each with its library's settings and dtypes."""
     assert [t.cell for t in explain_config(source).cells] == ["native/nothing"]
     assert [t.cell for t in explain_config(source, ["deepspeed/optimizer", "single"]).cells] == [
         "deepspeed/optimizer",
@@ -219,7 +219,7 @@ def test_plain_text(source: ConfigSource) -> None:
     assert "batch.accumulate              2" in "\n".join(lines)
     assert "train.optimizer.betas         [0.9, 0.999]" in "\n".join(lines)
     assert "train.steps                   null" in "\n".join(lines)
-    assert "what each thing is kept or done in" in lines
+    assert "dtypes" in lines
 
 
 def test_json(source: ConfigSource) -> None:
@@ -236,7 +236,7 @@ def test_a_terminal(source: ConfigSource, capsys: pytest.CaptureFixture[str], mo
     explain_config(source, ["single"]).draw()
     drawn = capsys.readouterr().out
     assert "batch.accumulate" in drawn
-    assert "PyTorch as it is" in drawn
+    assert "plain PyTorch" in drawn
 
 
 def test_check_says_what_would_run(source: ConfigSource) -> None:
@@ -246,16 +246,16 @@ def test_check_says_what_would_run(source: ConfigSource) -> None:
     said = " ".join(check_config(changed(source)).split())
     assert said == (
         "x.yaml: good cell native/nothing, 2 ranks on cpu batch total 8 = micro 2 x accumulate 2 x data 2 "
-        f"task {use}, read but not imported (--deep imports it) "
+        f"task {use}, checked without importing it (--deep imports it) "
         "compare 5 cells: native/*, deepspeed/gradients+library out runs/x"
     )
-    assert f"task {use}, imported and made" in " ".join(check_config(changed(source), deep=True).split())
+    assert f"task {use}, imported and created" in " ".join(check_config(changed(source), deep=True).split())
 
 
 def test_check_without_a_task(source: ConfigSource) -> None:
     """A script may give it."""
     Path("x.yaml").write_text(CONFIG.partition("\n")[2], encoding="utf-8")
-    assert "task     none named here; a script gives it to unipar.launch" in check_config(changed(source))
+    assert "task     not in this config; a script passes it to unipar.launch" in check_config(changed(source))
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_what_does_not_run_is_uninstalled(cache: Path, tmp_path: Path, monkeypat
     with pytest.raises(errors.BackendNotInstalled) as told:
         install.install_horovod()
     assert str(told.value).startswith(
-        "horovod 0.28.1 was installed, did not run, and was uninstalled again: "
+        "horovod 0.28.1 was installed, failed its self-test, and was uninstalled again: "
         "rank 1: ImportError: undefined symbol: _ZN3c10 (the whole log: "
     )
     assert ran[-1][-3:] == ["uninstall", "-y", "horovod"]

@@ -136,12 +136,13 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         (
             "fairscale",
             {},
-            "--to fairscale: nothing is exported to that; known: accelerate, deepspeed, horovod, torchrun",
+            "--to fairscale: unknown target; known: accelerate, deepspeed, horovod, torchrun",
         ),
         (
             "torchrun",
             {"train.clip": {"max": 0.5, "norm": "fp64"}},
-            "native/nothing: train.clip.norm: fp64 is unipar's own; a script clips by fp32 (--set train.clip=0.5)",
+            "native/nothing: train.clip.norm: fp64 exists in unipar only; a script clips by the fp32 norm "
+            "(--set train.clip=0.5)",
         ),
         (
             "horovod",
@@ -163,14 +164,14 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         (
             "accelerate",
             {"parallel.shard": "parameters"},
-            "accelerate/parameters: a script over Accelerate's FSDP2 or DeepSpeed is not written; export to those "
-            "themselves: --to torchrun (FSDP2), or --to deepspeed (ZeRO)",
+            "accelerate/parameters: scripts for Accelerate over FSDP2 or DeepSpeed are not supported; export to those "
+            "directly: --to torchrun (FSDP2), or --to deepspeed (ZeRO)",
         ),
         (
             "deepspeed",
             {"train.precision": "bf16-master"},
-            "deepspeed/nothing: train.precision: bf16-master without a split takes a step of its own while DeepSpeed "
-            "starts, which a plain script cannot undo; split something: --set parallel.shard=optimizer",
+            "deepspeed/nothing: train.precision: bf16-master without sharding takes a step of its own while DeepSpeed "
+            "starts, which a plain script cannot undo; shard something: --set parallel.shard=optimizer",
         ),
         (
             "deepspeed",
@@ -180,7 +181,7 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         (
             "torchrun",
             {"device": "cuda:0"},
-            "native/nothing: device: cuda:0, one GPU for several ranks, is unipar's own; say device: cuda",
+            "native/nothing: device: cuda:0, one GPU for several ranks, exists in unipar only; say device: cuda",
         ),
         (
             "accelerate",
@@ -190,7 +191,7 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         (
             "deepspeed",
             {"train.precision": "fp64"},
-            "deepspeed/nothing: train.precision: fp64 is not among what a ds_config.json can say; use fp32",
+            "deepspeed/nothing: train.precision: a ds_config.json has no key for fp64; use fp32",
         ),
         (
             "torchrun",
@@ -248,13 +249,13 @@ class Derived(Line):
     [
         (
             "Own",
-            "tasks.py:Own: train() is a loop of its own over unipar's Run, which a script has not: export a task "
-            "without it, and write the loop into train.py",
+            "tasks.py:Own: train() is a loop over unipar's Run, which does not exist in a script: export a task "
+            "without train(), and write the loop into train.py",
         ),
         (
             "Owner",
-            "tasks.py:Owner: optimizer() makes one of the task's own, and a script makes the config's: export a task "
-            "without it, and make yours in train.py",
+            "tasks.py:Owner: optimizer() creates the task's own optimizer, but a script creates the config's: export a "
+            "task without optimizer(), and create yours in train.py",
         ),
         (
             "Several",
@@ -263,7 +264,8 @@ class Derived(Line):
         ),
         (
             "Derived",
-            f"Derived derives from Line in {FILE}, which a script cannot take along: write what it needs into tasks.py",
+            f"Derived derives from Line in {FILE}, which a script cannot include: write the code that it needs into "
+            "tasks.py",
         ),
     ],
 )
@@ -296,11 +298,13 @@ def test_a_folder_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(OutExists) as e:
         written(tmp_path, "torchrun", WORDS)
     way = "name another folder (--out DIR), or write over it (--overwrite)"
-    assert str(e.value) == f"--out: {folder} is there already; {way}"
+    assert str(e.value) == f"--out: {folder} already exists; {way}"
     written(tmp_path, "torchrun", WORDS, overwrite=True)
     assert sorted(os.listdir(folder)) == ["README.md", "run.sh", "samples.py", "task.py", "train.py"]
     (folder / "README.md").write_text("mine", encoding="utf-8")
     with pytest.raises(OutExists) as e:
         written(tmp_path, "torchrun", WORDS, overwrite=True)
-    assert str(e.value) == f"--out: {folder} holds no export of ours, so it is not overwritten; name another folder"
+    assert str(e.value) == (
+        f"--out: {folder} was not written by `unipar export`, so it is not overwritten; name another folder"
+    )
     assert os.listdir(tmp_path) == ["made"]

@@ -144,7 +144,7 @@ def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value:
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
-            "scheduler.params.warmup_type: log (DeepSpeed's default, a logarithm); unipar climbs linearly; "
+            "scheduler.params.warmup_type: log (DeepSpeed's default, logarithmic); unipar's warm-up is linear; "
             "choose a value with --set train.schedule=...",
         ),
         (
@@ -158,13 +158,13 @@ def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value:
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage: 7 is not one of 0, 1, 2 and 3"),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-            "zero_optimization.zero_quantized_weights: ZeRO++ rounds weights, so the numbers are others; "
+            "zero_optimization.zero_quantized_weights: ZeRO++ rounds weights, which changes the numbers; "
             "leave it out with --leave zero_optimization.zero_quantized_weights",
         ),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 are both enabled; leave one of them"),
         (
             {"autotuning": {"enabled": True}},
-            "autotuning: unipar tunes nothing; leave it out with --leave autotuning",
+            "autotuning: unipar does not tune settings; leave it out with --leave autotuning",
         ),
         ({"steps_per_print": 5, "train_batch_size": "many"}, "train_batch_size: 'many' is not a whole number"),
         (
@@ -197,7 +197,7 @@ def test_a_key_left_out_as_asked(tmp_path: Path) -> None:
     """`--leave` goes on without it and says so; one that is not there is a mistake."""
     told = {**LEAST, "autotuning": {"enabled": True}, "mystery": 1}
     made = ds(tmp_path, told, STEPS, leave=["autotuning", "mystery"])
-    assert "autotuning: unipar tunes nothing (left out by --leave)" in made.left_out
+    assert "autotuning: unipar does not tune settings (left out by --leave)" in made.left_out
     assert "mystery: not known (left out by --leave)" in made.left_out
     with pytest.raises(ConfigError) as e:
         ds(tmp_path, LEAST, STEPS, leave=["autotuning"])
@@ -305,11 +305,11 @@ def test_its_deepspeed(tmp_path: Path) -> None:
             "fp8_config (line 9): unipar has no fp8; leave it out with --leave fp8_config",
         ),
         (YAML + "a: !!python/object:x {}\n", "line 9: the tag !!python/object:x is refused"),
-        (YAML + "debug: true\ndebug: false\n", "line 10: the key 'debug' is there twice"),
+        (YAML + "debug: true\ndebug: false\n", "line 10: the key 'debug' is given twice"),
         ("- 1\n", "line 1: a mapping of keys and values is wanted"),
         (
             "x: 1\n",
-            "none of its keys is known; a ds_config.json or an accelerate.yaml is wanted",
+            "none of its keys is known; give a ds_config.json or an accelerate.yaml",
         ),
     ],
 )
@@ -324,7 +324,7 @@ def test_an_accelerate_yaml_refused(text: str, wrong: str, tmp_path: Path) -> No
     ("text", "wrong"),
     [
         ('{\n "a": 1,\n}', "ds_config.json, line 3: Expecting property name enclosed in double quotes"),
-        ('{"bf16": 1, "bf16": 2}', "ds_config.json: the key 'bf16' is there twice; leave one of them"),
+        ('{"bf16": 1, "bf16": 2}', "ds_config.json: the key 'bf16' is given twice; remove one"),
         ('{"bf16": NaN}', "ds_config.json: the number NaN is not finite"),
         ("[" * 100_000, "ds_config.json: nested too deep to be a config"),
         ("[1]", "ds_config.json, line 1: a mapping of keys and values is wanted"),
@@ -358,7 +358,7 @@ def test_where_it_is_written(tmp_path: Path) -> None:
     write_imported_config(made, out)
     with pytest.raises(OutExists) as e:
         write_imported_config(made, out)
-    assert str(e.value) == f"-o {out}: it is there already; name another file, or write over it (--overwrite)"
+    assert str(e.value) == f"-o {out}: it already exists; name another file, or write over it (--overwrite)"
     write_imported_config(made, out, overwrite=True)
     assert out.read_text("utf-8") == made.text
     (tmp_path / "link.yaml").symlink_to(out)

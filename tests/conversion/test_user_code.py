@@ -81,25 +81,28 @@ def test_a_launch_without_a_guard_ends_the_file(tmp_path: Path) -> None:
         ),
         (
             "import unipar\nclass A(unipar.Task):\n    def collate(self, s):\n        return super().collate(s)\n",
-            "line 4: super() reaches unipar.Task, which is not there: write out what it would do",
+            "line 4: super() calls unipar.Task, which a script does not have: write out what it does",
         ),
         (
             "import unipar\nclass A(unipar.Task):\n    def data(self):\n        return open(__file__)\n",
-            "line 4: it reads __file__, which is elsewhere in a script: give the path by task.args",
+            "line 4: it reads __file__, which is another path in a script: give the path by task.args",
         ),
         (
             "def f():\n    from unipar.utils.seeding import mix\n",
-            "line 2: it imports unipar inside; a script has no unipar",
+            "line 2: it imports unipar inside a function; a script has no unipar",
         ),
         ("import os, unipar\n", "line 1: it imports unipar and others in one statement: give each a line of its own"),
-        ("from . import x\n", "line 1: a relative import; a script takes single files along"),
+        (
+            "from . import x\n",
+            "line 1: a relative import; a script can include single files only: import the module by its name",
+        ),
         (
             "import samples\n",
             "line 1: it imports samples.py, and a script has a file of that name itself: rename yours",
         ),
         (
             "import package\n",
-            "line 1: the package package stands beside it, and a script takes along single files only: "
+            "line 1: the package package is in the same folder, and a script can include single files only: "
             "install the package, or import what is needed from one file",
         ),
         ("class A(:\n", "line 1: invalid syntax"),

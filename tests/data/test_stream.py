@@ -371,4 +371,7 @@ def test_export_refuses_a_stream(tmp_path: Path) -> None:
     told = {"task": {"use": f"{file}:Flow"}, "batch": {"total": 4}, "train": {"steps": 1}, "device": "cpu"}
     with pytest.raises(TaskError) as e:
         export_script(load_given_config(told), "torchrun", tmp_path / "made")
-    assert str(e.value) == f"{file}:Flow: data() returns a stream, which a script divides by rules of its own"
+    assert str(e.value) == (
+        f"{file}:Flow: data() returns a stream, and a script supports map-style datasets only: export a task whose "
+        "data() returns one"
+    )

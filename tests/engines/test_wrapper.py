@@ -40,7 +40,7 @@ def test_a_blocks_parameter_read_outside(tmp_path: Path) -> None:
     """Where parameters are split it is there in the block's forward alone."""
     split = {"backend": "native", "parallel": {"shard": "parameters"}}
     assert _refused(tasks.BlockReading(), tmp_path, **split) == (
-        "the loss reads a parameter of a block outside that block's forward, where it is split: "
+        "the loss reads a parameter of a block outside that block's forward, where it is sharded: "
         "read it in the block's own forward, or set model.blocks: none"
     )
 

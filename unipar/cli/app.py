@@ -1,9 +1,10 @@
-"""Commands."""
+"""The program `unipar`: its commands by name, and what becomes of an error."""
 
 from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -31,7 +32,7 @@ app = typer.Typer(
     unipar compare configs/quickstart.yaml     the same training in every cell, as a table
     unipar check configs/char_gpt.yaml         would it start? answered without torch
     unipar explain configs/char_gpt.yaml       every value, and where it came from
-    unipar verify configs/char_gpt.yaml        do all cells give one process's numbers?
+    unipar verify configs/char_gpt.yaml        do all cells give the numbers of one process?
     unipar run configs/char_gpt.yaml           train
     """,
     epilog=EXIT_CODES_HELP,
@@ -43,15 +44,15 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The program. Its errors are one short paragraph; `--debug`, anywhere, shows where they came from."""
+    """Run the program: print an error as one short paragraph; with `--debug`, anywhere, print its traceback first."""
     words = without_launcher_arguments(sys.argv[1:])
     debug = "--debug" in words
     try:
         app([word for word in words if word != "--debug"], prog_name="unipar")
     except UniparError as e:
         _exit_with_error(e, str(e), e.code, debug=debug)
-    except Exception as e:  # the last stop: what nobody foresaw
-        hint = "" if debug else " (unforeseen; --debug shows where)"
+    except Exception as e:  # a defect of unipar, or an error of the user's own code
+        hint = "" if debug else " (unexpected; --debug shows where)"
         _exit_with_error(e, f"{type(e).__name__}: {e}{hint}", 1, debug=debug)
 
 
@@ -70,7 +71,7 @@ def _common_options(
 ) -> None: ...
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "run": run,
     "compare": compare,
     "scale": scale,
@@ -85,7 +86,7 @@ COMMANDS = {
     "doctor": run_doctor,
     "install": install,
 }
-"""Functions by the name of their command."""
+"""Function of each command, in the order of `--help`."""
 
 for name, command in COMMANDS.items():
     app.command(name, epilog=EXIT_CODES_HELP)(command)

@@ -1,4 +1,4 @@
-"""What this machine offers."""
+"""Checks of this machine that need neither torch nor a backend, for `unipar doctor`."""
 
 from __future__ import annotations
 
@@ -22,34 +22,33 @@ from unipar.utils.procfs import available_memory_bytes
 
 BYTES_PER_MIB = 2**20
 
-
 MAX_SOCKET_PATH_BYTES = 108
-"""Bytes in the longest path of a socket."""
-
+"""Length limit that Linux sets for the path of a socket, in bytes."""
 
 SOCKET_NAME_BYTES = 48
-"""Bytes that a rank's own folder and a library's file in it may add to the temporary folder's path."""
-
+"""Bytes that the folder of a rank and the name of a socket in it may add to the temporary folder's path."""
 
 STALE_LOCK_SECONDS = 600.0
-"""Seconds after which nobody is still compiling behind a lock."""
-
+"""Age in seconds beyond which a lock was left by a compilation that was killed."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class MachineCheck:
-    """One thing looked at."""
+    """Result of one check."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
     found: str
+    """Finding, in words."""
+
     remedy: str = ""
+    """Command or action that helps; empty where the status is ok."""
 
 
 def check_machine() -> Iterator[MachineCheck]:
-    """All that needs neither torch nor a backend."""
+    """Yield the checks that need neither torch nor a backend."""
     yield MachineCheck("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     yield from _check_tools()
     yield check_loopback()
@@ -63,28 +62,29 @@ def check_machine() -> Iterator[MachineCheck]:
 
 
 def _check_tools() -> Iterator[MachineCheck]:
-    """Compilers are for `unipar install` and for what libraries compile when it is first used."""
+    """Yield checks of compilers: `unipar install` needs them, and libraries that compile extensions at first use."""
     for name, program, remedy in (
         ("c++ compiler", os.environ.get("CXX", "g++"), "apt install g++"),
         ("make", "make", "apt install make"),
         ("cmake", "cmake", "pip install cmake"),
         ("ninja", "ninja", "pip install ninja"),
     ):
-        where = shutil.which(program, path=path_with_scripts())
-        if where is None:
-            yield MachineCheck(name, "warn", f"no {program}; nothing can be compiled without it", remedy)
+        path = shutil.which(program, path=path_with_scripts())
+        if path is None:
+            yield MachineCheck(name, "warn", f"no {program}; extensions cannot be compiled without it", remedy)
         else:
-            shown = subprocess.run([where, "--version"], capture_output=True, text=True, check=False).stdout
-            yield MachineCheck(name, "ok", f"{where} ({next(iter(shown.splitlines()), 'of unknown version').strip()})")
+            output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+            yield MachineCheck(name, "ok", f"{path} ({next(iter(output.splitlines()), 'unknown version').strip()})")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if header.exists():
         yield MachineCheck("Python.h", "ok", str(header))
     else:
-        yield MachineCheck("Python.h", "warn", f"no {header}; no extension can be compiled", "apt install python3-dev")
+        found = f"no {header}; extensions cannot be compiled without it"
+        yield MachineCheck("Python.h", "warn", found, "apt install python3-dev")
 
 
 def check_loopback() -> MachineCheck:
-    """Worlds on one machine meet on 127.0.0.1."""
+    """Return whether 127.0.0.1 can be reached: the ranks of one machine connect to each other there."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             socket.create_connection(listener.getsockname(), timeout=5).close()
@@ -94,7 +94,7 @@ def check_loopback() -> MachineCheck:
 
 
 def check_hostname(name: str | None = None) -> MachineCheck:
-    """Foreign launchers, and gloo where no interface is named, resolve it."""
+    """Return whether the host name resolves: other launchers need that, and gloo where no interface is named."""
     name = socket.gethostname() if name is None else name
     try:
         return MachineCheck("host name", "ok", f"{name} is {socket.gethostbyname(name)}")
@@ -102,52 +102,52 @@ def check_hostname(name: str | None = None) -> MachineCheck:
         return MachineCheck(
             "host name",
             "warn",
-            f"{name} does not resolve ({e}); launchers other than ours may fail",
+            f"{name} does not resolve ({e}); launchers other than unipar's may fail",
             f"add the line '127.0.1.1 {name}' to /etc/hosts",
         )
 
 
 def check_shared_memory(folder: Path) -> MachineCheck:
-    """Data workers hand batches over through it."""
+    """Return whether there is room in shared memory, through which data workers pass batches."""
     if not folder.is_dir():
         return MachineCheck(
-            str(folder), "fail", "it is not there; data workers cannot start", "mount -t tmpfs tmpfs /dev/shm"
+            str(folder), "fail", "does not exist; data workers cannot start", "mount -t tmpfs tmpfs /dev/shm"
         )
     usage = shutil.disk_usage(folder)
-    said = f"{usage.free // BYTES_PER_MIB} of {usage.total // BYTES_PER_MIB} MiB free"
+    found = f"{usage.free // BYTES_PER_MIB} of {usage.total // BYTES_PER_MIB} MiB free"
     if usage.free <= 64 * BYTES_PER_MIB:
         return MachineCheck(
-            str(folder), "warn", f"{said}; data workers may die of it", "docker run --shm-size=1g, or --ipc=host"
+            str(folder), "warn", f"{found}; data workers may crash", "docker run --shm-size=1g, or --ipc=host"
         )
-    return MachineCheck(str(folder), "ok", said)
+    return MachineCheck(str(folder), "ok", found)
 
 
 def check_leftover_files(folder: Path) -> MachineCheck:
-    """Files of this user in shared memory that no process has open or mapped."""
+    """Return a warning where files of this user lie in shared memory that no process has open or mapped."""
     name = f"left in {folder}"
     mine = {str(file): file.stat() for file in folder.glob("*") if file.is_file() and file.stat().st_uid == os.getuid()}
     idle = sorted(set(mine) - find_open_files(folder))
     if not idle:
         return MachineCheck(name, "ok", "nothing")
     size = sum(mine[file].st_size for file in idle) / BYTES_PER_MIB
-    said = f"{len(idle)} {'file' if len(idle) == 1 else 'files'} that no process holds, {size:.1f} MiB"
-    return MachineCheck(name, "warn", said, "rm " + " ".join(idle[:8]) + (" ..." if len(idle) > 8 else ""))
+    found = f"{len(idle)} {'file' if len(idle) == 1 else 'files'} that no process uses, {size:.1f} MiB"
+    return MachineCheck(name, "warn", found, "rm " + " ".join(idle[:8]) + (" ..." if len(idle) > 8 else ""))
 
 
 def find_open_files(folder: Path) -> set[str]:
-    """What is below `folder` and in some process's hands, as far as this user may see."""
-    found: set[str] = set()
+    """Return the files below `folder` that a process has open or mapped, as far as this user may see."""
+    paths: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended meanwhile, or is another user's
-            found |= {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text("utf-8").splitlines()}
+        with suppress(OSError):  # the process ended meanwhile, or is another user's
+            paths |= {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text("utf-8").splitlines()}
             for file in (process / "fd").iterdir():
                 with suppress(OSError):  # closed meanwhile
-                    found.add(os.readlink(file))
-    return {path for path in found if path.startswith(f"{folder}/")}
+                    paths.add(os.readlink(file))
+    return {path for path in paths if path.startswith(f"{folder}/")}
 
 
 def check_limits() -> Iterator[MachineCheck]:
-    """Of this shell; a run inherits them."""
+    """Yield the resource limits of this shell, which a run inherits."""
     for name, which, least, remedy in (
         ("open files", resource.RLIMIT_NOFILE, 1024, "ulimit -n 4096"),
         ("processes", resource.RLIMIT_NPROC, 1024, "ulimit -u 4096"),
@@ -159,8 +159,8 @@ def check_limits() -> Iterator[MachineCheck]:
             yield MachineCheck(name, "warn", f"at most {soft}; ranks with data workers need {least}", remedy)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").exists() and soft != resource.RLIM_INFINITY:
-        said = f"at most {soft // 1024} KiB; InfiniBand needs to lock its buffers"
-        yield MachineCheck("locked memory", "warn", said, "ulimit -l unlimited")
+        found = f"at most {soft // 1024} KiB; InfiniBand needs to lock its buffers"
+        yield MachineCheck("locked memory", "warn", found, "ulimit -l unlimited")
     else:
         yield MachineCheck("locked memory", "ok", f"at most {_format_limit(soft, 1024)}{'' if soft < 0 else ' KiB'}")
 
@@ -170,18 +170,18 @@ def _format_limit(soft: int, unit: int = 1) -> str:
 
 
 def check_temporary_folder(folder: Path) -> MachineCheck:
-    """Each rank has a short folder of its own in it, and sockets there."""
+    """Return whether the temporary folder can be used: each rank has a folder with sockets in it."""
     name = "temporary folder"
     if not os.access(folder, os.W_OK | os.X_OK):
         return MachineCheck(name, "fail", f"{folder} cannot be written to", "TMPDIR=/tmp")
     longest = MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
     if len(bytes(folder)) > longest:
-        said = f"{folder} is {len(bytes(folder))} bytes long; sockets below it need {longest} or fewer"
-        return MachineCheck(name, "fail", said, "TMPDIR=/tmp")
+        found = f"{folder} is {len(bytes(folder))} bytes long; sockets in it need {longest} or fewer"
+        return MachineCheck(name, "fail", found, "TMPDIR=/tmp")
     free = shutil.disk_usage(folder).free
     if free < 1024 * BYTES_PER_MIB:
         return MachineCheck(
-            name, "warn", f"{folder}, {free // BYTES_PER_MIB} MiB free", "make room there, or set TMPDIR"
+            name, "warn", f"{folder}, {free // BYTES_PER_MIB} MiB free", "free some space there, or set TMPDIR"
         )
     return MachineCheck(name, "ok", f"{folder}, {free // (1024 * BYTES_PER_MIB)} GiB free")
 
@@ -189,18 +189,18 @@ def check_temporary_folder(folder: Path) -> MachineCheck:
 def _check_cores() -> MachineCheck:
     cores = len(os.sched_getaffinity(0))
     available = available_memory_bytes()
-    said = (
+    found = (
         f"{cores} {'core' if cores == 1 else 'cores'}, {available / 1024 / BYTES_PER_MIB:.1f} GiB of memory available"
     )
     if available < 2048 * BYTES_PER_MIB:
         return MachineCheck(
-            "cores and memory", "warn", said, "close other programs; a rank takes 0.5 GiB before its model"
+            "cores and memory", "warn", found, "close other programs; a rank needs 0.5 GiB besides its model"
         )
-    return MachineCheck("cores and memory", "ok", said)
+    return MachineCheck("cores and memory", "ok", found)
 
 
 def check_stale_locks(cache: Path) -> MachineCheck:
-    """A compilation that was killed leaves its lock, and the next one waits for it for ever."""
+    """Return a warning where a killed compilation left its lock: the next compilation would wait for ever."""
     now = time.time()
     old = [
         file
@@ -211,5 +211,5 @@ def check_stale_locks(cache: Path) -> MachineCheck:
     ]
     if not old:
         return MachineCheck("compiled extensions", "ok", f"no stale lock in {cache}")
-    said = f"{len(old)} stale {'lock' if len(old) == 1 else 'locks'}; what waits for it waits for ever"
-    return MachineCheck("compiled extensions", "warn", said, "rm " + " ".join(sorted({str(file) for file in old})))
+    found = f"{len(old)} stale {'lock' if len(old) == 1 else 'locks'}; the next compilation would wait for ever"
+    return MachineCheck("compiled extensions", "warn", found, "rm " + " ".join(sorted({str(file) for file in old})))

@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments, options and help texts that several commands share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from unipar.results.verdicts import Verdicts
 
 
-def print_result(found: TurnResults | Verdicts, more: str = "") -> NoReturn:
-    """Its table, what else there is to say, and its exit code."""
-    typer.echo(found.table(shutil.get_terminal_size().columns) + more)
-    raise typer.Exit(found.code)
+def print_result(result: TurnResults | Verdicts, more: str = "") -> NoReturn:
+    """Print the result's table and the text `more`, and exit with the result's code."""
+    typer.echo(result.table(shutil.get_terminal_size().columns) + more)
+    raise typer.Exit(result.code)
 
 
 def read_config_file(
     file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None
 ) -> ConfigSource:
+    """Return the config of `file` with the changes of `--set`, `--backend` and `--out`."""
     from unipar.backend.checks import in_cell, read_source
     from unipar.config import Cell
 
@@ -32,8 +33,9 @@ def read_config_file(
     return source if out is None else source.with_out(out)
 
 
-EXIT_CODES_HELP = """Exit codes: 0 all is well; 1 a run failed, or something unforeseen; 2 the config, the task or the command is
-wrong; 3 the backend or this machine cannot do it; 130 stopped by a signal at a step boundary, or Ctrl-C."""
+EXIT_CODES_HELP = """Exit codes: 0 success; 1 a run failed, or an unexpected error; 2 the config, the task or the
+command is wrong; 3 the backend or this machine cannot do it; 130 stopped by a signal at a step boundary, or Ctrl-C."""
+"""Paragraph at the end of every command's help."""
 
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The config.", show_default=False)]
@@ -53,14 +55,14 @@ BackendOption = Annotated[
 OutOption = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Another run folder.")]
 
 
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what the run folder holds.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of the run folder.")]
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
 def split_at_commas(cells: list[str] | None) -> list[str] | None:
-    """Several in one word have commas between them, as sizes of worlds have."""
+    """Split each word at its commas, so that `--cells a,b` means `--cell a --cell b`."""
     return None if cells is None else [cell for word in cells for part in word.split(",") if (cell := part.strip())]
 
 
@@ -74,14 +76,14 @@ CellsOption = Annotated[
         "--cells",
         metavar=CELLS_METAVAR,
         callback=split_at_commas,
-        help="Instead of those that FILE names. May be repeated.",
+        help="Run these cells instead of those that FILE names. May be repeated.",
     ),
 ]
 
 
 WorldOption = Annotated[
     str | None,
-    typer.Option("--world", metavar="N,N,...", help="So many ranks; with several sizes, a comparison in each."),
+    typer.Option("--world", metavar="N,N,...", help="Number of ranks; with several numbers, one comparison for each."),
 ]
 
 
@@ -94,5 +96,5 @@ def _print_version(wanted: bool) -> None:
 
 
 VersionOption = Annotated[
-    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
 ]

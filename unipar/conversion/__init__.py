@@ -1,1 +1,1 @@
-"""`unipar export` and `unipar import`: to and from other libraries' scripts and configs."""
+"""Conversion to scripts for other libraries (`unipar export`) and from their configs (`unipar import`)."""

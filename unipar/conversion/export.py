@@ -1,4 +1,4 @@
-"""`unipar export`: the same training as a script for one library, which needs unipar no more."""
+"""`unipar export`: the same training as a script for one library, which does not need unipar."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ _EXPORTED_KEYS = (
 _IGNORED_KEYS = {
     "eval": "the script trains, and does not evaluate",
     "log.to": "the script writes log.jsonl",
-    "launch": "patience with processes is the launcher's",
+    "launch": "the script's launcher has its own time limits",
     "compare": "",
     "out": "",
 }
-"""Keys that training does not depend on, with what to say where they are given."""
+"""Keys that training does not depend on, with the note that the export prints where a config gives them."""
 
 _README_MARK = "Made by `unipar export`"
 
 
 @dataclass(frozen=True)
 class ExportResult:
+    """Folder that an export wrote, with its command and the keys that were left out."""
+
     folder: Path
     command: str
     files: tuple[str, ...]
@@ -52,30 +54,29 @@ class ExportResult:
     @override
     def __str__(self) -> str:
         rows = [("folder", str(self.folder)), ("files", ", ".join(self.files)), ("start", f"{self.folder}/run.sh")]
-        rows += [("so runs", self.command), *(("left out", said) for said in self.left_out)]
-        return "\n".join(f"{name:<8}  {said}" for name, said in rows)
+        rows += [("command", self.command), *(("left out", note) for note in self.left_out)]
+        return "\n".join(f"{name:<8}  {text}" for name, text in rows)
 
 
 def list_export_targets() -> dict[str, Backend]:
-    """What `--to` may name."""
-    found = [registry.find_backend(name) for name in registry.backend_names()]
-    return {backend.exports: backend for backend in found if backend.exports}
+    """Return the backends that a config can be exported to, by their name in `--to`."""
+    backends = [registry.find_backend(name) for name in registry.backend_names()]
+    return {backend.exports: backend for backend in backends if backend.exports}
 
 
 def export_script(source: ConfigSource, to: str, out: Path | None = None, *, overwrite: bool = False) -> ExportResult:
-    """Write the folder; refuse key by key what a script cannot carry."""
+    """Write the folder with the script; raise Unsupported with a reason for each key that a script cannot carry."""
     known = list_export_targets()
     if to not in known:
-        raise BackendNotFound(f"--to {to}: nothing is exported to that; known: {', '.join(sorted(known))}")
+        raise BackendNotFound(f"--to {to}: unknown target; known: {', '.join(sorted(known))}")
     backend = known[to]
     if source.config.task is None:
         raise TaskError(f"{source.label}: there is no task.use; export needs the class: task: {{use: file.py:Class}}")
     cell = Cell(backend.name, source.config.parallel.shard)
     own = cells.cell_of(source.config)
-    checked = in_cell(source, own if own.backend == backend.name else cell, "--to")
-    source, config = checked, checked.config
-    checks.check_can_run(config)
-    _refuse_unsupported_keys(config, checked.cell)
+    source = in_cell(source, own if own.backend == backend.name else cell, "--to")
+    checks.check_can_run(source.config)
+    _refuse_unsupported_keys(source.config, source.cell)
     folder = out or Path(f"{source.name}-{to}")
     _check_out_folder(folder, overwrite=overwrite)
     outline, files = _make_outline(source)
@@ -88,7 +89,7 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
 
 
 def _refuse_unsupported_keys(config: Config, cell: Cell) -> None:
-    """Every key that is not a default and that no script knows."""
+    """Raise Unsupported with a reason for each key that differs from its default and that a script cannot carry."""
     clip = config.train.clipping
     reasons = [
         f"{key}: a script does not carry it; leave it out (--set {key}={_override_text(default)})"
@@ -96,12 +97,13 @@ def _refuse_unsupported_keys(config: Config, cell: Cell) -> None:
     ]
     if clip is not None and clip.norm != "fp32":
         reasons.append(
-            f"train.clip.norm: {clip.norm} is unipar's own; a script clips by fp32 (--set train.clip={clip.max:g})"
+            f"train.clip.norm: {clip.norm} exists in unipar only; a script clips by the fp32 norm "
+            f"(--set train.clip={clip.max:g})"
         )
     if config.train.precision == "fp16":
         reasons.append("train.precision: fp16 comes with a loss scale, which a script does not carry; use bf16-mixed")
     if ":" in config.device:
-        reasons.append(f"device: {config.device}, one GPU for several ranks, is unipar's own; say device: cuda")
+        reasons.append(f"device: {config.device}, one GPU for several ranks, exists in unipar only; say device: cuda")
     if reasons:
         raise Unsupported(str(cell), reasons)
 
@@ -122,7 +124,10 @@ def _override_text(value: Any) -> str:
 
 
 def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
-    """What the script shall do, and the user's own files: read first, then imported to count what is in them."""
+    """Return the outline of the script, and the user's files without unipar by their new names.
+
+    The files are read before the task is imported, so that code that cannot be exported is refused without running it.
+    """
     from unipar.backend.export import Outline
     from unipar.conversion.user_code import extract_user_code
     from unipar.training.task_facts import gather_task_facts, load_task
@@ -142,22 +147,25 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             "module: export a task whose model() returns one of them"
         )
     if depth.stream_description:
-        raise TaskError(f"{ref.task.shown}: data() returns a stream, which a script divides by rules of its own")
+        raise TaskError(
+            f"{ref.task.shown}: data() returns a stream, and a script supports map-style datasets only: export a task "
+            "whose data() returns one"
+        )
     assert depth.per_epoch is not None
     task = load_task(config)
     if task.defines("train"):
         raise TaskError(
-            f"{ref.task.shown}: train() is a loop of its own over unipar's Run, which a script has not: export a task "
-            "without it, and write the loop into train.py"
+            f"{ref.task.shown}: train() is a loop over unipar's Run, which does not exist in a script: export a task "
+            "without train(), and write the loop into train.py"
         )
     if task.defines("optimizer"):
         raise TaskError(
-            f"{ref.task.shown}: optimizer() makes one of the task's own, and a script makes the config's: export "
-            "a task without it, and make yours in train.py"
+            f"{ref.task.shown}: optimizer() creates the task's own optimizer, but a script creates the config's: "
+            "export a task without optimizer(), and create yours in train.py"
         )
     _check_bases(type(task), file)
-    told = {name: value for name, value in depth.data.items() if name not in config.data.model_fields_set}
-    config = config.model_copy(update={"data": config.data.model_copy(update=told)})
+    from_loader = {name: value for name, value in depth.data.items() if name not in config.data.model_fields_set}
+    config = config.model_copy(update={"data": config.data.model_copy(update=from_loader)})
     outline = Outline(
         config=config,
         sizes=sizes,
@@ -178,23 +186,23 @@ def _task_file(ref: TaskRef) -> Path:
     from unipar.task.inspection import find_module_file
 
     assert ref.task is not None
-    found = Path(ref.task.file) if ref.task.file else find_module_file(str(ref.task.module), ref.path)
-    assert found is not None  # look() has seen it
-    return found
+    file = Path(ref.task.file) if ref.task.file else find_module_file(str(ref.task.module), ref.path)
+    assert file is not None  # check_code() has read it
+    return file
 
 
-def _check_bases(made: type, file: Path) -> None:
-    """A base that was imported from an installed module would bring unipar back."""
+def _check_bases(task_class: type, file: Path) -> None:
+    """Raise TaskError where a base class comes from an installed module that imports unipar."""
     import inspect
 
-    for base in made.__mro__:
+    for base in task_class.__mro__:
         if base.__module__.partition(".")[0] in ("unipar", "builtins", "abc", "typing"):
             continue
-        where = Path(inspect.getsourcefile(base) or "?").resolve()
-        if where.parent != file.parent.resolve() and any(b.__module__.startswith("unipar.") for b in base.__mro__):
+        base_file = Path(inspect.getsourcefile(base) or "?").resolve()
+        if base_file.parent != file.parent.resolve() and any(b.__module__.startswith("unipar.") for b in base.__mro__):
             raise TaskError(
-                f"{made.__name__} derives from {base.__name__} in {where}, which a script cannot take along: "
-                f"write what it needs into {file.name}"
+                f"{task_class.__name__} derives from {base.__name__} in {base_file}, which a script cannot include: "
+                f"write the code that it needs into {file.name}"
             )
 
 
@@ -213,7 +221,7 @@ def _shell_command(script: Script, further: str) -> str:
 
 def _run_script_text(script: Script) -> str:
     return f"""#!/bin/sh
-# Starts the training. Further words go to the launcher.
+# Starts the training. Further arguments go to the launcher.
 cd "$(dirname "$0")" || exit
 {"".join(f"export {name}={value}{chr(10)}" for name, value in script.environment.items())}exec {
         " ".join('"$@"' if word == "$@" else shlex.quote(word) for word in script.command)
@@ -231,7 +239,7 @@ def _readme_text(
         "run.sh": "the command",
     }
     listed = [
-        f"- `{name}`: {about.get(name, 'yours' if name.endswith('.py') else 'what the library reads')}"
+        f"- `{name}`: {about.get(name, 'your module' if name.endswith('.py') else 'config of the library')}"
         for name in files
     ]
     lines = [
@@ -242,11 +250,11 @@ def _readme_text(
     ]
     lines += ["```console", f"$ {_shell_command(script, '')}", "```", "", *listed, ""]
     lines.append(
-        "It gives the losses that `unipar run` gives: the same initial values, the same samples in the same order, the "
-        "same rate at each step. `log.jsonl` holds them, a line for each logged step."
+        "It gives the same losses as `unipar run`: the same initial values, the same samples in the same order, the "
+        "same rate at each step. `log.jsonl` holds the losses, one line for each logged step."
     )
     if left_out:
-        lines += ["", "Left out:", "", *(f"- {said}" for said in left_out)]
+        lines += ["", "Left out:", "", *(f"- {note}" for note in left_out)]
     return "\n".join([*lines, ""])
 
 
@@ -259,31 +267,33 @@ def _check_out_folder(folder: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise OutExists(
-            f"--out: {folder} is there already; name another folder (--out DIR), or write over it (--overwrite)"
+            f"--out: {folder} already exists; name another folder (--out DIR), or write over it (--overwrite)"
         )
     try:
         ours = _README_MARK in (folder / "README.md").read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         ours = False
     if not ours:
-        raise OutExists(f"--out: {folder} holds no export of ours, so it is not overwritten; name another folder")
+        raise OutExists(
+            f"--out: {folder} was not written by `unipar export`, so it is not overwritten; name another folder"
+        )
 
 
 def _write_folder(folder: Path, files: dict[str, str]) -> None:
-    """All or nothing: a folder beside, which then takes the name."""
+    """Write all files or none: write them into a temporary folder beside `folder`, and rename it at the end."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as e:
         raise ConfigError(f"--out: {folder} cannot be written ({e.strerror}); name another folder") from None
     try:
         for name, text in files.items():
-            (made / name).write_text(text, encoding="utf-8")
-        (made / "run.sh").chmod(0o755)
-        made.chmod(0o755)
+            (partial / name).write_text(text, encoding="utf-8")
+        (partial / "run.sh").chmod(0o755)
+        partial.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
-        made.rename(folder)
+        partial.rename(folder)
     except OSError as e:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise ConfigError(f"--out: {folder} cannot be written ({e.strerror}); name another folder") from None

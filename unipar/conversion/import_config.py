@@ -1,4 +1,4 @@
-"""`unipar import`: a config of ours from a library's own; a key that cannot be carried is refused with the reason."""
+"""`unipar import`: a config of unipar from another library's config; a key that cannot be carried is refused."""
 
 from __future__ import annotations
 
@@ -20,24 +20,28 @@ from unipar.utils.files import whole
 
 _LENGTH_QUESTION = "how long to train, which the file does not say"
 _COMMENT_COLUMN = 48
+"""Column at which comments begin in the imported config."""
 
 
 @dataclass(frozen=True)
 class ImportedConfig:
+    """Config of unipar that was made from another library's file."""
+
     text: str
-    """The config, with its comments."""
+    """The config as YAML, with comments."""
 
     config: Config
     left_out: tuple[str, ...]
+    """Keys of the file on which training does not depend, each with the reason."""
 
 
 def import_library_config(
     file: Path, sets: Sequence[str] = (), *, world: int | None = None, leave: Sequence[str] = ()
 ) -> ImportedConfig:
-    """Read `file`; an error names every key that stands in the way."""
+    """Return the config made from `file`; raise ConfigError that names every key that cannot be carried."""
     data, lines = _read_library_config(file)
-    said = dict(parse_set_argument(text) for text in sets)
-    reading = ForeignConfigReader(str(file), file.resolve().parent, lines, said, frozenset(leave), world)
+    overrides = dict(parse_set_argument(text) for text in sets)
+    reading = ForeignConfigReader(str(file), file.resolve().parent, lines, overrides, frozenset(leave), world)
     backend = _find_reader(file, data)
     backend.read_foreign(reading, data)
     if not any(reading.answered(key) or key in reading.config for key in ("train.steps", "train.epochs")):
@@ -56,16 +60,16 @@ def import_library_config(
     return ImportedConfig(_config_text(file, backend, reading, tree), config, tuple(reading.left_out))
 
 
-def write_imported_config(made: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:
-    """All of it or nothing; never through a link."""
+def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:
+    """Write the config to `out`, as a whole or not at all; never follow a symbolic link."""
     if out.is_symlink():
         raise OutExists(f"-o {out}: it is a link; name the file itself")
     if out.exists() and (out.is_dir() or not overwrite):
         way = "name another file" if out.is_dir() else "name another file, or write over it (--overwrite)"
-        raise OutExists(f"-o {out}: it is there already; {way}")
+        raise OutExists(f"-o {out}: it already exists; {way}")
     try:
         with whole(out) as partial:
-            partial.write_text(made.text, encoding="utf-8")
+            partial.write_text(imported.text, encoding="utf-8")
             partial.chmod(0o644)
     except OSError as e:
         raise ConfigError(f"-o {out}: it cannot be written ({e.strerror}); name another file") from None
@@ -88,19 +92,19 @@ def _read_library_config(file: Path) -> tuple[Mapping[str, Any], Mapping[str, in
 
 
 def _parse_json(text: str, file: Path) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
         for key, value in pairs:
-            if key in made:
-                raise ConfigError(f"{file}: the key {key!r} is there twice; leave one of them")
-            made[key] = value
-        return made
+            if key in mapping:
+                raise ConfigError(f"{file}: the key {key!r} is given twice; remove one")
+            mapping[key] = value
+        return mapping
 
-    def finite(word: str) -> Any:
+    def refuse_constant(word: str) -> Any:
         raise ConfigError(f"{file}: the number {word} is not finite")
 
     try:
-        return json.loads(text, object_pairs_hook=once, parse_constant=finite)
+        return json.loads(text, object_pairs_hook=without_duplicates, parse_constant=refuse_constant)
     except json.JSONDecodeError as e:
         raise ConfigError(f"{file}, line {e.lineno}: {e.msg}") from None
     except RecursionError:
@@ -108,17 +112,17 @@ def _parse_json(text: str, file: Path) -> Any:
 
 
 def _find_reader(file: Path, data: Mapping[str, Any]) -> Backend:
-    """The backend whose library knows the most of the keys."""
+    """Return the backend whose library knows the most keys of the file."""
     readers = [b for b in map(registry.find_backend, registry.backend_names()) if b.imports]
     counted = sorted(((len(b.foreign_keys() & data.keys()), b.imports, b) for b in readers), key=lambda c: c[:2])
     if not counted or counted[-1][0] == 0:
         known = " or ".join(sorted(b.imports for b in readers))
-        raise ConfigError(f"{file}: none of its keys is known; {known} is wanted")
+        raise ConfigError(f"{file}: none of its keys is known; give {known}")
     return counted[-1][2]
 
 
 def _nest_keys(reading: ForeignConfigReader) -> dict[str, Any]:
-    """Dotted keys as nested sections, ours in the order of the config; what `--set` said is among them."""
+    """Return the carried keys and those of `--set` as nested sections, in the order of the config's fields."""
     tree: dict[str, Any] = {}
     for key, value in (reading.config | dict(reading.said)).items():
         into = tree
@@ -137,7 +141,7 @@ def _config_text(file: Path, backend: Backend, reading: ForeignConfigReader, tre
         f"# Made by `unipar import` from {file.name}, {backend.imports}.",
         "# For an editor that knows the keys: unipar schema --write unipar.schema.json",
         *(["#", "# Left out:"] if reading.left_out else []),
-        *(f"#   {said}" for said in reading.left_out),
+        *(f"#   {note}" for note in reading.left_out),
         "",
     ]
     if "task" not in tree:

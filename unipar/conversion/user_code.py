@@ -1,4 +1,4 @@
-"""The user's own code for a script without unipar: the same text, less what is unipar's."""
+"""Extraction of the user's code for a script without unipar: the same text, with unipar's parts removed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from unipar.errors import TaskError
 
 RESERVED_MODULES = ("train", "task", "samples")
-"""Modules of the script itself."""
+"""Names of the modules that the script itself consists of."""
 
 _LAUNCH_FUNCTIONS = ("launch", "join")
 
 
 @dataclass(frozen=True)
 class TextReplacement:
-    """A piece of the text, from byte to byte, that gives way to another."""
+    """Range of bytes that is replaced by another text."""
 
     start: int
     end: int
@@ -25,28 +25,28 @@ class TextReplacement:
 
 
 def extract_user_code(file: Path, name: str) -> dict[str, str]:
-    """task.py, which holds class `name`, and the modules that stand beside the user's file and are imported by it."""
-    made: dict[str, str] = {}
+    """Return the text of task.py, which holds class `name`, and of the modules in its folder that it imports."""
+    texts: dict[str, str] = {}
     waiting = [(file, "task.py")]
     while waiting:
-        now, called = waiting.pop()
-        text, tree = _SourceFile.read(now).without_unipar(top=now == file)
-        made[called] = text
-        for module, line in _imported_modules(tree, now):
-            beside = now.parent / f"{module}.py"
-            if (now.parent / module / "__init__.py").is_file():
+        current, new_name = waiting.pop()
+        text, tree = _SourceFile.read(current).without_unipar(top=current == file)
+        texts[new_name] = text
+        for module, line in _imported_modules(tree, current):
+            neighbour = current.parent / f"{module}.py"
+            if (current.parent / module / "__init__.py").is_file():
                 raise TaskError(
-                    f"{now}, line {line}: the package {module} stands beside it, and a script takes along single files "
-                    "only: install the package, or import what is needed from one file"
+                    f"{current}, line {line}: the package {module} is in the same folder, and a script can include "
+                    "single files only: install the package, or import what is needed from one file"
                 )
-            if beside.is_file() and beside != now and beside.name not in made:
+            if neighbour.is_file() and neighbour != current and neighbour.name not in texts:
                 if module in RESERVED_MODULES:
                     raise TaskError(
-                        f"{now}, line {line}: it imports {beside.name}, and a script has a file of that name itself: "
-                        "rename yours"
+                        f"{current}, line {line}: it imports {neighbour.name}, and a script has a file of that name "
+                        "itself: rename yours"
                     )
-                waiting.append((beside, beside.name))
-    return made
+                waiting.append((neighbour, neighbour.name))
+    return texts
 
 
 def _imported_modules(tree: ast.Module, file: Path) -> Iterator[tuple[str, int]]:
@@ -56,12 +56,15 @@ def _imported_modules(tree: ast.Module, file: Path) -> Iterator[tuple[str, int]]
                 yield alias.name.partition(".")[0], node.lineno
         elif isinstance(node, ast.ImportFrom):
             if node.level:
-                raise TaskError(f"{file}, line {node.lineno}: a relative import; a script takes single files along")
+                raise TaskError(
+                    f"{file}, line {node.lineno}: a relative import; a script can include single files only: "
+                    "import the module by its name"
+                )
             yield str(node.module).partition(".")[0], node.lineno
 
 
 class _SourceFile:
-    """One file on its way."""
+    """One file of the user, as bytes and as a syntax tree."""
 
     def __init__(self, file: Path, source: bytes, tree: ast.Module) -> None:
         self.file, self.source, self.tree = file, source, tree
@@ -69,7 +72,7 @@ class _SourceFile:
         for line in source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
         self.names: dict[str, str] = {}
-        """What unipar's names are called here: {"unipar": "", "Task": "Task"}."""
+        """Names that the file's imports bind to parts of unipar: {"unipar": "", "Task": "Task"}."""
 
     @classmethod
     def read(cls, file: Path) -> _SourceFile:
@@ -82,7 +85,7 @@ class _SourceFile:
             raise TaskError(f"{file}{f', line {line}' if line else ''}: {getattr(e, 'msg', e)}") from None
 
     def without_unipar(self, *, top: bool) -> tuple[str, ast.Module]:
-        """Without unipar, and what that text parses to."""
+        """Return the text without unipar's parts, and its syntax tree."""
         spans = list(self._unneeded(top=top))
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ClassDef):
@@ -101,13 +104,13 @@ class _SourceFile:
         return TextReplacement(self._starts[first - 1], self._starts[node.end_lineno])
 
     def _statement_with_blank_line(self, node: ast.stmt) -> TextReplacement:
-        """With one of the empty lines around it, where it stood between two."""
+        """Return the range of the statement and, where it stands between two empty lines, of one of them."""
         span = self._whole_lines(node)
         between = self.source[: span.start].endswith(b"\n\n") and self.source[span.end :].startswith(b"\n")
         return TextReplacement(span.start, span.end + between)
 
     def _unneeded(self, *, top: bool) -> Iterator[TextReplacement]:
-        """Imports of unipar, what runs as a program only, and what comes after a launch."""
+        """Yield the imports of unipar, the `if __name__` blocks, and everything from a call of launch() on."""
         for node in self.tree.body:
             if isinstance(node, ast.Import) and any(a.name.partition(".")[0] == "unipar" for a in node.names):
                 if len(node.names) > 1:
@@ -129,7 +132,7 @@ class _SourceFile:
         return any(isinstance(inner, ast.expr) and self._means(inner) in _LAUNCH_FUNCTIONS for inner in ast.walk(node))
 
     def _means(self, node: ast.expr) -> str | None:
-        """Which of unipar's names this is: `unipar.Task` and `Task` are both Task."""
+        """Return the name in unipar that an expression refers to: "Task" for both `unipar.Task` and `Task`."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id) or None
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and self.names.get(node.value.id) == "":
@@ -137,17 +140,17 @@ class _SourceFile:
         return None
 
     def _task_base_spans(self, node: ast.ClassDef) -> Iterator[TextReplacement]:
-        """A class without its base Task."""
-        mine = [base for base in node.bases if self._means(base) == "Task"]
-        if not mine:
+        """Yield the replacement that removes the base class Task; refuse calls of its methods by super()."""
+        task_bases = [base for base in node.bases if self._means(base) == "Task"]
+        if not task_bases:
             return
         if len(node.bases) == 1:
             for call in ast.walk(node):
                 if self._is_super_call(call):
                     raise self._error_at(
-                        call, "super() reaches unipar.Task, which is not there: write out what it would do"
+                        call, "super() calls unipar.Task, which a script does not have: write out what it does"
                     )
-        others: list[ast.expr | ast.keyword] = [b for b in node.bases if b not in mine]
+        others: list[ast.expr | ast.keyword] = [b for b in node.bases if b not in task_bases]
         others += node.keywords
         last = max([*node.bases, *node.keywords], key=lambda b: (b.end_lineno or 0, b.end_col_offset or 0))
         start = self.source.index(b"(", self._at(node.lineno, node.col_offset))
@@ -166,12 +169,12 @@ class _SourceFile:
         )
 
     def _refuse_the_rest(self, spans: Sequence[TextReplacement]) -> None:
-        """Whatever else of unipar the code uses, and where it stands itself: it will stand elsewhere."""
+        """Raise TaskError where the remaining code uses unipar, or `__file__`, which differs in a script."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [str(node.module)]
                 if any(m.partition(".")[0] == "unipar" for m in modules) and not self._inside(node, spans):
-                    raise self._error_at(node, "it imports unipar inside; a script has no unipar")
+                    raise self._error_at(node, "it imports unipar inside a function; a script has no unipar")
             if not isinstance(node, ast.Name) or self._inside(node, spans):
                 continue
             if node.id in self.names:
@@ -180,7 +183,7 @@ class _SourceFile:
                 )
             if node.id == "__file__":
                 raise self._error_at(
-                    node, "it reads __file__, which is elsewhere in a script: give the path by task.args"
+                    node, "it reads __file__, which is another path in a script: give the path by task.args"
                 )
 
     def _shown(self, node: ast.Name) -> str:
@@ -202,11 +205,11 @@ class _SourceFile:
         return _tidy_blank_lines(text.decode())
 
     def _without_idle_imports(self, text: str) -> str:
-        """Imports that only the part which is gone had use for."""
-        now = ast.parse(text)
-        before, after = _names_used(self.tree), _names_used(now)
+        """Return the text without the imports that only the removed parts used."""
+        tree = ast.parse(text)
+        before, after = _names_used(self.tree), _names_used(tree)
         lines = text.splitlines(keepends=True)
-        for node in reversed(now.body):
+        for node in reversed(tree.body):
             if isinstance(node, ast.Import | ast.ImportFrom) and node.lineno == node.end_lineno:
                 bound = {(a.asname or a.name).partition(".")[0] for a in node.names}
                 if bound & before and not bound & after:
@@ -221,7 +224,7 @@ def _names_used(tree: ast.AST) -> set[str]:
 
 
 def _tidy_blank_lines(text: str) -> str:
-    """Two empty lines at most, one newline at the end."""
+    """Return the text with at most two empty lines in a row, and one newline at its end."""
     while "\n\n\n\n" in text:
         text = text.replace("\n\n\n\n", "\n\n\n")
     return text.strip("\n") + "\n"

@@ -1,1 +1,1 @@
-"""Commands of the command line, one file each."""
+"""Commands of `unipar`. A command imports unipar's parts when it is called, so that `unipar --help` is quick."""

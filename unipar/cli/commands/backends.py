@@ -5,65 +5,69 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from unipar.backend.cells import cells_of_backend
-from unipar.backend.installed import ImportProbe, probe_imports
-from unipar.backend.registry import backend_names, find_backend
 from unipar.cli.options import JsonOption
-from unipar.utils.table import format_table
+
+if TYPE_CHECKING:
+    from unipar.backend.installed import ImportProbe
 
 
 def print_backends(*, as_json: JsonOption = False) -> None:
-    """Who can train here, and in which cells.
+    """List the backends that can train here, and their cells.
 
-    Of those that cannot, how to get them.
+    For the others: why not, and how to install them.
 
     \b
     unipar backends
     unipar backends --json
     """
-    from unipar.cli.commands.backends import list_backends as listed
-
-    listed(as_json=as_json)
+    list_backends(as_json=as_json)
 
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One backend, as data: what `--json` prints."""
+    """One backend as data, as `--json` prints it."""
 
     name: str
     installed: bool
     version: str | None
-    """Of its library; None where it cannot be imported."""
+    """Version of its library; None where the library cannot be imported."""
 
     why: str | None
-    """Why it cannot be used, and the way out."""
+    """Reason why the backend cannot be used, and the way out; None where it can."""
 
     install: str
-    """What to type to get it."""
+    """Command that installs the backend's library."""
 
     cells: list[str]
     devices: list[str]
     gaps: dict[str, str]
-    """Precisions that it cannot do, by name or shard/name, each with its sentence."""
+    """Reasons for the precisions that the backend does not support, by precision or shard/precision."""
 
 
 def rows() -> list[BackendRow]:
-    """Every backend known; a library is imported in a process of its own."""
-    looked = probe_imports(backend_names())
-    return [_backend_row(name, looked[name]) for name in looked]
+    """Return a row for every known backend; import each library in a process of its own to learn its version."""
+    from unipar.backend.installed import probe_imports
+    from unipar.backend.registry import backend_names
+
+    probes = probe_imports(backend_names())
+    return [_backend_row(name, probe) for name, probe in probes.items()]
 
 
-def _backend_row(name: str, found: ImportProbe) -> BackendRow:
+def _backend_row(name: str, probe: ImportProbe) -> BackendRow:
+    from unipar.backend.cells import cells_of_backend
+    from unipar.backend.registry import find_backend
+
     backend = find_backend(name)
     can = backend.capabilities
     hint = backend.hint or "it comes with unipar"
-    broken = f"{found.broken} (install it again: {hint})" if found.broken else None
+    broken = f"{probe.broken} (install it again: {hint})" if probe.broken else None
     return BackendRow(
         name=name,
-        installed=found.version is not None,
-        version=found.version,
-        why=found.absent or broken,
+        installed=probe.version is not None,
+        version=probe.version,
+        why=probe.absent or broken,
         install=hint,
         cells=[str(cell) for cell in cells_of_backend(backend)],
         devices=list(can.devices),
@@ -74,7 +78,7 @@ def _backend_row(name: str, found: ImportProbe) -> BackendRow:
 
 
 def list_backends(*, as_json: bool = False) -> None:
-    """Prints them: a table, or JSON."""
+    """Print all backends: a drawn table on a terminal, plain lines elsewhere, or JSON."""
     found = rows()
     if as_json:
         sys.stdout.write(json.dumps([asdict(row) for row in found], indent=2) + "\n")
@@ -85,7 +89,9 @@ def list_backends(*, as_json: bool = False) -> None:
 
 
 def format_backends(found: list[BackendRow]) -> str:
-    """One line for each thing there is to say of a backend, for a pipe or a file."""
+    """Return the plain table for a pipe or a file: each property of a backend on a line of its own."""
+    from unipar.utils.table import format_table
+
     lines = [
         line
         for row in found

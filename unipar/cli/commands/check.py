@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unipar.backend import cells
 from unipar.cli.options import BackendOption, ConfigArgument, OutOption, OverwriteOption, SetOption, read_config_file
-from unipar.config import Cell
-from unipar.config.source import ConfigSource
-from unipar.errors import BackendNotFound, ConfigError, Unsupported
-from unipar.launcher.prepare import PreparedRun, prepare
+
+if TYPE_CHECKING:
+    from unipar.config import Cell
+    from unipar.config.source import ConfigSource
 
 
 def check_run(
@@ -25,20 +24,19 @@ def check_run(
 ) -> None:
     """Say whether FILE would train here.
 
-    Answered from what is written, without torch.
+    Answered from the config and the text of the task's file, without torch.
 
     \b
     unipar check configs/char_gpt.yaml
     unipar check configs/char_gpt.yaml --backend native/parameters --set batch.micro=3
     """
-    source = read_config_file(file, sets, cell, out)
-    from unipar.cli.commands.check import check_config as checked
-
-    typer.echo(checked(source, deep=deep, overwrite=overwrite))
+    typer.echo(check_config(read_config_file(file, sets, cell, out), deep=deep, overwrite=overwrite))
 
 
 def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = False) -> str:
-    """What the run will be, in a few lines; an error says why it cannot be."""
+    """Return a description of the run in a few lines; raise a UniparError that says why it cannot run."""
+    from unipar.launcher.prepare import PreparedRun, prepare
+
     config = source.config
     plan = PreparedRun.of(prepare(source, code="if named"), overwrite=overwrite)
     compared = _expand_compare_cells(source)
@@ -52,11 +50,14 @@ def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = 
         ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),
         ("out", str(plan.out)),
     ]
-    return "\n".join([f"{source.label}: good", *(f"  {what:<7}  {said}" for what, said in rows)])
+    return "\n".join([f"{source.label}: good", *(f"  {name:<7}  {text}" for name, text in rows)])
 
 
 def _expand_compare_cells(source: ConfigSource) -> list[Cell]:
-    """What `compare` would run, each known by name."""
+    """Return the cells that `unipar compare` would run; raise ConfigError where compare.cells names an unknown one."""
+    from unipar.backend import cells
+    from unipar.errors import BackendNotFound, ConfigError, Unsupported
+
     try:
         return cells.expand_cell_patterns(source.config.compare.cells)
     except (BackendNotFound, Unsupported, ConfigError) as e:
@@ -67,10 +68,10 @@ def _expand_compare_cells(source: ConfigSource) -> list[Cell]:
 def _describe_task(source: ConfigSource, *, deep: bool) -> str:
     task = source.config.task
     if task is None:
-        return "none named here; a script gives it to unipar.launch"
+        return "not in this config; a script passes it to unipar.launch"
     if not deep:
-        return f"{task.use}, read but not imported (--deep imports it)"
+        return f"{task.use}, checked without importing it (--deep imports it)"
     from unipar.training.task_facts import load_task
 
     load_task(source.config)
-    return f"{task.use}, imported and made"
+    return f"{task.use}, imported and created"

@@ -23,10 +23,11 @@ def compare(
     *,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """The same training in many cells.
+    """Compare the same training in many cells.
 
-    They take turns: do their losses agree, and what does each cost? What was interrupted goes on
-    with the cells that did not come to their end. With several worlds, a comparison each.
+    The cells take turns: do their losses agree, and what do they cost in time and memory? After an
+    interruption the same command continues with the cells that are not finished. With several numbers of
+    ranks, one comparison for each.
 
     \b
     unipar compare configs/quickstart.yaml
@@ -34,9 +35,9 @@ def compare(
     unipar compare configs/quickstart.yaml --cell native/nothing --cell 'deepspeed/*' --overwrite
     """
     source = read_config_file(file, sets, out=out)
-    from unipar.comparison.compare import compare as compared
+    from unipar.comparison.compare import compare as compare_cells
     from unipar.comparison.compare import suggest_next_commands
 
     sizes = int(world) if world is not None and world.isdecimal() else world
-    found = compared(source, cells=cells or (), world=sizes, overwrite=overwrite)
-    print_result(found, "" if found.code or world else suggest_next_commands(file))
+    result = compare_cells(source, cells=cells or (), world=sizes, overwrite=overwrite)
+    print_result(result, "" if result.code or world else suggest_next_commands(file))

@@ -18,40 +18,40 @@ def export(
     sets: SetOption = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Instead of ./CONFIG-NAME.")] = None,
     *,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
 ) -> None:
-    """The same training as a script that needs unipar no more.
+    """Write the same training as a script that does not need unipar.
 
     Writes a folder: the loop as that library's users would write it, its own config, your task, and run.sh.
-    It gives the losses that `unipar run` gives.
+    The script gives the same losses as `unipar run`.
 
     \b
     unipar export configs/char_gpt.yaml --to torchrun --set parallel.data=2
     unipar export configs/char_gpt.yaml --to deepspeed --set parallel.shard=gradients --out zero2
     """
     source = read_config_file(file, sets)
-    from unipar.conversion.export import export_script as exported
+    from unipar.conversion.export import export_script
 
-    typer.echo(str(exported(source, to, out, overwrite=overwrite)))
+    typer.echo(str(export_script(source, to, out, overwrite=overwrite)))
 
 
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="ds_config.json, accelerate.yaml.", show_default=False)],
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Into a file instead.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write to a file.")] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Say what the file leaves open. Repeat it for more."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Give a value that FILE leaves open. Repeat it for more."),
     ] = None,
-    world: Annotated[int | None, typer.Option("--world", metavar="N", help="The number of ranks.", min=1)] = None,
+    world: Annotated[int | None, typer.Option("--world", metavar="N", help="Number of ranks.", min=1)] = None,
     leave: Annotated[
-        list[str] | None, typer.Option("--leave", metavar="KEY", help="Go on without a key of the file.")
+        list[str] | None, typer.Option("--leave", metavar="KEY", help="Ignore a key of FILE. Repeat it for more.")
     ] = None,
     *,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
-    """A config from a library's own.
+    """Write a config of unipar from the config of another library.
 
-    What cannot be carried is refused key by key, with the reason. An "auto" that the file does not settle is asked for.
+    A key that cannot be converted is refused, with the reason. An "auto" that FILE does not determine is asked for.
 
     \b
     unipar import ds_config.json --set train.steps=1000 -o train.yaml
@@ -59,9 +59,9 @@ def import_(
     """
     from unipar.conversion.import_config import import_library_config, write_imported_config
 
-    made = import_library_config(file, sets or (), world=world, leave=leave or ())
+    imported = import_library_config(file, sets or (), world=world, leave=leave or ())
     if out is None:
-        typer.echo(made.text, nl=False)
+        typer.echo(imported.text, nl=False)
         return
-    write_imported_config(made, out, overwrite=overwrite)
-    typer.echo("\n".join([f"written: {out}", *(f"left out: {said}" for said in made.left_out)]))
+    write_imported_config(imported, out, overwrite=overwrite)
+    typer.echo("\n".join([f"written: {out}", *(f"left out: {note}" for note in imported.left_out)]))

@@ -9,19 +9,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
-from unipar.backend import cells as backend_cells
-from unipar.backend import checks, registry, resources
-from unipar.backend.cells import cell_of, expand_cell_patterns
 from unipar.cli.options import CELLS_METAVAR, ConfigArgument, JsonOption, SetOption, read_config_file, split_at_commas
-from unipar.config import BatchSizes, Cell, Config
-from unipar.config.source import ConfigSource
-from unipar.errors import UniparError
-from unipar.utils.mappings import flatten
-from unipar.utils.text import show_value
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from unipar.backend.resources import RankCount
+    from unipar.config import BatchSizes, Cell, Config
+    from unipar.config.source import ConfigSource
     from unipar.training.task_facts import TaskFacts
 
 
@@ -33,34 +29,33 @@ def explain(
             "--cell",
             metavar=CELLS_METAVAR,
             callback=split_at_commas,
-            help="What its library is told; deepspeed/* for all of one.",
+            help="Show the settings of these cells; deepspeed/* for all of one backend.",
         ),
     ] = None,
     sets: SetOption = None,
     *,
-    compare: Annotated[bool, typer.Option("--compare", help="All cells of compare.cells.")] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="Import the task and count what it is made of.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Show all cells of compare.cells.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Import the task, and count its parameters and samples.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Every value, and where it came from.
+    """Show every value of the config, and where it came from.
 
-    Then, for each cell, what its library will be told, and the dtype of each thing.
+    Then, for each cell, the settings that its library will get, and the dtype of parameters, gradients and so on.
 
     \b
     unipar explain configs/char_gpt.yaml
     unipar explain configs/char_gpt.yaml --cell 'deepspeed/*' --deep
     unipar explain configs/char_gpt.yaml --set train.optimizer.lr=1e-3 --json
     """
-    source = read_config_file(file, sets)
-    from unipar.cli.commands.explain import explain_config as explained
-
-    found = explained(source, cells or (), compare=compare, deep=deep)
+    explanation = explain_config(read_config_file(file, sets), cells or (), compare=compare, deep=deep)
     if as_json:
-        typer.echo(found.to_json())
+        typer.echo(explanation.to_json())
     elif sys.stdout.isatty():
-        found.draw()
+        explanation.draw()
     else:
-        typer.echo(found.plain())
+        typer.echo(explanation.plain())
 
 
 TextRows = list[tuple[str, ...]]
@@ -76,27 +71,30 @@ class ExplainedValue:
     key: str
     value: Any
     origin: str
+    """Place that gave the value: a line of the file, `--set`, default, or the rule that derived it."""
 
 
 @dataclass(frozen=True)
 class CellExplanation:
-    """What holds in one cell."""
+    """Dtypes and library settings of one cell."""
 
     cell: str
     note: str
-    """Why it cannot run here; empty: it can."""
+    """Reason why the cell cannot run here; empty where it can."""
 
     dtypes: Mapping[str, str]
     told: Mapping[str, Any]
-    """What its library will be told."""
+    """Settings that the cell's library will get."""
 
 
 @dataclass(frozen=True)
 class Explanation:
+    """Everything that `unipar explain` prints."""
+
     label: str
     values: Sequence[ExplainedValue]
     follows: Sequence[ExplainedValue]
-    """What no key says, and follows from several."""
+    """Values that no key gives, and that follow from several."""
 
     cells: Sequence[CellExplanation]
 
@@ -104,29 +102,31 @@ class Explanation:
         return json.dumps(asdict(self), indent=2, default=str)
 
     def tables(self) -> Iterator[tuple[str, tuple[str, ...], TextRows]]:
-        """A title, a header and rows: the same for a terminal and for a pipe."""
+        """Yield each table as title, header and rows: the same for a terminal and for a pipe."""
+        from unipar.utils.mappings import flatten
+
         yield self.label, ("key", "value", "from"), [(v.key, _explained_text(v.value), v.origin) for v in self.values]
         yield (
-            "what follows",
-            ("what", "value", "from"),
+            "derived values",
+            ("name", "value", "from"),
             [(v.key, _explained_text(v.value), v.origin) for v in self.follows],
         )
         dtypes = [t for t in self.cells if t.dtypes]
         if dtypes:
             header = ("cell", *dtypes[0].dtypes)
-            yield "what each thing is kept or done in", header, [(t.cell, *t.dtypes.values()) for t in dtypes]
+            yield "dtypes", header, [(t.cell, *t.dtypes.values()) for t in dtypes]
         for t in self.cells:
             rows: TextRows = [(key, _explained_text(value)) for key, value in flatten(t.told)]
             if t.note:
                 rows.insert(0, ("cannot run", t.note))
-            yield t.cell, ("its library is told", "value"), rows or [("nothing", "PyTorch as it is")]
+            yield t.cell, ("library setting", "value"), rows or [("none", "plain PyTorch")]
 
     def plain(self) -> str:
-        """For a pipe or a file: a line for each row, however long."""
+        """Return the tables as text for a pipe or a file: one line for each row, however long."""
         return "\n\n".join(f"{title}\n{_align_columns([header, *rows])}" for title, header, rows in self.tables())
 
     def draw(self) -> None:
-        """To a terminal."""
+        """Draw the tables on the terminal."""
         from rich import box
         from rich.console import Console
         from rich.table import Table
@@ -144,7 +144,10 @@ class Explanation:
 def explain_config(
     source: ConfigSource, cells: Sequence[str] = (), *, compare: bool = False, deep: bool = False
 ) -> Explanation:
-    """All that is known of a run before it starts; `deep` imports the task and counts its parameters."""
+    """Return all that is known of a run before it starts; `deep` imports the task and counts its parameters."""
+    from unipar.backend import resources
+    from unipar.backend.cells import cell_of, expand_cell_patterns
+
     config = source.config
     place = resources.find_foreign_place()
     ranks = resources.count_ranks(config, place)
@@ -168,7 +171,9 @@ def explain_config(
 
 
 def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
-    """Every key of the config; of `options`, those of the backend that is used, and what was given for others."""
+    """Yield every key of the config; of `options`, the used backend's and those that the config gives for others."""
+    from unipar.backend import registry
+
     config = source.config
     for key, value in _section_values(config):
         if key != "options":
@@ -181,8 +186,12 @@ def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
 
 
 def _section_values(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    from pydantic import BaseModel
+
+    from unipar.utils.mappings import flatten
+
     fields = type(section).model_fields
-    for name in sorted(fields, key=lambda n: n != "name"):  # what a section is comes first
+    for name in sorted(fields, key=lambda n: n != "name"):  # the name of an optimizer or a schedule comes first
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             yield from _section_values(value, f"{prefix}{name}.")
@@ -193,34 +202,36 @@ def _section_values(section: BaseModel, prefix: str = "") -> Iterator[tuple[str,
 
 
 def _resolve_open_values(
-    source: ConfigSource, ranks: resources.RankCount, sizes: BatchSizes, depth: TaskFacts | None
+    source: ConfigSource, ranks: RankCount, sizes: BatchSizes, depth: TaskFacts | None
 ) -> dict[str, ExplainedValue]:
-    """Values that the config leaves open, with how they came about."""
+    """Return the values that the config leaves open, with the reason for each."""
+    from unipar.backend import resources
+
     config, origins = source.config, source.origins
-    made: dict[str, ExplainedValue] = {}
+    resolved: dict[str, ExplainedValue] = {}
 
     def settled(key: str, value: Any, why: str) -> None:
         if why:
-            made[key] = ExplainedValue(key, value, f"{origins.get(key, 'default')}; {why}")
+            resolved[key] = ExplainedValue(key, value, f"{origins.get(key, 'default')}; {why}")
 
     settled("parallel.data", ranks.number, ranks.why)
     settled("device", *resources.choose_device(config))
     for key, value, why in _derived_batch_sizes(config, sizes):
-        made[key] = ExplainedValue(key, value, f"derived: {why}")
+        resolved[key] = ExplainedValue(key, value, f"derived: {why}")
     if config.out is None:
-        made["out"] = ExplainedValue("out", str(source.out), "derived: runs/ and the config's name")
+        resolved["out"] = ExplainedValue("out", str(source.out), "derived: runs/ and the config's name")
     if depth is not None:
         if config.train.steps is None and depth.per_epoch is not None:
             epochs = config.train.epochs
             why = f"derived: epochs x batches an epoch = {epochs} x {depth.per_epoch}"
-            made["train.steps"] = ExplainedValue("train.steps", (epochs or 0) * depth.per_epoch, why)
+            resolved["train.steps"] = ExplainedValue("train.steps", (epochs or 0) * depth.per_epoch, why)
         if config.model.blocks == "auto":
             settled("model.blocks", list(depth.blocks), "auto: found in the model")
         for key, value in ((f"data.{name}", value) for name, value in depth.data.items()):
             if key in origins:
-                said = getattr(config.data, key.removeprefix("data."))
-                made[key] = ExplainedValue(
-                    key, said, f"{origins[key]}; the task's DataLoader says {_explained_text(value)}"
+                given = getattr(config.data, key.removeprefix("data."))
+                resolved[key] = ExplainedValue(
+                    key, given, f"{origins[key]}; the task's DataLoader says {_explained_text(value)}"
                 )
             else:
                 by = (
@@ -228,12 +239,12 @@ def _resolve_open_values(
                     if depth.stream_description and key == "data.shuffle"
                     else "the task's DataLoader"
                 )
-                made[key] = ExplainedValue(key, value, by)
-    return made
+                resolved[key] = ExplainedValue(key, value, by)
+    return resolved
 
 
 def _derived_batch_sizes(config: Config, sizes: BatchSizes) -> Iterator[tuple[str, int, str]]:
-    """The numbers of the batch that were not given."""
+    """Yield the batch sizes that the config does not give, as key, value and reason."""
     batch, n = config.batch, sizes.ranks
     if batch.total is None:
         yield "batch.total", sizes.total, f"micro x accumulate x data = {sizes.micro} x {sizes.accumulate} x {n}"
@@ -249,6 +260,8 @@ def _derived_batch_sizes(config: Config, sizes: BatchSizes) -> Iterator[tuple[st
 
 
 def _derived_values(config: Config, sizes: BatchSizes, own: Cell, depth: TaskFacts | None) -> Iterator[ExplainedValue]:
+    from unipar.backend import resources
+
     yield ExplainedValue("cell", str(own), "derived: backend, parallel.shard and the backend's options")
     place = resources.find_foreign_place()
     yield ExplainedValue("started by", place.launcher if place else "unipar", "derived: the environment's variables")
@@ -276,9 +289,12 @@ def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
 
 
 def _explain_cell(config: Config, cell: Cell, own: Cell, parameters: int | None) -> CellExplanation:
+    from unipar.backend import cells, checks, registry
+    from unipar.errors import UniparError
+
     backend = registry.find_backend(cell.backend)
     try:
-        at = config if cell == own else backend_cells.config_in_cell(config, cell)
+        at = config if cell == own else cells.config_in_cell(config, cell)
         note = registry.why_not_installed(backend) or ""
         if not note:
             checks.check_can_run(at)
@@ -288,13 +304,15 @@ def _explain_cell(config: Config, cell: Cell, own: Cell, parameters: int | None)
 
 
 def _align_columns(rows: TextRows) -> str:
-    """Columns in line; a text that is longer than all others pushes on its own line alone."""
-    wide = [min(max(len(row[i]) for row in rows), MAX_COLUMN_WIDTH) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(text.ljust(wide[i]) for i, text in enumerate(row)).rstrip() for row in rows)
+    """Return the rows with aligned columns; a text beyond MAX_COLUMN_WIDTH shifts the rest of its own row only."""
+    widths = [min(max(len(row[i]) for row in rows), MAX_COLUMN_WIDTH) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(text.ljust(widths[i]) for i, text in enumerate(row)).rstrip() for row in rows)
 
 
 def _explained_text(value: Any) -> str:
-    """A value as a config says it; text without quotes, as most of it is."""
+    """Return a value as it is written in a config; text without quotes."""
+    from unipar.utils.text import show_value
+
     if isinstance(value, str):
         return value
     if isinstance(value, float):

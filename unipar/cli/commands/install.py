@@ -8,31 +8,29 @@ from typing import Annotated
 
 import typer
 
-from unipar.backend.registry import find_backend
-
 
 def install(
-    name: Annotated[str, typer.Argument(metavar="BACKEND", help="As `unipar backends` calls it.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="BACKEND", help="Name in `unipar backends`.", show_default=False)],
     *,
-    force: Annotated[bool, typer.Option("--force", help="Build it anew, though it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Build it again even if it is installed.")] = False,
 ) -> None:
-    """Build what pip alone cannot install.
+    """Build and install a library that pip alone cannot install.
 
     \b
     unipar install horovod
     unipar install horovod --force
     """
-    from unipar.cli.commands.install import install_backend as installed
-
-    typer.echo(installed(name, force=force))
+    typer.echo(install_backend(name, force=force))
 
 
 def install_backend(name: str, *, force: bool = False) -> str:
-    """Builds and installs the library of a backend, anew with `force`; returns what was done."""
+    """Build and install the library of a backend (again with `force`); return what was done."""
+    from unipar.backend.registry import find_backend
+
     backend = find_backend(name)
     if threading.current_thread() is not threading.main_thread():
         return backend.install(force=force)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up as Ctrl-C does
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM cleans up as Ctrl-C does
     try:
         return backend.install(force=force)
     finally:

@@ -11,15 +11,18 @@ import typer
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
     after: Annotated[
-        Path | None, typer.Argument(metavar="[AFTER]", help="A later one: RUN is laid below it.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="[AFTER]", help="A later run folder, shown against RUN.", show_default=False),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Instead of report.html in it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Instead of report.html in the folder.")
+    ] = None,
 ) -> None:
-    """The pages of a run folder: of a comparison, a scaling, a run.
+    """Write the HTML pages of a run folder.
 
-    Each is one file with figures and tables, to be opened in a browser or sent on: memory, losses, time,
-    config, versions. Each thing that lies there has its page, with links to the others. With two
-    comparisons or two runs, what changed from the first to the second.
+    Each page is one file with figures and tables, for a browser or to be sent on: memory, losses, time, config,
+    versions. The folder's comparison, scaling and run have a page each, with links to the others. With two
+    run folders, the page shows what changed from the first to the second.
 
     \b
     unipar report runs/quickstart

@@ -15,7 +15,7 @@ def run(
     *,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Train what FILE says.
+    """Train as FILE describes.
 
     \b
     unipar run configs/char_gpt.yaml

@@ -20,7 +20,7 @@ from unipar.cli.options import (
 def scale(
     file: ConfigArgument,
     world: Annotated[
-        str, typer.Option("--world", metavar="N,N,...", help="Sizes of worlds: 1,2,4.", show_default=False)
+        str, typer.Option("--world", metavar="N,N,...", help="Numbers of ranks: 1,2,4.", show_default=False)
     ],
     cells: CellsOption = None,
     sets: SetOption = None,
@@ -28,17 +28,17 @@ def scale(
     *,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """How much faster do more ranks train?
+    """Measure how much faster more ranks train.
 
     Strong scaling keeps the total batch, and each rank's share shrinks; weak scaling keeps each
-    rank's share, and the batch grows. All worlds are alive at once and take turns. Efficiency is
-    samples/s, against so many times those of the smallest world as there are more ranks.
+    rank's share, and the batch grows. All worlds run at once and take turns. Efficiency is
+    the samples/s of a world divided by (ranks / ranks of the smallest world) x the smallest world's samples/s.
 
     \b
     unipar scale configs/quickstart.yaml --world 1,2,4
     unipar scale configs/quickstart.yaml --world 1,2 --cell native/nothing,native/parameters
     """
-    from unipar.comparison.scale import scale as scaled
+    source = read_config_file(file, sets, out=out)
+    from unipar.comparison.scale import scale as scale_worlds
 
-    found = scaled(read_config_file(file, sets, out=out), worlds=world, cells=cells or (), overwrite=overwrite)
-    print_result(found)
+    print_result(scale_worlds(source, worlds=world, cells=cells or (), overwrite=overwrite))

@@ -22,25 +22,24 @@ def verify(
     cells: CellsOption = None,
     world: Annotated[int | None, typer.Option("--world", metavar="N", min=2, help="Ranks in each cell.")] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps; 10 without it.")
+        int | None, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps; the default is 10.")
     ] = None,
     sets: SetOption = None,
     out: OutOption = None,
     *,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Do all cells give the numbers of one process, on this very task?
+    """Check that all cells give the numbers of one process.
 
-    Some steps in one process, in fp64 and as configured, and cut in several ways; then in every
-    cell. Where one parts: the first step, module and parameter, and what kind of fault fits.
-    Exit 0 when all that ran agree.
+    Runs some steps of your task in one process, in fp64 and as configured, with the batch split in several ways;
+    then in every cell. For a cell that differs: the first step, module and parameter, and the kind of fault.
+    Exit 0 when all cells that ran agree.
 
     \b
     unipar verify configs/char_gpt.yaml
     unipar verify configs/char_gpt.yaml --cells native/parameters --cells 'deepspeed/*' --world 4
     """
     source = read_config_file(file, sets, out=out)
-    from unipar.verification.verify import verify as verified
+    from unipar.verification.verify import verify as verify_cells
 
-    found = verified(source, cells=cells or (), world=world, steps=steps, overwrite=overwrite)
-    print_result(found)
+    print_result(verify_cells(source, cells=cells or (), world=world, steps=steps, overwrite=overwrite))
