@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from tests.support.world import PYTHONPATH_VARIABLE, ROOT, is_running
-from unipar.cli.machine_checks import find_open_files
+from unipar.distributed.machine_checks import find_open_files
 
 WITHIN = 5.0
 """Seconds in which all must be over."""

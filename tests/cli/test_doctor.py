@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from unipar.backend import installed
-from unipar.cli import machine_checks
 from unipar.cli.commands import doctor
 from unipar.cli.commands import doctor as commands_doctor
-from unipar.cli.machine_checks import MachineCheck
+from unipar.distributed import machine_checks
+from unipar.distributed.machine_checks import MachineCheck
 
 
 def test_a_machine_that_works(capsys: pytest.CaptureFixture[str]) -> None:

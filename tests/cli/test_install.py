@@ -18,7 +18,7 @@ from unipar_horovod import toolchain as unipar_horovod_toolchain
 from unipar_horovod.toolchain import BuildFeatures, TorchBuild
 
 from unipar import errors
-from unipar.cli.commands.install import install_backend as unipar_install
+from unipar.cli.commands.backends import install_backend as unipar_install
 
 TORCH = TorchBuild(version="2.13.0+cpu", standard=20, abi=True)
 CUDA = TorchBuild(version="2.13.0+cu130", standard=20, abi=True, cuda="13.0")
@@ -271,7 +271,7 @@ def test_an_interrupt_takes_the_build_along(tmp_path: Path, sign: signal.Signals
     code = f"""
 import tempfile
 from unipar_horovod import install, toolchain
-from unipar.cli.commands.install import install_backend
+from unipar.cli.commands.backends import install_backend
 install.query_torch = lambda: toolchain.TorchBuild(version="2.13.0+cpu", standard=20, abi=True)
 install._is_installed = lambda: False
 install._get_wheel = lambda torch, wanted, folder, log, force: install._run_or_explain(

@@ -9,19 +9,18 @@ from typing import Annotated
 
 import typer
 
-from unipar.cli.commands.backends import print_backends
+from unipar.cli.commands.backends import install, print_backends
 from unipar.cli.commands.check import check_run
 from unipar.cli.commands.compare import compare
 from unipar.cli.commands.convert import export, import_
 from unipar.cli.commands.doctor import run_doctor
 from unipar.cli.commands.explain import explain
-from unipar.cli.commands.install import install
+from unipar.cli.commands.options import EXIT_CODES_HELP, VersionOption
 from unipar.cli.commands.report import report
 from unipar.cli.commands.run import run
 from unipar.cli.commands.scale import scale
 from unipar.cli.commands.schema import build_schema
 from unipar.cli.commands.verify import verify
-from unipar.cli.options import EXIT_CODES_HELP, VersionOption
 from unipar.distributed.launchers import without_launcher_arguments
 from unipar.errors import UniparError
 

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unipar.cli.options import BackendOption, ConfigArgument, OutOption, OverwriteOption, SetOption, read_config_file
+from unipar.cli.commands.options import (
+    BackendOption,
+    ConfigArgument,
+    OutOption,
+    OverwriteOption,
+    SetOption,
+    read_config_file,
+)
 
 if TYPE_CHECKING:
     from unipar.config import Cell

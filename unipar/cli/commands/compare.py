@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unipar.cli.options import (
+from unipar.cli.commands.options import (
     CellsOption,
     ConfigArgument,
     OutOption,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unipar.cli.options import ConfigArgument, SetOption, read_config_file
+from unipar.cli.commands.options import ConfigArgument, SetOption, read_config_file
 
 
 def export(

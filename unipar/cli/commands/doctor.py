@@ -13,8 +13,8 @@ from pathlib import Path
 
 import typer
 
-from unipar.cli.machine_checks import MachineCheck, check_machine
-from unipar.cli.options import JsonOption
+from unipar.cli.commands.options import JsonOption
+from unipar.distributed.machine_checks import MachineCheck, check_machine
 
 
 def run_doctor(*, as_json: JsonOption = False) -> None:

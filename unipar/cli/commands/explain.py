@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unipar.cli.options import CELLS_METAVAR, ConfigArgument, JsonOption, SetOption, read_config_file, split_at_commas
+from unipar.cli.commands.options import (
+    CELLS_METAVAR,
+    ConfigArgument,
+    JsonOption,
+    SetOption,
+    read_config_file,
+    split_at_commas,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from unipar.cli.options import BackendOption, ConfigArgument, OutOption, OverwriteOption, SetOption, read_config_file
+from unipar.cli.commands.options import (
+    BackendOption,
+    ConfigArgument,
+    OutOption,
+    OverwriteOption,
+    SetOption,
+    read_config_file,
+)
 
 
 def run(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from unipar.cli.options import (
+from unipar.cli.commands.options import (
     CellsOption,
     ConfigArgument,
     OutOption,
