@@ -1,4 +1,4 @@
-"""native/nothing+dp: what is known of nn.DataParallel before any GPU is touched. tests/backends/test_gpu.py trains with it."""
+"""native/nothing+dp: nn.DataParallel, as far as it works without a GPU; tests/backends/test_gpu.py trains."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def config(**sections: Any) -> Config:
 
 @pytest.fixture(autouse=True)
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 4)
+    for module in ("backend.resources", "distributed.gpus"):
+        monkeypatch.setattr(f"unipar.{module}.count_visible_gpus", lambda: 4)
 
 
 def test_its_option_makes_the_cell() -> None:
@@ -123,7 +124,8 @@ def test_it_splits_nothing() -> None:
 
 def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the device is left open."""
-    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 0)
+    for module in ("backend.resources", "distributed.gpus"):
+        monkeypatch.setattr(f"unipar.{module}.count_visible_gpus", lambda: 0)
     row, _ = select_cells(SettledConfig.of(config(device="auto", options={}), Cell("native"), 2, "cpu"), (str(CELL),))[
         str(CELL)
     ]
