@@ -53,7 +53,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_option_makes_the_cell() -> None:
-    """And the cell sets the option; four ranks' microbatches become those of one process."""
+    """The option makes the cell, and the cell sets the option; one process takes the microbatches of four ranks."""
     assert cells.cell_of(config()) == CELL
     at = cells.config_in_cell(config(options={}, parallel={"data": 4}, batch={"micro": 2, "accumulate": 3}), CELL)
     assert at.options == {"native": {"wrapper": "dp"}}
@@ -69,7 +69,7 @@ def test_it_is_one_process() -> None:
 
 
 def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would train the same in each."""
+    """Several processes are refused: each would train the same."""
     place = Place(rank=0, size=2, local_rank=0, local_size=2, launcher="torchrun")
     monkeypatch.setattr("unipar.launcher.prepare._foreign_place", lambda source, starts: place)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(WorldMismatch) as e:
