@@ -60,7 +60,7 @@ def put(folder: Path, text: str, name: str = "mine.py") -> Path:
 
 
 def test_the_text_stays_the_users(tmp_path: Path) -> None:
-    """Only unipar, the `__main__` block and the imports that they needed are removed; the module in the folder is included."""
+    """Only unipar, the `__main__` block and imports that they needed go; a module in the same folder is included."""
     put(tmp_path, "import os\n\nwidth = 3\n", "helper.py")
     made = extract_user_code(put(tmp_path, WHOLE), "Mine")
     assert made == {"task.py": PLAIN, "helper.py": "import os\n\nwidth = 3\n"}
