@@ -280,7 +280,7 @@ def test_a_task_that_no_script_takes(name: str, sentence: str, tmp_path: Path) -
 
 
 def test_what_a_dataloader_says(tmp_path: Path, hidden: dict[str, str]) -> None:
-    """Data workers start in the script as in unipar (here they scale samples); without workers no argument is written."""
+    """Data workers start in the script as in unipar (here they scale samples); without workers nothing is written."""
     told = {**WORDS, "task": {"use": f"{FILE}:Loaded"}, "parallel": {"data": 1}}
     folder = written(tmp_path, "torchrun", told)
     said = "worker_init_fn=data.worker_init_fn, timeout=data.timeout, prefetch_factor=data.prefetch_factor"
