@@ -21,10 +21,12 @@ CLIP, LR, DECAY = 1.0, 3e-4, 0.1
 
 
 def adamw(model: nn.Module) -> Optimizer:
+    """Return the optimizer of all loops."""
     return torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY, fused=True)
 
 
 def constant_schedule(optimizer: Optimizer) -> LambdaLR:
+    """Return a schedule that keeps the rate, called in each step as in real loops."""
     return LambdaLR(optimizer, lambda _: 1.0)
 
 
@@ -44,6 +46,7 @@ def plain_loop(model: nn.Module, loss: Loss, batch: Any, optimizer: Optimizer | 
 
 
 def ddp(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    """Return the loop for DDP, with ZeroRedundancyOptimizer where optimizer states are sharded."""
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -51,6 +54,7 @@ def ddp(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
 
 
 def zero(model: nn.Module) -> Optimizer:
+    """Return a ZeroRedundancyOptimizer around AdamW."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     settings: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "fused": True, "parameters_as_bucket_view": True}
@@ -58,6 +62,7 @@ def zero(model: nn.Module) -> Optimizer:
 
 
 def fsdp2(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    """Return the loop for FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -71,6 +76,7 @@ def fsdp2(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
 
 
 def deepspeed(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    """Return the loop for DeepSpeed."""
     import deepspeed
 
     parameters = sum(p.numel() for p in model.parameters())
@@ -88,6 +94,7 @@ def deepspeed(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
 
 
 def horovod(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    """Return the loop for Horovod."""
     import horovod.torch as hvd
 
     optimizer: Any = hvd.DistributedOptimizer(adamw(model), named_parameters=list(model.named_parameters()))
@@ -126,6 +133,7 @@ def accelerate(model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop
 
 
 def over_ddp(model: nn.Module, config: Config) -> Any:
+    """Return an Accelerator over DDP."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -134,6 +142,7 @@ def over_ddp(model: nn.Module, config: Config) -> Any:
 
 
 def over_fsdp2(model: nn.Module, config: Config) -> Any:
+    """Return an Accelerator over FSDP2."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
     from unipar_accelerate.engine import force_distributed_type

@@ -42,6 +42,7 @@ OVERCOUNT_LIMIT = 0.001
 
 
 def config_of(size: str, precision: str, world: int) -> Config:
+    """Return the config of one row of the table."""
     task = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {**SIZES[size], "context": 64}}
     settings: dict[str, Any] = {
         "task": task,
@@ -103,6 +104,7 @@ def select_rows(words: list[str]) -> Iterator[tuple[tuple[str, ...], SettledConf
 
 
 def main(words: list[str]) -> int:
+    """Measure the selected rows and print the table; return 1 where a row misses the limits."""
     rows: list[tuple[str, ...]] = []
     missed = 0
     began = time.monotonic()

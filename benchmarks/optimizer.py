@@ -96,6 +96,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
 
 
 def main() -> None:
+    """Print time and memory of each way."""
     parameters = DEPTH * (2 * WIDTH + 8 * WIDTH**2 + 5 * WIDTH) + WIDTH + 1
     rows: list[tuple[str, ...]] = []
     for way in WAYS:

@@ -165,6 +165,7 @@ def benchmark_meter_off() -> tuple[dict[str, Any], bool]:
 
 
 def main(parts: list[str]) -> int:
+    """Run the named parts, or all, and write results.json; return 1 where a goal is missed."""
     known = {"tiny": benchmark_tiny, "gpt": benchmark_gpt, "ranks": benchmark_ranks, "off": benchmark_meter_off}
     wrong = [name for name in parts if name not in known]
     if wrong:

@@ -70,6 +70,7 @@ def create_training() -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
 
 
 def by_hand(next_batch: Callable[[], Any]) -> Loop:
+    """Return the loop of plain PyTorch."""
     model, optimizer, schedule = create_training()
     task, parameters = MLP(), tuple(model.parameters())
 
@@ -84,6 +85,7 @@ def by_hand(next_batch: Callable[[], Any]) -> Loop:
 
 
 def by_accelerate(batch: Any) -> Loop:
+    """Return the loop of Accelerate."""
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 1
     model, optimizer, schedule = accelerator.prepare(*create_training())
@@ -100,6 +102,7 @@ def by_accelerate(batch: Any) -> Loop:
 
 
 def by_fabric(batch: Any) -> Loop:
+    """Return the loop of Lightning Fabric."""
     fabric: Any = Fabric(accelerator="cpu", devices=1)
     plain, base, schedule = create_training()
     model, optimizer = fabric.setup(plain, base)

@@ -34,6 +34,8 @@ class AccelerateOptions(Section):
 
 @final
 class Accelerate(Backend):
+    """Backend of Hugging Face Accelerate."""
+
     name = "accelerate"
     exports = "accelerate"
     imports = "an accelerate.yaml"
@@ -139,10 +141,12 @@ class Accelerate(Backend):
 
 
 def options_of(config: Config) -> AccelerateOptions:
+    """Return options.accelerate of the config."""
     return AccelerateOptions.model_validate(config.options.get("accelerate", {}))
 
 
 def uses_deepspeed(config: Config) -> bool:
+    """Return whether Accelerate runs over DeepSpeed."""
     return options_of(config).through == "deepspeed"
 
 

@@ -39,6 +39,8 @@ _CALL_SITES: dict[str, Category] = {
 
 @final
 class DeepSpeed(Backend):
+    """Backend of DeepSpeed's ZeRO."""
+
     name = "deepspeed"
     exports = "deepspeed"
     imports = "a ds_config.json"

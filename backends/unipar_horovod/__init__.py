@@ -49,6 +49,8 @@ class HorovodOptions(Section):
 
 @final
 class Horovod(Backend):
+    """Backend of Horovod."""
+
     name = "horovod"
     exports = "horovod"
     requires = ("horovod",)
@@ -142,6 +144,7 @@ class Horovod(Backend):
 
 
 def options_of(config: Config) -> HorovodOptions:
+    """Return options.horovod of the config."""
     return HorovodOptions.model_validate(config.options.get("horovod", {}))
 
 

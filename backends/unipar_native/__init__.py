@@ -209,6 +209,7 @@ class Native(Backend):
 
 
 def options_of(config: Config) -> NativeOptions:
+    """Return options.native of the config."""
     return NativeOptions.model_validate(config.options.get("native", {}))
 
 

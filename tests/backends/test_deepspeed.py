@@ -149,7 +149,7 @@ def test_it_is_offloaded(shard: str, offloads: str, tmp_path: Path) -> None:
 
 
 class Early(tasks.Grouped):
-    """Its optimizer makes its states in the constructor."""
+    """Task whose optimizer creates its states in the constructor."""
 
     @override
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -227,7 +227,7 @@ DISK = {"offload_optimizer": "disk", "offload_to": "/tmp"}
 def test_refusals(
     options: dict[str, Any], sections: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What DeepSpeed would take and not do."""
+    """Options are refused that DeepSpeed would accept and ignore."""
     monkeypatch.setattr("unipar_deepspeed.options._has_libaio", lambda: True)
     assert _refused(options, sections) == f"options.deepspeed.{reason}"
 
@@ -265,7 +265,7 @@ def test_refusals_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own names; a size that is left to the library is not said."""
+    """The settings have DeepSpeed's names; a size that is left to the library is absent."""
     monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 1)
     options = {**ADAM, "offload_parameters": "cpu", "prefetch": 7, "live": "library", "overlap": True}
     made: dict[str, Any] = {"backend": "deepspeed", "batch": {"total": 8}, "train": {"steps": 1}, **ZERO3}
@@ -321,7 +321,7 @@ def test_the_neutral_key_is_obeyed(offload: str, shard: str, told: set[str]) -> 
     ],
 )  # fmt: skip
 def test_the_neutral_key_is_refused(offload: str, shard: str, options: dict[str, Any], reason: str) -> None:
-    """Where nothing is split that could be moved, and where both say another thing."""
+    """The key is refused where nothing is sharded, and where it contradicts the backend's option."""
     neutral = NEUTRAL | {"parallel": {"shard": shard}, "model": {"offload": offload}}
     assert _refused(options, neutral) == reason
 

@@ -76,7 +76,7 @@ def test_fp16(name: str, alone: dict[str, dict[str, Any]], tmp_path: Path) -> No
 
 
 def test_other_libraries_files(tmp_path: Path) -> None:
-    """What they call fp16 keeps fp16 parameters, but for DDP: the line says what it is here."""
+    """Their fp16 keeps fp16 parameters, except under DDP: the note says what it means in unipar."""
     fsdp = YAML.replace("MULTI_GPU", "FSDP").replace("bf16\n", "fp16\n", 1)
     for made, comment in (
         (

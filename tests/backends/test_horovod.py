@@ -86,7 +86,7 @@ def test_what_horovod_is_told(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_refusals(options: dict[str, Any], reason: str) -> None:
-    """What Horovod would answer in the middle of a run, or not at all."""
+    """Options are refused that Horovod would refuse in the middle of a run, or not at all."""
     made = {"backend": "horovod", "parallel": {"data": 4}, "batch": {"total": 8}, "train": {"steps": 1}}
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(Config.model_validate(made | {"options": {"horovod": options}}))

@@ -72,6 +72,6 @@ def test_one_dtype(tmp_path: Path) -> None:
     [({}, "DDP"), ({"train": {"steps": 1, "precision": "bf16-master"}}, "FSDP2")],
 )
 def test_where_it_cannot(change: dict[str, Any], wrapper: str, tmp_path: Path) -> None:
-    """It has no fp32 masters beside bf16 parameters: there FSDP2 does it."""
+    """FSDP2 takes over for bf16-master, as ZeroRedundancyOptimizer has no fp32 masters."""
     with running(Line(), tmp_path, **SPLIT, **change) as run:
         assert type(run.engine).__name__ == wrapper

@@ -87,7 +87,7 @@ def test_help_teaches_by_example(unipar: Any) -> None:
 
 
 def test_version(unipar: Any) -> None:
-    """As the distribution's."""
+    """The command prints the version of the distribution."""
     assert unipar("--version").out == "unipar 0.1.0\n"
 
 
@@ -279,7 +279,7 @@ CALLED = {
 
 @pytest.mark.parametrize("verb", ["compare", "scale", "verify", "explain"])
 def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    """As sizes of worlds have; repeated, too."""
+    """Cells may be separated by commas, as numbers of ranks are, and the option may be repeated."""
     asked: list[Any] = []
 
     def met(_: Any, /, *words: Any, **named: Any) -> None:
@@ -293,7 +293,7 @@ def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.Mon
 
 
 def test_report(unipar: Any, folder: Path) -> None:
-    """It says where the page lies; exit 2 where there is nothing to show."""
+    """The command prints the page's path; exit 2 where there is nothing to show."""
     write_example_comparison(folder / "runs/x")
     assert unipar("report", "runs/x").out == "page: runs/x/compare/report.html\n"
     assert unipar("report", "runs/x", "runs/x", "--out", "y.html").out == "page: y.html\n"
@@ -342,7 +342,7 @@ def test_as_a_module() -> None:
     ],
 )
 def test_no_torch_before_a_process_starts(words: str) -> None:
-    """What can be answered from text is answered in a moment: neither torch nor numpy is imported."""
+    """Commands that need no process import neither torch nor numpy."""
     program = (
         f"import sys; sys.argv = ['unipar', *{words.split()!r}]\n"
         "from unipar.cli.app import main\n"

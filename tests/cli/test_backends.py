@@ -75,13 +75,13 @@ def test_a_library_that_is_missing(plugin: Path) -> None:
 
 
 def test_a_library_that_is_broken(plugin: Path) -> None:
-    """Its own error is the sentence."""
+    """The library's own error is the reason."""
     (plugin / "toy_library.py").write_text("raise ImportError('libcudart.so.11: no such file')", encoding="utf-8")
     assert installed.probe_imports(["toy"])["toy"] == ImportProbe(broken="ImportError: libcudart.so.11: no such file")
 
 
 def test_a_library_that_crashes(plugin: Path) -> None:
-    """It takes its own process down, not this one."""
+    """A crash ends the probe's process, not this one."""
     (plugin / "toy_library.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", encoding="utf-8")
     assert installed.probe_imports(["toy"])["toy"] == ImportProbe(
         broken="importing the library of toy was killed by SIGSEGV"
@@ -89,7 +89,7 @@ def test_a_library_that_crashes(plugin: Path) -> None:
 
 
 def test_a_library_that_hangs(plugin: Path) -> None:
-    """It is given up after a while."""
+    """The probe gives up after a time limit."""
     (plugin / "toy_library.py").write_text("import time; time.sleep(60)", encoding="utf-8")
     assert installed.probe_imports(["toy"], patience=0.5)["toy"] == ImportProbe(
         broken="importing the library of toy took longer than 0.5 s"
@@ -97,7 +97,7 @@ def test_a_library_that_hangs(plugin: Path) -> None:
 
 
 def test_a_library_that_talks(plugin: Path) -> None:
-    """What it prints while it is imported is not its version."""
+    """Output of the import is not taken for the version."""
     (plugin / "toy_library.py").write_text("print('hello', end=''); __version__ = '2.5'", encoding="utf-8")
     assert installed.probe_imports(["toy"])["toy"] == ImportProbe(version="toy_library 2.5")
 

@@ -45,7 +45,7 @@ def test_one_failure_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def test_a_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own error is the sentence."""
+    """Torch's own error is the finding."""
     monkeypatch.setattr(
         commands_doctor, "_TORCH_PROBE", "raise ImportError('libtorch_cpu.so: cannot open shared object file')"
     )
@@ -57,7 +57,7 @@ def test_a_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not installed is a warning; what is installed and broken is a failure."""
+    """A library that is not installed is a warning; one that is installed and broken is a failure."""
     seen = {
         "horovod": installed.ImportProbe(
             absent="backend 'horovod' needs horovod, not installed here: unipar install horovod"
@@ -117,7 +117,7 @@ def test_gpus(
     check: MachineCheck,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What torch sees is held against the driver."""
+    """The GPUs that torch sees are compared with the driver."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -173,7 +173,7 @@ def test_cells_that_are_asked_for(source: ConfigSource) -> None:
 
 
 def test_a_cell_that_cannot_run(source: ConfigSource) -> None:
-    """Its sentence, in place of what its library would be told."""
+    """The reason is shown in place of the library's settings."""
     (told,) = explain_config(changed(source, "train.precision=fp64"), ["deepspeed/optimizer"]).cells
     assert told.note.startswith(
         "deepspeed/optimizer: train.precision: fp64 is not available: ZeRO keeps its masters in fp32"
@@ -212,7 +212,7 @@ def test_what_the_task_raises(source: ConfigSource) -> None:
 
 
 def test_plain_text(source: ConfigSource) -> None:
-    """For a pipe: aligned, and nothing cut off."""
+    """In a pipe columns are aligned, and nothing is cut off."""
     lines = explain_config(source).plain().splitlines()
     assert lines[0] == "x.yaml"
     assert lines[1].split() == ["key", "value", "from"]
@@ -283,14 +283,14 @@ def test_check_without_a_task(source: ConfigSource) -> None:
     ],
 )
 def test_check_refuses(source: ConfigSource, change: str, error: type[Exception], sentence: str) -> None:
-    """What run would refuse, check refuses with the same sentence."""
+    """The sentence is the one with which `run` would refuse."""
     with pytest.raises(error) as e:
         check_config(changed(source, change))
     assert str(e.value) == sentence.format(folder=Path.cwd())
 
 
 def test_check_sees_an_existing_run(source: ConfigSource) -> None:
-    """As run does, unless it may overwrite."""
+    """An existing run is refused as `run` refuses it, unless it may be overwritten."""
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/config.json").write_text('{"batch": {}, "train": {}}', "utf-8")
     Path("runs/x/launch.json").write_text('{"task": {}}', "utf-8")

@@ -85,7 +85,7 @@ def test_python_packages_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_refusal_is_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing stops it before anything is fetched."""
+    """Missing tools stop the installation before anything is fetched."""
     monkeypatch.setattr(unipar_horovod_install, "query_torch", lambda: TORCH)
     needed = ["make (apt install make)", "g++ (apt install g++)"]
     monkeypatch.setattr(unipar_horovod_install, "list_missing", lambda _: needed)  # pyright: ignore[reportUnknownLambdaType]
@@ -100,7 +100,7 @@ def test_the_refusal_is_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:
     ("shown", "standard"), [("  - C++ Version: 202002\n", 20), ("  - C++ Version: 201703\n", 17), ("nothing", 17)]
 )
 def test_the_standard_is_torchs(shown: str, standard: int) -> None:
-    """As torch.__config__.show() prints it."""
+    """The standard is read from the text of torch.__config__.show()."""
     assert toolchain.cxx_standard_of(shown) == standard
 
 
@@ -135,7 +135,7 @@ def test_another_source_is_not_patched(tmp_path: Path) -> None:
 
 
 def test_a_changed_archive_is_not_unpacked(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checksum is held against the released one's, in the cache too."""
+    """The checksum is compared with the released one's, for an archive in the cache, too."""
     (cache / "sources").mkdir(parents=True)
     archive = cache / "sources" / "horovod-0.28.1.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -206,7 +206,7 @@ def test_the_first_error_is_the_one_that_is_told(tmp_path: Path) -> None:
 
 
 def test_a_failed_build_is_one_sentence(tmp_path: Path) -> None:
-    """What failed, the first error, and where all of it can be read."""
+    """The sentence names the failed step, the first error and the log."""
     with pytest.raises(errors.BackendNotInstalled) as told:
         install._run_or_explain(  # pyright: ignore[reportPrivateUsage]
             ["sh", "-c", "echo a.cc:7: error: no such thing; exit 2"], tmp_path / "log", "it could not be built"
@@ -218,7 +218,7 @@ def test_a_failed_build_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_cmake_error_is_told_with_its_next_line(tmp_path: Path) -> None:
-    """Its first line only says where."""
+    """The first line of CMake's error names the place only; the next one the reason."""
     words = "CMake Error at CMakeLists.txt:1 (cmake_minimum_required):\n  Compatibility with CMake < 3.5 is gone.\n"
     with pytest.raises(
         run_command.CommandFailed, match=r"\(cmake_minimum_required\): Compatibility with CMake < 3.5 is"

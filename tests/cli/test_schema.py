@@ -55,13 +55,13 @@ def test_every_key_is_described(made: dict[str, Any]) -> None:
 
 
 def test_unknown_keys_are_refused_at_every_depth(made: dict[str, Any]) -> None:
-    """As the program does."""
+    """The schema refuses unknown keys, as the program does."""
     sections = {"Config": made, **made["$defs"]}
     assert [name for name, s in sections.items() if s.get("additionalProperties") is not False] == []
 
 
 def test_options_of_every_backend(made: dict[str, Any]) -> None:
-    """By its name; those of strangers are allowed too."""
+    """Options stand under the backend's name; options of unknown backends are allowed, too."""
     options = made["properties"]["options"]
     assert OURS - {"single"} <= set(options["properties"])
     assert options["additionalProperties"] == {"type": "object"}
@@ -78,7 +78,7 @@ def test_a_choice_by_name_may_leave_the_name_out(made: dict[str, Any]) -> None:
 
 
 def test_it_says_what_it_is(made: dict[str, Any]) -> None:
-    """For editors and validators."""
+    """Dialect and title are there for editors and validators."""
     assert made["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert made["required"] == ["batch", "train"]
 

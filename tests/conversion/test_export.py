@@ -65,7 +65,7 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def started(folder: Path, to: str, env: dict[str, str], tmp: Path) -> list[dict[str, float]]:
-    """What run.sh logged."""
+    """Return the rows that run.sh logged."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         words = [PORTS[to], str(free.getsockname()[1])] if to in PORTS else []
     command = [str(folder / "run.sh"), *words]
@@ -270,7 +270,7 @@ class Derived(Line):
     ],
 )
 def test_a_task_that_no_script_takes(name: str, sentence: str, tmp_path: Path) -> None:
-    """What only the task's own code shows."""
+    """Tasks are refused for reasons that only their own code shows."""
     (tmp_path / "tasks.py").write_text(TASKS, encoding="utf-8")
     told = WORDS | {"task": {"use": f"{tmp_path}/tasks.py:{name}"}}
     with pytest.raises(TaskError) as e:
@@ -280,7 +280,7 @@ def test_a_task_that_no_script_takes(name: str, sentence: str, tmp_path: Path) -
 
 
 def test_what_a_dataloader_says(tmp_path: Path, hidden: dict[str, str]) -> None:
-    """Its workers begin in the script as in unipar: here they scale the samples. Without workers it says nothing."""
+    """Data workers start in the script as in unipar (here they scale samples); without workers nothing is written."""
     told = {**WORDS, "task": {"use": f"{FILE}:Loaded"}, "parallel": {"data": 1}}
     folder = written(tmp_path, "torchrun", told)
     said = "worker_init_fn=data.worker_init_fn, timeout=data.timeout, prefetch_factor=data.prefetch_factor"

@@ -104,7 +104,7 @@ def test_the_whole_of_a_ds_config(tmp_path: Path) -> None:
     ],
 )
 def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value: Any, tmp_path: Path) -> None:
-    """What the file says, or `--set` where it leaves something open."""
+    """The value is the file's, or that of `--set` where the file leaves it open."""
     told = {k: v for k, v in (LEAST | change).items() if v is not None}
     found: Any = said(ds(tmp_path, told, STEPS, *sets))
     for name in key.split("."):
@@ -207,7 +207,7 @@ def test_a_key_left_out_as_asked(tmp_path: Path) -> None:
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    """What export wrote for DeepSpeed, imported, means what it meant."""
+    """A config that was exported for DeepSpeed and imported again has the same meaning."""
     told: dict[str, Any] = {
         "task": {"use": f"{Path(__file__).parents[1]}/support/traveller.py:Line"},
         "backend": "deepspeed",
@@ -236,7 +236,7 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def test_deepspeed_climbs_two_steps_later() -> None:
-    """What the comment beside a warm-up says, seen in its own class."""
+    """DeepSpeed's own scheduler does what the comment beside a warm-up says."""
     import torch
     from deepspeed.runtime.lr_schedules import WarmupLR
 

@@ -26,7 +26,7 @@ def _read(zero: dict[str, Any], device: str, folder: Path) -> ImportedConfig:
     ],
 )
 def test_carried(zero: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
-    """Where the file wants what DeepSpeed does not do by itself."""
+    """A setting is carried where it differs from what DeepSpeed does by itself."""
     made = _read(zero, "cuda", tmp_path)
     assert made.config.options == {"deepspeed": options}
     assert made.left_out == ()
@@ -49,7 +49,7 @@ def test_carried(zero: dict[str, Any], options: dict[str, Any], tmp_path: Path) 
     ],
 )  # fmt: skip
 def test_left_out(zero: dict[str, Any], device: str, said: str, tmp_path: Path) -> None:
-    """Where it changes nothing, with the reason."""
+    """A setting that changes nothing is left out, with the reason."""
     made = _read(zero, device, tmp_path)
     assert made.left_out == (f"zero_optimization.{said}",)
     assert not {"overlap", "contiguous"} & made.config.options.get("deepspeed", {}).keys()
@@ -58,5 +58,6 @@ def test_left_out(zero: dict[str, Any], device: str, said: str, tmp_path: Path) 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file from a machine with GPUs is read on one without: `device: auto` is the CPU there."""
     for gpus, options in ((0, {}), (1, {"deepspeed": {"overlap": True}})):
-        monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda found=gpus: found)
+        for module in ("backend.resources", "distributed.gpus"):
+            monkeypatch.setattr(f"unipar.{module}.count_visible_gpus", lambda found=gpus: found)
         assert _read({"stage": 2, "overlap_comm": True}, "auto", tmp_path).config.options == options

@@ -60,14 +60,14 @@ def put(folder: Path, text: str, name: str = "mine.py") -> Path:
 
 
 def test_the_text_stays_the_users(tmp_path: Path) -> None:
-    """Less unipar, the program's part, and imports that only those needed; the module beside goes along."""
+    """Only unipar, the `__main__` block and imports that they needed go; a module in the same folder is included."""
     put(tmp_path, "import os\n\nwidth = 3\n", "helper.py")
     made = extract_user_code(put(tmp_path, WHOLE), "Mine")
     assert made == {"task.py": PLAIN, "helper.py": "import os\n\nwidth = 3\n"}
 
 
 def test_a_launch_without_a_guard_ends_the_file(tmp_path: Path) -> None:
-    """As in a worker, which reads the file up to there."""
+    """The file ends before the launch, as for a worker."""
     text = "import unipar\nclass A(unipar.Task): ...\nreport = unipar.launch({}, task=A)\nprint(report)\n"
     assert extract_user_code(put(tmp_path, text), "A") == {"task.py": "class A: ...\n"}
 
@@ -120,7 +120,7 @@ def test_refused(text: str, sentence: str, tmp_path: Path) -> None:
 
 
 def test_a_module_beside_that_uses_unipar(tmp_path: Path) -> None:
-    """Is refused as the task's own file is."""
+    """A module in the same folder is refused as the task's own file is."""
     beside = put(tmp_path, "import unipar\nx = unipar.Task\n", "helper.py")
     with pytest.raises(TaskError) as e:
         extract_user_code(put(tmp_path, "import helper\n"), "A")
