@@ -20,7 +20,7 @@ FOLDERS = ("unipar", "backends", "examples", "benchmarks", "tests")
 LIBRARIES = ("deepspeed", "horovod", "accelerate")
 BACKENDS = ("unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
 MAY_REUSE = {"unipar_accelerate": {"unipar_native", "unipar_deepspeed"}}
-HELP = {ROOT / "unipar/cli/app.py", ROOT / "unipar/cli/options.py", *(ROOT / "unipar/cli/commands").glob("*.py")}
+HELP = {ROOT / "unipar/cli/app.py", *(ROOT / "unipar/cli/commands").glob("*.py")}
 """Files in which a text may name a library: `--help` teaches by example."""
 
 LAYOUT = Layout(ROOT)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.batch import IMAGES, WAYS, train_once
-from unipar.cli.app import app
+from unipar.cli.app import build_app
 from unipar.config.source import load_config_file
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """`explain` shows the rate that comes out, and how."""
     monkeypatch.chdir(ROOT)
     (line,) = re.findall(r"^\$ unipar (explain .*)$", PAGE, re.MULTILINE)
-    done = CliRunner().invoke(app, shlex.split(line))
+    done = CliRunner().invoke(build_app(), shlex.split(line))
     assert done.exit_code == 0
     (row,) = (row for row in done.stdout.splitlines() if row.startswith("full learning rate"))
     assert row.endswith("derived: train.optimizer.lr x batch.total / at_batch = 0.1 x 256 / 64")

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from unipar.cli.commands.backends import install, print_backends
-from unipar.cli.commands.check import check_run
-from unipar.cli.commands.compare import compare
-from unipar.cli.commands.convert import export, import_
-from unipar.cli.commands.doctor import run_doctor
-from unipar.cli.commands.explain import explain
 from unipar.cli.commands.options import EXIT_CODES_HELP, VersionOption
-from unipar.cli.commands.report import report
-from unipar.cli.commands.run import run
-from unipar.cli.commands.scale import scale
-from unipar.cli.commands.schema import build_schema
-from unipar.cli.commands.verify import verify
 from unipar.distributed.launchers import without_launcher_arguments
 from unipar.errors import UniparError
 
-app = typer.Typer(
-    help="""One PyTorch training loop under many backends, from one config.
+HELP = """One PyTorch training loop under many backends, from one config.
 
     \b
     unipar compare configs/quickstart.yaml     the same training in every cell, as a table
@@ -33,21 +22,52 @@ app = typer.Typer(
     unipar explain configs/char_gpt.yaml       every value, and where it came from
     unipar verify configs/char_gpt.yaml        do all cells give the numbers of one process?
     unipar run configs/char_gpt.yaml           train
-    """,
-    epilog=EXIT_CODES_HELP,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+    """
+
+COMMANDS = {
+    "run": "run:run",
+    "compare": "compare:compare",
+    "scale": "scale:scale",
+    "report": "report:report",
+    "verify": "verify:verify",
+    "check": "check:check_run",
+    "explain": "explain:explain",
+    "export": "convert:export",
+    "import": "convert:import_",
+    "schema": "schema:build_schema",
+    "backends": "backends:print_backends",
+    "doctor": "doctor:run_doctor",
+    "install": "backends:install",
+}
+"""Module in unipar.cli.commands and function of each command, in the order of `--help`."""
+
+
+def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """Return the program with some of its commands; only their modules are imported."""
+    app = typer.Typer(
+        help=HELP,
+        epilog=EXIT_CODES_HELP,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_common_options)
+    for name in names:
+        module, _, function = COMMANDS[name].partition(":")
+        command: Callable[..., None] = getattr(import_module(f"unipar.cli.commands.{module}"), function)
+        app.command(name, epilog=EXIT_CODES_HELP)(command)
+    return app
 
 
 def main() -> None:
     """Run the program: print an error as one short paragraph; with `--debug`, anywhere, print its traceback first."""
     words = without_launcher_arguments(sys.argv[1:])
     debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    asked = next((word for word in words if not word.startswith("-")), "")
     try:
-        app([word for word in words if word != "--debug"], prog_name="unipar")
+        build_app([asked] if asked in COMMANDS else COMMANDS)(words, prog_name="unipar")
     except UniparError as e:
         _exit_with_error(e, str(e), e.code, debug=debug)
     except Exception as e:  # a defect of unipar, or an error of the user's own code
@@ -62,30 +82,8 @@ def _exit_with_error(error: BaseException, message: str, code: int, *, debug: bo
     sys.exit(code)
 
 
-@app.callback()
 def _common_options(
     *,
     version: VersionOption = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None: ...
-
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "run": run,
-    "compare": compare,
-    "scale": scale,
-    "report": report,
-    "verify": verify,
-    "check": check_run,
-    "explain": explain,
-    "export": export,
-    "import": import_,
-    "schema": build_schema,
-    "backends": print_backends,
-    "doctor": run_doctor,
-    "install": install,
-}
-"""Function of each command, in the order of `--help`."""
-
-for name, command in COMMANDS.items():
-    app.command(name, epilog=EXIT_CODES_HELP)(command)
