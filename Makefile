@@ -24,7 +24,7 @@ help: ## this list
 demo: setup ## the same training under every backend: one table, two minutes
 	$(BIN)/unipar compare configs/quickstart.yaml --overwrite
 
-verify: setup ## every cell held to one process on two examples, to the bit where that can be; about three minutes each
+verify: setup ## every cell compared with one process on two examples, bitwise where possible; about three minutes each
 	$(BIN)/unipar verify configs/char_gpt.yaml --overwrite
 	$(BIN)/unipar verify configs/digits.yaml --overwrite
 

@@ -32,19 +32,16 @@ CONFIG = {
     "train": {"steps": 1},
     "launch": {"heartbeat": None},
 }
-HANDED = {"Config", "Source", "CheckedSource", "ConfigSource", "SettledConfig", "Prepared", "PreparedRun", "Plan"}
+HANDED = {"Config", "CheckedSource", "ConfigSource", "SettledConfig", "Prepared", "PreparedRun"}
 """Classes that hold a config."""
 
-FINDS = ("find_backend", "find")
-"""The function that looks a backend up, by its names now and before the packages."""
-
 LOOKUPS = {
-    "cell of a config": ("cell_of", "cell_in"),
-    "checks": ("check_can_run", "check_cell", "check"),
-    "refusals": ("refusals",),
+    "cell of a config": ("cell_of",),
+    "checks": ("check_can_run", "check_cell"),
+    "refusals": ("list_refusals",),
     "batch settled": ("Batch.settle",),
-    "GPUs counted": ("count_visible_gpus", "visible_gpus"),
-    "launchers listed": ("list_launchers", "launchers"),
+    "GPUs counted": ("count_visible_gpus",),
+    "launchers listed": ("list_launchers",),
 }
 """Functions that find something out about a config, by what it is; finding a backend is counted apart: it is cached."""
 
@@ -87,9 +84,8 @@ class Recorder:
             self.climbs[" -> ".join(names)] += 1
 
     def _count_find(self, registry: dict[str, Any]) -> None:
-        """Count who asks for the run's own backend; `launchers` asks every backend for its launchers."""
-        name = next(name for name in FINDS if name in registry)
-        find = registry[name]
+        """Count who asks for the run's own backend; `list_launchers` asks every backend for its launchers."""
+        find = registry["find_backend"]
 
         def counting(backend: str) -> Any:
             caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -99,7 +95,7 @@ class Recorder:
                 self.lookups["backend"] += 1
             return find(backend)
 
-        registry[name] = counting
+        registry["find_backend"] = counting
 
     def _arrived(self, frame: FrameType) -> bool:
         kind, method = self.last
@@ -154,7 +150,7 @@ unipar.launch(CONFIG, overrides={{"parallel.data": {ranks}, "out": {out!r} + "/r
 
 def measured(ranks: int) -> list[dict[str, Any]]:
     """Return what the launching process and one of its workers recorded."""
-    group = "Crew" if (ROOT / "unipar/crew.py").exists() else "WorkerGroup"
+    group = "WorkerGroup"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(WORKER.format(folder), encoding="utf-8")
         path = [folder, str(ROOT), str(ROOT / "backends")]

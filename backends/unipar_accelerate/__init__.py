@@ -90,7 +90,7 @@ class Accelerate(Backend):
         if why := registry.why_not_installed(deepspeed):
             yield f"options.accelerate.through: deepspeed: {why}"
         if reason := deepspeed.capabilities.gaps.get((config.parallel.shard, config.train.precision)):
-            yield f"train.precision: {config.train.precision} cannot be had: {reason}"
+            yield f"train.precision: {config.train.precision} is not available: {reason}"
         yield from deepspeed.refuse(config)
 
     @override

@@ -64,7 +64,7 @@ class HorovodEngine(WrapperEngine):
         for p, (handle, _) in self.optimizer._handles.items():
             for t in known._handle_map.get(handle, ()):
                 if isinstance(t, Tensor):
-                    yield Holding("communication", f"{self.optimizer._parameter_names[p]}, on its way", t)
+                    yield Holding("communication", f"{self.optimizer._parameter_names[p]}, being sent", t)
 
     @override
     def update(self) -> None:

@@ -165,8 +165,8 @@ class Native(Backend):
     def refuse(self, config: Config) -> Iterator[str]:
         if config.model.offload == "optimizer":
             yield (
-                "model.offload: optimizer cannot be had: FSDP2 moves parameters, gradients and the optimizer's states "
-                "together; say model.offload: parameters"
+                "model.offload: optimizer is not available: FSDP2 moves parameters, gradients and the optimizer's "
+                "states together; say model.offload: parameters"
             )
         if options_of(config).wrapper == "dp":
             yield from _data_parallel_refusals(config)
@@ -254,19 +254,24 @@ def data_parallel_devices(config: Config) -> list[int]:
 def _data_parallel_refusals(config: Config) -> Iterator[str]:
     shard, model = config.parallel.shard, config.model
     if shard != "nothing":
-        yield f"parallel.shard: {shard} cannot be had: nn.DataParallel splits nothing; leave options.native.wrapper out"
+        yield (
+            f"parallel.shard: {shard} is not available: nn.DataParallel splits nothing; "
+            "leave options.native.wrapper out"
+        )
     if config.train.sync_every is not None:
-        yield f"train.sync_every: {config.train.sync_every} cannot be had: nn.DataParallel is one process"
+        yield f"train.sync_every: {config.train.sync_every} is not available: nn.DataParallel is one process"
     forwards = [f"model.recompute: {model.recompute}"] * (model.recompute != "none")
     forwards += ["model.compile"] * (model.compiling is not None)
     for key in forwards:
-        yield f"{key} cannot be had: nn.DataParallel's copies would call the original's forward; leave it out"
+        yield f"{key} is not available: nn.DataParallel's copies would call the original's forward; leave it out"
     if model.sync_batchnorm:
         yield "model.sync_batchnorm: true has no effect: it works between processes, and this is one; leave it out"
     kind, why = resources.choose_device(config)
     if kind == "cpu":
         because = f" ({why})" if why else ""
-        yield f"device: cpu{because} cannot be had: nn.DataParallel is for CUDA devices; use native/nothing, or single"
+        yield (
+            f"device: cpu{because} is not available: nn.DataParallel is for CUDA devices; use native/nothing, or single"
+        )
         return
     wanted, sizes = len(data_parallel_devices(config)), config.batch.settle(1)
     if sizes.accumulate < wanted:

@@ -117,7 +117,7 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
          "accelerate/nothing: options.accelerate.through: deepspeed has no effect, as nothing is split; leave it out"),
         ("accelerate", {"train": {"steps": 1, "precision": "fp64"}, "parallel": {"shard": "gradients"},
                         "options": {"accelerate": {"through": "deepspeed"}}},
-         "accelerate/gradients+zero: train.precision: fp64 cannot be had: ZeRO keeps its masters in fp32; use "
+         "accelerate/gradients+zero: train.precision: fp64 is not available: ZeRO keeps its masters in fp32; use "
          "deepspeed/nothing, native/* or fp32"),
         ("deepspeed", {"options": {"deepspeed": {"buckets": "library"}}},
          "deepspeed/nothing: options.deepspeed.buckets: library has no effect, as nothing is split; leave it out"),

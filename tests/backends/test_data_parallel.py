@@ -80,7 +80,7 @@ def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     ("sections", "message"),
     [
         ({"device": "cpu"},
-         "device: cpu cannot be had: nn.DataParallel is for CUDA devices; use native/nothing, or single"),
+         "device: cpu is not available: nn.DataParallel is for CUDA devices; use native/nothing, or single"),
         ({"parallel": {"data": 2}}, "parallel.data: 2 contradicts the cell: native/nothing+dp is one process"),
         ({"batch": {"total": 16, "micro": 8}},
          "batch: total 16 = micro 8 x accumulate 2 leaves some of 4 GPUs without a microbatch; lower batch.micro, or "
@@ -89,17 +89,17 @@ def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> Non
          "train.precision: bf16-master is not available: DDP, as nn.DataParallel, keeps one copy of the parameters, so "
          "there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
         ({"train": {"steps": 1, "sync_every": 2}},
-         "train.sync_every: 2 cannot be had: nn.DataParallel is one process"),
+         "train.sync_every: 2 is not available: nn.DataParallel is one process"),
         ({"model": {"offload": "parameters"}},
          "model.offload: parameters is not available here, only in deepspeed/optimizer, deepspeed/gradients, "
          "deepspeed/parameters, native/parameters"),
         ({"parallel": {"shard_over": 2}},
          "parallel.shard_over: 2 is not available here, only in native/optimizer, native/gradients, native/parameters"),
         ({"model": {"recompute": "blocks"}},
-         "model.recompute: blocks cannot be had: nn.DataParallel's copies would call the original's forward; "
+         "model.recompute: blocks is not available: nn.DataParallel's copies would call the original's forward; "
          "leave it out"),
         ({"model": {"compile": "blocks"}},
-         "model.compile cannot be had: nn.DataParallel's copies would call the original's forward; leave it out"),
+         "model.compile is not available: nn.DataParallel's copies would call the original's forward; leave it out"),
         ({"model": {"sync_batchnorm": True}},
          "model.sync_batchnorm: true has no effect: it works between processes, and this is one; leave it out"),
     ],
@@ -116,7 +116,7 @@ def test_it_splits_nothing() -> None:
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(config(parallel={"shard": "parameters"}))
     assert str(e.value) == (
-        "native/parameters: parallel.shard: parameters cannot be had: nn.DataParallel splits nothing; leave "
+        "native/parameters: parallel.shard: parameters is not available: nn.DataParallel splits nothing; leave "
         "options.native.wrapper out"
     )
 
@@ -129,7 +129,7 @@ def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.Monk
     ]
     assert (row.outcome, row.note) == (
         "refused",
-        "device: cpu (auto: no GPU visible here) cannot be had: nn.DataParallel is for CUDA devices; use "
+        "device: cpu (auto: no GPU visible here) is not available: nn.DataParallel is for CUDA devices; use "
         "native/nothing, or single",
     )
 

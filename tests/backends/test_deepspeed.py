@@ -127,7 +127,7 @@ def test_the_disk(parameters: str, tmp_path: Path) -> None:
 
 
 def test_no_rank_holds_the_model_whole(played: Played) -> None:
-    """ZeRO-3 is split at birth: on a rank that did not make the model one parameter at a time is whole."""
+    """ZeRO-3 splits a new model at once: on a rank that did not make it one parameter at a time is whole."""
     row = ROWS[2]
     assert row["cell"] == "deepspeed/parameters"
     made, received = played[row["name"]]

@@ -42,8 +42,8 @@ WORLDS = {
 def _play(rows: tuple[Row, ...], run: Path, size: int) -> list[list[dict[str, Any]]]:
     run.mkdir()
     (run / "rows.json").write_text(json.dumps([asdict(row) for row in rows]), "utf-8")
-    with WorkerGroup(run, size, ENTRY, environment=PYTHONPATH_VARIABLE, heartbeat=100.0) as crew:
-        crew.wait()
+    with WorkerGroup(run, size, ENTRY, environment=PYTHONPATH_VARIABLE, heartbeat=100.0) as workers:
+        workers.wait()
     return [[torch.load(run / f"{i}-{r}.pt", weights_only=True) for r in range(size)] for i in range(len(rows))]
 
 

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # torch
 def test_each_rank_keeps_its_share(tmp_path: Path) -> None:
     """Any optimizer steps with its groups' own settings, less what others have; a third rank is left with nothing."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with WorkerGroup(tmp_path, 3, "tests.support.zero_inside:run", environment={"PYTHONPATH": path}) as crew:
-        crew.wait()
+    with WorkerGroup(tmp_path, 3, "tests.support.zero_inside:run", environment={"PYTHONPATH": path}) as workers:
+        workers.wait()
     said = [json.loads((tmp_path / f"said-{rank}.json").read_text("utf-8")) for rank in range(3)]
     assert [rank["groups"] for rank in said] == [
         [[["weight"], 1.0, 0], [[], 0.2, 0.25]],

@@ -227,7 +227,7 @@ def test_a_cmake_error_is_told_with_its_next_line(tmp_path: Path) -> None:
 
 
 def test_what_does_not_run_is_uninstalled(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel that fails the proof stays neither in the environment nor in the cache, and its log is kept."""
+    """A wheel that fails its self-test stays neither in the environment nor in the cache, and its log is kept."""
     kept = cache / "wheels" / toolchain.wheel_key("0.28.1", TORCH, ("gloo",))
     kept.mkdir(parents=True)
     (kept / "horovod-0.28.1-py3-none-any.whl").touch()

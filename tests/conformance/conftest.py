@@ -81,8 +81,10 @@ class CellRunner:
         fault: UniparError | None = None
         before = set(os.listdir("/dev/shm"))
         try:
-            with WorkerGroup(run, size, entry, environment=environment, starter=self._forks, heartbeat=100.0) as crew:
-                crew.wait()
+            with WorkerGroup(
+                run, size, entry, environment=environment, starter=self._forks, heartbeat=100.0
+            ) as workers:
+                workers.wait()
         except UniparError as e:
             fault = e
         self.left_in_shared_memory[cell, size] = _new_in_shared_memory(before)

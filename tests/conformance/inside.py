@@ -38,10 +38,10 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     cell, names = Cell.parse(told["cell"]), told["cases"]
     first = CASES[names[0] if CASES[names[0]].apart else "one microbatch"].config(cell, told["size"])
     world = registry.load_backend(cell.backend).join(first, place)
-    heart = HeartbeatWriter(heartbeat_path(folder, place.rank))
+    heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for name in names:
         began = time.perf_counter()
-        result = run_case_or_error(CASES[name], cell, world, folder, heart)
+        result = run_case_or_error(CASES[name], cell, world, folder, heartbeat)
         result["seconds"] = time.perf_counter() - began
         torch.save(result, folder / f"{names.index(name)}-{place.rank}.pt")
         world.barrier()
@@ -66,9 +66,9 @@ def _is_open(fd: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{fd}")
 
 
-def run_case_or_error(case: Case, cell: Cell, world: World, folder: Path, heart: HeartbeatWriter) -> dict[str, Any]:
+def run_case_or_error(case: Case, cell: Cell, world: World, folder: Path, heartbeat: HeartbeatWriter) -> dict[str, Any]:
     try:
-        return _run_case(case, cell, world, folder, heart)
+        return _run_case(case, cell, world, folder, heartbeat)
     except UniparError as e:
         return {"error": type(e).__name__, "message": str(e)}
     except Exception as e:
@@ -77,12 +77,12 @@ def run_case_or_error(case: Case, cell: Cell, world: World, folder: Path, heart:
         return {"error": type(e).__name__, "message": "".join(traceback.format_exception(e))}
 
 
-def _run_case(case: Case, cell: Cell, world: World, folder: Path, heart: HeartbeatWriter) -> dict[str, Any]:
+def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: HeartbeatWriter) -> dict[str, Any]:
     config = case.config(cell, world.size)
     settled, backend = settle(config, world.size), registry.find_backend(cell.backend)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
-        made = build_run(settled, backend, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
+        made = build_run(settled, backend, case.task(), world, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
         made.record(made.steps)
         kept: dict[str, Any] = {"loss": []}
 
@@ -91,7 +91,9 @@ def _run_case(case: Case, cell: Cell, world: World, folder: Path, heart: Heartbe
                 state = CombinedState(_gather_pieces(made.pieces()))
                 kept.update(made.recorded_steps())
                 _close(made)
-                new = build_run(settled, backend, case.task(), world, ledger=ledger, heart=heart, trackers=trackers)
+                new = build_run(
+                    settled, backend, case.task(), world, ledger=ledger, heartbeat=heartbeat, trackers=trackers
+                )
                 new.restore(state)
                 for part, other in zip(made.parts.values(), new.parts.values(), strict=True):
                     part.module, part.engine = other.module, other.engine

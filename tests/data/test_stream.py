@@ -203,8 +203,8 @@ def test_a_loader_over_a_stream() -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what two ranks of a real world read of each stream of `tests.support.streams`."""
     run = tmp_path_factory.mktemp("streams")
-    with WorkerGroup(run, 2, "tests.support.streams:play", environment=PYTHONPATH_VARIABLE, heartbeat=60.0) as crew:
-        crew.wait()
+    with WorkerGroup(run, 2, "tests.support.streams:play", environment=PYTHONPATH_VARIABLE, heartbeat=60.0) as workers:
+        workers.wait()
     return [json.loads((run / f"read-{rank}.json").read_text("utf-8")) for rank in range(2)]
 
 

@@ -91,8 +91,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int
         (run / "rows.json").write_text(json.dumps(rows), "utf-8")
         with WorkerGroup(
             run, size, "tests.support.holdings_inside:run", environment=PYTHONPATH_VARIABLE, heartbeat=100.0
-        ) as crew:
-            crew.wait()
+        ) as workers:
+            workers.wait()
         ranks = [json.loads((run / f"{rank}.json").read_text("utf-8")) for rank in range(size)]
         found |= {(*row, size): [rank[i] for rank in ranks] for i, row in enumerate(rows)}
     return found

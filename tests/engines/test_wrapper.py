@@ -155,7 +155,7 @@ def test_a_group_that_was_left_is_not_the_reducers_to_free(tmp_path: Path) -> No
 
 
 def test_an_engine_around_another_leaves_nothing_out() -> None:
-    """Each of an engine's verbs reaches the one within; a neutral hook that stays behind would be silent."""
-    verbs = {name for name in vars(Engine) if not name.startswith("_")}
-    assert "take_mean" in verbs
-    assert verbs <= set(vars(DelegatingEngine))
+    """Each of an engine's methods reaches the one within; a neutral hook that stays behind would be silent."""
+    methods = {name for name in vars(Engine) if not name.startswith("_")}
+    assert "take_mean" in methods
+    assert methods <= set(vars(DelegatingEngine))

@@ -34,12 +34,12 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(run: Path, steps: int, every: int = 1) -> None:
     """Write the files that rank 0 writes in a run."""
-    heart = HeartbeatWriter(heartbeat_path(run, 0))
+    heartbeat = HeartbeatWriter(heartbeat_path(run, 0))
     with Ledger(ledger_path(run, 0)) as ledger:
         ledger.note("start", rank=0, size=2, cell="native/nothing", pid=1, parameters=8912345)
         for step in range(1, steps + 1):
-            heart.step = step
-            heart.set_phase("between")
+            heartbeat.step = step
+            heartbeat.set_phase("between")
             if step % every == 0 or step == 1:
                 ledger.note("step", step=step, of=steps, loss=4.0 / step, norm=1.0, lr=0.1, samples=8, seconds=0.25)
 
@@ -119,9 +119,9 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     """Step, loss, rate and time left on one line of at most 80 columns; prints above it."""
     err = Terminal()
     trained(tmp_path, 40, every=10)
-    heart = HeartbeatWriter(heartbeat_path(tmp_path, 0))
-    heart.step = 31
-    heart.set_phase("forward")
+    heartbeat = HeartbeatWriter(heartbeat_path(tmp_path, 0))
+    heartbeat.step = 31
+    heartbeat.set_phase("forward")
     stdout_path(tmp_path).write_text("mine [not markup]\n", "utf-8")
     with Progress(tmp_path, 400, out=err, err=err) as progress:
         progress.tick()

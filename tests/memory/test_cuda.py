@@ -236,8 +236,8 @@ def test_nvml_that_is_not_there_is_a_sentence() -> None:
 
 def test_what_is_beside_the_allocator() -> None:
     """The driver's count less what the allocator has: CUDA's context, NCCL, Horovod."""
-    assert DeviceMemory(name="GPU", reserved=300, used=1000).beside == 700
-    assert DeviceMemory(name="GPU", reserved=300).beside is None
+    assert DeviceMemory(name="GPU", reserved=300, used=1000).outside_allocator == 700
+    assert DeviceMemory(name="GPU", reserved=300).outside_allocator is None
 
 
 def test_pinned_pages_add_up() -> None:

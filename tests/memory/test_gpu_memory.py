@@ -127,8 +127,8 @@ def test_the_driver_counts_the_whole_process(found: dict[str, MemoryAccount]) ->
     if device.used is None:
         assert any(note.startswith("memory of CUDA and NCCL was not measured: ") for note in found["single"].notes)
         pytest.skip("NVML does not tell here")
-    assert device.beside is not None
-    assert device.beside > 50 * 2**20
+    assert device.outside_allocator is not None
+    assert device.outside_allocator > 50 * 2**20
 
 
 def test_what_is_offloaded_is_the_hosts(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from unipar.memory.sources.profiler import ProfilerSource
 
 
 def elsewhere(do: Callable[[], object]) -> None:
-    """In a thread that the profiler does not heed."""
+    """In a thread that the profiler does not record."""
     thread = threading.Thread(target=do)
     thread.start()
     thread.join()

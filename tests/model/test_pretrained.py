@@ -109,11 +109,11 @@ def test_another_dtype_is_cast(tmp_path: Path) -> None:
 
 def test_a_subset_by_pattern(tmp_path: Path) -> None:
     """Only names that match the patterns are loaded; the others keep their values and are reported."""
-    net, born, other = _net(1), _net(1), _net(2)
+    net, untouched, other = _net(1), _net(1), _net(2)
     file = _saved(tmp_path, "w.pt", other.state_dict())
     loaded = load_weights(net, Weights(file=file, only=("body.0.*",)))
     assert torch.equal(net.get_parameter("body.0.weight"), other.get_parameter("body.0.weight"))
-    assert torch.equal(net.embed.weight, born.embed.weight)
+    assert torch.equal(net.embed.weight, untouched.embed.weight)
     assert (loaded.loaded, loaded.kept) == (2, 8)
     assert describe_loaded_weights(vars(loaded)) == (
         f"2 of 10 names loaded from {file}; not asked for: embed.weight, body.1.weight, body.1.bias and 5 more"

@@ -186,7 +186,7 @@ def test_the_optimizer_alone_cannot_be_offloaded() -> None:
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(Config.model_validate(made))
     assert str(e.value) == (
-        "native/parameters: model.offload: optimizer cannot be had: FSDP2 moves parameters, gradients and the "
+        "native/parameters: model.offload: optimizer is not available: FSDP2 moves parameters, gradients and the "
         "optimizer's states together; say model.offload: parameters"
     )
 

@@ -103,8 +103,8 @@ def test_every_cell_has_a_loop_by_hand() -> None:
 def test_like_is_held_against_like(models: dict[str, str], tmp_path: Path) -> None:
     """Both loops wrap the model in the same way, and their losses are the same bits."""
     (tmp_path / "cells").write_text(" ".join(models), "utf-8")
-    with WorkerGroup(tmp_path, 1, "tests.support.loops_inside:run", environment=PYTHONPATH_VARIABLE) as crew:
-        crew.wait()
+    with WorkerGroup(tmp_path, 1, "tests.support.loops_inside:run", environment=PYTHONPATH_VARIABLE) as workers:
+        workers.wait()
     for cell, said in json.loads((tmp_path / "said.json").read_text("utf-8")).items():
         ours, theirs = said["losses"]
         assert ours == theirs

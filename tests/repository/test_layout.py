@@ -37,13 +37,13 @@ BEFORE_TORCH = (
     "unipar.cli.app",
     *(f"unipar.{package}" for package in ("config", "task", "backend")),
 )
-"""Where `unipar check` starts, besides the commands, the doors and the backends' descriptions."""
+"""Where `unipar check` starts, besides the commands, the packages in DOORS and the backends' descriptions."""
 
 ROOTS = str(ROOT / "unipar")
 """The folder of errors.py, below all packages, and of the public names, above all."""
 
 TRAINS = {"unipar.comparison.worker", "unipar.comparison.witness"}
-"""Modules beside the doors that run in a training process."""
+"""Modules in DOORS that run in a training process."""
 
 DOORS = ("unipar.cli", "unipar.launcher", "unipar.comparison", "unipar.conversion", "unipar.report")
 """Packages whose modules run before a process that trains."""
@@ -270,7 +270,7 @@ def test_nobody_imports_the_folder_backends() -> None:
 
 
 def before_torch() -> set[str]:
-    """Return all modules that are loaded where no training process runs: commands, doors, backends' descriptions."""
+    """Return all modules that are loaded where no training process runs: commands, DOORS, backends' descriptions."""
     reached: set[str] = set()
     waiting = [m for m in LAYOUT.trees if m in (*BEFORE_TORCH, *BACKENDS) or m.startswith(DOORS)]
     waiting = [m for m in waiting if m not in TRAINS]

@@ -28,7 +28,7 @@ HOST = MemoryAccount(
 
 def test_on_cuda_it_is_measured() -> None:
     """The total is what the allocator reserved and what the driver counts beside it."""
-    assert total_on_cuda(account(), 2) == MeasuredCudaMemory(reserved=1400 * MIB, beside=500 * MIB)
+    assert total_on_cuda(account(), 2) == MeasuredCudaMemory(reserved=1400 * MIB, outside_allocator=500 * MIB)
     assert total_on_cuda(account(), 2).total == 1900 * MIB
 
 

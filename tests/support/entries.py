@@ -114,13 +114,13 @@ def steps(place: Place, run: Path, control: Control) -> None:
     """Counts steps until it is asked to stop, at a boundary."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    heart = HeartbeatWriter(heartbeat_path(run, place.rank))
+    heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
     with Ledger(ledger_path(run, place.rank)) as ledger:
         for step in range(1, 10_000):
-            heart.step = step
-            heart.set_phase("forward")
+            heartbeat.step = step
+            heartbeat.set_phase("forward")
             time.sleep(0.01)
-            heart.set_phase("between")
+            heartbeat.set_phase("between")
             if asked:
                 ledger.note("stopped", step=step)
                 raise Stopped(f"stopped after step {step}")
@@ -129,17 +129,17 @@ def steps(place: Place, run: Path, control: Control) -> None:
 def deaf_steps(place: Place, run: Path, control: Control) -> None:
     """Never reaches a boundary."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    heart = HeartbeatWriter(heartbeat_path(run, place.rank))
-    heart.step = 5
-    heart.set_phase("forward")
+    heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
+    heartbeat.step = 5
+    heartbeat.set_phase("forward")
     time.sleep(FOREVER)
 
 
 def _beating(place: Place, run: Path, step: int, phase: str) -> None:
     _all_begun(place, run)  # a rank that is started late must not look silent
-    heart = HeartbeatWriter(heartbeat_path(run, place.rank))
-    heart.step = step
-    heart.set_phase(phase)
+    heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
+    heartbeat.step = step
+    heartbeat.set_phase(phase)
 
 
 def sleeps_behind(place: Place, run: Path, control: Control) -> None:
@@ -222,10 +222,10 @@ def stops_itself(place: Place, run: Path, control: Control) -> None:
 
 def patient(place: Place, run: Path, control: Control) -> None:
     """Silent for longer than a heartbeat, where that is allowed: before step 1 is done, waiting, at the end."""
-    heart = HeartbeatWriter(heartbeat_path(run, place.rank))
+    heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
     for step, phase in ((1, "forward"), (7, "waiting"), (7, "end")):
-        heart.step = step
-        heart.set_phase(phase)
+        heartbeat.step = step
+        heartbeat.set_phase(phase)
         time.sleep(0.5)
 
 

@@ -91,17 +91,17 @@ class Forks(WorkerStarter):
         return os.getpid()  # `start` says which server's it is
 
     @override
-    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+    def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         settings = {name: environment[name] for name in SETTINGS if environment.get(name)}
         if settings and settings != _metered():
-            return SubprocessStarter().start(replace(orders, parent=os.getpid()), environment, log)
+            return SubprocessStarter().start(replace(arguments, parent=os.getpid()), environment, log)
         server = self._server(settings)
-        told = {**environment, ENTRY: orders.entry}
-        return server.start(replace(orders, parent=server.pid, entry="tests.support.forks:enter"), told, log)
+        told = {**environment, ENTRY: arguments.entry}
+        return server.start(replace(arguments, parent=server.pid, entry="tests.support.forks:enter"), told, log)
 
     @contextmanager
     def instead(self) -> Generator[None]:
-        """Have every crew in the body start its workers here, and every proof do without a server of its own."""
+        """Have worker groups in the body start their workers here, and `verify` do without its own fork server."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group, "SubprocessStarter", lambda: self)
             patch.setattr(world_pool, "ForkServer", self._as_server)

@@ -70,20 +70,20 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     rows = [Row(**row) for row in json.loads((folder / "rows.json").read_text("utf-8"))]
     first = rows[0].config(place.size)
     world = checks.check_can_run(first).join(first, place)
-    heart = HeartbeatWriter(heartbeat_path(folder, place.rank))
+    heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, row in enumerate(rows):
-        torch.save(_train_row(row.config(place.size), world, folder, heart), folder / f"{i}-{place.rank}.pt")
+        torch.save(_train_row(row.config(place.size), world, folder, heartbeat), folder / f"{i}-{place.rank}.pt")
         world.barrier()
     world.close()
 
 
-def _train_row(config: Config, world: World, folder: Path, heart: HeartbeatWriter) -> dict[str, Any]:
+def _train_row(config: Config, world: World, folder: Path, heartbeat: HeartbeatWriter) -> dict[str, Any]:
     settled = settle(config, world.size)
     task = Overflowing(world, settled.sizes.accumulate)
     trackers = TrackerWriter((), folder, world.rank)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         backend = registry.find_backend(settled.cell.backend)
-        made = build_run(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers)
+        made = build_run(settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
         made.record(made.steps)
         engine: Any = made.engine
         scales: list[float] = []

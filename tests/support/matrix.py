@@ -149,7 +149,7 @@ def main() -> int:
 def _draw(found: dict[tuple[str, str], Outcome], refused: dict[str, Outcome], by: Outcome) -> None:
     console = Console(width=max(Console().width, 120))
     backends = list(dict.fromkeys(backend for _, backend in found))
-    table = Table("", *backends, title="two ranks: losses held against `python` with native, and seconds")
+    table = Table("", *backends, title="two ranks: losses compared with `python` and native, and seconds")
     notes: list[tuple[str, str]] = []
     for launcher in dict.fromkeys(launcher for launcher, _ in found):
         row = [found[launcher, backend] for backend in backends]

@@ -26,8 +26,8 @@ def run_rows(rows: Rows, run: Path, size: int = 2) -> dict[str, list[dict[str, A
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with WorkerGroup(
         run, size, "tests.support.settings_inside:run", environment={"PYTHONPATH": path}, heartbeat=100.0
-    ) as crew:
-        crew.wait()
+    ) as workers:
+        workers.wait()
     return {
         row["name"]: [torch.load(run / f"{i}-{rank}.pt", weights_only=True) for rank in range(size)]
         for i, row in enumerate(rows)

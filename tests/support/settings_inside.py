@@ -83,11 +83,11 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     rows = json.loads((folder / "rows.json").read_text("utf-8"))
     first: Config = case_of(rows[0]).config(Cell.parse(rows[0]["cell"]), place.size)
     world = registry.load_backend(first.backend).join(first, place)
-    heart = HeartbeatWriter(heartbeat_path(folder, place.rank))
+    heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, row in enumerate(rows):
         case, cell = case_of(row), Cell.parse(row["cell"])
         with record_whole_elements() as most:
-            result = run_case_or_error(case, cell, world, folder, heart)
+            result = run_case_or_error(case, cell, world, folder, heartbeat)
         torch.save(result | {"most": most}, folder / f"{i}-{place.rank}.pt")
         world.barrier()
     world.close()

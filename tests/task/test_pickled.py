@@ -52,8 +52,8 @@ def test_a_class_without_a_file(words: list[str], tmp_path: Path) -> None:
 def measured(run: Path, size: int) -> None:
     with WorkerGroup(
         run, size, "tests.support.entries:handed", pickled_task=pickle_task("zeros", b"0" * 5_000_000)
-    ) as crew:
-        crew.wait()
+    ) as workers:
+        workers.wait()
 
 
 def test_more_than_a_pipe_holds(tmp_path: Path) -> None:

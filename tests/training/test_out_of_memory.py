@@ -167,7 +167,7 @@ def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) 
 
 @pytest.mark.usefixtures("forked")
 def test_a_rank_that_the_kernel_kills(tmp_path: Path) -> None:
-    """It cannot say anything: where it was is known by its beat, the rest by an estimate."""
+    """It cannot say anything: where it was is known by its heartbeat, the rest by an estimate."""
     with pytest.raises(WorkerFailed) as e:
         unipar.launch(told(tmp_path, "killed"), quiet=True)
     assert str(e.value) == (

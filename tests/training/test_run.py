@@ -158,7 +158,7 @@ def test_a_stop_comes_at_a_step_boundary(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_means_what_it_always_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between steps nothing heeds the first; the second interrupts."""
+    """Between steps nothing reacts to the first; the second interrupts."""
     monkeypatch.setattr("unipar.training.stopping.SAME_SIGNAL_SECONDS", 0.0)
     with running(Line(), tmp_path) as run:
         signal.raise_signal(signal.SIGINT)

@@ -17,7 +17,7 @@ import pytest
 import unipar
 from examples.gan import Gan
 from tests.conformance import tasks
-from tests.support import proofs
+from tests.support import special_tasks
 from tests.support.world import PYTHONPATH_VARIABLE, eventually
 from unipar import errors
 from unipar.results.verdicts import Verdicts
@@ -98,7 +98,7 @@ def test_dropout_is_set_to_0_and_named(prove: Callable[..., Verdicts]) -> None:
 
 def test_a_loss_across_samples_is_named(prove: Callable[..., Verdicts]) -> None:
     """A remark says that the loss of a batch is not the mean of its halves' losses."""
-    found = prove(proofs.Contrast)
+    found = prove(special_tasks.Contrast)
     agreed(found)
     assert found.remarks[0].startswith("the loss of a batch is not the mean of its halves' losses: it combines ")
 
@@ -112,7 +112,7 @@ def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
 
 def test_an_optimizer_that_uses_a_tensors_norm_is_named(prove: Callable[..., Verdicts]) -> None:
     """Such an optimizer disagrees on flat parts of tensors, and agrees on whole tensors."""
-    found = prove(proofs.ByNorm, cells=("native/nothing", "native/optimizer", "deepspeed/optimizer"))
+    found = prove(special_tasks.ByNorm, cells=("native/nothing", "native/optimizer", "deepspeed/optimizer"))
     assert [row.outcome for row in found.rows] == ["agrees", "agrees", "disagrees"]
     finding = found.rows[2].finding
     assert finding is not None
@@ -130,7 +130,7 @@ def test_an_optimizer_that_uses_a_tensors_norm_is_named(prove: Callable[..., Ver
 
 def test_a_loss_that_draws_is_named(prove: Callable[..., Verdicts]) -> None:
     """Every cell draws the same numbers as the replay, and a remark says that the loss draws."""
-    found = prove(proofs.Drawing)
+    found = prove(special_tasks.Drawing)
     agreed(found)
     assert found.remarks[0].startswith("the loss draws random numbers; one process that splits batches in ")
 
@@ -148,13 +148,13 @@ def test_a_stream(prove: Callable[..., Verdicts]) -> None:
 
 def test_a_stream_that_is_random_per_read(prove: Callable[..., Verdicts]) -> None:
     """A stream that differs when read again gives no verdict."""
-    found = prove(proofs.UnseededStreamTask)
+    found = prove(special_tasks.UnseededStreamTask)
     assert found.stopped.startswith("the data is random at each read: the same samples, read twice under the same")
 
 
 def test_data_that_is_random_per_read_is_named(prove: Callable[..., Verdicts]) -> None:
     """Data that differs at each read gives no verdict."""
-    found = prove(proofs.UnseededTask)
+    found = prove(special_tasks.UnseededTask)
     assert [(row.outcome, row.note) for row in found.rows] == [("waits", "was not run")] * 2
     assert found.stopped.startswith("the data is random at each read: the same samples, read twice under the same")
     assert found.code == 1
@@ -181,7 +181,7 @@ def test_what_lies_in_the_folder_is_kept(tmp_path: Path) -> None:
     with pytest.raises(errors.OutExists) as e:
         verify(config, task=tasks.Plain, cells=ONLY)
     assert str(e.value) == (
-        f"{tmp_path}/verify holds an earlier proof: give --overwrite to replace it, or name another folder (out)"
+        f"{tmp_path}/verify holds an earlier verification: give --overwrite to replace it, or name another folder (out)"
     )
     (tmp_path / "verify" / "notes.txt").write_text("mine", "utf-8")
     with pytest.raises(errors.OutExists) as e:

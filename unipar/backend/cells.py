@@ -56,13 +56,9 @@ def check_offers(backend: Backend, cell: Cell) -> None:
     raise Unsupported(str(cell), [f"there is no such cell; {cell.backend} has: {have}"])
 
 
-def cell_of(config: Config) -> Cell:
-    """Return the cell that a config runs in; the options of its backend decide on the variant."""
-    return cell_in(find_backend(config.backend), config)
-
-
-def cell_in(backend: Backend, config: Config) -> Cell:
-    """Return the cell that a config of this backend runs in."""
+def cell_of(config: Config, backend: Backend | None = None) -> Cell:
+    """Return the cell that a config runs in; its backend's options decide on the variant; `backend` spares a lookup."""
+    backend = backend or find_backend(config.backend)
     given = config.options.get(backend.name, {})
     for name, variant in backend.capabilities.variants.items():
         if variant.options.items() <= given.items():
@@ -70,14 +66,9 @@ def cell_in(backend: Backend, config: Config) -> Cell:
     return Cell(backend.name, config.parallel.shard)
 
 
-def is_single_process(cell: Cell) -> bool:
-    """Return whether the cell is one process, whatever a config says about ranks."""
-    return is_alone(find_backend(cell.backend), cell)
-
-
-def is_alone(backend: Backend, cell: Cell) -> bool:
-    """Return whether a cell of this backend is one process, whatever a config says about ranks."""
-    can = backend.capabilities
+def is_single_process(cell: Cell, backend: Backend | None = None) -> bool:
+    """Return whether the cell is one process, whatever a config says about ranks; `backend` spares a lookup."""
+    can = (backend or find_backend(cell.backend)).capabilities
     return can.alone or (cell.variant is not None and can.variants[cell.variant].alone)
 
 
@@ -88,7 +79,7 @@ def config_in_cell(config: Config, cell: Cell) -> Config:
     """
     backend = find_backend(cell.backend)
     check_offers(backend, cell)
-    can, one = backend.capabilities, is_alone(backend, cell)
+    can, one = backend.capabilities, is_single_process(cell, backend)
     shard: Shard = cell.shard
     data, over = config.parallel.data, config.parallel.shard_over
     # `shard_over` has a meaning only where something is split

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from unipar.backend import registry, resources
-from unipar.backend.cells import cell_in, cells_of_backend, check_offers, config_in_cell, is_alone
+from unipar.backend.cells import cell_of, cells_of_backend, check_offers, config_in_cell, is_single_process
 from unipar.backend.description import Backend
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Cell, Config, Precision, Shard
@@ -33,7 +33,7 @@ class CheckedSource(ConfigSource):
     @property
     def alone(self) -> bool:
         """True if the cell is one process, whatever the config says about ranks."""
-        return is_alone(self.backend, self.cell)
+        return is_single_process(self.cell, self.backend)
 
 
 def read_source(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> CheckedSource:
@@ -86,7 +86,7 @@ def in_cell(source: ConfigSource, cell: Cell, origin: str = "--backend") -> Chec
 def settle(config: Config, ranks: int) -> SettledConfig:
     """Check and settle a config that was made in code; raise with every reason why it cannot run."""
     backend = registry.find_backend(config.backend)
-    cell = cell_in(backend, config)
+    cell = cell_of(config, backend)
     return _settled(config, backend, cell, ranks, resources.choose_device(config)[0])
 
 
@@ -99,13 +99,13 @@ def settled_in(settled: SettledConfig, cell: Cell) -> SettledConfig:
 
 def _settled(config: Config, backend: Backend, cell: Cell, ranks: int, device: str) -> SettledConfig:
     check_cell(config, backend, cell)
-    ranks = 1 if is_alone(backend, cell) else ranks
+    ranks = 1 if is_single_process(cell, backend) else ranks
     config.parallel.settle(ranks)
     return SettledConfig.of(config, cell, ranks, device)
 
 
 def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
-    cell = cell_in(backend, source.config)
+    cell = cell_of(source.config, backend)
     return CheckedSource(
         source.config, source.name, source.folder, source.origins, source.label, backend=backend, cell=cell
     )
@@ -124,7 +124,7 @@ def check_can_run(config: Config) -> Backend:
     Starts no process and imports no library.
     """
     backend = find_backend(config.backend)
-    check_cell(config, backend, cell_in(backend, config))
+    check_cell(config, backend, cell_of(config, backend))
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
         config.parallel.settle(config.parallel.data)
@@ -155,7 +155,7 @@ def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]
     kind = config.device.partition(":")[0]
     if kind != "auto" and kind not in can.devices:
         yield f"device: {config.device} is not supported; {backend.name} runs on {', '.join(can.devices)}"
-    if is_alone(backend, cell) and config.parallel.data not in (1, "auto"):
+    if is_single_process(cell, backend) and config.parallel.data not in (1, "auto"):
         yield f"parallel.data: {config.parallel.data} contradicts the cell: {cell} is one process"
     for key, value in _optional_keys_in_use(config).items():
         if value is not None and shard not in can.also.get(key, ()):

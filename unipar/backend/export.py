@@ -128,8 +128,8 @@ def shared_values(outline: Outline) -> dict[str, str]:
     flags = shared_flags(outline)
     args = outline.config.task.args if outline.config.task else {}
     cast = _BATCH_DTYPES.get(outline.config.train.precision)
-    born = ".double()" if cast == "torch.float64" else ""
-    names = ["Batches", "mix", "sow", "sow_torch"]
+    placed = ".double()" if cast == "torch.float64" else ""
+    names = ["Batches", "mix", "seed_all", "seed_torch"]
     names += ["Weighed"] * flags["weighs"] + ["moved"] * flags["moves"]
     return {
         "task": outline.task,
@@ -139,7 +139,7 @@ def shared_values(outline: Outline) -> dict[str, str]:
         "args": ", ".join(f"{k}={v!r}" for k, v in args.items()),
         "constants": "\n".join(_constants(outline)),
         "functions": "\n\n".join(_functions(outline)),
-        "born": born + (".to(device)" if outline.cuda else ""),
+        "placed": placed + (".to(device)" if outline.cuda else ""),
         "groups": groups_code(outline),
         "optimizer": optimizer_code(outline),
         "batches": "\n".join(_batches(outline)),

@@ -25,8 +25,8 @@ class RankCount:
 def count_ranks(config: Config, place: Place | None = None) -> RankCount:
     """Return the ranks of a run: from the config, else from the launcher's world, else one for each visible GPU."""
     backend = registry.find_backend(config.backend)
-    cell = cells.cell_in(backend, config)
-    return ranks_in(cell, config, place, alone=cells.is_alone(backend, cell))
+    cell = cells.cell_of(config, backend)
+    return ranks_in(cell, config, place, alone=cells.is_single_process(cell, backend))
 
 
 def ranks_in(cell: Cell, config: Config, place: Place | None, *, alone: bool) -> RankCount:

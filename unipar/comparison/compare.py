@@ -104,9 +104,9 @@ def compare_cells(
     """
     settled = asked.prepared.settled(ranks, asked=by)
     config = settled.config
-    entrants = select_cells(settled, tuple(cells) or config.compare.cells)
+    selected = select_cells(settled, tuple(cells) or config.compare.cells)
     each = threads_per_rank(max(ranks, widest))
-    of = store.comparison_identity(config, list(entrants), asked.ref, each, asked.unwatched)
+    of = store.comparison_identity(config, list(selected), asked.ref, each, asked.unwatched)
     first = Comparison(
         name=asked.source.name,
         out=str(folder),
@@ -114,7 +114,7 @@ def compare_cells(
         samples=settled.sizes.total,
         ranks=ranks,
         warmup=asked.turns.warmup,
-        rows=[row for row, _ in entrants.values()],
+        rows=[row for row, _ in selected.values()],
         unwatched=asked.unwatched,
     )
     with lock_folder(folder):
@@ -130,7 +130,7 @@ def compare_cells(
         runs = {
             row.cell: CellWorld(at, asked.ref, folder / at.cell.slug, asked.meter_environment)
             for row in first.rows
-            if row.outcome == "waits" and (at := entrants[row.cell][1]) is not None
+            if row.outcome == "waits" and (at := selected[row.cell][1]) is not None
         }
         with explain_write_errors(folder):
             store.write_comparison(folder, of, first)

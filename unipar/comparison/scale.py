@@ -52,18 +52,18 @@ def scale(
     prepared = asked.prepared
     resources.check_gpu_count(prepared.computed, sizes[-1], asked="--world")
     wanted = expand_cell_patterns(tuple(cells)) if cells else [source.cell]
-    entrants = list(select_worlds(settings, sizes, wanted, prepared.device))
-    waiting = [(world, at) for world, row, at in entrants if row.outcome == "waits" and at is not None]
+    selected = list(select_worlds(settings, sizes, wanted, prepared.device))
+    waiting = [(world, at) for world, row, at in selected if row.outcome == "waits" and at is not None]
     if not waiting:
-        refused = entrants[0][1]
-        raise Unsupported(entrants[0][0].cell, [refused.note])
+        refused = selected[0][1]
+        raise Unsupported(selected[0][0].cell, [refused.note])
     out, each = source.out / "scale", threads_per_rank(max(world.ranks for world, _ in waiting))
     first = Scaling(
         name=source.name,
         out=str(out),
         precision=settings.train.precision,
-        worlds=tuple(world for world, _, _ in entrants),
-        rows=[row for _, row, _ in entrants],
+        worlds=tuple(world for world, _, _ in selected),
+        rows=[row for _, row, _ in selected],
         cores=len(os.sched_getaffinity(0)),
         threads=each,
         device=prepared.device,

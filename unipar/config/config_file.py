@@ -42,6 +42,6 @@ def _why_no_file(file: Path) -> str:
         return f"{file} is not a plain file"
     if not file.parent.is_dir():
         return f"there is no file {file}: there is no folder {file.parent}"
-    beside = sorted(p.name for p in file.parent.iterdir() if p.suffix in (".yaml", ".yml"))
-    near = closest(file.name, beside)
+    siblings = sorted(p.name for p in file.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    near = closest(file.name, siblings)
     return f"there is no file {file}" + (f"; did you mean {file.parent / near}?" if near else "")

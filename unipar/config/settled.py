@@ -53,11 +53,6 @@ class SettledConfig:
         return cls(Config.model_validate_json(config), Cell.parse(data["cell"]), sizes, data["device"])
 
 
-def read_config(run: Path) -> Config:
-    """Return the config of a run from its folder."""
-    return Config.model_validate_json((run / "config.json").read_text("utf-8"))
-
-
 def read_settled(run: Path) -> SettledConfig:
     """Return the settled config of a run from its folder."""
     launch = json.loads((run / "launch.json").read_text("utf-8"))

@@ -12,11 +12,11 @@ from unipar.config.settled import SettledConfig
 from unipar.errors import BackendNotInstalled, ConfigError, Unsupported
 from unipar.results.row import CellResult
 
-Entrants = dict[str, tuple[CellResult, SettledConfig | None]]
+SelectedCells = dict[str, tuple[CellResult, SettledConfig | None]]
 """Row and config of each cell, by name; a cell that cannot run has a row with the reason, and no config."""
 
 
-def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
+def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> SelectedCells:
     """Return a row and a config for each cell that these patterns name; `single` is always the first."""
     one, alone = ONE, settled
     notes: list[str] = []
@@ -27,7 +27,7 @@ def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
         alone = alone.changed({"model.offload": "none"})
         notes.append("without model.offload")
     row = CellResult(cell=str(one), outcome="waits", note="; ".join(notes))
-    found: Entrants = {str(one): (row, _without_extras(settled_in(alone, one)))}
+    found: SelectedCells = {str(one): (row, _without_extras(settled_in(alone, one)))}
     for pattern in patterns:
         try:
             cells = expand_cell_patterns((pattern,))

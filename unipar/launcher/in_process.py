@@ -1,4 +1,4 @@
-"""Train in this process, under a foreign launcher or alone."""
+"""Training in this process, under a foreign launcher or alone."""
 
 from __future__ import annotations
 

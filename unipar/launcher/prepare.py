@@ -28,7 +28,7 @@ from unipar.tracking.tracker import require_tracker
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked config with its task, place and device: the input of every verb that starts processes."""
+    """A checked config with its task, place and device: the input of every command that starts processes."""
 
     source: CheckedSource
     ref: TaskRef | None

@@ -88,7 +88,7 @@ class DeviceMemory(Section):
     """Bytes of the whole process, as the driver counts them (NVML): CUDA's context and NCCL's buffers included."""
 
     @property
-    def beside(self) -> int | None:
+    def outside_allocator(self) -> int | None:
         """Bytes used outside torch's allocator: CUDA's context, NCCL, other libraries."""
         return None if self.used is None else self.used - self.reserved
 

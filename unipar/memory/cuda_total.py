@@ -49,12 +49,12 @@ class MeasuredCudaMemory:
     reserved: int
     """Highest number of bytes that torch's allocator reserved."""
 
-    beside: int
+    outside_allocator: int
     """Bytes that the driver counts for the process beyond that: CUDA's context, NCCL, Horovod."""
 
     @property
     def total(self) -> int:
-        return self.reserved + self.beside
+        return self.reserved + self.outside_allocator
 
 
 def total_on_cuda(account: MemoryAccount, ranks: int) -> PredictedCudaMemory | MeasuredCudaMemory:
@@ -62,9 +62,9 @@ def total_on_cuda(account: MemoryAccount, ranks: int) -> PredictedCudaMemory | M
     if account.on is None:
         return predict_on_cuda(account, ranks)
     reserved = account.reserved or account.on.reserved
-    if account.on.beside is None:
+    if account.on.outside_allocator is None:
         return PredictedCudaMemory(reserved, CUDA_CONTEXT_BYTES, NCCL_BYTES if ranks > 1 else 0, 0)
-    return MeasuredCudaMemory(reserved, account.on.beside)
+    return MeasuredCudaMemory(reserved, account.on.outside_allocator)
 
 
 def predict_on_cuda(account: MemoryAccount, ranks: int) -> PredictedCudaMemory:

@@ -158,7 +158,7 @@ def describe_memory_columns(accounts: Sequence[MemoryAccount]) -> list[Remark]:
             "rounding",
             *describe_allocator_settings(accounts),
         )
-    measured = all(a.on.beside is not None for a in accounts if a.on is not None)
+    measured = all(a.on.outside_allocator is not None for a in accounts if a.on is not None)
     took = "measured, what NVML counts for the process" if measured else "reserved + context + NCCL, both assumed"
     peak = f"the peak beyond the base of the largest rank, as torch's allocator on {', '.join(gpus)} counts it"
     others = table_remarks(

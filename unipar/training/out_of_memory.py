@@ -96,31 +96,31 @@ def _out_of_memory_sentence(error: BaseException, run: Path, rank: int, live: Tr
         sentence += f": {format_size(wanted)} more were requested, about {format_size(left)} were available"
     if live is None:
         settled = read_settled(run)
-        config, sizes, parameters, parts, beside = settled.config, settled.sizes, 0, {}, None
+        config, sizes, parameters, parts, other = settled.config, settled.sizes, 0, {}, None
     else:
         from unipar.memory.recording.holdings import bytes_held_by
 
         start = _last_event(run, rank, "start")
         config, sizes, parameters = live.config, live.sizes, int(start["parameters"])
         parts = bytes_held_by((part.engine for part in live.parts.values()), device)
-        beside = max(0, _bytes_in_use(live, int(start["resident"])) - sum(parts.values()))
+        other = max(0, _bytes_in_use(live, int(start["resident"])) - sum(parts.values()))
     lack = None if wanted is None else max(1, wanted - left)
-    moving = None if beside is None else beside + (wanted or 0)
+    moving = None if other is None else other + (wanted or 0)
     more = [
-        describe_largest_holders(parts, beside),
+        describe_largest_holders(parts, other),
         suggest_what_fits(config, sizes, parameters, at.phase, moving=moving, lack=lack),
     ]
     return "; ".join([sentence, *filter(None, more)])
 
 
-def describe_largest_holders(parts: Mapping[Any, int], beside: int | None) -> str:
+def describe_largest_holders(parts: Mapping[Any, int], other: int | None) -> str:
     """Return a phrase with the category that held most memory, and all others in order of size."""
-    named = [*parts.items(), *([("activations and everything else", beside)] if beside else [])]
+    named = [*parts.items(), *([("activations and everything else", other)] if other else [])]
     ranked = sorted(((name, number) for name, number in named if number), key=lambda item: -item[1])
     if not ranked:
         return ""
     (first, number), *others = ranked
-    about = "about " if beside and first not in parts else ""
+    about = "about " if other and first not in parts else ""
     rest = ", ".join(f"{name} {format_size(number)}" for name, number in others)
     return f"the largest part was {first}, {about}{format_size(number)}" + (f" ({rest})" if rest else "")
 

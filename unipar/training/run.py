@@ -59,7 +59,7 @@ class TrainingRun(Run):
         sizes: BatchSizes,
         *,
         ledger: Ledger,
-        heart: HeartbeatWriter,
+        heartbeat: HeartbeatWriter,
         trackers: TrackerWriter,
     ) -> None:
         self.task, self._parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
@@ -69,8 +69,8 @@ class TrainingRun(Run):
         self._first = next(iter(self._members.values()))
         self._active: ActivePart | None = None
         self._evaluating = False
-        self._ledger, self._heart, self._trackers = ledger, heart, trackers
-        self._mark = heart.set_phase
+        self._ledger, self._heartbeat, self._trackers = ledger, heartbeat, trackers
+        self._mark = heartbeat.set_phase
         self._loss: Fn = task.loss
         self._seed, self._every = config.train.seed, config.log.every
         self._loss_seed = mix_into(MIX_START, self._seed, 3)
@@ -183,7 +183,7 @@ class TrainingRun(Run):
         active = self._select_part(part, loss)
         trained = active.trained
         number = self.done + 1
-        self._heart.step = number
+        self._heartbeat.step = number
         self._next_seed = self.rank
         self._loss = loss or self.task.loss
         steps = self._steps or self.steps
@@ -316,7 +316,7 @@ class TrainingRun(Run):
         while self.done < self.steps:
             before = self.done
             self._pass_boundary(before)
-            self._heart.step = before + 1
+            self._heartbeat.step = before + 1
             self._mark("data")
             yield self._share(next(ready), feed)
             self._end_share()

@@ -54,18 +54,18 @@ def open_run(
     `backend` is that of the settled cell. `met` is called when the ranks have met, before anything is built.
     """
     config = settled.config
-    heart = HeartbeatWriter(heartbeat_path(run, place.rank))
+    heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
     with stop_on_signals(), Ledger(ledger_path(run, place.rank)) as ledger, ExitStack() as failed:
         if place.size == 1 or not place.started_by_unipar:
             failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
         with _explain_import_error(backend):
             world = backend.join(config, place)
         if met is not None:
-            met(world, heart)
-        watcher = _make_step_memory(config, backend, world, run, heart, ledger)
+            met(world, heartbeat)
+        watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
         trackers = TrackerWriter(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
         with explain_out_of_memory(run, place.rank):
-            live = build_run(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers)
+            live = build_run(settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
         if watcher is not None:
             _attach_step_memory(live, watcher)
         gc.collect()  # frees what is in reference cycles: rank 0's whole model, if it was split
@@ -85,7 +85,7 @@ def open_run(
 
 
 def _make_step_memory(
-    config: Config, backend: Backend, world: World, run: Path, heart: HeartbeatWriter, ledger: Ledger
+    config: Config, backend: Backend, world: World, run: Path, heartbeat: HeartbeatWriter, ledger: Ledger
 ) -> StepMemory | None:
     """Return the recorder for `log.memory`, or None without it; its modules are imported only if needed."""
     if not config.log.memory:
@@ -94,7 +94,7 @@ def _make_step_memory(
 
     watcher = choose_step_memory(backend, world, run)
     ledger.note("memory", said=watcher.said)
-    watcher.begin(world, heart)
+    watcher.begin(world, heartbeat)
     return watcher
 
 
@@ -127,7 +127,7 @@ def build_run(
     world: World,
     *,
     ledger: Ledger,
-    heart: HeartbeatWriter,
+    heartbeat: HeartbeatWriter,
     trackers: TrackerWriter,
     build: EngineFactory | None = None,
 ) -> TrainingRun:
@@ -162,7 +162,7 @@ def build_run(
     ledger.note("start", **process, parameters=parameters, resident=base)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))
-    return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heart=heart, trackers=trackers)
+    return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
 
 
 def _compute_nothing(model: nn.Module, given: None) -> None:

@@ -15,7 +15,7 @@ from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import ConfigError
-from unipar.launcher.cells import Entrants, select_cells
+from unipar.launcher.cells import SelectedCells, select_cells
 from unipar.launcher.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.results.live_table import LiveTable
@@ -51,7 +51,7 @@ def verify(
     assert prepared.ref is not None
     source, settled = prepared.source, _with_rank_count(prepared, world)
     train = settled.config.train
-    entrants = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)
+    selected = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)
     wanted = min(steps or DEFAULT_STEPS, train.steps or steps or DEFAULT_STEPS)
     out = source.out / "verify"
     first = Verdicts(
@@ -61,26 +61,26 @@ def verify(
         ranks=settled.ranks,
         steps=wanted,
         rows=[
-            Verdict(cell=row.cell, outcome=_initial_outcome(row.outcome), note=row.note) for row, _ in entrants.values()
+            Verdict(cell=row.cell, outcome=_initial_outcome(row.outcome), note=row.note) for row, _ in selected.values()
         ],
     )
-    configs = {name: at for name, (row, at) in entrants.items() if row.outcome == "waits" and at is not None}
+    configs = {name: at for name, (row, at) in selected.items() if row.outcome == "waits" and at is not None}
     with folder.lock_folder(out):
-        folder.clear_own_files(out, "verify", VERIFY_FILE_NAMES, "proof", overwrite=overwrite)
+        folder.clear_own_files(out, "verify", VERIFY_FILE_NAMES, "verification", overwrite=overwrite)
         now = _run_session(settled, prepared.ref, configs, first) if configs else first
         _write(out, now)
     return now
 
 
-def select_multi_rank_cells(settled: SettledConfig, patterns: Iterable[str]) -> Entrants:
+def select_multi_rank_cells(settled: SettledConfig, patterns: Iterable[str]) -> SelectedCells:
     """Return the cells that compare would select, without the reference; those of one process are refused."""
-    entrants = select_cells(settled, patterns)
-    del entrants[str(ONE)]
-    for name, (row, at) in entrants.items():
+    selected = select_cells(settled, patterns)
+    del selected[str(ONE)]
+    for name, (row, at) in selected.items():
         if row.outcome == "waits" and is_single_process(Cell.parse(name)):
             note = "it is one process, and verify compares several ranks with one process; `unipar compare` runs it"
-            entrants[name] = replace(row, outcome="refused", note=note), at
-    return entrants
+            selected[name] = replace(row, outcome="refused", note=note), at
+    return selected
 
 
 def _initial_outcome(outcome: str) -> Any:

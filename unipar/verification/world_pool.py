@@ -92,8 +92,8 @@ class WorldPool:
         self._number += 1
         folder = self._folder / f"world-{self._number}"
         folder.mkdir(parents=True)
-        orders = {"task": self._ref.to_json(), "jobs": [job.to_json() for job in jobs]}
-        (folder / JOBS_FILE_NAME).write_text(json.dumps(orders), encoding="utf-8")
+        content = {"task": self._ref.to_json(), "jobs": [job.to_json() for job in jobs]}
+        (folder / JOBS_FILE_NAME).write_text(json.dumps(content), encoding="utf-8")
         settled = jobs[0].settled
         group = WorkerGroup.of(
             settled,

@@ -294,8 +294,8 @@ def test_the_kernel_is_asked_in_the_main_thread_only(tmp_path: Path, *, in_main:
     class Noted:
         pid = 1
 
-        def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
-            seen.append(orders.dies_with_thread)
+        def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+            seen.append(arguments.dies_with_thread)
             raise OSError
 
     def enter() -> None:

@@ -154,9 +154,9 @@ def test_a_pause_of_the_whole_machine_is_forgiven(tmp_path: Path, monkeypatch: p
     slept, true = [0.0], time.monotonic
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: true() + slept[0], sleep=time.sleep))
     monkeypatch.setattr(watchdog, "STACK_DUMP_SECONDS", 0.0)
-    heart = HeartbeatWriter(heartbeat_path(tmp_path, 0))
-    heart.step = 5
-    heart.set_phase("forward")
+    heartbeat = HeartbeatWriter(heartbeat_path(tmp_path, 0))
+    heartbeat.step = 5
+    heartbeat.set_phase("forward")
     watch = HangDetector(tmp_path, 1.0)
     nobody = {0: 2**22 + 1}  # no such process: were it asked, it would not answer
     assert watch.find_hang(nobody) is None

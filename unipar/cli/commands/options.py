@@ -62,7 +62,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of a tabl
 
 
 def split_at_commas(cells: list[str] | None) -> list[str] | None:
-    """Split each word at its commas, so that `--cells a,b` means `--cell a --cell b`."""
+    """Split each word at its commas, so that `--cell a,b` means `--cell a --cell b`."""
     return None if cells is None else [cell for word in cells for part in word.split(",") if (cell := part.strip())]
 
 

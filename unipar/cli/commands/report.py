@@ -12,7 +12,7 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
     after: Annotated[
         Path | None,
-        typer.Argument(metavar="[AFTER]", help="A later run folder, shown against RUN.", show_default=False),
+        typer.Argument(metavar="[AFTER]", help="A later run folder, compared with RUN.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Instead of report.html in the folder.")

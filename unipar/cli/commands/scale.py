@@ -31,7 +31,7 @@ def scale(
     """Measure how much faster more ranks train.
 
     Strong scaling keeps the total batch, and each rank's share shrinks; weak scaling keeps each
-    rank's share, and the batch grows. All worlds run at once and take turns. Efficiency is
+    rank's share, and the batch grows. All worlds exist at the same time and take turns. Efficiency is
     the samples/s of a world divided by (ranks / ranks of the smallest world) x the smallest world's samples/s.
 
     \b

@@ -74,10 +74,10 @@ class ForkServer(WorkerStarter):
         return self._popen.pid
 
     @override
-    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
-        fds = [fd for name in _FD_FIELDS if (fd := getattr(orders, name)) >= 0]
-        asked = {"orders": asdict(orders), "environment": dict(environment), "folder": os.getcwd()}
-        reply, passed = self._ask(asked, [log, *fds])
+    def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+        fds = [fd for name in _FD_FIELDS if (fd := getattr(arguments, name)) >= 0]
+        request = {"arguments": asdict(arguments), "environment": dict(environment), "folder": os.getcwd()}
+        reply, passed = self._ask(request, [log, *fds])
         return _ForkedWorker(reply["pid"], passed[0], self)
 
     def reap(self, pid: int) -> int:
@@ -136,45 +136,45 @@ class _ForkedWorker(WorkerProcess):
 def run_fork_server(words: list[str]) -> NoReturn:
     """Import the modules, then answer requests to fork and to reap until the socket is closed."""
     die_with_parent(int(words[1]), signal.SIGKILL if words[2] == "1" else None)
-    asked = socket.socket(fileno=int(words[0]))
-    asked.set_inheritable(False)
+    connection = socket.socket(fileno=int(words[0]))
+    connection.set_inheritable(False)
     try:
         for module in ["unipar.launcher.processes.worker", *words[3:]]:
             importlib.import_module(module)
-        _send_reply(asked, {"ready": _require_single_thread()})
+        _send_reply(connection, {"ready": _require_single_thread()})
     except BaseException:
-        _send_reply(asked, {"error": traceback.format_exc()})
+        _send_reply(connection, {"error": traceback.format_exc()})
         os._exit(1)
     gc.freeze()  # the forks' garbage collector does not touch these pages: they stay shared, and collecting is fast
     while True:
-        raw, fds, _, _ = socket.recv_fds(asked, FORK_MESSAGE_BYTES, 1 + len(_FD_FIELDS), socket.MSG_CMSG_CLOEXEC)
+        raw, fds, _, _ = socket.recv_fds(connection, FORK_MESSAGE_BYTES, 1 + len(_FD_FIELDS), socket.MSG_CMSG_CLOEXEC)
         if not raw:
             os._exit(0)
         try:
-            _handle_request(asked, json.loads(raw), list(fds))
+            _handle_request(connection, json.loads(raw), list(fds))
         except Exception:
-            _send_reply(asked, {"error": traceback.format_exc()})
+            _send_reply(connection, {"error": traceback.format_exc()})
         finally:
             for fd in fds:
                 os.close(fd)
 
 
-def _handle_request(asked: socket.socket, said: dict[str, Any], fds: list[int]) -> None:
-    if "reap" in said:
-        _, status = os.waitpid(said["reap"], 0)
-        _send_reply(asked, {"code": os.waitstatus_to_exitcode(status)})
+def _handle_request(connection: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
+    if "reap" in request:
+        _, status = os.waitpid(request["reap"], 0)
+        _send_reply(connection, {"code": os.waitstatus_to_exitcode(status)})
         return
     log, *rest = fds
-    orders = WorkerArguments(**said["orders"])
-    given = [name for name in _FD_FIELDS if getattr(orders, name) >= 0]
-    orders = replace(orders, **dict(zip(given, rest, strict=True)))
+    arguments = WorkerArguments(**request["arguments"])
+    given = [name for name in _FD_FIELDS if getattr(arguments, name) >= 0]
+    arguments = replace(arguments, **dict(zip(given, rest, strict=True)))
     _require_single_thread()
     pid = os.fork()
     if pid == 0:
-        _become_worker(asked, orders, said, log)
+        _become_worker(connection, arguments, request, log)
     pidfd = os.pidfd_open(pid)
     try:
-        _send_reply(asked, {"pid": pid}, [pidfd])
+        _send_reply(connection, {"pid": pid}, [pidfd])
     finally:
         os.close(pidfd)
 
@@ -187,25 +187,27 @@ def _require_single_thread() -> int:
     return threads
 
 
-def _send_reply(asked: socket.socket, what: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    socket.send_fds(asked, [json.dumps(what).encode()[:FORK_MESSAGE_BYTES]], fds)
+def _send_reply(connection: socket.socket, what: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    socket.send_fds(connection, [json.dumps(what).encode()[:FORK_MESSAGE_BYTES]], fds)
 
 
-def _become_worker(asked: socket.socket, orders: WorkerArguments, said: dict[str, Any], log: int) -> NoReturn:
+def _become_worker(
+    connection: socket.socket, arguments: WorkerArguments, request: dict[str, Any], log: int
+) -> NoReturn:
     """Turn this fork into a worker: session, output, environment and folder as a new process would have them."""
     os.setsid()
-    asked.close()
+    connection.close()
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     os.environ.clear()
-    os.environ.update(said["environment"])
-    os.chdir(said["folder"])
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
     if "torch" in sys.modules:  # torch reads OMP_NUM_THREADS only when it is imported
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from unipar.launcher.processes import worker
 
-    worker.run_worker(orders)
+    worker.run_worker(arguments)
 
 
 if __name__ == "__main__":

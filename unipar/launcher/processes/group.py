@@ -153,7 +153,7 @@ class WorkerGroup:
                     log_path(self.run, rank.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
                 )
                 passed.callback(os.close, log)
-                orders = WorkerArguments(
+                arguments = WorkerArguments(
                     rank=rank.rank,
                     size=self.size,
                     parent=self._starter.pid,
@@ -167,7 +167,7 @@ class WorkerGroup:
                     entry=self._entry,
                     folder=rank.folder,
                 )
-                rank.process = self._starter.start(orders, environment, log)
+                rank.process = self._starter.start(arguments, environment, log)
                 self._selector.register(rank.process.pidfd, selectors.EVENT_READ, rank)
             if pipes:
                 pickled.send_task(self._pickled_task, pipes)

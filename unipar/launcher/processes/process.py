@@ -35,7 +35,7 @@ class WorkerProcess(Protocol):
 class WorkerStarter(Protocol):
     """Way to start workers: as new interpreters, or as forks."""
 
-    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+    def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         """Start one worker, whose stdout and stderr go to the descriptor `log`."""
         ...
 
@@ -66,13 +66,15 @@ class SubprocessStarter:
     def pid(self) -> int:
         return os.getpid()
 
-    def start(self, orders: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+    def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         passed = [
-            fd for fd in (orders.parent_alive_fd, orders.listener, orders.control, orders.pickled_task_fd) if fd >= 0
+            fd
+            for fd in (arguments.parent_alive_fd, arguments.listener, arguments.control, arguments.pickled_task_fd)
+            if fd >= 0
         ]
         # -P: files in the current folder must not hide modules
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "unipar.launcher.processes.worker", *orders.to_command_line()],
+            [sys.executable, "-P", "-m", "unipar.launcher.processes.worker", *arguments.to_command_line()],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=log,

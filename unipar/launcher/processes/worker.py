@@ -34,29 +34,29 @@ def run_worker_from_command_line(words: list[str]) -> None:
     run_worker(WorkerArguments.read(words))
 
 
-def run_worker(orders: WorkerArguments) -> NoReturn:
+def run_worker(arguments: WorkerArguments) -> NoReturn:
     """Run the worker's entry and exit."""
-    die_with_parent(orders.parent, signal.SIGKILL if orders.dies_with_thread else None)
-    die_when_pipe_closes(orders.parent_alive_fd, orders.folder)
+    die_with_parent(arguments.parent, signal.SIGKILL if arguments.dies_with_thread else None)
+    die_when_pipe_closes(arguments.parent_alive_fd, arguments.folder)
     # From here on the thread that waits for the pipe ends this process, its data workers and the folder. SIGCONT
     # instead of SIGKILL: it wakes a stopped process, which could not read the pipe, and does no harm if only the
     # thread that started this worker ends.
-    die_with_parent(orders.parent, signal.SIGCONT)
-    run = Path(orders.run)
-    if orders.pickled_task_fd >= 0:
-        pickled.receive_task(orders.pickled_task_fd)
-    _use_temporary_folder(orders.folder)
+    die_with_parent(arguments.parent, signal.SIGCONT)
+    run = Path(arguments.run)
+    if arguments.pickled_task_fd >= 0:
+        pickled.receive_task(arguments.pickled_task_fd)
+    _use_temporary_folder(arguments.folder)
     faulthandler.enable()
-    stack = stack_path(run, orders.rank).open("w", encoding="utf-8")
+    stack = stack_path(run, arguments.rank).open("w", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, stack)
     try:
-        _import_entry(orders.entry)(_place_of_worker(orders), run, _control_socket(orders.control))
+        _import_entry(arguments.entry)(_place_of_worker(arguments), run, _control_socket(arguments.control))
     except SystemExit as e:
         if code := _exit_code(e):
-            write_error(run, orders.rank, e, _HIDDEN_FILES)
+            write_error(run, arguments.rank, e, _HIDDEN_FILES)
         _exit_now(code)
     except BaseException as e:
-        record_error_and_exit(run, orders.rank, e)
+        record_error_and_exit(run, arguments.rank, e)
     _exit_now(0)
 
 
@@ -106,15 +106,15 @@ def _import_entry(name: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def _place_of_worker(orders: WorkerArguments) -> Place:
+def _place_of_worker(arguments: WorkerArguments) -> Place:
     return Place(
-        rank=orders.rank,
-        size=orders.size,
-        local_rank=orders.rank,
-        local_size=orders.size,
+        rank=arguments.rank,
+        size=arguments.size,
+        local_rank=arguments.rank,
+        local_size=arguments.size,
         launcher="unipar",
-        address=("127.0.0.1", orders.port) if orders.port else None,
-        listener=orders.listener if orders.listener >= 0 else None,
+        address=("127.0.0.1", arguments.port) if arguments.port else None,
+        listener=arguments.listener if arguments.listener >= 0 else None,
     )
 
 

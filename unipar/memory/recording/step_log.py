@@ -35,7 +35,7 @@ class StepMemory(Protocol):
         """Reason why memory is no longer recorded; empty while it is."""
         ...
 
-    def begin(self, world: World, heart: HeartbeatWriter) -> None:
+    def begin(self, world: World, heartbeat: HeartbeatWriter) -> None:
         """Set the base: called when the ranks have met, before anything is built."""
         ...
 
@@ -82,8 +82,8 @@ class _MeterStepMemory:
         self._watching = MemoryRecorder(backend, [self._meter])
         self._begun = False
 
-    def begin(self, world: World, heart: HeartbeatWriter) -> None:
-        self._watching.begin(world, heart)
+    def begin(self, world: World, heartbeat: HeartbeatWriter) -> None:
+        self._watching.begin(world, heartbeat)
 
     def follow(self, engines: Sequence[Engine]) -> None:
         self._watching.follow(engines)
@@ -119,12 +119,12 @@ class _CounterStepMemory:
         self._engines: Sequence[Engine] = ()
         self._on = False
 
-    def begin(self, world: World, heart: HeartbeatWriter) -> None:
+    def begin(self, world: World, heartbeat: HeartbeatWriter) -> None:
         self._device = world.device
         self._base = self._now()
         self._phase: PhaseName | None = "built"
         self._clear()
-        heart.on_phase = self._mark
+        heartbeat.on_phase = self._mark
         self._forget()
 
     def follow(self, engines: Sequence[Engine]) -> None:

@@ -70,9 +70,9 @@ class MemoryRecorder:
         self._around: ExitStack | None = None
         self._holdings: Callable[[], Iterable[Holding]] = tuple
 
-    def begin(self, world: World, heart: HeartbeatWriter) -> None:
+    def begin(self, world: World, heartbeat: HeartbeatWriter) -> None:
         """Set the base mark: called when the ranks have met, before anything is built."""
-        self._world, self._heart = world, heart
+        self._world, self._heartbeat = world, heartbeat
         run_toy_step(world)
         self._anonymous = anonymous_memory()
         self._begin()
@@ -83,13 +83,13 @@ class MemoryRecorder:
             watched.source.begin()
         self._anonymous = anonymous_memory()
         self._mark("start")
-        self._heart.on_phase = self._mark
+        self._heartbeat.on_phase = self._mark
 
     def lose(self, error: Exception) -> None:
         """End the recording because of an error; no further account is written."""
         message = str(error).strip()
         self.lost = f"{type(error).__name__}: {message.splitlines()[0] if message else 'no message'}"[:300]
-        self._heart.on_phase = None
+        self._heartbeat.on_phase = None
         self.ended = True
         around, self._around = self._around, None
         with suppress(Exception):
@@ -152,7 +152,7 @@ class MemoryRecorder:
 
     def _end(self) -> None:
         self._mark("end")
-        self._heart.on_phase = None
+        self._heartbeat.on_phase = None
         self.ended = True
         for watched in self._watched:
             watched.source.end()
@@ -258,14 +258,14 @@ class MemoryRecorder:
 
     def account(self) -> MemoryAccount:
         """Return the account of the first memory, with communication; for CUDA, with that of the host's memory."""
-        first, *beside = (watched.account(self._world, self._steps) for watched in self._watched)
+        first, *others = (watched.account(self._world, self._steps) for watched in self._watched)
         added = {"sent": dict(self._sent), "sent_by": self._sent_by, "notes": (*first.notes, *self._notes)}
         first = first.model_copy(update=added)
         if self._pinned is None or not self._steps:
             return first
         low, high = next(((low, high) for how, low, high in self._steps if how == "placed"), self._steps[-1][1:])
         pinned = (*self._pinned.phases(0, self._steps[0][1]), *self._pinned.phases(low, high))
-        return first.model_copy(update={"pinned": pinned, "host": beside[0] if beside else None})
+        return first.model_copy(update={"pinned": pinned, "host": others[0] if others else None})
 
 
 def choose_event_sources(device: torch.device) -> list[EventSource]:

@@ -40,9 +40,9 @@ def _phase_rows(cell: str, account: MemoryAccount) -> list[list[str]]:
 def _driver_table(cells: list[tuple[str, MemoryAccount]]) -> str:
     """Return the table of the driver's figures, or a sentence if there are none."""
     rows = [
-        [cell, a.on.name, format_size(a.on.used), format_size(a.on.reserved), format_size(a.on.beside)]
+        [cell, a.on.name, format_size(a.on.used), format_size(a.on.reserved), format_size(a.on.outside_allocator)]
         for cell, a in cells
-        if a.on is not None and a.on.used is not None and a.on.beside is not None
+        if a.on is not None and a.on.used is not None and a.on.outside_allocator is not None
     ]
     if not rows:
         return paragraph("The memory that CUDA and NCCL take for themselves was not measured.", "note")

@@ -41,15 +41,15 @@ class StepsDone(BaseException):
 def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) -> None:
     """Run all jobs of this world on this rank."""
     warnings.filterwarnings("ignore")  # every job trains the same task and would repeat them
-    orders = json.loads((folder / JOBS_FILE_NAME).read_text("utf-8"))
-    ref = TaskRef.from_json(orders["task"])
-    jobs = [Job.from_json(job) for job in orders["jobs"]]
+    content = json.loads((folder / JOBS_FILE_NAME).read_text("utf-8"))
+    ref = TaskRef.from_json(content["task"])
+    jobs = [Job.from_json(job) for job in content["jobs"]]
     first = jobs[0].settled
     backend = registry.find_backend(first.cell.backend)
     world = backend.join(first.config, place)
-    heart = HeartbeatWriter(heartbeat_path(folder, place.rank))
+    heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, job in enumerate(jobs):
-        result = _run_job_or_error(job, backend, ref, world, folder, heart)
+        result = _run_job_or_error(job, backend, ref, world, folder, heartbeat)
         with whole(job_result_path(folder, i, place.rank)) as path:
             torch.save(result, path)
         world.barrier()
@@ -57,17 +57,17 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
 
 
 def _run_job_or_error(
-    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heart: HeartbeatWriter
+    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter
 ) -> dict[str, Any]:
     """Return the result of a job, or a UniparError, which every rank raises alike; any other error ends the world."""
     try:
-        return _run_job(job, backend, ref, world, folder, heart)
+        return _run_job(job, backend, ref, world, folder, heartbeat)
     except UniparError as e:
         return {"error": str(e), "kind": type(e).__name__}
 
 
 def _run_job(
-    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heart: HeartbeatWriter
+    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter
 ) -> dict[str, Any]:
     settled = job.settled
     task = ref.load()
@@ -79,7 +79,9 @@ def _run_job(
     build = replay.replay_builder(job.ranks, job.order, apart=job.apart) if job.kind == "replay" else None
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
-        live = build_run(settled, backend, task, world, ledger=ledger, heart=heart, trackers=trackers, build=build)
+        live = build_run(
+            settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, build=build
+        )
         recorder = RunRecorder(job.trace_at)
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
@@ -87,7 +89,7 @@ def _run_job(
         if job.kind == "replay":
             live.use_feed(_feed_of_all_ranks(task, settled.config, job.ranks))
         _train_steps(task, live, job.steps)
-        heart.set_phase("start")  # collecting the result is not part of a step
+        heartbeat.set_phase("start")  # collecting the result is not part of a step
         result = {
             "steps": recorder.steps,
             "states": recorder.states,

@@ -1,4 +1,4 @@
-"""Tasks that a proof must say something about, beside whether the cells agree."""
+"""Tasks that `verify` must say something about, besides whether the cells agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conformance import tasks
 
 
 class Contrast(tasks.Plain):
-    """Each sentence beside all others of its batch."""
+    """Contrasts each sentence with all others of its batch."""
 
     @override
     def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
