@@ -11,6 +11,7 @@ from unipar_deepspeed import import_config
 from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
 from unipar.config.config_file import read_config_text
+from unipar.config.sections.parallel import UNSUPPORTED_KEYS
 from unipar.errors import ConfigError
 
 _LAUNCHER_MATTER = "for the launcher; unipar starts processes itself, or joins those of a launcher"
@@ -168,8 +169,6 @@ def _read_fsdp(keys: ForeignSection) -> None:
 
 def _put_if_supported(reading: ForeignConfigReader, theirs: str, key: str, value: str) -> None:
     """Carry a key into a key of unipar, or refuse it where this version does not support unipar's key yet."""
-    from unipar.config.sections.parallel import UNSUPPORTED_KEYS
-
     if key in UNSUPPORTED_KEYS:
         reading.refuse(theirs, UNSUPPORTED_KEYS[key])
     else:

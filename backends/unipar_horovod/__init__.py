@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field, PositiveFloat
@@ -108,8 +109,6 @@ class Horovod(Backend):
 
     @override
     def version(self) -> str:
-        from importlib import import_module
-
         import_module("horovod.torch")  # `import horovod` alone would not load the compiled library
         return super().version()
 

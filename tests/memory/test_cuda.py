@@ -154,8 +154,8 @@ def test_a_size_that_no_look_tells_is_rounded_up() -> None:
 def test_a_look_tells_the_true_size() -> None:
     """Of a block that was given whole, and of one that is older than the history: its free has it, too."""
     trace = (alloc(OLD, 3 * MIB), *free(OLD, 3 * MIB), *free(SCRATCH, 5))
-    looks = [SizeSnapshot(0, {SCRATCH: 4096}), SizeSnapshot(1, {SCRATCH: 4096, OLD: 4 * MIB})]
-    found = events_from_trace(list(allocation_entries(trace)), looks, (), {}, base=9000, stream=0)
+    snapshots = [SizeSnapshot(0, {SCRATCH: 4096}), SizeSnapshot(1, {SCRATCH: 4096, OLD: 4 * MIB})]
+    found = events_from_trace(list(allocation_entries(trace)), snapshots, (), {}, base=9000, stream=0)
     assert found.events["size"].tolist() == [4 * MIB, -4 * MIB, -4096]
     assert found.slack == [0, 0, 0]
 

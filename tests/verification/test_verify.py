@@ -78,7 +78,7 @@ def planted(
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        (RunKey("look"), "task probe"),
+        (RunKey("probe"), "task probe"),
         (RunKey("one process"), "one process"),
         (RunKey("one process", precision="fp64"), "one process, fp64"),
         (RunKey("one process", micro=2), "one process, microbatches of 2"),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unipar.backend import registry
 from unipar.config.settled import read_settled
 from unipar.config.source import Given
 from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
@@ -20,6 +21,7 @@ from unipar.memory.sources.malloc_build import step_log_environment
 from unipar.results.run import Report
 from unipar.task import Task
 from unipar.task.importing import is_importing_task, next_earlier_run
+from unipar.task.task import TASK_FUNCTIONS
 
 if TYPE_CHECKING:
     from unipar.task import Run
@@ -106,8 +108,6 @@ def join(
 
 
 def _select_functions(named: Mapping[str, Any]) -> dict[str, TaskFunction]:
-    from unipar.task.task import TASK_FUNCTIONS
-
     return {name: named[name] for name in TASK_FUNCTIONS if named[name] is not None}
 
 
@@ -155,7 +155,6 @@ def _join_as_worker(
     context: worker_entries.ScriptContext, task: type[Task] | None, functions: Mapping[str, TaskFunction]
 ) -> Generator[Run]:
     """Context manager: the run of a worker that runs the user's script."""
-    from unipar.backend import registry
     from unipar.training.setup import open_run
 
     if context.has_joined:

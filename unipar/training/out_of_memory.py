@@ -16,7 +16,7 @@ from unipar.planning.estimate import estimate_kept_bytes, suggest_what_fits
 from unipar.run_folder.heartbeat import LastPhase
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.utils.procfs import memory_left
+from unipar.utils.procfs import anonymous_memory, memory_left
 from unipar.utils.text import format_size
 
 if TYPE_CHECKING:
@@ -178,6 +178,4 @@ def _bytes_in_use(live: TrainingRun, base: int) -> int:
         import torch
 
         return torch.cuda.memory_allocated(live.device)
-    from unipar.utils.procfs import anonymous_memory
-
     return anonymous_memory() - base

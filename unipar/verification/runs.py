@@ -12,7 +12,7 @@ from unipar.config.settled import SettledConfig
 from unipar.verification.worker.jobs import Job, RunKey
 
 TASK_PROBE_NAME, FP64_RUN_NAME, BASE_RUN_NAME = (
-    RunKey("look"),
+    RunKey("probe"),
     RunKey("one process", precision="fp64"),
     RunKey("one process"),
 )
@@ -70,7 +70,7 @@ class RunPlan:
         ]
         return [
             [
-                Job(key=TASK_PROBE_NAME, kind="look", settled=self.one_process_config("fp64"), steps=0),
+                Job(key=TASK_PROBE_NAME, kind="probe", settled=self.one_process_config("fp64"), steps=0),
                 self._run(FP64_RUN_NAME, self.one_process_config("fp64")),
                 self.replay_job(MICROBATCH_REPLAY_NAME, exactly),
             ],

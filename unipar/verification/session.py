@@ -143,7 +143,12 @@ class VerificationSession:
             bits = next((order for order, replay in orders if equals_bitwise(record, replay)), "")
             row = replace(row, bits=bits)
             if bits or judgement.agrees or row.outcome in ("disagrees", "failed"):
-                self._replace_row(row, "is bit-for-bit equal to the replay" if bits else "adds in an order of its own")
+                self._replace_row(
+                    row,
+                    "is bit-for-bit equal to the replay"
+                    if bits
+                    else "sums in its own order, so it is not bit-for-bit equal to a replay",
+                )
                 return
         row = self._row(row, record, judgement)
         self._replace_row(row, f"{row.outcome}: {row.worst}" if row.outcome == "disagrees" else row.outcome)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,4 @@ def _modules_to_import(backend: Backend) -> list[str]:
 
 
 def _engine_module(home: str) -> list[str]:
-    from importlib.util import find_spec
-
     return [f"{home}.engine"] if find_spec(f"{home}.engine") is not None else []

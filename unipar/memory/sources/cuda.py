@@ -49,7 +49,7 @@ class CudaHistory:
 
     def __init__(self) -> None:
         self._marks: list[PhaseMark] = []
-        self._looks: list[SizeSnapshot] = []
+        self._snapshots: list[SizeSnapshot] = []
         self._sites: Mapping[str, Category] = {}
         self._notes: list[str] = []
 
@@ -62,7 +62,7 @@ class CudaHistory:
         self._first = self.at()
         torch.cuda.reset_peak_memory_stats(self._index)
         self._base = self._stats()["allocated_bytes"]["current"]
-        self._look()
+        self._take_snapshot()
 
     def mark(self, phase: str) -> None:
         stats = self._stats()  # all numbers from one call: other threads may free memory between two
@@ -70,7 +70,7 @@ class CudaHistory:
         pool = PoolPeaks(*(stats[f"{kind}_bytes"]["peak"] for kind in ("reserved", "active", "requested")))
         self._marks.append(PhaseMark(self._came(stats), phase, allocated["peak"], allocated["current"], 0, pool))
         torch.cuda.reset_peak_memory_stats(self._index)
-        self._look()
+        self._take_snapshot()
 
     def at(self) -> int:
         """Return the number of allocations and frees since the base."""
@@ -106,9 +106,9 @@ class CudaHistory:
         return 0
 
     def collect_events(self) -> SeenEvents:
-        looks = [replace(look, at=self.index(look.at)) for look in self._looks]
+        snapshots = [replace(snapshot, at=self.index(snapshot.at)) for snapshot in self._snapshots]
         marks = [replace(mark, at=self.index(mark.at)) for mark in self._marks]
-        seen = events_from_trace(self._trace, looks, marks, self._sites, base=self._base, stream=self._stream)
+        seen = events_from_trace(self._trace, snapshots, marks, self._sites, base=self._base, stream=self._stream)
         if off := largest_drift(seen):
             self._notes.append(f"the history and the allocator's own count differ by up to {off} bytes")
         return seen
@@ -129,9 +129,9 @@ class CudaHistory:
         kinds = ("allocation", "allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
         return {kind: stats[kind]["all"] for kind in kinds}
 
-    def _look(self) -> None:
+    def _take_snapshot(self) -> None:
         segments = torch.cuda.memory_snapshot(include_traces=False)
-        self._looks.append(SizeSnapshot(self.at(), allocated_block_sizes(segments, self._index)))
+        self._snapshots.append(SizeSnapshot(self.at(), allocated_block_sizes(segments, self._index)))
 
 
 def allocation_entries(trace: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
@@ -154,15 +154,15 @@ def allocated_block_sizes(segments: Iterable[Mapping[str, Any]], device: int) ->
 
 def events_from_trace(
     trace: Sequence[Mapping[str, Any]],
-    looks: Sequence[SizeSnapshot],
+    snapshots: Sequence[SizeSnapshot],
     marks: Sequence[PhaseMark],
     sites: Mapping[str, Category],
     *,
     base: int,
     stream: int,
 ) -> SeenEvents:
-    """Return the events of a trace; `marks` and `looks` are at numbers of its entries."""
-    events, slack = replay_trace(trace, looks, base)
+    """Return the events of a trace; `marks` and `snapshots` are at numbers of its entries."""
+    events, slack = replay_trace(trace, snapshots, base)
     return SeenEvents(
         events=events,
         kinds=np.full(len(events), TENSOR, dtype=np.int8),
@@ -177,7 +177,7 @@ def events_from_trace(
 
 
 def replay_trace(
-    trace: Sequence[Mapping[str, Any]], looks: Sequence[SizeSnapshot], base: int
+    trace: Sequence[Mapping[str, Any]], snapshots: Sequence[SizeSnapshot], base: int
 ) -> tuple[EventArray, list[int]]:
     """Return events in the meter's format, and the bytes by which the block of each may be larger.
 
@@ -187,7 +187,7 @@ def replay_trace(
     sizes, slack = [0] * len(trace), [0] * len(trace)
     open_at: dict[int, int] = {}
     older: dict[int, int] = {}
-    left = list(looks)
+    left = list(snapshots)
     for i, entry in enumerate(trace):
         while left and left[0].at <= i:
             _apply_snapshot(left.pop(0), open_at, older, sizes, slack)
@@ -199,8 +199,8 @@ def replay_trace(
             sizes[i] = -sizes[came]
         else:
             sizes[i] = -older.pop(address, size)
-    for look in left:
-        _apply_snapshot(look, open_at, older, sizes, slack)
+    for snapshot in left:
+        _apply_snapshot(snapshot, open_at, older, sizes, slack)
     events = np.zeros(len(trace), dtype=NOTE_DTYPE)
     events["address"] = [entry["addr"] for entry in trace]
     events["size"] = sizes
@@ -211,9 +211,9 @@ def replay_trace(
 
 
 def _apply_snapshot(
-    look: SizeSnapshot, open_at: Mapping[int, int], older: dict[int, int], sizes: list[int], slack: list[int]
+    snapshot: SizeSnapshot, open_at: Mapping[int, int], older: dict[int, int], sizes: list[int], slack: list[int]
 ) -> None:
-    for address, size in look.sizes.items():
+    for address, size in snapshot.sizes.items():
         if (i := open_at.get(address)) is None:
             older[address] = size
         else:

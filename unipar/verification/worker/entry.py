@@ -73,7 +73,7 @@ def _run_job(
     task = ref.load()
     dropout_names = disable_dropout(task) if job.calm else []
     settled, again = fix_stream_samples(task, settled, job.steps)
-    if job.kind == "look":
+    if job.kind == "probe":
         facts = {"quiet": dropout_names, "stream": again is not None, **probe_task(task, settled, world)}
         return facts | {"again": facts["again"] and again is not False}
     build = replay.replay_builder(job.ranks, job.order, apart=job.apart) if job.kind == "replay" else None

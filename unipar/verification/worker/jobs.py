@@ -23,7 +23,7 @@ JOBS_FILE_NAME: Final = "jobs.json"
 class RunKey:
     """Key of a run of a verification; its text names the run on the terminal, in errors and in verify.json."""
 
-    kind: Literal["look", "one process", "shares", "micros", "cell"]
+    kind: Literal["probe", "one process", "shares", "micros", "cell"]
     """Kind of run; shares and micros: a replay in one process that adds rank by rank, or microbatch by microbatch."""
 
     cell: str = ""
@@ -43,7 +43,7 @@ class RunKey:
 
     @override
     def __str__(self) -> str:
-        if self.kind == "look":
+        if self.kind == "probe":
             return "task probe"
         if self.kind == "cell":
             return f"{self.cell}, bitwise" if self.bitwise else self.cell
@@ -62,8 +62,8 @@ class Job:
     """One run of a number of steps."""
 
     key: RunKey
-    kind: Literal["run", "replay", "look"]
-    """run: a usual run; replay: one process that does what `ranks` ranks do; look: the probe of the task alone."""
+    kind: Literal["run", "replay", "probe"]
+    """run: a usual run; replay: one process that does what `ranks` ranks do; probe: the probe of the task alone."""
 
     settled: SettledConfig
     steps: int
