@@ -28,7 +28,7 @@ verify: setup ## every cell compared with one process on two examples, bitwise w
 	$(BIN)/unipar verify configs/char_gpt.yaml --overwrite
 	$(BIN)/unipar verify configs/digits.yaml --overwrite
 
-# Types are checked on the second core while tests run; what is wrong with them is told at once, and again at the end.
+# pyright runs on the second core while tests run; its errors are printed at once, its last line again at the end.
 test: style ## lint, and every test that needs no GPU
 	@typed=$$(mktemp); \
 	( $(IN_VENV) $(BIN)/pyright > "$$typed" 2>&1 || { cat "$$typed"; exit 1; } ) & types=$$!; \
