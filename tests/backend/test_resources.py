@@ -111,7 +111,7 @@ def test_what_torch_was_built_with() -> None:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: number)
+    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: number)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def _theirs() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("shard", "more", "wrapper", "resharded"),
     [
-        ("gradients", {}, "FSDPCall", False),
-        ("parameters", {}, "FSDPCall", True),
+        ("gradients", {}, "FSDPForwardCall", False),
+        ("parameters", {}, "FSDPForwardCall", True),
         ("optimizer", ZERO, "DeepSpeedEngine", None),
     ],
 )

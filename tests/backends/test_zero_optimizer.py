@@ -69,7 +69,7 @@ def test_one_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "wrapper"),
-    [({}, "DDP"), ({"train": {"steps": 1, "precision": "bf16-master"}}, "FSDP2")],
+    [({}, "DDPEngine"), ({"train": {"steps": 1, "precision": "bf16-master"}}, "FSDP2Engine")],
 )
 def test_where_it_cannot(change: dict[str, Any], wrapper: str, tmp_path: Path) -> None:
     """FSDP2 takes over for bf16-master, as ZeroRedundancyOptimizer has no fp32 masters."""

@@ -237,7 +237,7 @@ def test_losses_that_part_are_named() -> None:
 
 
 def test_a_world_that_failed_is_a_row(found: Scaling) -> None:
-    """The others keep their figures; where the smallest failed, there is nothing to hold them to."""
+    """The others keep their figures; where the smallest failed, there is nothing to compare them to."""
     late = [*found.rows[:2], CellResult(cell=found.rows[2].cell, outcome="failed", note="rank 1 died")]
     one = made(*zip(found.worlds, late, strict=True))
     assert one.table(100).splitlines()[3] == "native/nothing      2  weak     failed: rank 1 died"
@@ -245,7 +245,7 @@ def test_a_world_that_failed_is_a_row(found: Scaling) -> None:
     early = [CellResult(cell=found.rows[0].cell, outcome="failed", note="no"), *found.rows[1:]]
     none = made(*zip(found.worlds, early, strict=True))
     assert [none.efficiency(world) for world in none.worlds] == [None, None, None]
-    assert scaling_headline(none) == "No cell ran in two worlds, so there is nothing to hold."
+    assert scaling_headline(none) == "No cell ran in two worlds, so there is nothing to compare."
 
 
 # For real
@@ -327,7 +327,7 @@ def test_a_config_that_no_world_can_run(given: dict[str, Any], tmp_path: Path) -
 def test_too_few_gpus(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names what asked for them."""
     given["device"] = "cuda"
-    monkeypatch.setattr("unipar.backend.resources.count_visible_gpus", lambda: 1)
+    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: 1)
     with pytest.raises(errors.Unsupported) as e:
         scale(given, worlds=[1, 2])
     assert str(e.value) == (

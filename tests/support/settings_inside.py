@@ -48,19 +48,19 @@ class InSets(tasks.Grouped):
 def record_whole_elements() -> Generator[list[int]]:
     """Elements of parameters that were in memory on this rank, whenever a tensor came in while ZeRO-3 was made."""
     engine: Any = import_module("unipar_deepspeed.engine")
-    travel, seen = engine.travel, list[int]()
+    broadcast, seen = engine.broadcast_tensor, list[int]()
     older = _parameters()
     known = {id(p) for p in older}
 
     def counted(*args: Any) -> Tensor:
         seen.append(sum(p.numel() for p in _parameters() if id(p) not in known and p.device.type != "meta"))
-        return travel(*args)
+        return broadcast(*args)
 
-    engine.travel = counted
+    engine.broadcast_tensor = counted
     try:
         yield seen
     finally:
-        engine.travel = travel
+        engine.broadcast_tensor = broadcast
 
 
 def _parameters() -> list[nn.Parameter]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from unipar.backend import cells, registry
 from unipar.config import Cell, Config
-from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE, count_visible_gpus, describe_gpu_count
+from unipar.distributed import gpus as visible_gpus
+from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE, describe_gpu_count
 from unipar.distributed.launchers import place_from_environment
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported, WorldMismatch
@@ -47,7 +48,7 @@ def ranks_in(cell: Cell, config: Config, place: Place | None, *, alone: bool) ->
         return RankCount(1, "auto: no launcher, and device is cpu")
     if ":" in config.device:
         return RankCount(1, f"auto: no launcher, and device is {config.device} alone")
-    gpus = count_visible_gpus()
+    gpus = visible_gpus.count_visible_gpus()
     return RankCount(gpus or 1, f"auto: no launcher, {describe_gpu_count(gpus)} visible here")
 
 
@@ -60,7 +61,7 @@ def choose_device(config: Config) -> tuple[str, str]:
     """Return `cpu`, `cuda` or `cuda:N`, and the reason if the config leaves the choice open."""
     if config.device != "auto":
         return config.device, ""
-    gpus = count_visible_gpus()
+    gpus = visible_gpus.count_visible_gpus()
     return ("cuda" if gpus else "cpu"), f"auto: {describe_gpu_count(gpus)} visible here"
 
 
@@ -72,7 +73,7 @@ def check_gpu_count(config: Config, number: int, local: int | None = None, asked
     kind, _ = choose_device(config)
     if kind == "cpu":
         return
-    gpus, wanted = count_visible_gpus(), local or number
+    gpus, wanted = visible_gpus.count_visible_gpus(), local or number
     if ":" in kind:
         index = int(kind.partition(":")[2])
         if index >= gpus:
