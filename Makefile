@@ -14,6 +14,9 @@ IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exit 130' INT TERM && \
     $(IN_VENV) TORCH_EXTENSIONS_DIR="$$compiled" $(BIN)/python -m pytest
 
+# Test files run in two processes where there are two cores; a world that a test starts uses both anyway.
+WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo verify test lint style bench layout route memory conformance chaos matrix sweeps compiled setup horovod clean
@@ -33,7 +36,7 @@ test: style ## lint, and every test that needs no GPU
 	@typed=$$(mktemp); \
 	( $(IN_VENV) $(BIN)/pyright > "$$typed" 2>&1 || { cat "$$typed"; exit 1; } ) & types=$$!; \
 	trap 'kill $$types 2> /dev/null; rm -f "$$typed"; exit 130' INT TERM; \
-	( $(PYTEST) $(ARGS) ); tests=$$?; \
+	( $(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS) ); tests=$$?; \
 	wait $$types || tests=1; \
 	tail -n 1 "$$typed"; rm -f "$$typed"; exit $$tests
 

@@ -108,7 +108,7 @@ class Forks(WorkerStarter):
             yield
 
     def _as_server(
-        self, modules: Sequence[str], environment: Mapping[str, str]
+        self, modules: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> AbstractContextManager[WorkerStarter]:
         return nullcontext(self)
 
