@@ -31,10 +31,17 @@ def test_found() -> None:
     assert "toy/nothing" in out.stdout
 
 
-def test_suite() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param("nothing-2-", marks=pytest.mark.sweep, id="every case"),
+        pytest.param("nothing-2- and (bf16 or tied or ragged or state or parts)", id="some cases"),
+    ],
+)
+def test_suite(cases: str) -> None:
     """An outside backend passes the conformance suite in worlds of 2, with marks of its own."""
     words = ("-m", "pytest", "tests/conformance", "-q", "-p", "no:cacheprovider", "--cells", "toy")
-    out = _run(*words, "--marks", "tests/support/toy/marks.toml", "-k", "nothing-2-")
+    out = _run(*words, "--marks", "tests/support/toy/marks.toml", "-k", cases)
     assert out.returncode == 0, out.stdout[-3000:]
     assert "4 xfailed" in out.stdout.splitlines()[-1]
 
