@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.foreign_launch import CONFIG
+from tests.support.forks import Forks
 from tests.support.launchers import LAUNCH_COMMANDS, environment, in_private_network, launch_command, reason_missing
 from tests.support.world import eventually, is_running, parent_of
 from unipar.results.run import Report
@@ -40,11 +41,11 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def alone(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Report:
     """The same run in a world of ours."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "x.yaml").write_text(CONFIG, encoding="utf-8")
-    done = run(launch_command("python", "unipar", "run", "x.yaml"), folder)
+    done = forks.python(["-m", "unipar", "run", "x.yaml", "--set", "parallel.data=2"], folder)
     assert done.returncode == 0, done.stderr
     return Report.read(folder / "runs/x")
 
@@ -104,7 +105,7 @@ def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path) -> None
         assert (tmp_path / name).read_text("utf-8") == "12 steps, 2 ranks"
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.sweep), "deepspeed", "mpirun"])
+@pytest.mark.parametrize("launcher", [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("torchrun", "deepspeed")), "mpirun"])
 def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path) -> None:
     """kill -9 leaves orphans otherwise; `deepspeed` has a process of its own between it and the ranks."""
     (tmp_path / "x.yaml").write_text(CONFIG.replace("steps: 12", "steps: 1000000"), encoding="utf-8")

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 import unipar
+from tests.support.forks import Forks
 from tests.support.tiny import CONFIG, Tiny
 from tests.support.world import PYTHONPATH_VARIABLE, ROOT, SOON, eventually
 from unipar.backend.checks import given_source
@@ -22,17 +23,30 @@ from unipar.distributed.launchers import Launcher
 from unipar.errors import OutExists, Stopped, TaskError, Unsupported, WorkerFailed
 from unipar.launcher import rerun
 from unipar.launcher.prepare import check_launcher_serves
+from unipar.launcher.processes.process import SubprocessStarter
 from unipar.run_folder.ledger import Ledger
 
 
-def python(script: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run it as the user would: a file, from its own folder."""
-    (folder / "script.py").write_text(script, encoding="utf-8")
-    environment = {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "script.py", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
+ENVIRONMENT = {**PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
+
+Python = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def python(forks: Forks, tmp_path: Path) -> Python:
+    """Run a script as the user would, a file from its own folder: in a fork, or `new`, in a new interpreter."""
+
+    def run(script: str, *words: str, new: bool = False) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(script, encoding="utf-8")
+        if not new:
+            return forks.python(["script.py", *words], tmp_path, ENVIRONMENT)
+        command = [sys.executable, "script.py", *words]
+        environment = {**os.environ, **ENVIRONMENT}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+
+    return run
 
 
 # launch
@@ -63,9 +77,9 @@ except unipar.TaskError as e:
 """
 
 
-def test_two_launches_and_no_guard(tmp_path: Path) -> None:
+def test_two_launches_and_no_guard(python: Python, tmp_path: Path) -> None:
     """Workers import the calling script, come past its earlier launches as it did, and stop at their own."""
-    done = python(TWICE, tmp_path)
+    done = python(TWICE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "trained 12",
@@ -91,7 +105,7 @@ def test_two_launches_and_no_guard(tmp_path: Path) -> None:
     ]
 
 
-def test_functions_instead_of_a_task_and_one_rank_fails(tmp_path: Path) -> None:
+def test_functions_instead_of_a_task_and_one_rank_fails(python: Python, tmp_path: Path) -> None:
     """Errors arrive where launch was called, with the rank's own traceback, also if nobody catches them."""
     script = """
 import torch, unipar
@@ -106,7 +120,7 @@ def loss(model, batch):
 if __name__ == "__main__":
     unipar.launch(CONFIG, model=model, data=data, loss=loss, overrides={"out": "out"}, quiet=True)
 """
-    done = python(script, tmp_path)
+    done = python(script)
     assert done.returncode == 1
     assert (
         f"WorkerFailed: rank 1 failed: ArithmeticError: no loss here\n  its log: {tmp_path}/out/rank-1.log\n"
@@ -117,7 +131,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("to", ["parent", "one rank"])
-def test_stopped_by_a_signal(to: str, tmp_path: Path) -> None:
+def test_stopped_by_a_signal(to: str, forks: Forks, tmp_path: Path) -> None:
     """SIGTERM to the parent or to a rank: all ranks stop at one step boundary; what was logged is whole."""
     script = f"""
 import unipar
@@ -127,18 +141,12 @@ if __name__ == "__main__":
     unipar.launch(CONFIG, overrides={{"out": "out", "train.steps": 100000, "task": task}})
 """
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    environment = {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
-    )
     ledgers = [tmp_path / "out" / f"rank-{rank}.jsonl" for rank in (0, 1)]
-    eventually(lambda: all(x.exists() and '"step": 1,' in x.read_text("utf-8") for x in ledgers), "no step", 60)
-    began = time.monotonic()
-    if to == "parent":
-        process.send_signal(signal.SIGTERM)
-    else:
-        os.kill(next(Ledger.read(ledgers[1]))["pid"], signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    with forks.begin(["script.py"], tmp_path, ENVIRONMENT) as process:
+        eventually(lambda: all(x.exists() and '"step": 1,' in x.read_text("utf-8") for x in ledgers), "no step", 60)
+        began = time.monotonic()
+        os.kill(process.pid if to == "parent" else next(Ledger.read(ledgers[1]))["pid"], signal.SIGTERM)
+        said = process.wait().stderr
     assert time.monotonic() - began < SOON
     report = unipar.Report.read(tmp_path / "out")
     assert report.stopped is not None
@@ -148,7 +156,7 @@ if __name__ == "__main__":
     assert [f'"step": {report.stopped}' in rank[0] for rank in steps] == [True, True]
 
 
-def test_a_rank_that_hangs_in_training(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_training(python: Python, tmp_path: Path) -> None:
     """The other rank waits inside DDP's backward, and is not blamed."""
     script = f"""
 import unipar
@@ -160,12 +168,12 @@ if __name__ == "__main__":
     except unipar.Hung as e:
         print(e)
 """
-    done = python(script, tmp_path)
+    done = python(script)
     assert done.stdout.startswith("rank 1 hung in step 4 (forward): no sign of life for 1 s; it is at "), done.stderr
     assert re.search(r"tests/support/tiny.py:\d+ in loss\n", done.stdout)
 
 
-def test_a_backend_whose_library_is_broken(tmp_path: Path) -> None:
+def test_a_backend_whose_library_is_broken(python: Python, tmp_path: Path) -> None:
     """The rank's own error is raised with its own type and exit code."""
     broken = tmp_path / "broken" / "deepspeed"
     broken.mkdir(parents=True)
@@ -180,7 +188,7 @@ if __name__ == "__main__":
     except unipar.BackendNotInstalled as e:
         print(e.code, e)
 """
-    done = python(script, tmp_path)
+    done = python(script, new=True)
     assert "3 backend 'deepspeed' is installed and cannot be imported (libcuda.so.1: cannot open)" in done.stdout, (
         done.stderr
     )
@@ -206,25 +214,25 @@ print("after", sys.argv)
 """
 
 
-def test_join_with_two_ranks(tmp_path: Path) -> None:
+def test_join_with_two_ranks(python: Python, tmp_path: Path) -> None:
     """The script runs once more in each rank; its caller goes no further than join, and rank 0's prints are seen."""
-    done = python(JOINS, tmp_path, "2")
+    done = python(JOINS, "2", new=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["before", "before", "rank 0 of 2 at 12", "after ['script.py', '2']"]
     assert "rank 1 of 2 at 12" in (tmp_path / "out" / "rank-1.log").read_text("utf-8")
 
 
-def test_join_with_one(tmp_path: Path) -> None:
+def test_join_with_one(python: Python, tmp_path: Path) -> None:
     """A world of one needs no other process."""
-    done = python(JOINS, tmp_path, "1")
+    done = python(JOINS, "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["before", "rank 0 of 1 at 12", "after ['script.py', '1']"]
     assert not (tmp_path / "out" / "rank-0.log").exists()
 
 
-def test_join_and_a_rank_fails(tmp_path: Path) -> None:
+def test_join_and_a_rank_fails(python: Python, tmp_path: Path) -> None:
     """The caller ends with the sentence and the rank's traceback, and an exit code."""
-    done = python(JOINS, tmp_path, "2", "fail")
+    done = python(JOINS, "2", "fail")
     assert done.returncode == 1
     assert done.stderr.endswith(f"unipar: rank 1 failed: KeyError: 'labels'\n  its log: {tmp_path}/out/rank-1.log\n")
     assert 'script.py", line 13, in <module>' in done.stderr
@@ -271,9 +279,9 @@ def test_no_script_to_run_again(words: Sequence[str], where: str) -> None:
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
+        raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(SubprocessStarter, "start", refuse)
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -1,17 +1,18 @@
 """Workers for tests, forked from one process that has imported all libraries: a world without its seconds of imports.
 
-    python -m tests.support.forks PLAIN METERED WORDS...    runs `unipar WORDS...`, workers from our servers
-
 What a worker is asked to do is the same; tests of how new interpreters start do without.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -27,7 +28,7 @@ from unipar.backend import registry
 from unipar.distributed.place import Place
 from unipar.launcher.processes import group
 from unipar.launcher.processes.forkserver import ForkServer
-from unipar.launcher.processes.process import SubprocessStarter, WorkerProcess, WorkerStarter
+from unipar.launcher.processes.process import SubprocessStarter, WorkerProcess, WorkerStarter, reap_process
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.memory.sources import malloc_build
 from unipar.verification import world_pool
@@ -53,7 +54,7 @@ def modules() -> list[str]:
     """Return what takes long to import: torch, and the engines of all backends that are installed."""
     here = [name for name in BACKENDS if registry.why_not_installed(registry.find_backend(name)) is None]
     engines = [f"unipar_{name}.engine" for name in here]
-    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *TRACED, *RUNS, "tests.support.forks", *engines]
+    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *TRACED, *RUNS, "tests.support.python_fork", *engines]
 
 
 @final
@@ -93,7 +94,7 @@ class Forks(WorkerStarter):
     @override
     def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         settings = {name: environment[name] for name in SETTINGS if environment.get(name)}
-        if settings and settings != _metered():
+        if settings and settings != metered_environment():
             return SubprocessStarter().start(replace(arguments, parent=os.getpid()), environment, log)
         server = self._server(settings)
         told = {**environment, ENTRY: arguments.entry}
@@ -116,25 +117,91 @@ class Forks(WorkerStarter):
         self, words: Sequence[str], environment: Mapping[str, str] | None = None, *, memory: bool = False
     ) -> subprocess.CompletedProcess[str]:
         """Run `unipar WORDS...` in a process of its own, to its end; `memory`: its workers are counted."""
-        servers = [self._server(settings) for settings in ({}, _metered() if memory else {})]
-        given = [f"{_socket(server).fileno()}:{server.pid}" for server in servers]
-        fds = {_socket(server).fileno() for server in servers}
-        told = {**os.environ, **(environment or {})}
-        path = os.pathsep.join(filter(None, [told.get("PYTHONPATH"), str(ROOT)]))
-        command = [sys.executable, "-m", "tests.support.forks", *given, *words]
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**told, "PYTHONPATH": path},
-            pass_fds=fds,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return self.python(["-m", "unipar", *words], ROOT, environment, memory=memory)
+
+    def python(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        memory: bool = False,
+        timeout: float = 300.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python WORDS...` from this folder to its end, as a fork whose workers are forks, too."""
+        with self.begin(words, folder, environment, memory=memory) as process:
+            return process.wait(timeout)
+
+    @contextmanager
+    def begin(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        memory: bool = False,
+    ) -> Generator[ForkedPython]:
+        """`python WORDS...` as `python` runs it, while the body watches it; it ends with the body.
+
+        Until then no other worker of this test is started.
+        """
+        plain, metered = self.plain, self._server(metered_environment()) if memory else None
+        told = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
+        command = {"words": list(words), "folder": str(folder), "environment": told, "plain": plain.pid}
+        with tempfile.TemporaryDirectory(dir=BEGUN["TMPDIR"]) as temporary, _pipe() as alive:
+            run = Path(temporary)
+            (run / "command.json").write_text(json.dumps(command | {"metered": metered and metered.pid}), "utf-8")
+            arguments = WorkerArguments(
+                rank=0,
+                size=1,
+                parent=plain.pid,
+                dies_with_thread=0,
+                parent_alive_fd=alive,
+                listener=-1 if metered is None else _socket(metered).fileno(),
+                control=_socket(plain).fileno(),
+                run=str(run),
+                entry="tests.support.python_fork:begin",
+                folder=str(run / "own"),
+            )
+            with (run / "log").open("wb") as log:
+                process = ForkedPython(list(words), plain.start(arguments, told, log.fileno()), run)
+            try:
+                yield process
+            finally:
+                process.end()
+
+
+@final
+class ForkedPython:
+    """A `python` that is a fork, as `Popen` is one that is not."""
+
+    def __init__(self, words: list[str], process: WorkerProcess, run: Path) -> None:
+        self._words, self._process, self._run = words, process, run
+        self._code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Return its exit code and what it printed."""
+        ended, _, _ = select.select([self._process.pidfd], [], [], timeout)
+        self.end()
+        printed = {name: (self._run / name) for name in ("stdout", "stderr", "log")}
+        out, err, log = (file.read_text("utf-8") if file.exists() else "" for file in printed.values())
+        if not ended:
+            raise subprocess.TimeoutExpired(self._words, timeout, out, err + log)
+        assert self._code is not None
+        return subprocess.CompletedProcess(self._words, self._code, out, err + log)
+
+    def end(self) -> None:
+        """Kill it, and what it has left running."""
+        if self._code is None:
+            self._code = reap_process(self._process)
 
 
 @cache
-def _metered() -> Mapping[str, str]:
+def metered_environment() -> Mapping[str, str]:
     """Return what a process whose memory is counted begins with; empty where there is no compiler."""
     try:
         return malloc_build.preload_environment(malloc_build.build_meter())
@@ -146,34 +213,34 @@ def _socket(server: ForkServer) -> socket.socket:
     return vars(server)["_socket"]
 
 
-def lent(word: str) -> ForkServer:
+def server_of(connection: socket.socket, pid: int) -> ForkServer:
     """Return a server that another process has started and will end."""
-    fd, pid = map(int, word.split(":"))
     server = ForkServer(())
-    vars(server).update(_socket=socket.socket(fileno=fd), _popen=SimpleNamespace(pid=pid, wait=lambda: "it has ended"))
+    vars(server).update(_socket=connection, _popen=SimpleNamespace(pid=pid, wait=lambda: "it has ended"))
     return server
+
+
+@contextmanager
+def _pipe() -> Generator[int]:
+    """The reading end of a pipe whose other end is open in the body."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def enter(place: Place, run: Path, control: socket.socket | None) -> None:
     """Find modules, in the fork, where a new interpreter would, and do what was asked for."""
-    ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    servers = BEGUN["PYTHONPATH"].split(os.pathsep)
-    sys.path[:] = [*filter(None, ours), *(path for path in sys.path if path not in servers)]
-    importlib.invalidate_caches()
+    find_modules_as_new_interpreters_do()
     module, _, function = os.environ.pop(ENTRY).partition(":")
     getattr(importlib.import_module(module), function)(place, run, control)
 
 
-def main(words: Sequence[str]) -> None:
-    """Be the command line of `unipar`, with workers of these servers."""
-    from unipar.cli.app import main as command
-
-    plain, metered, *rest = words
-    sys.argv = ["unipar", *rest]
-    servers = [({}, lent(plain)), *([(_metered(), lent(metered))] if metered != plain else [])]
-    with Forks(servers) as forks, forks.instead():
-        command()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def find_modules_as_new_interpreters_do() -> None:
+    """Put what PYTHONPATH names now in place of what the server's named."""
+    ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    servers = BEGUN["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [*filter(None, ours), *(path for path in sys.path if path not in servers)]
+    importlib.invalidate_caches()
