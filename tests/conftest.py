@@ -73,9 +73,9 @@ def _played(config: pytest.Config) -> list[Any]:
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Processes that have imported all libraries once, for all tests that start workers."""
-    from tests.support.forks import Forks
+    from tests.support.forks import LENT, Forks
 
-    with Forks() as made:
+    with Forks(LENT) as made:
         yield made
 
 

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forks import PYTEST_WORDS, Forks
+from unipar.backend import installed
+from unipar.backend.installed import ImportProbe
+from unipar.cli.commands import backends
 from unipar.errors import Unsupported
 
 ROOT = Path(__file__).parents[2]
 TOY = ROOT / "tests" / "support" / "toy"
 
 
-def _run(*words: str, path: Path = TOY) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(path), "COLUMNS": "120"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+SUITE = (*PYTEST_WORDS, "tests/conformance", "--cells", "toy", "--marks")
 
 
-def test_found() -> None:
+@pytest.fixture
+def run(forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python WORDS...` where the toy is installed."""
+    return lambda *words: forks.python(words, ROOT, {"PYTHONPATH": str(TOY), "COLUMNS": "120"})
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point is enough for `unipar backends` to list a backend."""
-    out = _run("-m", "unipar", "backends")
+    monkeypatch.syspath_prepend(TOY)
+    monkeypatch.setattr(installed, "probe_imports", lambda names: {n: ImportProbe(version=f"{n} 1") for n in names})
+    listed = backends.format_backends(backends.rows())
+    assert "toy         library  toy 1\n            cells    toy/nothing\n" in listed
+
+
+@pytest.mark.sweep
+def test_found_by_the_command(run: Run) -> None:
+    """And its library is imported, like all others, to learn the version."""
+    out = run("-m", "unipar", "backends")
     assert out.returncode == 0
     assert "toy/nothing" in out.stdout
 
@@ -38,29 +55,27 @@ def test_found() -> None:
         pytest.param("nothing-2- and (bf16 or tied or ragged or state or parts)", id="some cases"),
     ],
 )
-def test_suite(cases: str) -> None:
+def test_suite(cases: str, run: Run) -> None:
     """An outside backend passes the conformance suite in worlds of 2, with marks of its own."""
-    words = ("-m", "pytest", "tests/conformance", "-q", "-p", "no:cacheprovider", "--cells", "toy")
-    out = _run(*words, "--marks", "tests/support/toy/marks.toml", "-k", cases)
+    out = run(*SUITE, "tests/support/toy/marks.toml", "-k", cases)
     assert out.returncode == 0, out.stdout[-3000:]
     assert "4 xfailed" in out.stdout.splitlines()[-1]
 
 
-def test_a_lying_mark_fails(tmp_path: Path) -> None:
+def test_a_lying_mark_fails(tmp_path: Path, run: Run) -> None:
     """A mark for what the backend can do fails the suite."""
     text = (TOY / "marks.toml").read_text("utf-8").replace('cases = ["', 'cases = ["tied weights", "')
     (tmp_path / "marks.toml").write_text(text, "utf-8")
-    words = ("-m", "pytest", "tests/conformance", "-q", "-p", "no:cacheprovider", "--cells", "toy", "-k", "2-tied")
-    out = _run(*words, "--marks", str(tmp_path / "marks.toml"))
+    out = run(*SUITE, str(tmp_path / "marks.toml"), "-k", "2-tied")
     assert out.returncode == 1
     assert "[XPASS(strict)] a toy has no masters" in out.stdout
 
 
-def test_an_unknown_backend_in_a_mark_stops_collection(tmp_path: Path) -> None:
+def test_an_unknown_backend_in_a_mark_stops_collection(tmp_path: Path, run: Run) -> None:
     """A mark that names an unknown backend stops the collection of tests."""
     text = (TOY / "marks.toml").read_text("utf-8").replace("toy/*", "troy/*")
     (tmp_path / "marks.toml").write_text(text, "utf-8")
-    out = _run("-m", "pytest", "tests/conformance", "-q", "--cells", "toy", "--marks", str(tmp_path / "marks.toml"))
+    out = run(*SUITE, str(tmp_path / "marks.toml"))
     assert out.returncode == 2
     assert "a never mark names ['troy/*']" in out.stdout
 

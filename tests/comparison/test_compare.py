@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -213,20 +211,18 @@ def test_a_loop_that_ends_early_is_told_so(given: dict[str, Any]) -> None:
         compare(given, cells=("native/nothing",))
 
 
-def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any], tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any], tmp_path: Path, forks: Forks) -> None:
     """Ctrl-C while cells wait for their turn: exit code 130, no process left, and the rows so far."""
     given["train"]["steps"] = 100_000
     (tmp_path / "x.yaml").write_text(json.dumps(given), encoding="utf-8")
-    command = [sys.executable, "-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as going:
-        assert going.stderr is not None
-        assert any("single is warmed up" in line for line in going.stderr)
-        workers = _children(going.pid)
+    command = ["-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
+    with forks.begin(command, tmp_path, memory=True) as going:
+        eventually(lambda: "single is warmed up" in going.stderr, "single does not begin")
+        workers = {*_children(forks.plain.pid), *_children(forks.metered.pid)} - {going.pid}
         os.kill(going.pid, signal.SIGINT)
-        out, _ = going.communicate(timeout=60)
-    assert going.returncode == 130
+        done = going.wait()
+    assert done.returncode == 130
+    out = done.stdout
     assert out.splitlines()[1].startswith("single")
     assert "interrupted: cells without figures did not finish" in out
     assert "unipar compare · x · 2 ranks · fp32" in (tmp_path / "out/compare/report.html").read_text("utf-8")
@@ -251,25 +247,16 @@ def test_what_was_interrupted_goes_on_where_it_stopped(
     """After Ctrl-C or a kill, the cell that had ended is reused with a note, and the other one runs."""
     (tmp_path / "task.py").write_text("import os, time\n" + TASK.partition("    def train")[0].rstrip() + SLOW, "utf-8")
     (tmp_path / "x.yaml").write_text(json.dumps(given), encoding="utf-8")
-    words = [sys.executable, "-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
-    env = os.environ | {"COLUMNS": "200"}
-    with subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=env | {"SLOW": "1"},
-    ) as going:
-        assert going.stderr is not None
-        assert any("single has ended" in line for line in going.stderr)
+    words = ["-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
+    with forks.begin(words, tmp_path, {"SLOW": "1"}, memory=True) as going:
+        eventually(lambda: "single has ended" in going.stderr, "single does not end")
         time.sleep(0.5)
         os.kill(going.pid, sign)
-        going.communicate(timeout=60)
+        going.wait()
     file = tmp_path / "out/compare/compare.json"
     first = json.loads(file.read_text("utf-8"))
     assert [(row["cell"], row["outcome"]) for row in first["cells"]] == [("single", "ran"), ("native/nothing", "waits")]
-    again = forks.unipar(words[3:], env, memory=True)
+    again = forks.python(words, tmp_path, {"COLUMNS": "200"}, memory=True)
     assert again.returncode == 0, again.stderr
     assert "single starts" not in again.stderr
     told = json.loads(file.read_text("utf-8"))

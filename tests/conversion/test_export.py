@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.exports import FILE, WORDS
+from tests.support.forks import Forks
 from tests.support.traveller import Loaded, Words20
 from unipar import Task, join
 from unipar.config import source
@@ -32,6 +33,19 @@ class Hidden:
         if name.partition(".")[0].startswith("unipar"):
             raise ModuleNotFoundError(f"{name} is hidden")
 sys.meta_path.insert(0, Hidden)
+"""
+
+
+FORGETS = """
+import runpy
+for name in list(sys.modules):
+    if name.partition(".")[0].startswith("unipar"):
+        del sys.modules[name]
+try:
+    import unipar
+except ModuleNotFoundError:
+    sys.path.insert(0, "")
+    runpy.run_path("train.py", run_name="__main__")
 """
 
 
@@ -83,10 +97,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize(
     ("to", "shard"),
     [
-        pytest.param("torchrun", "nothing", marks=pytest.mark.sweep),
-        pytest.param("torchrun", "optimizer", marks=pytest.mark.sweep),
-        ("torchrun", "parameters"),
-        ("deepspeed", "gradients"),
+        *(pytest.param("torchrun", shard, marks=pytest.mark.sweep) for shard in ("nothing", "optimizer", "parameters")),
+        pytest.param("deepspeed", "gradients", marks=pytest.mark.sweep),
         ("accelerate", "nothing"),
         ("horovod", "nothing"),
     ],
@@ -95,7 +107,25 @@ def test_the_same_losses(to: str, shard: str, tmp_path: Path, hidden: dict[str, 
     """Started by the command that came with it, in a world where unipar cannot be imported."""
     told = source.load_given_config({**WORDS, "parallel": {"data": 2, "shard": shard}})
     made = export_script(told, to, tmp_path / "made")
-    rows = started(made.folder, to, hidden, tmp_path)
+    _compare(started(made.folder, to, hidden, tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("to", "shard"), [("torchrun", "nothing"), ("torchrun", "parameters"), ("deepspeed", "gradients")]
+)
+def test_the_same_losses_without_a_launcher(
+    to: str, shard: str, tmp_path: Path, expected: list[float], forks: Forks
+) -> None:
+    """Two ranks of the script by hand, with the variables that launchers set; unipar cannot be imported there."""
+    told = source.load_given_config({**WORDS, "parallel": {"data": 2, "shard": shard}})
+    made = export_script(told, to, tmp_path / "made")
+    (tmp_path / "start.py").write_text(HIDES + FORGETS, encoding="utf-8")
+    for done in forks.ranks([str(tmp_path / "start.py")], made.folder, {"DS_ACCELERATOR": "cpu"}):
+        assert done.returncode == 0, done.stdout + done.stderr
+    _compare([json.loads(line) for line in (made.folder / "log.jsonl").read_text("utf-8").splitlines()], expected)
+
+
+def _compare(rows: list[dict[str, float]], expected: list[float]) -> None:
     assert len(expected) == 6
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=2e-6)
     factors = [0.5, 1.0, 1.0, 0.7750000000000001, 0.32500000000000007, 0.1]

@@ -105,7 +105,9 @@ def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path) -> None
         assert (tmp_path / name).read_text("utf-8") == "12 steps, 2 ranks"
 
 
-@pytest.mark.parametrize("launcher", [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("torchrun", "deepspeed")), "mpirun"])
+@pytest.mark.parametrize(
+    "launcher", [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("torchrun", "deepspeed")), "mpirun"]
+)
 def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path) -> None:
     """kill -9 leaves orphans otherwise; `deepspeed` has a process of its own between it and the ranks."""
     (tmp_path / "x.yaml").write_text(CONFIG.replace("steps: 12", "steps: 1000000"), encoding="utf-8")

@@ -26,7 +26,6 @@ from unipar.launcher.prepare import check_launcher_serves
 from unipar.launcher.processes.process import SubprocessStarter
 from unipar.run_folder.ledger import Ledger
 
-
 ENVIRONMENT = {**PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
 
 Python = Callable[..., subprocess.CompletedProcess[str]]

@@ -102,6 +102,7 @@ def test_the_method_is_stated(found: dict[str, Any]) -> None:
     [({"use": "tiny.py:Gone"}, "Gone"), ({"use": "tiny.py:Tiny", "args": {"fails": True}}, "of the recorded step")],
     ids=["no such task", "one rank fails while the other waits for it"],
 )
+@pytest.mark.usefixtures("forked")
 def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path, task: dict[str, Any], said: str) -> None:
     """The world of its own fails, with its sentence; what was known before is kept."""
     task = task | {"use": f"{tmp_path}/{task['use']}"}

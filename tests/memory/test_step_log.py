@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 
 import unipar
-from tests.support.launchers import environment, launch_command
+from tests.support.forks import Forks
 from tests.support.world import ROOT, short_folder
 from unipar.memory.account import read_account
 from unipar.memory.sources.events import EventArray
@@ -87,7 +85,10 @@ def logged(run: Path, rank: int) -> dict[int, dict[str, dict[str, Any]]]:
 
 
 def test_each_rank_says_what_it_allocates(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In the steps that log: every byte by what it is for, the planted ones as nobody's, steps later too."""
+    """In the steps that log: every byte by what it is for, the planted ones as nobody's, steps later too.
+
+    A run without it loads nothing of it, and has the same losses, bit for bit; its ledger says nothing of memory.
+    """
     report = unipar.launch(told(tmp_path))
     for rank in (0, 1):
         steps = logged(tmp_path / "out", rank)
@@ -110,27 +111,21 @@ def test_each_rank_says_what_it_allocates(tmp_path: Path, capfd: pytest.CaptureF
     (last,) = (line for line in lines if line.startswith("step 6/6  loss "))
     assert " MiB in " in last
     assert re.search(r"unattributed 9\.[5-7] MiB$", last)
-
-
-def test_off_nothing_is_loaded_and_the_losses_are_the_same(tmp_path: Path) -> None:
-    """Bit for bit; and a ledger without it says nothing of it."""
-    on = unipar.launch(told(tmp_path), quiet=True).losses
     task = {"use": f"{tmp_path}/squares.py:Squares", "args": {"apart": True}}
     off = unipar.launch(told(tmp_path, task=task, log={"every": 2}, out=str(tmp_path / "off")), quiet=True)
-    assert off.losses == on
+    assert off.losses == report.losses
     assert off.memory == []
     assert logged(tmp_path / "off", 0) == {1: {}, 3: {}, 5: {}, 6: {}}
 
 
-def test_under_a_foreign_launcher_the_system_counts(tmp_path: Path) -> None:
+def test_under_a_foreign_launcher_the_system_counts(tmp_path: Path, forks: Forks) -> None:
     """The meter cannot be there from the start, and one sentence says so; what engines name is named."""
     (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path, parallel={})), encoding="utf-8")
-    command = launch_command("torchrun", "unipar", "run", "x.yaml")
-    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    first, second = forks.ranks(["-m", "unipar", "run", "x.yaml"], tmp_path)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert (
         "memory: resident memory as the system counts it is shown, not each allocation: torchrun started this process "
-        "without the meter, which must be preloaded at its start" in done.stderr.splitlines()
+        "without the meter, which must be preloaded at its start" in first.stderr.splitlines()
     )
     for rank in (0, 1):
         steps = logged(tmp_path / "out", rank)
@@ -155,17 +150,12 @@ def notes(*rows: tuple[int, int]) -> EventArray:
     return made
 
 
-def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path) -> None:
+def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path, forks: Forks) -> None:
     """It trains to its end, says once that memory is no longer recorded, and why."""
     (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path)), encoding="utf-8")
     path = os.pathsep.join([str(ROOT / "tests/support/faulty"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-m", "unipar", "run", str(tmp_path / "x.yaml"), "--backend", "faulty/nothing+nameless"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["run", str(tmp_path / "x.yaml"), "--backend", "faulty/nothing+nameless"]
+    done = forks.unipar(words, {"PYTHONPATH": path}, memory=True)
     assert done.returncode == 0, done.stderr
     said = [row["said"] for row in Ledger.read(ledger_path(tmp_path / "out", 1)) if row["event"] == "memory"]
     assert said == [

@@ -38,9 +38,9 @@ def held(row: Mapping[str, Any], phase: str, rank: int = 0) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Any]:
     cells = ("native/nothing", "native/parameters", "faulty/nothing+hidden-buffer", "faulty/nothing+nameless")
-    return compared(tmp_path_factory.mktemp("memory"), *cells)
+    return compared(tmp_path_factory.mktemp("memory"), *cells, forks=forks)
 
 
 def test_parts_add_up_to_the_peak_in_every_phase(found: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forks import Forks
 from tests.support.world import ROOT
 from unipar.config import source
 from unipar.conversion.import_config import import_library_config
@@ -57,7 +58,7 @@ def starts(page: str, folder: Path) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     "page", ["ddp", *(pytest.param(page, marks=pytest.mark.sweep) for page in PAGES if page != "ddp")]
 )
-def test_the_same_losses(page: str, tmp_path: Path) -> None:
+def test_the_same_losses(page: str, tmp_path: Path, forks: Forks) -> None:
     """Before and after, step by step."""
     before, after = sides(block(page, "diff"))
     (tmp_path / "before.py").write_text(before, encoding="utf-8")
@@ -67,9 +68,7 @@ def test_the_same_losses(page: str, tmp_path: Path) -> None:
         (tmp_path / "ds_config.json").write_text(block(page, "json"), encoding="utf-8")
     theirs = starts(page, tmp_path)
     try:
-        ours = subprocess.run(
-            [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-        )
+        ours = forks.python(["train.py"], tmp_path)
         said = [process.communicate(timeout=120) for process in theirs]
     finally:
         for process in theirs:

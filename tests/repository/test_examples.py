@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import unipar
+from tests.support.forks import Forks
 from unipar.config.source import load_config_file
 
 pytestmark = pytest.mark.forked
@@ -71,12 +70,9 @@ def test_the_generator_finds_the_ring(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0.2 < report.evals[-1][1]["right"] < 0.8
 
 
-def test_the_digits_are_told_apart_by_the_script_itself(tmp_path: Path) -> None:
+def test_the_digits_are_told_apart_by_the_script_itself(tmp_path: Path, forks: Forks) -> None:
     """`python examples/digits.py` trains on two ranks and prints what came of it."""
-    script = str(ROOT / "examples" / "digits.py")
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forks.python([str(ROOT / "examples" / "digits.py")], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "cell        native/nothing, 2 ranks" in done.stdout
     report = unipar.Report.read(tmp_path / "runs" / "digits")

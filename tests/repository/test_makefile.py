@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forks import PYTEST_WORDS, Forks
+
 ROOT = Path(__file__).parents[2]
 TOOLS = ("git", "g++", "sh")
 
@@ -88,11 +90,10 @@ def test_every_command_is_there(target: str) -> None:
         (("-m", "gpu"), "backends/test_gpu.py"),
     ],
 )
-def test_what_a_bare_pytest_plays(words: tuple[str, ...], found: str) -> None:
+def test_what_a_bare_pytest_plays(words: tuple[str, ...], found: str, forks: Forks) -> None:
     """No test that kills at random, none that needs a GPU; a later -m asks for them."""
     files = ["tests/launcher/processes/test_kills.py", "tests/backends/test_gpu.py", "tests/chaos"]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words, *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forks.python([*PYTEST_WORDS, "--collect-only", *words, *files], ROOT)
     assert done.returncode == 0, done.stdout
     assert {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line} == {f"tests/{found}"}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.forks import Forks
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 
@@ -26,21 +26,18 @@ def test_it_opens_with_the_two_commands() -> None:
     assert test.startswith("$ make test")
 
 
-def test_the_example_trains(tmp_path: Path) -> None:
+def test_the_example_trains(tmp_path: Path, forks: Forks) -> None:
     """Its two files, as they stand there, in two processes."""
     for language, name in (("python", "train.py"), ("yaml", "train.yaml")):
         (tmp_path / name).write_text(block(language, name), encoding="utf-8")
-    command = [sys.executable, "-m", "unipar", "run", "train.yaml", "--set", "train.steps=3"]
-    command += ["--set", "train.schedule.warmup=1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    words = ["-m", "unipar", "run", "train.yaml", "--set", "train.steps=3", "--set", "train.schedule.warmup=1"]
+    done = forks.python(words, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "cell        native/parameters, 2 ranks\n" in done.stdout
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^\$ unipar (\w+)", README, re.MULTILINE))))
-def test_every_command_is_there(command: str) -> None:
+def test_every_command_is_there(command: str, forks: Forks) -> None:
     """A name that the README shows is one that the program knows."""
-    done = subprocess.run(
-        [sys.executable, "-m", "unipar", command, "--help"], capture_output=True, text=True, check=False
-    )
+    done = forks.unipar([command, "--help"])
     assert done.returncode == 0, done.stderr

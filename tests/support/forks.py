@@ -46,6 +46,12 @@ RUNS = (
     "unipar.comparison.worker",
     "unipar.verification.worker.entry",
 )
+PYTEST_WORDS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")
+"""A pytest in a fork, where modules are that it would rewrite."""
+
+LENT: list[tuple[Mapping[str, str], ForkServer]] = []
+"""Servers of the test that started this process as a fork (tests/support/python_fork.py)."""
+
 SETTINGS = ("LD_PRELOAD", *malloc_build.METER_ENVIRONMENT)
 """What a process has from its start or never."""
 
@@ -62,6 +68,7 @@ class Forks(WorkerStarter):
     """Starts workers as forks; those that begin with other settings than there are servers for, as new interpreters."""
 
     def __init__(self, servers: Sequence[tuple[Mapping[str, str], ForkServer]] = ()) -> None:
+        """`servers`: started already, each with its settings; others are started when they are asked for."""
         self._servers = list(servers)
         self._open = ExitStack()
 
@@ -75,6 +82,11 @@ class Forks(WorkerStarter):
     def plain(self) -> ForkServer:
         """The server of workers whose memory is not counted."""
         return self._server({})
+
+    @property
+    def metered(self) -> ForkServer:
+        """The server of workers whose memory is counted."""
+        return self._server(metered_environment())
 
     def _server(self, settings: Mapping[str, str]) -> ForkServer:
         """Return the server with these settings; it is started when it is first asked for."""
@@ -94,7 +106,10 @@ class Forks(WorkerStarter):
     @override
     def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         settings = {name: environment[name] for name in SETTINGS if environment.get(name)}
-        if settings and settings != metered_environment():
+        metered = metered_environment()
+        if settings == {"LD_PRELOAD": metered.get("LD_PRELOAD")}:  # of log.memory: malloc keeps what is freed, there
+            settings = metered
+        if settings and settings != metered:
             return SubprocessStarter().start(replace(arguments, parent=os.getpid()), environment, log)
         server = self._server(settings)
         told = {**environment, ENTRY: arguments.entry}
@@ -145,7 +160,7 @@ class Forks(WorkerStarter):
 
         Until then no other worker of this test is started.
         """
-        plain, metered = self.plain, self._server(metered_environment()) if memory else None
+        plain, metered = self.plain, self.metered if memory else None
         told = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
         command = {"words": list(words), "folder": str(folder), "environment": told, "plain": plain.pid}
         with tempfile.TemporaryDirectory(dir=BEGUN["TMPDIR"]) as temporary, _pipe() as alive:
@@ -157,8 +172,8 @@ class Forks(WorkerStarter):
                 parent=plain.pid,
                 dies_with_thread=0,
                 parent_alive_fd=alive,
-                listener=-1 if metered is None else _socket(metered).fileno(),
-                control=_socket(plain).fileno(),
+                listener=-1 if metered is None else connection_of(metered).fileno(),
+                control=connection_of(plain).fileno(),
                 run=str(run),
                 entry="tests.support.python_fork:begin",
                 folder=str(run / "own"),
@@ -169,6 +184,23 @@ class Forks(WorkerStarter):
                 yield process
             finally:
                 process.end()
+
+    def ranks(
+        self, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Run `python WORDS...` as two ranks to their end, with the variables that torchrun would set."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        world |= {"TORCHELASTIC_RUN_ID": "tests", "PYTHONPATH": str(ROOT), **(environment or {})}
+        with ExitStack() as open_until_both_end:
+            both = [
+                open_until_both_end.enter_context(
+                    self.begin(words, folder, world | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                )
+                for rank in (0, 1)
+            ]
+            return [process.wait() for process in both]
 
 
 @final
@@ -182,6 +214,12 @@ class ForkedPython:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed there so far."""
+        file = self._run / "stderr"
+        return file.read_text("utf-8") if file.exists() else ""
 
     def wait(self, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Return its exit code and what it printed."""
@@ -209,7 +247,8 @@ def metered_environment() -> Mapping[str, str]:
         return {}
 
 
-def _socket(server: ForkServer) -> socket.socket:
+def connection_of(server: ForkServer) -> socket.socket:
+    """Return the socket over which a server is asked."""
     return vars(server)["_socket"]
 
 

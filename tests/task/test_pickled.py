@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.forks import Forks
 from tests.support.tiny import Tiny
 from tests.support.world import PYTHONPATH_VARIABLE, eventually
 from unipar.errors import TaskError
@@ -19,6 +20,7 @@ from unipar.task.pickled import is_without_file, pickle_task, send_task
 
 SCRIPT = """
 import torch, unipar
+from tests.support.forks import Forks
 from tests.support.tiny import CONFIG, Tiny
 
 class Mine(Tiny):
@@ -32,18 +34,16 @@ print(round(report.losses[-1][1], 4), report.size)
 
 
 @pytest.mark.parametrize("words", [pytest.param(["-"], marks=pytest.mark.sweep), ["-c", SCRIPT]], ids=["stdin", "-c"])
-def test_a_class_without_a_file(words: list[str], tmp_path: Path) -> None:
+def test_a_class_without_a_file(words: list[str], tmp_path: Path, forks: Forks) -> None:
     """A class from stdin or `-c` trains in two ranks, with globals that were set after its definition."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env={**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"},
-        input=SCRIPT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    if words == ["-"]:
+        environment = {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, input=SCRIPT, capture_output=True, text=True, check=False
+        )
+    else:
+        done = forks.python(words, tmp_path, PYTHONPATH_VARIABLE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "4.3857 2"
     assert sorted(name for name in os.listdir(tmp_path / "out") if "rank" not in name) == ["config.json", "launch.json"]
