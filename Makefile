@@ -36,7 +36,7 @@ test: style ## lint, and every test that needs no GPU
 	@typed=$$(mktemp); \
 	( $(IN_VENV) $(BIN)/pyright > "$$typed" 2>&1 || { cat "$$typed"; exit 1; } ) & types=$$!; \
 	trap 'kill $$types 2> /dev/null; rm -f "$$typed"; exit 130' INT TERM; \
-	( $(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS) ); tests=$$?; \
+	( $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS) ); tests=$$?; \
 	wait $$types || tests=1; \
 	tail -n 1 "$$typed"; rm -f "$$typed"; exit $$tests
 

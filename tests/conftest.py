@@ -21,6 +21,21 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`make test` plays files in two processes."""
+    from tests.support.schedule import ByFile
+
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes, which all sort alike
+        from tests.support.schedule import place
+
+        items.sort(key=lambda item: place(item.nodeid))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cells", action="append", default=[], help="conformance: play these cells only (backend/*)")
     parser.addoption("--whole", action="store_true", help="conformance: every case in every world")

@@ -228,7 +228,7 @@ SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""
 
 THIN = ("native/parameters", "deepspeed/parameters", "horovod/nothing", "accelerate/gradients")
-"""Cells that `make test` plays in worlds of 1 and 4, too."""
+"""Cells that `make test` plays in worlds of 1, too."""
 
 COMPILED = ("native/parameters", "deepspeed/optimizer", "horovod/nothing", "accelerate/nothing")
 """Cells in which `make test` compiles: under ZeRO-3 it takes half a minute a case."""
@@ -239,8 +239,8 @@ OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
 def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
     """Return the cases of a cell in a world of this size: for `make conformance` all.
 
-    `make test` plays, in worlds of two, each case under each library, each mark once, and what every cell must do; a
-    stranger's cells play all cases there.
+    `make test` plays, in worlds of two, each case under each library, each mark once, and what every cell must do; in
+    worlds of four, once what needs four ranks. A stranger's cells play all cases in worlds of two, some in others.
     """
     names: Collection[str] = CASES
     if not whole and size == 2:
@@ -248,9 +248,18 @@ def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
     elif not whole and size == 1:
         names = MAIN_CASES if cell.backend not in OURS[1:] else SHORT_CASES if str(cell) in THIN else ()
     elif not whole:
-        few = SHORT_CASES if cell.backend not in OURS or str(cell) in THIN else ()
-        names = {*few, *(name for name, case in CASES.items() if case.sizes == (4,))}
+        names = SHORT_CASES if cell.backend not in OURS else _cases_for_four_ranks(cell)
     return [name for name, case in CASES.items() if name in names and case.on(cell)]
+
+
+def _cases_for_four_ranks(cell: Cell) -> set[str]:
+    """Return the cases that need four ranks, and are this cell's: they go round among cells."""
+    names: set[str] = set()
+    for turn, case in enumerate(case for case in CASES.values() if case.sizes == (4,)):
+        able = [c for c in backend_cells.cells_of_backend(registry.find_backend("native")) if case.on(c)]
+        if able[turn % len(able)] == cell:
+            names.add(case.name)
+    return names
 
 
 def _covering(cell: Cell) -> set[str]:

@@ -105,3 +105,10 @@ def test_what_make_test_plays_covers_all(library: str) -> None:
     assert min(map(len, by_cell.values())) >= 3
     wanted = {name for name, case in CASES.items() if 2 in case.sizes and any(case.on(cell) for cell in cells)}
     assert set[str]().union(*by_cell.values()) == wanted
+
+
+def test_what_needs_four_ranks_is_played_once() -> None:
+    """Among native's cells, to which it belongs."""
+    native = backend_cells.cells_of_backend(registry.find_backend("native"))
+    played = [name for cell in native for name in select_cases(cell, 4, whole=False)]
+    assert sorted(played) == ["one parameter", "two copies", "two copies, fp64 norm"]

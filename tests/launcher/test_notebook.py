@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.forks import Forks, connection_of
 from tests.support.world import PYTHONPATH_VARIABLE, eventually, is_running
 from unipar.run_folder.ledger import Ledger
 
@@ -88,14 +89,18 @@ class Kernel:
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Generator[Kernel]:
+def kernel(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Generator[Kernel]:
     os.environ["JUPYTER_PLATFORM_DIRS"] = "1"  # what it will mean some day, without a warning until then
     from jupyter_client.manager import KernelManager
 
     folder = tmp_path_factory.mktemp("notebook")
     manager = KernelManager(kernel_name="python3")
     private = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTER_RUNTIME_DIR": str(folder)}
-    manager.start_kernel(cwd=str(folder), env={**os.environ, **PYTHONPATH_VARIABLE, **private, "OMP_NUM_THREADS": "1"})
+    manager.start_kernel(
+        cwd=str(folder),
+        env={**os.environ, **PYTHONPATH_VARIABLE, **private, "OMP_NUM_THREADS": "1"},
+        pass_fds=[connection_of(forks.plain).fileno()],
+    )
     client = manager.blocking_client()
     try:
         client.start_channels()
@@ -108,6 +113,16 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Generator[Kernel]:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
         manager.cleanup_resources()
+
+
+@pytest.fixture(scope="module")
+def forking(kernel: Kernel, forks: Forks) -> Kernel:
+    """The kernel, which starts its workers as forks from here on."""
+    server = f"server_of(socket(fileno={connection_of(forks.plain).fileno()}), {forks.plain.pid})"
+    lend = f"forks = Forks([({{}}, {server})]).instead()\nforks.__enter__()"
+    said = kernel.run(f"from socket import socket\nfrom tests.support.forks import Forks, server_of\n{lend}")
+    assert said.error == ""
+    return kernel
 
 
 def folder_of(kernel: Kernel) -> Path:
@@ -129,30 +144,30 @@ def test_a_class_of_a_cell(kernel: Kernel) -> None:
     assert '"carried": "Mine: ' in told
 
 
-def test_functions_of_a_cell(kernel: Kernel) -> None:
+def test_functions_of_a_cell(forking: Kernel) -> None:
     """Lambdas too, and to a world of one: they travel by value."""
     made = "made = dict(model=lambda: nn.Linear(4, 1), loss=Mine().loss, data=Mine().data)\n"
     run = "unipar.launch(CONFIG, **made, overrides={'out': 'b', 'parallel.data': 1}, quiet=True).losses[-1]"
-    said = kernel.run(made + run)
+    said = forking.run(made + run)
     assert (said.error, said.stderr) == ("", "")
     assert said.result.startswith(LAST)
 
 
-def test_a_cell_that_is_interrupted(kernel: Kernel) -> None:
+def test_a_cell_that_is_interrupted(forking: Kernel) -> None:
     """All ranks stop at a step boundary; the kernel lives on."""
-    asked = kernel.begin(
+    asked = forking.begin(
         "pause = 0.01\nunipar.launch(CONFIG, task=Mine, overrides={'out': 'c', 'train.steps': 100000})"
     )
     time.sleep(0.5)
-    where = Path(str(kernel.manager.provisioner.cwd))
+    where = Path(str(forking.manager.provisioner.cwd))
     ledgers = [where / f"c/rank-{rank}.jsonl" for rank in (0, 1)]
     eventually(lambda: all(x.exists() and '"step": 1,' in x.read_text("utf-8") for x in ledgers), "no step", 60)
     ranks = [next(Ledger.read(x))["pid"] for x in ledgers]
-    kernel.manager.interrupt_kernel()
-    said = kernel.end(asked)
+    forking.manager.interrupt_kernel()
+    said = forking.end(asked)
     assert said.error.startswith("Stopped: stopped by SIGINT after step ")
     assert not any(is_running(pid) for pid in ranks)
-    assert kernel.run("pause = 0.0\n1 + 1").result == "2"
+    assert forking.run("pause = 0.0\n1 + 1").result == "2"
 
 
 @pytest.mark.parametrize(
@@ -204,10 +219,10 @@ def test_without_cloudpickle(kernel: Kernel) -> None:
     )
 
 
-def test_compare_in_a_cell(kernel: Kernel) -> None:
+def test_compare_in_a_cell(forking: Kernel) -> None:
     """Every cell's ranks are handed the class."""
-    said = kernel.run(
+    said = forking.run(
         "found = unipar.compare(CONFIG, task=Mine, cells=['native/parameters'], overrides={'out': 'd', "
-        "'compare': {'repeat': 1}})\nprint([(row.cell, row.outcome) for row in found.rows])"
+        "'compare': {'repeat': 1, 'memory': False}})\nprint([(row.cell, row.outcome) for row in found.rows])"
     )
     assert (said.error, said.stdout) == ("", "[('single', 'ran'), ('native/parameters', 'ran')]\n")

@@ -1,0 +1,42 @@
+"""Which process plays which test files, and in which order, when pytest-xdist plays them in several.
+
+A file's tests stay together, for the sake of what they share. So do the files that count workers' memory: their fork
+server takes some seconds to start, and each process has its own.
+"""
+
+from __future__ import annotations
+
+from xdist.scheduler.loadfile import LoadFileScheduling
+
+COUNTED = (
+    "tests/comparison/test_compare.py",
+    "tests/memory/test_collectives.py",
+    "tests/memory/test_step_log.py",
+    "tests/memory/test_watcher.py",
+    "tests/training/test_out_of_memory.py",
+)
+FIRST = (
+    "tests/conformance/test_conformance.py",
+    *COUNTED,
+    "tests/launcher/test_foreign_launchers.py",
+    "tests/verification/test_verify_tasks.py",
+    "tests/launcher/test_launch.py",
+    "tests/launcher/test_notebook.py",
+    "tests/conversion/test_export.py",
+    "tests/engines/test_holdings.py",
+)
+"""Files that take longest: were they played last, one process would wait for the other."""
+
+
+class ByFile(LoadFileScheduling):
+    """Plays a file's tests in one process; files in the order in which they were collected."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "files that count memory" if file in COUNTED else file
+
+
+def place(nodeid: str) -> int:
+    """Return the place of a test in the order; tests of one place keep theirs."""
+    file = nodeid.partition("::")[0]
+    return FIRST.index(file) if file in FIRST else len(FIRST)
