@@ -3,7 +3,9 @@
     python -m benchmarks.route [--climbs]
 
 A call to a higher floor is counted twice: by floors of packages (benchmarks/floors.py), and by floors of files, where
-a file stands one floor above the highest that it imports. `--climbs` lists each such call.
+a file stands one floor above the highest that it imports. A call of a method that a class on the caller's floor or
+below declares, as `Task.train` calls the `Run` that it is given, is no such call: the caller knows that class alone;
+`--climbs` lists these, too, with the others.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Recorder:
             self.lookups[title] += code.co_qualname in names
         if caller is not None and file != _file(caller):
             names = [f"{_file(one)}:{one.co_qualname}" for one in (caller, code)]
-            self.climbs[" -> ".join(names)] += 1
+            self.climbs[" -> ".join([*names, _declared(frame)])] += 1
 
     def _count_find(self, registry: dict[str, Any]) -> None:
         """Count who asks for the run's own backend; `list_launchers` asks every backend for its launchers."""
@@ -125,6 +127,17 @@ def _file(code: CodeType) -> str:
     return code.co_filename.removeprefix(f"{ROOT}/")
 
 
+def _declared(frame: FrameType) -> str:
+    """Return the file of the class that declares the method first, or of the function."""
+    code = frame.f_code
+    if code.co_varnames[:1] == ("self",):
+        for base in reversed(type(frame.f_locals["self"]).__mro__):
+            module = sys.modules.get(base.__module__)
+            if code.co_name in vars(base) and (file := getattr(module, "__file__", None)):
+                return file.removeprefix(f"{ROOT}/")
+    return _file(code)
+
+
 def _caller(frame: FrameType) -> CodeType | None:
     """Return the nearest code of unipar that led here."""
     back = frame.f_back
@@ -162,13 +175,17 @@ def measured(ranks: int) -> list[dict[str, Any]]:
         return [json.loads(file.read_text("utf-8")) for file in files]
 
 
-def climbs_of(calls: Mapping[str, int], floor: Callable[[str], float | None]) -> dict[str, int]:
-    """Return the calls that go to a file on a higher floor."""
+def climbs_of(
+    calls: Mapping[str, int], floor: Callable[[str], float | None], *, declared: bool = False
+) -> dict[str, int]:
+    """Return the calls that go to a file on a higher floor; `declared`: those that a class further down declares."""
     found: dict[str, int] = {}
     for call, number in calls.items():
-        caller, called = (floor(place.partition(":")[0]) for place in call.split(" -> "))
-        if caller is not None and called is not None and called > caller:
-            found[call] = number
+        caller, called, base = (floor(place.partition(":")[0]) for place in call.split(" -> "))
+        if caller is None or called is None or called <= caller:
+            continue
+        if (base is not None and base <= caller) == declared:
+            found[call.rpartition(" -> ")[0]] = number
     return found
 
 
@@ -188,6 +205,7 @@ def main() -> None:
         found = measured(ranks)
         climbs = [climbs_of(one["calls"], by_file.get) for one in found]
         climbs_of_packages = [climbs_of(one["calls"], floor_of) for one in found]
+        through_classes = [climbs_of(one["calls"], by_file.get, declared=True) for one in found]
         print(f"\nfrom launch to the first step, native/nothing, {ranks} rank{'s' * (ranks > 1)}")
         print(f"{'':34}{'launching':>10}{'worker':>10}{'together':>10}")
         for title, key in (("modules with a call", "modules"), ("of those, handed a config", "handed")):
@@ -195,12 +213,15 @@ def main() -> None:
             _row(title, len(found[0][key]), len(found[1][key]), len(both))
         _row("calls to a higher file", *(sum(one.values()) for one in climbs))
         _row("places of such calls", *(len(one) for one in climbs))
+        _row("calls that a lower class declares", *(sum(one.values()) for one in through_classes))
         _row("calls to a higher package", *(sum(one.values()) for one in climbs_of_packages))
         for name in ("backend", *LOOKUPS):
             _row(name, *(one["lookups"].get(name, 0) for one in found))
         if asked.climbs:
-            for call, number in sorted((call, n) for one in climbs for call, n in one.items()):
-                print(f"  {number} x {call}")
+            for title, counted in (("to a higher file", climbs), ("declared by a lower class", through_classes)):
+                print(f"  {title}:")
+                for call, number in sorted((call, n) for one in counted for call, n in one.items()):
+                    print(f"    {number} x {call}")
 
 
 def _row(title: str, launching: int, worker: int, together: int | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def test_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point is enough for `unipar backends` to list a backend."""
     monkeypatch.syspath_prepend(TOY)
-    monkeypatch.setattr(installed, "probe_imports", lambda names: {n: ImportProbe(version=f"{n} 1") for n in names})
-    listed = backends.format_backends(backends.rows())
-    assert "toy         library  toy 1\n            cells    toy/nothing\n" in listed
+
+    def probe(names: Sequence[str]) -> dict[str, ImportProbe]:
+        return {name: ImportProbe(version=f"{name} 1") for name in names}
+
+    monkeypatch.setattr(installed, "probe_imports", probe)
+    words = [line.split() for line in backends.format_backends(backends.rows()).splitlines()]
+    assert words[words.index(["toy", "library", "toy", "1"]) + 1] == ["cells", "toy/nothing"]
 
 
 @pytest.mark.sweep

@@ -43,7 +43,7 @@ def begin(place: Place, run: Path, control: socket.socket | None) -> None:
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - os._exit leaves them out
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)

@@ -6,6 +6,7 @@ server takes some seconds to start, and each process has its own.
 
 from __future__ import annotations
 
+from typing_extensions import override
 from xdist.scheduler.loadfile import LoadFileScheduling
 
 COUNTED = (
@@ -31,6 +32,7 @@ FIRST = (
 class ByFile(LoadFileScheduling):
     """Plays a file's tests in one process; files in the order in which they were collected."""
 
+    @override
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         return "files that count memory" if file in COUNTED else file

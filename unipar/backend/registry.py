@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from typing_extensions import TypeIs
-
 from unipar.backend.description import Backend
 from unipar.distributed.launchers import Launcher
 from unipar.errors import BackendNotFound
 from unipar.utils.entry_points import PluginGroup
 
-
-def _is_backend(plugin: object) -> TypeIs[Backend]:
-    return isinstance(plugin, Backend)
-
-
-BACKENDS = PluginGroup(
-    "unipar.backends", "backend", "backend {!r}", "an instance of Backend", _is_backend, BackendNotFound
+BACKENDS = PluginGroup[Backend](
+    "unipar.backends", "backend", "backend {!r}", "an instance of Backend", Backend, BackendNotFound
 )
 """Group of entry points under which packages register their backends."""
 

@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from typing_extensions import TypeIs
-
 from unipar.errors import ConfigError
 from unipar.utils.entry_points import PluginGroup
 
@@ -39,12 +37,14 @@ class Tracker(ABC):
         """Write whatever is still buffered; no call follows."""
 
 
-def _is_tracker(plugin: object) -> TypeIs[type[Tracker]]:
-    return isinstance(plugin, type) and issubclass(plugin, Tracker)
-
-
-TRACKERS = PluginGroup(
-    "unipar.trackers", "tracker", "log.to: {}", "a subclass of unipar.Tracker", _is_tracker, ConfigError
+TRACKERS = PluginGroup[type[Tracker]](
+    "unipar.trackers",
+    "tracker",
+    "log.to: {}",
+    "a subclass of unipar.Tracker",
+    Tracker,
+    ConfigError,
+    are_classes=True,
 )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Generic, TypeVar
-
-from typing_extensions import TypeIs
+from typing import Any, Generic, TypeVar
 
 from unipar.errors import BackendNotInstalled, UniparError
 from unipar.utils.text import closest
@@ -30,8 +28,12 @@ class PluginGroup(Generic[P]):
     wanted: str
     """Words for the object that an entry point of the group must name: "an instance of Backend"."""
 
-    is_plugin: Callable[[object], TypeIs[P]]
+    kind: type[Any]
+    """Class of the plugins, or their base class."""
+
     not_found: type[UniparError]
+    are_classes: bool = False
+    """Whether an entry point names a subclass of `kind` instead of an instance."""
 
     def names(self) -> list[str]:
         """Return the names of all plugins that are installed, sorted."""
@@ -51,10 +53,15 @@ class PluginGroup(Generic[P]):
                 f"{len(by_package)} packages offer a {self.noun} {name!r} ({packages}); uninstall all but one"
             )
         ((value, point),) = by_package.items()
-        plugin: object = point.load()
-        if not self.is_plugin(plugin):
+        plugin: Any = point.load()
+        if not self._fits(plugin):
             raise TypeError(f"{value} is {plugin!r}; a {self.group} entry point names {self.wanted}")
         return plugin
+
+    def _fits(self, plugin: object) -> bool:
+        if self.are_classes:
+            return isinstance(plugin, type) and issubclass(plugin, self.kind)
+        return isinstance(plugin, self.kind)
 
     def missing(self, name: str, requires: Sequence[str], hint: str) -> str | None:
         """Return why a plugin that requires these modules cannot be used here, or None. Nothing is imported.
