@@ -86,6 +86,7 @@ def test_a_yaml_that_agrees_joins(tmp_path: Path) -> None:
     assert (report.cell, report.size, report.steps) == ("accelerate/parameters", 2, 12)
 
 
+@pytest.mark.sweep
 def test_a_yaml_that_contradicts_is_refused(tmp_path: Path) -> None:
     """Both values, the way out, and nothing written."""
     done = launched(tmp_path, YAML.format(kind="MULTI_GPU", precision="'no'", more=""), "--set", "parallel.data=4")
@@ -143,6 +144,8 @@ OVER = {"parallel": {"shard": "gradients"}, **ZERO}
         (DEEPSPEED | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, OVER,
          "deepspeed_config_file: ds.json, whose settings are not read here; set them in options.deepspeed, and leave "
          "it out there"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {},
+         "mixed_precision: bf16, and the config says train.precision: fp32, which is no there; change one of them"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {},
          "dynamo_backend: INDUCTOR, and unipar compiles as the config's model.compile says; leave it out there"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {},

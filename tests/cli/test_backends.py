@@ -48,6 +48,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("toy", None)
 
 
+@pytest.mark.usefixtures("probed")
 def test_all_of_ours_are_installed() -> None:
     """Set-up brings every backend: each has a version, cells and a line that installs it."""
     rows = {row.name: row for row in backends.rows()}

@@ -17,6 +17,7 @@ from unipar.distributed import machine_checks
 from unipar.distributed.machine_checks import MachineCheck
 
 
+@pytest.mark.usefixtures("probed")
 def test_a_machine_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     """Here nothing fails, and each thing that the README promises is looked at."""
     assert doctor.examine_machine(as_json=True) is True

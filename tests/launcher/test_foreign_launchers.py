@@ -88,19 +88,26 @@ for name in ("a", "b"):
 """
 
 
-def _twice(backend: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(TWICE.replace("BACKEND", repr(backend)), encoding="utf-8")
-    return run(in_private_network([*LAUNCH_COMMANDS["torchrun"][:-1], "script.py"]), folder)
-
-
-@pytest.mark.parametrize(
-    "backend",
-    ["native", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("deepspeed", "horovod", "accelerate"))],
-)
-def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["native", "deepspeed", "horovod", "accelerate"])
+def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path, forks: Forks) -> None:
     """Both get their report on every rank."""
-    done = _twice(backend, tmp_path)
+    (tmp_path / "script.py").write_text(TWICE.replace("BACKEND", repr(backend)), encoding="utf-8")
+    for done in forks.ranks(["script.py"], tmp_path):
+        assert done.returncode == 0, done.stderr
+    _expect_two(tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["native", "deepspeed", "horovod", "accelerate"])
+def test_two_launches_under_torchrun(backend: str, tmp_path: Path) -> None:
+    """The same, started by the real launcher."""
+    (tmp_path / "script.py").write_text(TWICE.replace("BACKEND", repr(backend)), encoding="utf-8")
+    done = run(in_private_network([*LAUNCH_COMMANDS["torchrun"][:-1], "script.py"]), tmp_path)
     assert done.returncode == 0, done.stderr
+    _expect_two(tmp_path)
+
+
+def _expect_two(tmp_path: Path) -> None:
     for name in ("a-0", "a-1", "b-0", "b-1"):
         assert (tmp_path / name).read_text("utf-8") == "12 steps, 2 ranks"
 
@@ -133,6 +140,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path)
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.sweep
 def test_ranks_behind_a_shell_of_their_own(tmp_path: Path, alone: Report) -> None:
     """They have no parent in common, and find one another all the same."""
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")

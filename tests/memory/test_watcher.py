@@ -211,11 +211,11 @@ def test_memory_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
     assert found["said"].splitlines()[0].split()[-1] == "RSS"
 
 
-def test_without_a_compiler_a_profiler_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_a_profiler_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks) -> None:
     """It says what is missing, and how to get it. What was seen adds up, and all that has a name has its true size."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = compared(tmp_path, "native/nothing", "faulty/nothing+hidden-buffer")
+    found = compared(tmp_path, "native/nothing", "faulty/nothing+hidden-buffer", forks=forks)
     said = " ".join(found["said"].split())
     assert (
         "memory was recorded of torch's own tensors only: no C compiler (cc, gcc or clang) was found: install one "

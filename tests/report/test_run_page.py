@@ -143,6 +143,7 @@ def test_another_task_is_another_config(run: Path, tmp_path: Path, use: str, *, 
     assert ("Both configs are the same." in text, row in text) == (same, not same)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_real_run(tmp_path: Path) -> None:
     """A real run's folder has versions and machine, and a page can be written from it."""
     launch(CONFIG | {"out": str(tmp_path / "out"), "parallel": {"data": 1}}, task=Tiny, quiet=True)

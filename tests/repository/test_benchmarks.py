@@ -100,6 +100,7 @@ def test_every_cell_has_a_loop_by_hand() -> None:
     ],
     ids=["torch", "zero"],
 )
+@pytest.mark.usefixtures("forked")
 def test_like_is_held_against_like(models: dict[str, str], tmp_path: Path) -> None:
     """Both loops wrap the model in the same way, and their losses are the same bits."""
     (tmp_path / "cells").write_text(" ".join(models), "utf-8")

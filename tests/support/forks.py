@@ -31,6 +31,7 @@ from unipar.launcher.processes.forkserver import ForkServer
 from unipar.launcher.processes.process import SubprocessStarter, WorkerProcess, WorkerStarter, reap_process
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.memory.sources import malloc_build
+from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
 from unipar.verification import world_pool
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,7 @@ PYTEST_WORDS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore:Mo
 LENT: list[tuple[Mapping[str, str], ForkServer]] = []
 """Servers of the test that started this process as a fork (tests/support/python_fork.py)."""
 
-SETTINGS = ("LD_PRELOAD", *malloc_build.METER_ENVIRONMENT)
+SETTINGS = ("LD_PRELOAD", *METER_ENVIRONMENT)
 """What a process has from its start or never."""
 
 
@@ -109,6 +110,8 @@ class Forks(WorkerStarter):
         metered = metered_environment()
         if settings == {"LD_PRELOAD": metered.get("LD_PRELOAD")}:  # of log.memory: malloc keeps what is freed, there
             settings = metered
+        if settings == METER_ENVIRONMENT:  # no block is counted: how malloc works makes no difference
+            settings = {}
         if settings and settings != metered:
             return SubprocessStarter().start(replace(arguments, parent=os.getpid()), environment, log)
         server = self._server(settings)

@@ -1,7 +1,7 @@
 """Which process plays which test files, and in which order, when pytest-xdist plays them in several.
 
-A file's tests stay together, for the sake of what they share. So do the files that count workers' memory: their fork
-server takes some seconds to start, and each process has its own.
+A file's tests stay together, for the sake of what they share. So do files that share what takes seconds: a fork server
+of workers whose memory is counted, or the versions of all libraries.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 
 COUNTED = (
     "tests/comparison/test_compare.py",
+    "tests/comparison/test_failed_cells.py",
     "tests/memory/test_collectives.py",
     "tests/memory/test_step_log.py",
     "tests/memory/test_watcher.py",
     "tests/training/test_out_of_memory.py",
 )
+PROBED = ("tests/cli/test_backends.py", "tests/cli/test_doctor.py")
+TOGETHER = (COUNTED, PROBED)
 FIRST = (
     "tests/conformance/test_conformance.py",
     *COUNTED,
@@ -25,6 +28,7 @@ FIRST = (
     "tests/launcher/test_notebook.py",
     "tests/conversion/test_export.py",
     "tests/engines/test_holdings.py",
+    *PROBED,
 )
 """Files that take longest: were they played last, one process would wait for the other."""
 
@@ -35,7 +39,7 @@ class ByFile(LoadFileScheduling):
     @override
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "files that count memory" if file in COUNTED else file
+        return next((files[0] for files in TOGETHER if file in files), file)
 
 
 def place(nodeid: str) -> int:

@@ -178,7 +178,6 @@ def test_a_rank_that_the_kernel_kills(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_rank_that_the_kernel_kills_left_an_account(tmp_path: Path) -> None:
     """With log.memory the last step that logged tells what was held, not an estimate."""
     with pytest.raises(WorkerFailed) as e:

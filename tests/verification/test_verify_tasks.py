@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import unipar
 from examples.gan import Gan
 from tests.conformance import tasks
 from tests.support import special_tasks
+from tests.support.forks import Forks
 from tests.support.world import PYTHONPATH_VARIABLE, eventually
 from unipar import errors
 from unipar.results.verdicts import Verdicts
@@ -203,26 +202,19 @@ def test_one_rank_proves_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c(tmp_path: Path, forks: Forks) -> None:
     """After Ctrl-C the table and the files hold what was known, and no folder of a world is left."""
     config: dict[str, Any] = {"device": "cpu", "batch": {"total": 16, "micro": 4}, "train": {"steps": 400}}
     config |= {"out": str(tmp_path), "task": {"use": "tests.conformance.tasks:Plain"}}
     (tmp_path / "c.yaml").write_text(json.dumps(config), "utf-8")
-    words = [sys.executable, "-m", "unipar", "verify", str(tmp_path / "c.yaml"), "--steps", "300", "--cells", ONLY[0]]
-    with subprocess.Popen(
-        words, cwd=ROOT, env=os.environ | PYTHONPATH_VARIABLE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as going:
-        assert going.stderr is not None
-        assert going.stdout is not None
-        for line in going.stderr:
-            if "task probe" in line:
-                break
+    words = ["-m", "unipar", "verify", str(tmp_path / "c.yaml"), "--steps", "300", "--cells", ONLY[0]]
+    with forks.begin(words, ROOT, PYTHONPATH_VARIABLE) as going:
+        eventually(lambda: "task probe" in going.stderr, "the task is not probed")
         time.sleep(0.5)
-        going.send_signal(signal.SIGINT)
-        out = going.stdout.read()
-        going.wait(20)
-    assert going.returncode == 130
-    assert "interrupted: cells without a verdict did not finish" in out
+        os.kill(going.pid, signal.SIGINT)
+        done = going.wait(20)
+    assert done.returncode == 130
+    assert "interrupted: cells without a verdict did not finish" in done.stdout
     assert json.loads((tmp_path / "verify" / "verify.json").read_text("utf-8"))["interrupted"] is True
     eventually(lambda: sorted(p.name for p in (tmp_path / "verify").iterdir()) == [
         "verify.html", "verify.json", "verify.svg"
