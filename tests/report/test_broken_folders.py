@@ -127,7 +127,7 @@ def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
         if reason
     ]
     config = (
-        f"{run}/compare/single/config.json is not a config that unipar wrote: none of its keys is a key of a config"
+        f"{run}/compare/single/config.json is not a config written by unipar: none of its keys is a key of a config"
     )
     assert told.problems == (said[0], f"{config}; it is left out", *said[1:])
     assert [cell.parameters for cell in told.cells] == [0, 0, 0, 9, PARAMETER_COUNT, PARAMETER_COUNT, 0]

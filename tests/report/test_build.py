@@ -92,7 +92,7 @@ def test_what_unipar_did_not_write_is_not_replaced(run: Path, tmp_path: Path) ->
         with pytest.raises(ReportError) as e:
             write_page(run, out=given)
         assert str(e.value) == (
-            f"{given} exists and is not a page that unipar wrote, so it is not replaced: give --out another name"
+            f"{given} exists and is not a page written by unipar, so it is not replaced: give --out another name"
         )
         assert given.read_bytes() == before
     ours = write_page(run, out=tmp_path / "x.html")

@@ -253,7 +253,7 @@ def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
     (run / "rank-0.jsonl").write_text('{"event": "step", "time": 1.0}\n', encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(run)
-    assert str(e.value) == f"{run}/rank-0.jsonl is not a ledger that unipar wrote (KeyError: 'step')"
+    assert str(e.value) == f"{run}/rank-0.jsonl is not a ledger written by unipar (KeyError: 'step')"
     (run / "rank-0.jsonl").write_text("what\n", encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(run)

@@ -95,7 +95,7 @@ def _check_replaceable(out: Path) -> None:
         return
     if not out.is_file() or GENERATOR_TAG not in out.read_bytes()[:1000].decode("utf-8", "replace"):
         raise ReportError(
-            f"{out} exists and is not a page that unipar wrote, so it is not replaced: give --out another name"
+            f"{out} exists and is not a page written by unipar, so it is not replaced: give --out another name"
         )
 
 

@@ -166,7 +166,7 @@ def read_config_keys(file: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     if data.keys() & Config.model_fields.keys():
         return dict(flatten(data))
-    problems.append(f"{file} is not a config that unipar wrote: none of its keys is a key of a config; it is left out")
+    problems.append(f"{file} is not a config written by unipar: none of its keys is a key of a config; it is left out")
     return {}
 
 

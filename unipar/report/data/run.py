@@ -65,7 +65,7 @@ class RunPageData:
         try:
             report = Report.of(folder, ranks)
         except (LookupError, TypeError, ValueError) as e:
-            raise ReportError(f"{ledger} is not a ledger that unipar wrote ({type(e).__name__}: {e})") from None
+            raise ReportError(f"{ledger} is not a ledger written by unipar ({type(e).__name__}: {e})") from None
         launch = folder / "launch.json"
         launched = _read_launch_file(launch, problems) if launch.exists() else {}
         config = read_config_keys(folder / CONFIG_FILE, problems) if (folder / CONFIG_FILE).exists() else {}
