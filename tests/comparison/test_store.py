@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forks import Forks
 from tests.support.tiny import CONFIG, Tiny
-from tests.support.world import ROOT
+from tests.support.world import PYTHONPATH_VARIABLE, ROOT, eventually
 from unipar.comparison.compare import compare
 
 pytestmark = pytest.mark.forked
@@ -38,20 +37,16 @@ def test_a_backend_that_is_still_missing_is_no_reason_to_go_on(
     assert second.note.startswith(f"from {tmp_path}/compare/compare.json; --overwrite runs it again; page: ")
 
 
-def test_what_was_watched_is_kept_at_once(tmp_path: Path) -> None:
+def test_what_was_watched_is_kept_at_once(tmp_path: Path, forks: Forks) -> None:
     """The command is killed in its first turns: every rank's memory is in compare.json, and on the page."""
     told = CONFIG | {"task": {"use": f"{ROOT}/tests/support/tiny.py:Tiny"}, "out": str(tmp_path / "out")}
     (tmp_path / "x.yaml").write_text(json.dumps(told), encoding="utf-8")
-    unipar = (sys.executable, "-m", "unipar")
-    command = [*unipar, "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as going:
-        assert going.stderr is not None
-        assert any("single round 1 of 3" in line for line in going.stderr)
+    command = ["-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
+    with forks.begin(command, tmp_path, PYTHONPATH_VARIABLE, memory=True) as going:
+        eventually(lambda: "single round 1 of 3" in going.stderr, "no round begins")
         os.kill(going.pid, signal.SIGKILL)
     data = json.loads((tmp_path / "out/compare/compare.json").read_text("utf-8"))
     assert [(row["outcome"], len(row["memory"])) for row in data["cells"]] == [("waits", 1), ("waits", 2)]
-    done = subprocess.run([*unipar, "report", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    done = forks.unipar(["report", str(tmp_path / "out")])
     assert done.returncode == 0, done.stderr
     assert "Memory at the peak" in (tmp_path / "out/compare/report.html").read_text("utf-8")

@@ -19,7 +19,8 @@ from unipar.results.run import Report
 from unipar.run_folder.ledger import Ledger
 
 CELLS = [
-    ("torchrun", "deepspeed"),
+    ("torchrun", "native"),
+    pytest.param("torchrun", "deepspeed", marks=pytest.mark.sweep),
     pytest.param("accelerate launch", "accelerate", marks=pytest.mark.sweep),
     pytest.param("deepspeed", "deepspeed", marks=pytest.mark.sweep),
     ("horovodrun", "horovod"),

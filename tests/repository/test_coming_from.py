@@ -35,24 +35,25 @@ def sides(diff: str) -> tuple[str, str]:
     return before, after
 
 
-def starts(page: str, folder: Path) -> list[subprocess.Popen[str]]:
-    """Two ranks of the program before, as a launcher would start them; Fabric starts its own."""
+def _start(page: str, folder: Path) -> list[str]:
+    """Return what two ranks of the program before printed, as a launcher would start them; Fabric starts its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
     ranks = [{}] if page == "fabric" else [{**world, "RANK": str(r), "LOCAL_RANK": str(r)} for r in (0, 1)]
-    return [
+    command = [sys.executable, "before.py"]
+    going = [
         subprocess.Popen(
-            [sys.executable, "before.py"],
-            cwd=folder,
-            env={**env, **rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, cwd=folder, env={**env, **rank}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         for rank in ranks
     ]
+    try:
+        return [process.communicate(timeout=120)[0] for process in going]
+    finally:
+        for process in going:
+            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -66,15 +67,13 @@ def test_the_same_losses(page: str, tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "train.yaml").write_text(block(page, "yaml"), encoding="utf-8")
     if page == "deepspeed":
         (tmp_path / "ds_config.json").write_text(block(page, "json"), encoding="utf-8")
-    theirs = starts(page, tmp_path)
-    try:
-        ours = forks.python(["train.py"], tmp_path)
-        said = [process.communicate(timeout=120) for process in theirs]
-    finally:
-        for process in theirs:
-            process.kill()
+    if page == "ddp":
+        said = [rank.stdout for rank in forks.ranks(["before.py"], tmp_path, {"GLOO_SOCKET_IFNAME": "lo"})]
+    else:
+        said = _start(page, tmp_path)
+    ours = forks.python(["train.py"], tmp_path)
     assert ours.returncode == 0, ours.stderr
-    losses = dict(re.findall(r"^(\d+) ([\d.]+)$", said[0][0], re.MULTILINE))
+    losses = dict(re.findall(r"^(\d+) ([\d.]+)$", said[0], re.MULTILINE))
     assert len(losses) == 20, said  # not their exit code: gloo's threads may abort a process that is done
     report = Report.read(tmp_path / "runs/train")
     assert [step for step, _ in report.losses] == list(range(1, 21))

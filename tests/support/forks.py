@@ -57,11 +57,15 @@ SETTINGS = ("LD_PRELOAD", *METER_ENVIRONMENT)
 """What a process has from its start or never."""
 
 
-def modules() -> list[str]:
-    """Return what takes long to import: torch, and the engines of all backends that are installed."""
+def modules(*, metered: bool) -> list[str]:
+    """Return what takes long to import: torch, and the engines of all backends that are installed.
+
+    Where memory is counted nothing is compiled, and Accelerate is rare.
+    """
     here = [name for name in BACKENDS if registry.why_not_installed(registry.find_backend(name)) is None]
-    engines = [f"unipar_{name}.engine" for name in here]
-    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *TRACED, *RUNS, "tests.support.python_fork", *engines]
+    engines = [f"unipar_{name}.engine" for name in here if not (metered and name == "accelerate")]
+    compiles = () if metered else TRACED
+    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *compiles, *RUNS, "tests.support.python_fork", *engines]
 
 
 @final
@@ -95,7 +99,9 @@ class Forks(WorkerStarter):
             if known == settings:
                 return server
         path = os.pathsep.join(filter(None, [str(ROOT), BEGUN["PYTHONPATH"]]))
-        made = self._open.enter_context(ForkServer(modules(), {**BEGUN, **settings, "PYTHONPATH": path}))
+        made = self._open.enter_context(
+            ForkServer(modules(metered=bool(settings)), {**BEGUN, **settings, "PYTHONPATH": path})
+        )
         self._servers.append((settings, made))
         return made
 

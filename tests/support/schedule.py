@@ -12,6 +12,7 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 COUNTED = (
     "tests/comparison/test_compare.py",
     "tests/comparison/test_failed_cells.py",
+    "tests/comparison/test_store.py",
     "tests/memory/test_collectives.py",
     "tests/memory/test_step_log.py",
     "tests/memory/test_watcher.py",
