@@ -1,4 +1,4 @@
-"""What `unipar backends` and `unipar doctor` both do first, and takes some seconds."""
+"""Imports of all libraries, which `unipar backends` and `unipar doctor` both try first; they take some seconds."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _summed(ranks: list[list[float]]) -> list[float]:
 
 
 def _new_in_shared_memory(before: set[str]) -> set[str]:
-    """What is in shared memory that was not, stays, and is in nobody's use: other programs come and go there."""
+    """Return new files in shared memory that stay though no process uses them; other programs come and go there."""
     until = time.monotonic() + 2.0
     while (left := set(os.listdir("/dev/shm")) - before - _mapped_by_any()) and time.monotonic() < until:
         time.sleep(0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,25 +34,14 @@ def sides(diff: str) -> tuple[str, str]:
     return before, after
 
 
-def _start(page: str, folder: Path) -> list[str]:
-    """Return what two ranks of the program before printed, as a launcher would start them; Fabric starts its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
-    ranks = [{}] if page == "fabric" else [{**world, "RANK": str(r), "LOCAL_RANK": str(r)} for r in (0, 1)]
+def _start(page: str, folder: Path, forks: Forks) -> list[subprocess.CompletedProcess[str]]:
+    """Return what the program before printed in two ranks, as a launcher would start them; Fabric starts its own."""
+    environment = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
+    if page != "fabric":
+        return forks.ranks(["before.py"], folder, environment)
     command = [sys.executable, "before.py"]
-    going = [
-        subprocess.Popen(
-            command, cwd=folder, env={**env, **rank}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        for rank in ranks
-    ]
-    try:
-        return [process.communicate(timeout=120)[0] for process in going]
-    finally:
-        for process in going:
-            process.kill()
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return [subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, check=False, timeout=120)]
 
 
 @pytest.mark.parametrize(
@@ -67,14 +55,11 @@ def test_the_same_losses(page: str, tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "train.yaml").write_text(block(page, "yaml"), encoding="utf-8")
     if page == "deepspeed":
         (tmp_path / "ds_config.json").write_text(block(page, "json"), encoding="utf-8")
-    if page == "ddp":
-        said = [rank.stdout for rank in forks.ranks(["before.py"], tmp_path, {"GLOO_SOCKET_IFNAME": "lo"})]
-    else:
-        said = _start(page, tmp_path)
+    theirs = _start(page, tmp_path, forks)
     ours = forks.python(["train.py"], tmp_path)
     assert ours.returncode == 0, ours.stderr
-    losses = dict(re.findall(r"^(\d+) ([\d.]+)$", said[0], re.MULTILINE))
-    assert len(losses) == 20, said  # not their exit code: gloo's threads may abort a process that is done
+    losses = dict(re.findall(r"^(\d+) ([\d.]+)$", theirs[0].stdout, re.MULTILINE))
+    assert len(losses) == 20, theirs  # not their exit code: gloo's threads may abort a process that is done
     report = Report.read(tmp_path / "runs/train")
     assert [step for step, _ in report.losses] == list(range(1, 21))
     assert [loss for _, loss in report.losses] == pytest.approx([float(v) for v in losses.values()], rel=1e-6)

@@ -226,20 +226,22 @@ class ForkedPython:
 
     @property
     def stderr(self) -> str:
-        """What it has printed there so far."""
-        file = self._run / "stderr"
-        return file.read_text("utf-8") if file.exists() else ""
+        """Text that the command has printed to stderr so far."""
+        return self._printed("stderr")
 
     def wait(self, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Return its exit code and what it printed."""
         ended, _, _ = select.select([self._process.pidfd], [], [], timeout)
         self.end()
-        printed = {name: (self._run / name) for name in ("stdout", "stderr", "log")}
-        out, err, log = (file.read_text("utf-8") if file.exists() else "" for file in printed.values())
+        out, err = self._printed("stdout"), self._printed("stderr") + self._printed("log")
         if not ended:
-            raise subprocess.TimeoutExpired(self._words, timeout, out, err + log)
+            raise subprocess.TimeoutExpired(self._words, timeout, out, err)
         assert self._code is not None
-        return subprocess.CompletedProcess(self._words, self._code, out, err + log)
+        return subprocess.CompletedProcess(self._words, self._code, out, err)
+
+    def _printed(self, name: str) -> str:
+        file = self._run / name
+        return file.read_text("utf-8") if file.exists() else ""
 
     def end(self) -> None:
         """Kill it, and what it has left running."""

@@ -20,7 +20,6 @@ from unipar.task.pickled import is_without_file, pickle_task, send_task
 
 SCRIPT = """
 import torch, unipar
-from tests.support.forks import Forks
 from tests.support.tiny import CONFIG, Tiny
 
 class Mine(Tiny):
