@@ -26,13 +26,13 @@ from typing_extensions import override
 
 from unipar.backend import registry
 from unipar.distributed.place import Place
+from unipar.launcher import starters
 from unipar.launcher.processes import group
 from unipar.launcher.processes.forkserver import ForkServer
 from unipar.launcher.processes.process import SubprocessStarter, WorkerProcess, WorkerStarter, reap_process
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.memory.sources import malloc_build
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
-from unipar.verification import world_pool
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("native", "deepspeed", "horovod", "accelerate")
@@ -110,6 +110,11 @@ class Forks(WorkerStarter):
     def pid(self) -> int:
         return os.getpid()  # `start` says which server's it is
 
+    @property
+    def running(self) -> bool:
+        """Whether forks can be asked for: always."""
+        return True
+
     @override
     def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         settings = {name: environment[name] for name in SETTINGS if environment.get(name)}
@@ -126,10 +131,11 @@ class Forks(WorkerStarter):
 
     @contextmanager
     def instead(self) -> Generator[None]:
-        """Have worker groups in the body start their workers here, and `verify` do without its own fork server."""
+        """Have worker groups in the body start their workers here, and commands start no fork servers."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group, "SubprocessStarter", lambda: self)
-            patch.setattr(world_pool, "ForkServer", self._as_server)
+            patch.setattr(starters, "ForkServer", self._as_server)
+            patch.setattr(starters, "SubprocessStarter", lambda: self)
             yield
 
     def _as_server(

@@ -14,6 +14,7 @@ from unipar.backend import registry
 from unipar.config.settled import SettledConfig
 from unipar.errors import NonFinite, ReportError, UniparError, WorkerFailed
 from unipar.launcher.processes.group import WorkerGroup
+from unipar.launcher.starters import SharedForkServer
 from unipar.memory.account import MemoryAccount, read_account
 from unipar.results.run import Report
 from unipar.results.same_training import TrainingMarks
@@ -21,7 +22,8 @@ from unipar.run_folder import folder
 from unipar.run_folder.heartbeat import LastPhase
 from unipar.task.reference import TaskRef
 
-TURNS_ENTRY: Final = "unipar.comparison.worker:train_in_turns"
+TURNS_MODULE: Final = "unipar.comparison.worker"
+TURNS_ENTRY: Final = f"{TURNS_MODULE}:train_in_turns"
 
 
 class MemoryNotRecorded(UniparError):
@@ -42,11 +44,17 @@ class CellWorld:
     """World of one cell: started, trained some steps at a time, finished; to be closed after an error too."""
 
     def __init__(
-        self, settled: SettledConfig, ref: TaskRef, run: Path, environment: Mapping[str, str] | None = None
+        self,
+        settled: SettledConfig,
+        ref: TaskRef,
+        run: Path,
+        environment: Mapping[str, str] | None = None,
+        server: SharedForkServer | None = None,
     ) -> None:
+        """Prepare the world; `server` starts its workers if it can, `environment` makes them record memory."""
         self.settled, self.ref, self.run = settled, ref, run
         self.backend = registry.find_backend(settled.cell.backend)
-        self._environment, self._watch = environment or {}, environment is not None
+        self._environment, self._watch, self.server = environment or {}, environment is not None, server
         self.size = settled.ranks
         self._open_contexts = ExitStack()
         self._workers: WorkerGroup | None = None
@@ -68,6 +76,7 @@ class CellWorld:
                 {**self._environment, "OMP_NUM_THREADS": threads, **hosted},
                 control=True,
                 pickled_task=self.ref.pickled_task,
+                starter=self.server.starter_of(self.backend) if self.server else None,
             )
         )
         self._receive_answers()
@@ -75,7 +84,7 @@ class CellWorld:
 
     def with_environment(self, run: Path, more: Mapping[str, str]) -> CellWorld:
         """Return another world of the same cell, with more variables in its environment."""
-        return CellWorld(self.settled, self.ref, run, {**self._environment, **more})
+        return CellWorld(self.settled, self.ref, run, {**self._environment, **more}, self.server)
 
     def record_memory(self, passes: Sequence[str]) -> None:
         """Train one step for each pass, in which each rank records its memory."""

@@ -127,8 +127,9 @@ def compare_cells(
                 return _write_page(folder, replace(earlier, note=note))
             kept_rows = {cell: _reused(row) if more else row for cell, row in whole.items()}
             first = replace(first, rows=[kept_rows.get(row.cell, row) for row in first.rows])
+        server = asked.fork_server()
         runs = {
-            row.cell: CellWorld(at, asked.ref, folder / at.cell.slug, asked.meter_environment)
+            row.cell: CellWorld(at, asked.ref, folder / at.cell.slug, asked.meter_environment, server)
             for row in first.rows
             if row.outcome == "waits" and (at := selected[row.cell][1]) is not None
         }
@@ -139,8 +140,8 @@ def compare_cells(
         def keep(so_far: Comparison) -> str:
             return store.write_or_explain(folder, lambda: store.write_comparison(folder, of, so_far))
 
-        with sigterm_as_interrupt(), LiveTable() as board:
-            now = TurnRunner(first, board, runs, each, keep).run_turns(asked.turns)
+        with sigterm_as_interrupt(), LiveTable() as board, server:
+            now = TurnRunner(first, board, runs, each, keep, server).run_turns(asked.turns)
         why = keep(now)
         return replace(now, unkept=why) if why else _write_page(folder, now)
 

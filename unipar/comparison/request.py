@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from unipar.backend.checks import CheckedSource
+from unipar.comparison.cell_world import TURNS_MODULE
 from unipar.config import Config
 from unipar.config.sections.batch import Batch
 from unipar.config.source import Given
 from unipar.errors import ConfigError
 from unipar.launcher.prepare import Prepared, prepare
+from unipar.launcher.starters import SharedForkServer, may_fork
 from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER
 from unipar.memory.sources.malloc_build import (
     METER_ENVIRONMENT,
@@ -75,6 +77,11 @@ class CompareRequest:
     def source(self) -> CheckedSource:
         """Config as given, with its name, folder and backend."""
         return self.prepared.source
+
+    def fork_server(self) -> SharedForkServer:
+        """Return the process from which all cells' workers are forked, not started; it counts memory if they do."""
+        use = may_fork(self.source.config, self.prepared.device)
+        return SharedForkServer(TURNS_MODULE, self.meter_environment, use=use)
 
     @classmethod
     def of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from unipar.comparison.cell_world import CellWorld, MemoryNotRecorded
 from unipar.comparison.library_traffic import has_library_traffic, with_library_traffic
 from unipar.comparison.request import NO_MEMORY_NOTE, TurnSchedule
 from unipar.errors import ConfigError, Stopped, TaskError, UniparError
+from unipar.launcher.starters import SharedForkServer
 from unipar.memory.account import MemoryAccount
 from unipar.results.comparison import TurnResults
 from unipar.results.live_table import LiveTable
@@ -30,8 +32,9 @@ class TurnRunner(Generic[ResultsT]):
         runs: Mapping[str, CellWorld],
         threads: str,
         keep: Callable[[ResultsT], object],
+        server: SharedForkServer,
     ) -> None:
-        """Prepare turns of the worlds `runs`, whose rows are in `now`.
+        """Prepare turns of the worlds `runs`, whose rows are in `now`, and whose workers `server` starts.
 
         `threads`: of each rank, in worlds of one too, so that sums are the same; `keep` saves the results so far.
         """
@@ -42,6 +45,7 @@ class TurnRunner(Generic[ResultsT]):
             threads,
             keep,
         )
+        self._fork_server = server
         self._notes = {row.cell: row.note for row in now.rows}
 
     def run_turns(self, turns: TurnSchedule) -> ResultsT:
@@ -59,11 +63,24 @@ class TurnRunner(Generic[ResultsT]):
 
     def _start(self) -> None:
         """Start the worlds one after another: at the same time they would take as long."""
+        if self._active_worlds:
+            self._import_libraries()
         for name in list(self._active_worlds):
             self._say(name, "starts", note="starts")
             with self._drop_on_error(name) as run:
                 seconds = run.start(self._threads)
                 self._say(name, f"is ready after {format_duration(seconds)}", note="is ready", started=seconds)
+
+    def _import_libraries(self) -> None:
+        """Start the process from which workers are forked; note in each row that cannot use it why."""
+        began = time.monotonic()
+        backends = {run.backend.name: run.backend for run in self._active_worlds.values()}
+        self._fork_server.start(list(backends.values()))
+        if said := self._fork_server.summary:
+            self._board.show(self.results, f"{said} ({format_duration(time.monotonic() - began)})")
+        for name, run in self._active_worlds.items():
+            why = self._fork_server.why_separate(run.backend)
+            self._notes[name] = "; ".join(filter(None, [self._notes[name], why]))
 
     def _take_turns(self, turns: TurnSchedule) -> None:
         for name in list(self._active_worlds):

@@ -83,16 +83,17 @@ def scale(
         )
         with folder.explain_write_errors(out):
             store.write_original_config(out, source.name, settings)
+        server = asked.fork_server()
         runs = {
-            world.name: CellWorld(at, asked.ref, out / _world_folder_name(world), asked.meter_environment)
+            world.name: CellWorld(at, asked.ref, out / _world_folder_name(world), asked.meter_environment, server)
             for world, at in waiting
         }
 
         def keep(now: Scaling) -> str:
             return store.write_or_explain(out, lambda: store.write_scaling(out, SCALE_JSON, SCALE_CSV, now))
 
-        with sigterm_as_interrupt(), LiveTable() as board:
-            now = TurnRunner(first, board, runs, each, keep).run_turns(asked.turns)
+        with sigterm_as_interrupt(), LiveTable() as board, server:
+            now = TurnRunner(first, board, runs, each, keep, server).run_turns(asked.turns)
         return replace(
             now,
             unkept=keep(now),

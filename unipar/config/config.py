@@ -81,6 +81,9 @@ class Launch(Section):
     grace: Seconds = 30.0
     """Seconds that a run may take to reach a step boundary after a signal."""
 
+    fork: bool = True
+    """Start processes on the CPU as forks of one process that has imported the libraries; false: import in each."""
+
     @model_validator(mode="after")
     def _peers_wait_longer(self) -> Self:
         if self.heartbeat is not None and self.timeout <= self.heartbeat:

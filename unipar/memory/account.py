@@ -69,7 +69,10 @@ class PhasePeak(Section):
 
 
 class ResidentMemory(Section):
-    """Resident memory of a process in bytes, as the system counts it, without pages of files."""
+    """Resident memory of a process in bytes, as the system counts it, without pages of files.
+
+    Pages that a fork shares with its fork server are left out: the libraries that it has imported, mostly.
+    """
 
     base: int
     peak: int

@@ -44,6 +44,37 @@ def anonymous_memory(key: str = "VmRSS") -> int:
     return (_first_number(rows[key]) - _first_number(rows["RssFile"])) * 1024
 
 
+_is_fork = [False]
+"""Whether this process was forked from a fork server, with which it shares pages."""
+
+
+def note_fork() -> None:
+    """Note that this process is a fork: pages that it shares with the fork server are not its own."""
+    _is_fork[0] = True
+
+
+def shared_bytes() -> int:
+    """Return the resident bytes, without pages of files, that a fork still shares with its fork server; else 0."""
+    if not _is_fork[0]:
+        return 0
+    shared, mapping = 0, dict[str, int]()
+    of_file = False
+    for line in Path("/proc/self/smaps").read_text("utf-8", errors="replace").splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):  # a new mapping: addresses, permissions, offset, device, inode, path
+            shared += _shared_in_mapping(mapping, of_file)
+            mapping, of_file = {}, values[3] != "0"
+        elif name in ("Anonymous:", "Shared_Dirty:", "Shared_Clean:"):
+            mapping[name] = int(values[0])
+    return (shared + _shared_in_mapping(mapping, of_file)) * 1024
+
+
+def _shared_in_mapping(mapping: dict[str, int], of_file: bool) -> int:
+    """Return the KiB of a mapping that are shared and not pages of a file: clean shared pages of a file's are."""
+    shared = mapping.get("Shared_Dirty:", 0) + (0 if of_file else mapping.get("Shared_Clean:", 0))
+    return min(mapping.get("Anonymous:", 0), shared)
+
+
 _peak_forgotten = [0]
 """Largest peak before the last reset of the kernel's own peak counter."""
 

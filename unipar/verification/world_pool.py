@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unipar.backend import Backend, registry
+from unipar.backend import registry
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
-from unipar.launcher.processes.forkserver import ForkServer
+from unipar.launcher import starters
 from unipar.launcher.processes.group import WorkerGroup
+from unipar.launcher.processes.process import WorkerStarter
 from unipar.task.reference import TaskRef
 from unipar.verification.worker.jobs import JOBS_ENTRY, JOBS_FILE_NAME, Job, RunKey, job_result_path
 
@@ -42,7 +42,7 @@ class _RunningWorld:
 class WorldPool:
     """Worlds that run jobs; workers are forks of `fork_server`, each with `threads` threads."""
 
-    def __init__(self, folder: Path, ref: TaskRef, fork_server: ForkServer, threads: int) -> None:
+    def __init__(self, folder: Path, ref: TaskRef, fork_server: WorkerStarter, threads: int) -> None:
         self._folder, self._ref, self._fork_server, self._threads = folder, ref, fork_server, threads
         self._number = 0
 
@@ -158,21 +158,6 @@ def group_jobs_by_library(jobs: Iterable[Job]) -> list[list[Job]]:
 @contextmanager
 def open_world_pool(folder: Path, ref: TaskRef, names: Iterable[str], threads: int) -> Generator[WorldPool]:
     """Context manager: start a process that imports all these backends; yield a pool that forks workers from it."""
-    backends = {name: registry.find_backend(name) for name in names}
-    with ForkServer(sorted({module for b in backends.values() for module in _modules_to_import(b)})) as server:
+    backends = [registry.find_backend(name) for name in names]
+    with starters.ForkServer(starters.modules_to_import(backends, "unipar.verification.worker.entry")) as server:
         yield WorldPool(folder, ref, server, threads)
-
-
-def _modules_to_import(backend: Backend) -> list[str]:
-    home = type(backend).__module__
-    return [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "unipar.verification.worker.entry",
-        *_engine_module(home),
-    ]
-
-
-def _engine_module(home: str) -> list[str]:
-    return [f"{home}.engine"] if find_spec(f"{home}.engine") is not None else []

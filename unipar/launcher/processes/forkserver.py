@@ -1,7 +1,7 @@
 """Fork server: a process that has imported torch and forks workers from itself, so a world starts in 0.1 s.
 
-It is meant for many short worlds: tests, comparisons of numbers. If memory is measured, workers must be new processes:
-the pages that a fork shares with its parent count as the fork's own.
+Forks can measure their memory: allocations count from a base mark on, and so do resident pages that are not the
+server's (`procfs.shared_bytes`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing_extensions import override
 from unipar.errors import UniparError
 from unipar.launcher.processes.process import WorkerProcess, WorkerStarter
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_with_parent
+from unipar.utils import procfs
 
 FORK_MESSAGE_BYTES = 1 << 17
 _FD_FIELDS = ("parent_alive_fd", "listener", "control", "pickled_task_fd")
@@ -32,6 +33,11 @@ _FD_FIELDS = ("parent_alive_fd", "listener", "control", "pickled_task_fd")
 
 class ForkServerFailed(UniparError):
     """Error of the fork server: a module cannot be imported, or the process has ended."""
+
+    def __init__(self, message: str, module: str = "") -> None:
+        super().__init__(message)
+        self.module = module
+        """Module that could not be imported there; empty if another reason is known."""
 
 
 @final
@@ -60,6 +66,7 @@ class ForkServer(WorkerStarter):
         try:
             self._answer()
         except BaseException:
+            self._popen.kill()  # it would read that its socket is closed only after all imports
             self.__exit__()
             raise
         return self
@@ -72,6 +79,11 @@ class ForkServer(WorkerStarter):
     @override
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the server has not ended."""
+        return self._popen.poll() is None
 
     @override
     def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
@@ -101,7 +113,8 @@ class ForkServer(WorkerStarter):
             raise self._ended()
         reply = json.loads(raw)
         if "error" in reply:
-            raise ForkServerFailed(f"the fork server of {', '.join(self._modules)} failed: {reply['error']}")
+            names = ", ".join(self._modules)
+            raise ForkServerFailed(f"the fork server of {names} failed: {reply['error']}", reply.get("module", ""))
         return reply, fds
 
     def _ended(self) -> ForkServerFailed:
@@ -138,12 +151,14 @@ def run_fork_server(words: list[str]) -> NoReturn:
     die_with_parent(int(words[1]), signal.SIGKILL if words[2] == "1" else None)
     connection = socket.socket(fileno=int(words[0]))
     connection.set_inheritable(False)
+    module = ""
     try:
         for module in ["unipar.launcher.processes.worker", *words[3:]]:
             importlib.import_module(module)
-        _send_reply(connection, {"ready": _require_single_thread()})
+            _require_single_thread()
+        _send_reply(connection, {"ready": True})
     except BaseException:
-        _send_reply(connection, {"error": traceback.format_exc()})
+        _send_reply(connection, {"error": traceback.format_exc(), "module": module})
         os._exit(1)
     gc.freeze()  # the forks' garbage collector does not touch these pages: they stay shared, and collecting is fast
     while True:
@@ -179,12 +194,11 @@ def _handle_request(connection: socket.socket, request: dict[str, Any], fds: lis
         os.close(pidfd)
 
 
-def _require_single_thread() -> int:
+def _require_single_thread() -> None:
     """Raise if this process has several threads: a fork has only one of them, and locks of the others stay locked."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"{threads} threads; a module that starts threads must be imported in the workers")
-    return threads
 
 
 def _send_reply(connection: socket.socket, what: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -203,6 +217,7 @@ def _become_worker(
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    procfs.note_fork()
     if "torch" in sys.modules:  # torch reads OMP_NUM_THREADS only when it is imported
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from unipar.launcher.processes import worker

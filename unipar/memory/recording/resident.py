@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from unipar.memory.account import ResidentMemory
-from unipar.utils.procfs import anonymous_memory
+from unipar.utils.procfs import anonymous_memory, shared_bytes
 
 _TRIM, _MMAP = -1, -3
 """Values of M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in <malloc.h>."""
@@ -27,4 +27,4 @@ def measure_resident(base: int) -> ResidentMemory:
     """Return the peak of resident memory, and the bytes that are private to this process now."""
     rows = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
     own = sum(int(line.split()[1]) for line in rows if line.startswith("Private_"))
-    return ResidentMemory(base=base, peak=anonymous_memory("VmHWM"), own=own * 1024)
+    return ResidentMemory(base=base, peak=anonymous_memory("VmHWM") - shared_bytes(), own=own * 1024)

@@ -27,7 +27,7 @@ from unipar.memory.sources.pinned import PinnedMemory
 from unipar.memory.sources.profiler import ProfilerSource
 from unipar.memory.sources.source import EventSource
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.utils.procfs import anonymous_memory
+from unipar.utils.procfs import anonymous_memory, shared_bytes
 
 MethodArguments = ParamSpec("MethodArguments")
 
@@ -74,14 +74,14 @@ class MemoryRecorder:
         """Set the base mark: called when the ranks have met, before anything is built."""
         self._world, self._heartbeat = world, heartbeat
         run_toy_step(world)
-        self._anonymous = anonymous_memory()
+        self._anonymous = anonymous_memory() - shared_bytes()
         self._begin()
 
     @_stop_on_error
     def _begin(self) -> None:
         for watched in self._watched:
             watched.source.begin()
-        self._anonymous = anonymous_memory()
+        self._anonymous = anonymous_memory() - shared_bytes()
         self._mark("start")
         self._heartbeat.on_phase = self._mark
 

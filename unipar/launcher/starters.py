@@ -1,0 +1,90 @@
+"""Starters of workers: forks of one process that has imported the libraries, or new interpreters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Final, Self, final
+
+from unipar.backend import Backend
+from unipar.config import Config
+from unipar.launcher.processes.forkserver import ForkServer, ForkServerFailed
+from unipar.launcher.processes.process import SubprocessStarter, WorkerStarter
+
+COMMON_MODULES: Final = ("torch", "torch._dynamo", "torch.distributed.fsdp")
+"""Modules that every backend's workers import, and that take longest. (An optimizer of torch imports `_dynamo`.)"""
+
+
+def modules_to_import(backends: Iterable[Backend], entry: str) -> list[str]:
+    """Return the modules that a fork server imports for workers of these backends, whose entry is in module `entry`."""
+    engines = {name for b in backends if find_spec(name := engine_module(b)) is not None}
+    return [*COMMON_MODULES, entry, *sorted(engines)]
+
+
+def engine_module(backend: Backend) -> str:
+    """Return the name of the module that has the backend's engine, and imports its library."""
+    return f"{type(backend).__module__}.engine"
+
+
+def may_fork(config: Config, device: str) -> bool:
+    """Return whether workers may be forks: on the CPU, unless the config says no. CUDA does not survive a fork."""
+    return config.launch.fork and device == "cpu"
+
+
+@final
+class SharedForkServer:
+    """Context manager: one fork server for workers of several backends.
+
+    A library that cannot be imported there, or that starts threads, is left out: its workers are new interpreters.
+    """
+
+    def __init__(self, entry: str, environment: Mapping[str, str] | None = None, *, use: bool = True) -> None:
+        """Prepare a server of workers whose entry is in module `entry`; `use`: whether workers may be forks at all."""
+        self._entry, self._environment, self._use = entry, environment or {}, use
+        self._open = ExitStack()
+        self._server: ForkServer | None = None
+        self._separate: dict[str, str] = {}
+        self._backends: dict[str, Backend] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def start(self, backends: Sequence[Backend]) -> None:
+        """Start the server with the libraries of these backends, without those that cannot be there."""
+        self._backends = {engine_module(b): b for b in backends}
+        self._open.close()
+        self._server = None
+        while self._use and self._server is None and self._backends:
+            modules = modules_to_import(self._backends.values(), self._entry)
+            try:
+                self._server = self._open.enter_context(ForkServer(modules, self._environment))
+            except ForkServerFailed as e:
+                why = str(e).strip().splitlines()[-1]
+                left_out = [e.module] if e.module in self._backends else list(self._backends)
+                for module in left_out:
+                    self._separate[self._backends.pop(module).name] = why
+
+    def starter_of(self, backend: Backend) -> WorkerStarter:
+        """Return the starter of this backend's workers; a server that was killed is started again."""
+        if self._server is not None and not self._server.running:
+            self.start(list(self._backends.values()))
+        if self._server is None or engine_module(backend) not in self._backends:
+            return SubprocessStarter()
+        return self._server
+
+    def why_separate(self, backend: Backend) -> str:
+        """Return why this backend's workers are new interpreters though others are forks; "" if they are not."""
+        why = self._separate.get(backend.name, "")
+        return f"its processes started as new interpreters, not as forks: {why}" if why else ""
+
+    @property
+    def summary(self) -> str:
+        """Sentence on what was imported for all workers; "" if they are new interpreters."""
+        if self._server is None:
+            return ""
+        names = [name for b in self._backends.values() for name in b.requires if name != "torch"]
+        return f"libraries are imported, once for all cells: {', '.join(['torch', *names])}"
