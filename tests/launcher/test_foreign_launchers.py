@@ -131,7 +131,7 @@ def test_two_worlds_at_once(launcher: str, tmp_path: Path, alone: Report) -> Non
     """Without `out`: two launches at the same time train in two folders, each with all of its ranks."""
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
     with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(lambda _: run(command(launcher, "x.yaml"), tmp_path), range(2)):
+        for done in pool.map(run, [command(launcher, "x.yaml") for _ in range(2)], [tmp_path] * 2):
             assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(os.listdir(tmp_path / "runs")) == ["x", "x-2"]
     kept = {"config.json", "launch.json", *(f"rank-{r}.{kind}" for r in (0, 1) for kind in ("beat", "jsonl"))}
