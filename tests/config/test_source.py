@@ -217,6 +217,50 @@ def test_an_unknown_backends_options(config: Reader) -> None:
     )
 
 
+def test_all_mistakes_at_once(config: Reader) -> None:
+    """Keys, values, the backend's name, its options and a tracker: one run of the command shows all of them."""
+    wrong = GOOD.replace("deepspeed", "deepsped") + (
+        "backend: natve\nlog: {to: [wandbb]}\nmodell: {}\neval: {every: often}\n"
+    )
+    with pytest.raises(ConfigError) as e:
+        config(wrong)
+    first, *rest = str(e.value).split("\n  - ")
+    assert first == "x.yaml: 5 mistakes:"
+    assert [line.partition(";")[0] for line in rest] == [
+        "eval.every (line 14): wanted a whole number above 0 or null, got 'often'",
+        "modell (line 13): there is no such key",
+        "backend (line 11): no backend 'natve'",
+        "log.to (line 12): no tracker 'wandbb'",
+        "options.deepsped (line 10): no backend 'deepsped'",
+    ]
+
+
+def test_all_names_at_once() -> None:
+    """The same where every key is right; one alone keeps its own type, a backend that is not there."""
+    made = {"batch": {"total": 8}, "train": {"steps": 1}, "backend": "natve", "options": {"horovod": {"fusion": 3}}}
+    with pytest.raises(ConfigError) as e:
+        given_source(made)
+    assert not isinstance(e.value, BackendNotFound)
+    first, backend, option = str(e.value).split("\n  - ")
+    assert first == "the config: 2 mistakes:"
+    assert backend.startswith("backend: no backend 'natve'; did you mean 'native'?")
+    assert option == "options.horovod.fusion: there is no such key; did you mean 'fusion_mb'?"
+    with pytest.raises(BackendNotFound):
+        given_source({**made, "options": {}})
+
+
+@pytest.mark.parametrize("to", ["wandb", 3, [3], None])
+@pytest.mark.parametrize("options", [3, {"native": 3}, ["native"]])
+@pytest.mark.parametrize("backend", [3, None, ["native"]])
+def test_names_of_a_wrong_kind(to: object, options: object, backend: object) -> None:
+    """What is no text is no name either: the sentence on its kind is enough."""
+    made = {"batch": {"total": 8}, "train": {"steps": 1}, "backend": backend, "log": {"to": to}, "options": options}
+    with pytest.raises(ConfigError) as e:
+        given_source(made)
+    assert "backend: wanted text, got " in str(e.value)
+    assert "no backend" not in str(e.value)
+
+
 def test_a_mapping_is_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script's own dict: named run, its files relative to the working directory, tuples and paths made plain."""
     monkeypatch.chdir(tmp_path)

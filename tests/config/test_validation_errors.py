@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from unipar.backend import registry
 from unipar.backend.checks import given_source
 from unipar.config import Config
-from unipar.config.validation_errors import describe_errors, describe_option_errors, list_known_keys
+from unipar.config.validation_errors import join_mistakes, list_known_keys, list_mistakes, list_option_mistakes
 from unipar.errors import ConfigError
 from unipar.utils.text import did_you_mean, show_value
 
@@ -33,7 +33,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
             into[last] = value
     with pytest.raises(ValidationError) as e:
         Config.model_validate(data)
-    return describe_errors(e.value, where)
+    return join_mistakes(list_mistakes(e.value, where))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_typo_in_any_key_at_every_depth(path: tuple[str, ...], key: str) -> No
     with pytest.raises(ValidationError) as e:
         Config.model_validate(data)
     dotted = ".".join((*path, typo))
-    assert describe_errors(e.value) == f"{dotted}: there is no such key; did you mean {key!r}?"
+    assert list_mistakes(e.value) == [f"{dotted}: there is no such key; did you mean {key!r}?"]
 
 
 def test_known_keys_reach_every_depth() -> None:
@@ -276,7 +276,7 @@ def test_options(backend: str, given: dict[str, Any], sentence: str) -> None:
     found = registry.find_backend(backend)
     with pytest.raises(ValidationError) as e:
         found.options.model_validate(given)
-    assert describe_option_errors(e.value, found.options, backend) == sentence
+    assert list_option_mistakes(e.value, found.options, backend) == [sentence]
 
 
 def test_options_of_a_backend_that_is_not_used() -> None:

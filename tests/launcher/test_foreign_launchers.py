@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,49 @@ def test_two_launches_in_one_foreign_world(backend: str, tmp_path: Path, forks: 
     for done in forks.ranks(["script.py"], tmp_path):
         assert done.returncode == 0, done.stderr
     _expect_two(tmp_path)
+
+
+NO_OUT = """
+import os
+import unipar
+from tests.support.tiny import CONFIG, Tiny
+for _ in range(2):
+    report = unipar.launch(CONFIG, task=Tiny)
+    print(report.out, report.steps, len(report.peak_rss))
+"""
+
+
+def test_a_folder_for_each_run(tmp_path: Path, forks: Forks) -> None:
+    """Without `out`: all ranks of a world that another launcher made agree on the names."""
+    (tmp_path / "script.py").write_text(NO_OUT, encoding="utf-8")
+    (tmp_path / "runs/run").mkdir(parents=True)
+    (tmp_path / "runs/run/config.json").touch()
+    both = forks.ranks(["script.py"], tmp_path)
+    assert [done.returncode for done in both] == [0, 0], [done.stderr for done in both]
+    for done in both:
+        assert [line for line in done.stdout.splitlines() if line.startswith("runs/")] == [
+            *("runs/run-2 12 2", "runs/run-3 12 2")
+        ]
+    assert both[0].stderr.startswith("run folder: runs/run-2\n")
+    assert "run folder" not in both[1].stderr
+    assert sorted(os.listdir(tmp_path / "runs")) == ["run", "run-2", "run-3"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("launcher", [name for name in LAUNCH_COMMANDS if name not in ("python", "srun")])
+def test_two_worlds_at_once(launcher: str, tmp_path: Path, alone: Report) -> None:
+    """Without `out`: two launches at the same time train in two folders, each with all of its ranks."""
+    (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(run, [command(launcher, "x.yaml") for _ in range(2)], [tmp_path] * 2):
+            assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(os.listdir(tmp_path / "runs")) == ["x", "x-2"]
+    kept = {"config.json", "launch.json", *(f"rank-{r}.{kind}" for r in (0, 1) for kind in ("beat", "jsonl"))}
+    for name in ("x", "x-2"):
+        report = Report.read(tmp_path / "runs" / name)
+        assert (report.size, report.steps, len(report.peak_rss)) == (2, 12, 2)
+        assert [loss for _, loss in report.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-6)
+        assert set(os.listdir(tmp_path / "runs" / name)) == kept
 
 
 @pytest.mark.sweep

@@ -50,3 +50,17 @@ def test_left_by_a_run_that_was_killed(pid: int, when: str, tmp_path: Path) -> N
     leave(tmp_path, mine(), pid, when)
     with pytest.raises(WorldMismatch, match=rf"^rank 1 waited 0.05 s for rank 0 to make {tmp_path}$"):
         wait(tmp_path)
+
+
+def test_the_folder_is_one_of_several(tmp_path: Path) -> None:
+    """Where the config gives no `out`, it is the one in which rank 0 of this world left its mark, and no other."""
+    for name in ("x", "x-2", "x-3", "x-3b"):
+        (tmp_path / name).mkdir()
+    find = in_process._wait_for_run_folder  # pyright: ignore[reportPrivateUsage]
+    leave(tmp_path / "x", mine(), 1 << 30, "1")  # of a world that was killed
+    leave(tmp_path / "x-3b", mine(), os.getpid(), began())  # of another config
+    with pytest.raises(WorldMismatch) as e:
+        find(tmp_path / "x", PLACE, 0.05, numbered=tmp_path / "x")
+    assert str(e.value) == (f"rank 1 waited 0.05 s for rank 0 to make a run folder ({tmp_path}/x, x-2, ...)")
+    leave(tmp_path / "x-3", mine(), os.getpid(), began())
+    assert find(tmp_path / "x", PLACE, 0.05, numbered=tmp_path / "x") == tmp_path / "x-3"

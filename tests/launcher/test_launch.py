@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import signal
@@ -102,6 +103,39 @@ def test_two_launches_and_no_guard(python: Python, tmp_path: Path) -> None:
         "rank-1.jsonl",
         "rank-1.log",
     ]
+
+
+NO_OUT = """
+import unipar
+from tests.support.tiny import CONFIG, Tiny
+
+if __name__ == "__main__":
+    for _ in range(2):
+        print(unipar.launch(CONFIG, task=Tiny).out)
+    print(unipar.launch(CONFIG, task=Tiny, overwrite=True).out)
+    try:
+        unipar.launch(CONFIG, task=Tiny, overrides={"out": "runs/run-2"})
+    except unipar.OutExists as e:
+        print(e)
+"""
+
+
+def test_a_folder_for_each_run(python: Python, tmp_path: Path) -> None:
+    """Without `out` each run takes the next name and says so first; `overwrite` means the first one."""
+    done = python(NO_OUT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *("trained 12", "runs/run", "trained 12", "runs/run-2", "trained 12", "runs/run"),
+        "out: runs/run-2 already exists; name another folder (out: another/folder, or --out DIR), "
+        "or overwrite it (--overwrite, or launch(..., overwrite=True))",
+    ]
+    said = done.stderr.splitlines()
+    assert said[0] == "run folder: runs/run"
+    assert [line for line in said if line.startswith("run folder")] == [
+        *("run folder: runs/run", "run folder: runs/run-2", "run folder: runs/run")
+    ]
+    assert sorted(os.listdir(tmp_path / "runs")) == ["run", "run-2"]
+    assert json.loads((tmp_path / "runs/run-2/config.json").read_bytes())["out"] == "runs/run-2"
 
 
 def test_functions_instead_of_a_task_and_one_rank_fails(python: Python, tmp_path: Path) -> None:
@@ -219,6 +253,17 @@ def test_join_with_two_ranks(python: Python, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["before", "before", "rank 0 of 2 at 12", "after ['script.py', '2']"]
     assert "rank 1 of 2 at 12" in (tmp_path / "out" / "rank-1.log").read_text("utf-8")
+
+
+def test_a_folder_for_each_script_that_joins(python: Python, tmp_path: Path) -> None:
+    """One world of two ranks that are started, then one of this process alone: the same names."""
+    script = JOINS.replace(', "out": "out"', "")
+    for ranks in ("2", "1"):
+        done = python(script, ranks)
+        assert done.returncode == 0, done.stderr
+    assert "run folder: runs/run-2\n" in done.stderr
+    found = {name: unipar.Report.read(tmp_path / "runs" / name) for name in os.listdir(tmp_path / "runs")}
+    assert {name: (report.size, report.steps) for name, report in found.items()} == {"run": (2, 12), "run-2": (1, 12)}
 
 
 def test_join_with_one(python: Python, tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def test_a_class_of_a_cell(kernel: Kernel) -> None:
     assert said.error == ""
     assert LAST in said.stdout
     lines = said.stderr.splitlines()
-    assert lines[0] == "native/nothing, 2 ranks, 5 parameters"
-    assert lines[1].startswith("step 1/12  loss 7.2072  ")
+    assert lines[:2] == ["run folder: a", "native/nothing, 2 ranks, 5 parameters"]
+    assert lines[2].startswith("step 1/12  loss 7.2072  ")
     assert lines[-1].startswith("12 steps in ")
     assert "\x1b" not in said.stderr
     assert said.result.startswith("cell        native/nothing, 2 ranks")

@@ -44,18 +44,23 @@ def trained(run: Path, steps: int, every: int = 1) -> None:
                 ledger.note("step", step=step, of=steps, loss=4.0 / step, norm=1.0, lr=0.1, samples=8, seconds=0.25)
 
 
-def test_plain_lines(tmp_path: Path) -> None:
-    """Elsewhere than on a terminal: who trains, logged steps, an end."""
+def test_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere than on a terminal: the folder, who trains, logged steps, an end."""
     out, err = io.StringIO(), io.StringIO()
     trained(tmp_path, 2)
     with Progress(tmp_path, None, out=out, err=err):
         pass
-    first, *lines, last = err.getvalue().splitlines()
+    folder, first, *lines, last = err.getvalue().splitlines()
+    assert folder == f"run folder: {tmp_path}"
     assert first == "native/nothing, 2 ranks, 8,912,345 parameters"
     assert lines == ["step 1/2  loss 4.0000  32 samples/s", "step 2/2  loss 2.0000  32 samples/s"]
     assert last == f"2 steps in 0.0 s, loss 4.0000 -> 2.0000; {tmp_path}"
     assert out.getvalue() == ""
     assert "\x1b" not in err.getvalue()
+    monkeypatch.chdir(tmp_path.parent)
+    with Progress(tmp_path, None, out=out, err=err):
+        pass
+    assert err.getvalue().count(f"run folder: {tmp_path.name}\n") == 1  # short, below the working directory
 
 
 def test_one_step_is_one(tmp_path: Path) -> None:
@@ -85,7 +90,7 @@ def test_evaluations_are_shown(tmp_path: Path) -> None:
     err = io.StringIO()
     with Progress(tmp_path, 50, err=err):
         pass
-    assert err.getvalue() == "step 25/50  evaluated: loss 2.5000  accuracy 0.7500\n"
+    assert err.getvalue() == f"run folder: {tmp_path}\nstep 25/50  evaluated: loss 2.5000  accuracy 0.7500\n"
 
 
 def test_prints_of_rank_0_go_to_stdout(tmp_path: Path) -> None:
@@ -101,7 +106,7 @@ def test_prints_of_rank_0_go_to_stdout(tmp_path: Path) -> None:
         progress.tick()
         assert out.getvalue() == "one\n"
     assert out.getvalue() == "one\ntwo\n"
-    assert err.getvalue() == ""
+    assert err.getvalue() == f"run folder: {tmp_path}\n"
 
 
 def test_quiet_leaves_prints_only(tmp_path: Path) -> None:

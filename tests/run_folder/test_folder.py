@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -104,3 +108,65 @@ def test_out_that_only_the_system_refuses() -> None:
         raise AssertionError
     assert str(e.value).startswith("out: /proc/x/y cannot be written")
     assert str(e.value).endswith("; name a folder that you can write to (out: ..., or --out DIR)")
+
+
+def test_the_first_name_that_is_free(tmp_path: Path) -> None:
+    """A comparison is in nobody's way; a run, a file and what else is there are."""
+    (tmp_path / "x/compare").mkdir(parents=True)
+    assert folder.first_free_folder(tmp_path / "x") == tmp_path / "x"
+    (tmp_path / "x/config.json").touch()
+    (tmp_path / "x-2").touch()
+    (tmp_path / "x-3").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "x-4").mkdir()
+    (tmp_path / "x-4/notes.txt").touch()
+    (tmp_path / "x-5").mkdir()
+    (tmp_path / "x-max").mkdir()
+    assert folder.first_free_folder(tmp_path / "x") == tmp_path / "x-5"
+    assert {path.name for path in folder.existing_numbered_folders(tmp_path / "x")} == {"x", "x-4", "x-5"}
+    assert folder.existing_numbered_folders(tmp_path / "no/x") == []
+
+
+def _never_refuses(file: int, how: int) -> None:
+    """Lock nothing."""
+
+
+@pytest.mark.parametrize("locks", ["kept", "not shared"])
+def test_claims_at_the_same_time(locks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets a folder of its own, also on a file system that does not share locks between machines."""
+    if locks == "not shared":
+        monkeypatch.setattr(fcntl, "flock", _never_refuses)
+    together, claimed = Barrier(8), Barrier(8)
+
+    def claim(_: int) -> Path:
+        together.wait(20)
+        with folder.claim_run_folder(tmp_path / "runs/x") as out:
+            claimed.wait(20)
+            folder.write_run_files(out, CONFIG, LAUNCH)
+            return out
+
+    with ThreadPoolExecutor(8) as pool:
+        claims = sorted(path.name for path in pool.map(claim, range(8)))
+    assert claims == ["x", *(f"x-{n}" for n in range(2, 9))]
+    assert sorted(os.listdir(tmp_path / "runs")) == claims
+
+
+def test_a_lock_ends_with_its_holder(tmp_path: Path) -> None:
+    """A folder is locked while its run lasts, and no longer; somebody who looks is in nobody's way."""
+    with ExitStack() as stack:
+        out = stack.enter_context(folder.claim_run_folder(tmp_path / "x"))
+        assert folder.is_locked(out)
+        assert folder.is_locked(out)
+    assert not folder.is_locked(out)
+    with folder.lock_folder(out):
+        pass
+
+
+def test_no_folder_can_be_claimed_below_a_file(tmp_path: Path) -> None:
+    """The sentence is the one of a folder that was named; no number helps."""
+    (tmp_path / "runs").touch()
+    with pytest.raises(ConfigError) as e, folder.claim_run_folder(tmp_path / "runs/x"):
+        raise AssertionError
+    assert str(e.value) == (
+        f"out: {tmp_path}/runs/x cannot be created: {tmp_path}/runs is a file; "
+        "name a folder that you can write to (out: ..., or --out DIR)"
+    )

@@ -16,8 +16,8 @@ from unipar.backend.registry import backend_names, find_backend, why_not_install
 from unipar.config import SHARDS, Cell, Config, Precision, Shard
 from unipar.config.settled import SettledConfig
 from unipar.config.source import ConfigSource, Given, load_config_file, load_given_config
-from unipar.config.validation_errors import describe_option_errors
-from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
+from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_option_mistakes
+from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported
 from unipar.tracking import tracker
 
 
@@ -38,12 +38,12 @@ class CheckedSource(ConfigSource):
 
 def read_source(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> CheckedSource:
     """Return the config in a file, with `--set key=value` and a script's overrides applied and its names checked."""
-    return check_names(load_config_file(file, sets, overrides))
+    return check_names(load_config_file(file, sets, overrides, _name_sentences))
 
 
 def given_source(config: Given, overrides: Mapping[str, Any] | None = None) -> CheckedSource:
     """Return the config that a script gave, with its overrides applied and its names checked."""
-    source = load_given_config(config, overrides)
+    source = load_given_config(config, overrides, _name_sentences)
     return source if isinstance(source, CheckedSource) else check_names(source)
 
 
@@ -53,27 +53,66 @@ def check_names(source: ConfigSource) -> CheckedSource:
     Options of backends that are not used are checked too: a typo would only show once the backend is used.
     """
     config = source.config
-    if "/" in config.backend:
-        cell = Cell.parse(config.backend)
-        raise ConfigError(
-            f"{source.label}: backend{source.place('backend')}: {config.backend!r} is a cell; "
-            f"write backend: {cell.backend} and parallel: {{shard: {cell.shard}}}"
-        )
-    backend = _find(source, "backend", config.backend)
-    for i, name in enumerate(config.log.to):
+    named = {"backend": config.backend, "log": {"to": config.log.to}, "options": config.options}
+    mistakes = list(_name_mistakes(named, source.places))
+    if mistakes:
+        kind = mistakes[0][0] if len(mistakes) == 1 else ConfigError
+        raise kind(f"{source.label}: {join_mistakes([sentence for _, sentence in mistakes])}")
+    return _checked(source, find_backend(config.backend))
+
+
+def _name_sentences(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[str]:
+    return (sentence for _, sentence in _name_mistakes(data, places))
+
+
+def _name_mistakes(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[tuple[type[UniparError], str]]:
+    """Yield each wrong name in a config as the error's type and a sentence; what is no name at all is left out."""
+    backend, to, options = data.get("backend"), _section(data, "log").get("to"), _section(data, "options")
+    if isinstance(backend, str) and "/" in backend:
+        yield ConfigError, f"backend{_place(places, 'backend')}: {_refuse_cell(backend)}"
+    elif isinstance(backend, str):
+        yield from _unknown_backend(backend, "backend", places)
+    names: list[Any] = list(to) if isinstance(to, list | tuple) else []
+    for i, name in enumerate(names):
         try:
-            tracker.find_tracker(name)
+            if isinstance(name, str):
+                tracker.find_tracker(name)
         except ConfigError as e:
-            place = source.place(f"log.to.{i}") or source.place("log.to")
-            raise ConfigError(f"{source.label}: log.to{place}: {e}") from None
-    for name, options in config.options.items():
-        owner = backend if name == config.backend else _find(source, f"options.{name}", name)
-        try:
-            owner.options.model_validate(options)
-        except ValidationError as e:
-            sentence = describe_option_errors(e, owner.options, name, source.places)
-            raise ConfigError(f"{source.label}: {sentence}") from None
-    return _checked(source, backend)
+            yield ConfigError, f"log.to{_place(places, f'log.to.{i}') or _place(places, 'log.to')}: {e}"
+    for name, given in options.items():
+        unknown = list(_unknown_backend(name, f"options.{name}", places))
+        yield from unknown
+        if not unknown and isinstance(given, dict):
+            owner = find_backend(name)
+            try:
+                owner.options.model_validate(given)
+            except ValidationError as e:
+                for sentence in list_option_mistakes(e, owner.options, name, places):
+                    yield ConfigError, sentence
+
+
+def _section(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = data.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _place(places: KeyOrigins, key: str) -> str:
+    return f" ({places[key]})" if key in places else ""
+
+
+def _refuse_cell(backend: str) -> str:
+    try:
+        cell = Cell.parse(backend)
+    except ConfigError as e:
+        return str(e)
+    return f"{backend!r} is a cell; write backend: {cell.backend} and parallel: {{shard: {cell.shard}}}"
+
+
+def _unknown_backend(name: str, key: str, places: KeyOrigins) -> Iterator[tuple[type[UniparError], str]]:
+    try:
+        find_backend(name)
+    except BackendNotFound as e:
+        yield BackendNotFound, f"{key}{_place(places, key)}: {e}"
 
 
 def in_cell(source: ConfigSource, cell: Cell, origin: str = "--backend") -> CheckedSource:
@@ -109,13 +148,6 @@ def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
     return CheckedSource(
         source.config, source.name, source.folder, source.origins, source.label, backend=backend, cell=cell
     )
-
-
-def _find(source: ConfigSource, key: str, name: str) -> Backend:
-    try:
-        return registry.find_backend(name)
-    except BackendNotFound as e:
-        raise BackendNotFound(f"{source.label}: {key}{source.place(key)}: {e}") from None
 
 
 def check_can_run(config: Config) -> Backend:

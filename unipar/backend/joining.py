@@ -36,6 +36,18 @@ _stores: dict[tuple[str, int] | None, dist.Store] = {}
 """Store by address: rank 0 listens at an address until its process ends."""
 
 
+def store_at(place: Place, patience: timedelta) -> dist.Store:
+    """Return the store of a world; at one address it is opened once in a process."""
+    if place.address in _stores:
+        return _stores[place.address]
+    # torchrun keeps its store when it restarts the ranks: what they wrote before must not be read again
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if place.hosted else "0"
+    store = dist.PrefixStore(f"attempt/{attempt}", open_store(place, patience))
+    if place.address is not None:
+        _stores[place.address] = store
+    return store
+
+
 _places_joined: list[Place] = []
 """Places of this process in all worlds that it has joined."""
 
@@ -46,14 +58,7 @@ def meet(config: Config, place: Place) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     patience = timedelta(seconds=config.launch.timeout)
-    if place.size == 1 and place.address is None:
-        store: dist.Store = dist.HashStore()
-    elif place.address in _stores:
-        store = _stores[place.address]
-    else:
-        store = open_store(place, patience)
-        if place.address is not None:
-            _stores[place.address] = store
+    store = dist.HashStore() if place.size == 1 and place.address is None else store_at(place, patience)
     _places_joined.append(place)
     store = dist.PrefixStore(f"unipar/{len(_places_joined)}", store)  # a script may launch twice in one foreign world
     world = World(place, device, store)

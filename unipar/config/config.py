@@ -160,7 +160,8 @@ class Config(Section):
         return self
 
     out: str | None = None
-    """The run folder, relative to the working directory; null: runs/NAME, where NAME is the config's."""
+    """The run folder, relative to the working directory; null: runs/NAME, where NAME is the config's, or for
+    a further run runs/NAME-2, runs/NAME-3, ..."""
 
     def of_part(self, name: str) -> Config:
         """Return the config with the optimizer and the clip of one part of the model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,9 +16,12 @@ from unipar.config import safe_yaml
 from unipar.config.config import Config
 from unipar.config.config_file import read_config_text
 from unipar.config.sections.parallel import UNSUPPORTED_KEYS
-from unipar.config.validation_errors import describe_errors
+from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_mistakes
 from unipar.errors import ConfigError
 from unipar.utils.text import show_value
+
+NameCheck = Callable[[Mapping[str, Any], KeyOrigins], Iterable[str]]
+"""Function that yields a sentence for each wrong name of a backend or tracker in a config that may be invalid."""
 
 LENGTH_KEYS = ("steps", "epochs")
 _FROM_SCRIPT = "given"
@@ -63,8 +66,16 @@ class ConfigSource:
         return replace(self, config=config, origins={**self.origins, "out": origin})
 
 
-def load_config_file(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> ConfigSource:
-    """Return the config of a file, changed by each `--set key=value` in order, then by the overrides of a script."""
+def load_config_file(
+    file: Path,
+    sets: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+    names: NameCheck | None = None,
+) -> ConfigSource:
+    """Return the config of a file, changed by each `--set key=value` in order, then by the overrides of a script.
+
+    If it is invalid, the error also has the sentences of `names`.
+    """
     label = str(file)
     data, lines = _parse_file(read_config_text(file), label)
     if not isinstance(data, dict):
@@ -78,18 +89,20 @@ def load_config_file(file: Path, sets: Sequence[str] = (), overrides: Mapping[st
         draft.put(*parse_set_argument(text), "--set")
     for key, value in (overrides or {}).items():
         draft.put(key, value, "overrides")
-    return draft.checked(file.stem, file.resolve().parent)
+    return draft.checked(file.stem, file.resolve().parent, names)
 
 
-def load_given_config(config: Given, overrides: Mapping[str, Any] | None = None) -> ConfigSource:
-    """Return the config that `launch` was given, changed by its overrides."""
+def load_given_config(
+    config: Given, overrides: Mapping[str, Any] | None = None, names: NameCheck | None = None
+) -> ConfigSource:
+    """Return the config that `launch` was given, changed by its overrides; `names` as in `load_config_file`."""
     if isinstance(config, ConfigSource):
         if not overrides:
             return config
         draft = _ConfigDraft(_explicit_values(config.config), dict(config.origins), config.label)
         name, folder = config.name, config.folder
     elif isinstance(config, str | Path):
-        return load_config_file(Path(config), (), overrides)
+        return load_config_file(Path(config), (), overrides, names)
     else:
         name, folder = "run", Path.cwd()
         draft = _ConfigDraft({}, {}, "the config")
@@ -102,7 +115,7 @@ def load_given_config(config: Given, overrides: Mapping[str, Any] | None = None)
     draft.locate(folder)
     for key, value in (overrides or {}).items():
         draft.put(key, value, "overrides")
-    return draft.checked(name, folder)
+    return draft.checked(name, folder, names)
 
 
 Given = str | Path | Mapping[str, Any] | Config | ConfigSource
@@ -179,7 +192,7 @@ class _ConfigDraft:
         elif isinstance(weights, dict) and isinstance(weights.get("file"), str):
             weights["file"] = _absolute_path(weights["file"], folder)
 
-    def checked(self, name: str, folder: Path) -> ConfigSource:
+    def checked(self, name: str, folder: Path, names: NameCheck | None) -> ConfigSource:
         """Return the validated config; raise ConfigError if it is invalid."""
         self.locate(Path.cwd())  # paths from the command line or a script, which are still relative
         places = _places(self.origins)
@@ -191,7 +204,8 @@ class _ConfigDraft:
         try:
             config = Config.model_validate(self.data)
         except ValidationError as e:
-            raise ConfigError(f"{self.label}: {describe_errors(e, places)}") from None
+            mistakes = [*list_mistakes(e, places), *(names(self.data, places) if names is not None else ())]
+            raise ConfigError(f"{self.label}: {join_mistakes(mistakes)}") from None
         return ConfigSource(config, name, folder, self.origins, self.label)
 
 

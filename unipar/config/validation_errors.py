@@ -20,16 +20,21 @@ KeyOrigins = Mapping[str, str]
 """Origin of each dotted key: "line 12", "--set"."""
 
 
-def describe_errors(error: ValidationError, where: KeyOrigins | None = None) -> str:
-    """Return a sentence for the mistake in a config, or a list of sentences if there are several mistakes."""
+def list_mistakes(error: ValidationError, where: KeyOrigins | None = None) -> list[str]:
+    """Return a sentence for each mistake in a config."""
     return _describe(error, Config, "", where or {})
 
 
-def describe_option_errors(
+def list_option_mistakes(
     error: ValidationError, options: type[Section], name: str, where: KeyOrigins | None = None
-) -> str:
-    """Return the mistakes in a backend's options, as `describe_errors` does; keys begin with options.NAME."""
+) -> list[str]:
+    """Return a sentence for each mistake in a backend's options; keys begin with options.NAME."""
     return _describe(error, options, f"options.{name}", where or {})
+
+
+def join_mistakes(sentences: Sequence[str]) -> str:
+    """Return the sentence, or a list of sentences if there are several."""
+    return sentences[0] if len(sentences) == 1 else "\n  - ".join([f"{len(sentences)} mistakes:", *sentences])
 
 
 def list_known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -161,10 +166,9 @@ class _Mistake:
     """Sections that are allowed in the owner's place."""
 
 
-def _describe(error: ValidationError, model: type[BaseModel], prefix: str, where: KeyOrigins) -> str:
+def _describe(error: ValidationError, model: type[BaseModel], prefix: str, where: KeyOrigins) -> list[str]:
     mistakes = _deepest_mistakes([_locate_mistake(e, model) for e in error.errors(include_url=False)])
-    sentences = list(dict.fromkeys(_describe_mistake(m, model, prefix, where) for m in mistakes))
-    return sentences[0] if len(sentences) == 1 else "\n  - ".join([f"{len(sentences)} mistakes:", *sentences])
+    return list(dict.fromkeys(_describe_mistake(m, model, prefix, where) for m in mistakes))
 
 
 def _locate_mistake(error: Any, model: type[BaseModel]) -> _Mistake:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +24,10 @@ from unipar.launcher.prepare import PreparedRun
 from unipar.launcher.processes.worker_arguments import die_with_parent
 from unipar.launcher.progress import Progress
 from unipar.run_folder.error_file import write_error
+from unipar.run_folder.folder import existing_numbered_folders
 from unipar.training.out_of_memory import explain_out_of_memory
 from unipar.utils.files import write_file_atomically
-from unipar.utils.procfs import BEGAN, PARENT, process_stat
+from unipar.utils.procfs import BEGAN, PARENT, boot_id, process_stat
 
 if TYPE_CHECKING:
     from unipar.task import Task
@@ -37,35 +39,52 @@ SINGLE_PLACE = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipa
 
 
 @contextmanager
-def training_in_process(plan: PreparedRun, task: Task, *, quiet: bool = False) -> Generator[TrainingRun]:
-    """Context manager: a run in this process with the loop as body; errors are recorded as in a worker, and raised."""
-    from unipar.training.setup import open_run
+def meet_in_run_folder(plan: PreparedRun, *, quiet: bool = False) -> Generator[PreparedRun]:
+    """Context manager: rank 0 creates the run folder and shows the progress; yields the run with that folder.
 
+    The other ranks learn from rank 0 which folder that is: through the store, or from a file in the folder.
+    """
     place = plan.place or SINGLE_PLACE
-    run = plan.out.resolve()
     if not place.started_by_unipar:
         sys.argv[:] = without_launcher_arguments(sys.argv)
         _die_with_launcher(place.between)
+    patience, by_store = plan.config.launch.timeout, plan.numbered is not None and place.address is not None
     with ExitStack() as stack:
         if place.rank == 0:
-            stack.enter_context(plan.create_folder())
+            placed = stack.enter_context(plan.create_folder())
+            run = placed.out.resolve()
             stack.enter_context(_announce_run_folder(run, place))
             shown = stack.enter_context(Progress(run, plan.config.train.steps, quiet=quiet, prints=False))
             stack.enter_context(shown.tick_in_background())
+            if by_store:
+                _folder_of_store(place, patience, placed.out)
+        elif by_store:
+            placed = plan.in_folder(_folder_of_store(place, patience))
         else:
-            _wait_for_run_folder(run, place, plan.config.launch.timeout)
-        try:
-            with (
-                open_run(plan.settled, plan.backend, task, place, run) as training,
-                explain_out_of_memory(run, place.rank, training),
-            ):
-                _remove_started_mark(run, place)  # every rank has joined the process group
-                yield training
-        except Stopped:
-            raise
-        except BaseException as e:
-            write_error(run, place.rank, e)
-            raise
+            placed = plan.in_folder(_wait_for_run_folder(plan.out, place, patience, plan.numbered))
+        yield placed
+
+
+@contextmanager
+def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]:
+    """Context manager: a run in this process with the loop as body; errors are recorded as in a worker, and raised."""
+    from unipar.training.setup import open_run
+
+    run, place = plan.out.resolve(), plan.place or SINGLE_PLACE
+    if place.folder is not None:
+        place = replace(place, folder=run)
+    try:
+        with (
+            open_run(plan.settled, plan.backend, task, place, run) as training,
+            explain_out_of_memory(run, place.rank, training),
+        ):
+            _remove_started_mark(run, place)  # every rank has joined the process group
+            yield training
+    except Stopped:
+        raise
+    except BaseException as e:
+        write_error(run, place.rank, e)
+        raise
 
 
 @cache
@@ -89,7 +108,9 @@ def _die_after(launcher: int) -> None:
 
 def _started_mark_path(run: Path, place: Place) -> Path:
     """Return the path of the file that says that rank 0 has made the run folder; its name is this world's alone."""
-    world = [place.launcher, place.job, place.address, os.environ.get("TORCHELASTIC_RUN_ID")]
+    # the address of a world on one machine, such as 127.0.0.1:29500, may be that of a world on another machine as well
+    machine = boot_id() if place.local_size == place.size else None
+    world = [place.launcher, place.job, place.address, os.environ.get("TORCHELASTIC_RUN_ID"), machine]
     return run / f".started-{hashlib.sha256(repr(world).encode()).hexdigest()[:12]}"
 
 
@@ -107,16 +128,44 @@ def _announce_run_folder(run: Path, place: Place) -> Generator[None]:
 
 def _remove_started_mark(run: Path, place: Place) -> None:
     _started_mark_path(run, place).unlink(missing_ok=True)
-    if place.meeting is not None:
-        place.meeting.unlink(missing_ok=True)
+    if place.folder is not None and (meeting := replace(place, folder=run).meeting) is not None:
+        meeting.unlink(missing_ok=True)
 
 
-def _wait_for_run_folder(run: Path, place: Place, patience: float) -> None:
-    """Wait until rank 0 has made the run folder, for at most `patience` seconds."""
+def _folder_of_store(place: Place, patience: float, out: Path | None = None) -> Path:
+    """Return the folder that rank 0 has claimed, and gives as `out`.
+
+    Of a world on several machines a file would not do: it may be one that a killed world at the same address has left.
+    """
+    from datetime import timedelta
+
+    from unipar.backend.joining import store_at
+
+    _folders_met.append(out)
+    key, store = f"unipar/folder/{len(_folders_met)}", store_at(place, timedelta(seconds=patience))
+    if out is not None:
+        store.set(key, str(out))
+        return out
+    try:
+        return Path(store.get(key).decode())
+    except RuntimeError:
+        raise WorldMismatch(f"rank {place.rank} waited {patience:g} s for rank 0 to make its run folder") from None
+
+
+_folders_met: list[Path | None] = []
+"""An entry for each run of this process whose ranks agreed on a folder through the store; all ranks have as many."""
+
+
+def _wait_for_run_folder(out: Path, place: Place, patience: float, numbered: Path | None = None) -> Path:
+    """Wait until rank 0 has made `out`, or a folder of `numbered`; return the folder that it has made."""
     until = time.monotonic() + patience
-    while not _is_left_by_live_rank(_started_mark_path(run, place)):
+    while True:
+        for run in [out] if numbered is None else existing_numbered_folders(numbered):
+            if _is_left_by_live_rank(_started_mark_path(run, place)):
+                return run
         if time.monotonic() > until:
-            raise WorldMismatch(f"rank {place.rank} waited {patience:g} s for rank 0 to make {run}")
+            name = out if numbered is None else f"a run folder ({numbered}, {numbered.name}-2, ...)"
+            raise WorldMismatch(f"rank {place.rank} waited {patience:g} s for rank 0 to make {name}")
         time.sleep(0.02)
 
 
@@ -131,4 +180,4 @@ def _is_left_by_live_rank(mark: Path) -> bool:
 
 def _process_namespace() -> list[str]:
     """Return the boot and the PID namespace in which process ids are unique."""
-    return [Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip(), os.readlink("/proc/self/ns/pid")]
+    return [boot_id(), os.readlink("/proc/self/ns/pid")]

@@ -19,6 +19,7 @@ from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.progress import Progress
 from unipar.memory.sources.malloc_build import step_log_environment
 from unipar.results.run import Report
+from unipar.run_folder.error_file import record_run_error
 from unipar.task import Task
 from unipar.task.importing import is_importing_task, next_earlier_run
 from unipar.task.task import TASK_FUNCTIONS
@@ -59,14 +60,14 @@ def launch(
         _earlier_launches[:] = _launches_without(plan.out)
         plan = plan.after(_earlier_launches)
         if plan.place is not None:
-            _train_in_process(plan, make_task(task, functions, plan.config, plan.ref), quiet)
+            out = _train_in_process(plan, make_task(task, functions, plan.config, plan.ref), quiet)
         else:
-            _start_workers(plan, "unipar.launcher.worker_entries:train_task", quiet)
-        report = Report.read(plan.out)
+            out = _start_workers(plan, "unipar.launcher.worker_entries:train_task", quiet)
+        report = Report.read(out)
     except UniparError as e:
         _earlier_launches.append(f"!{type(e).__name__}: {e}")
         raise
-    _earlier_launches.append(str(plan.out.resolve()))
+    _earlier_launches.append(str(out.resolve()))
     return report
 
 
@@ -88,7 +89,7 @@ def join(
     quiet: bool = False,
 ) -> Generator[Run]:
     """Context manager: a run whose loop is the body; this process is one of its ranks, or starts them and exits."""
-    from unipar.launcher.in_process import training_in_process
+    from unipar.launcher.in_process import meet_in_run_folder, training_in_process
 
     functions = _select_functions(locals())
     if is_importing_task():
@@ -103,7 +104,8 @@ def join(
     plan = PreparedRun.of(prepare(config, task, overrides, code="in the script"), overwrite=overwrite)
     if plan.place is None and plan.size > 1:
         _rerun_script_in_workers(plan, quiet)
-    with training_in_process(plan, make_task(task, functions, plan.config, None), quiet=quiet) as run:
+    made = make_task(task, functions, plan.config, None)
+    with meet_in_run_folder(plan, quiet=quiet) as placed, training_in_process(placed, made) as run:
         yield run
 
 
@@ -111,30 +113,32 @@ def _select_functions(named: Mapping[str, Any]) -> dict[str, TaskFunction]:
     return {name: named[name] for name in TASK_FUNCTIONS if named[name] is not None}
 
 
-def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[str] = ()) -> None:
-    """Start a worker for each rank and wait until all have ended."""
-    config, run = plan.config, plan.out.resolve()
+def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[str] = ()) -> Path:
+    """Start a worker for each rank and wait until all have ended; return the run folder."""
     with (
-        plan.create_folder(script),
-        plan.backend.host(config, plan.size) as environment,
-        Progress(run, config.train.steps, quiet=quiet) as shown,
+        plan.create_folder(script) as plan,
+        record_run_error(run := plan.out.resolve()),
+        plan.backend.host(plan.config, plan.size) as environment,
+        Progress(run, plan.config.train.steps, quiet=quiet) as shown,
         WorkerGroup.of(
             plan.settled,
             plan.backend,
             run,
             entry,
-            {**environment, **step_log_environment(config)},
+            {**environment, **step_log_environment(plan.config)},
             pickled_task=plan.ref.pickled_task if plan.ref is not None else b"",
         ) as workers,
     ):
         workers.wait(shown.tick, shown.every)
+    return plan.out
 
 
-def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> None:
-    from unipar.launcher.in_process import training_in_process
+def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> Path:
+    from unipar.launcher.in_process import meet_in_run_folder, training_in_process
 
-    with training_in_process(plan, task, quiet=quiet) as run:
+    with meet_in_run_folder(plan, quiet=quiet) as placed, training_in_process(placed, task) as run:
         task.train(run)
+    return placed.out
 
 
 def _rerun_script_in_workers(plan: PreparedRun, quiet: bool) -> None:

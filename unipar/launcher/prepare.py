@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -24,6 +25,7 @@ from unipar.task.importing import LaunchReached, is_importing_task
 from unipar.task.reference import TaskRef
 from unipar.task.task import FunctionTask
 from unipar.tracking.tracker import require_tracker
+from unipar.utils.procfs import boot_id
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class PreparedRun:
     settled: SettledConfig
     backend: Backend
     out: Path
+    """Run folder; where it is `numbered`, the first that is free now, until `create_folder` has claimed one."""
+
     overwrite: bool
     place: Place | None
     """Place of this process in the world that a foreign launcher made; None: unipar starts the ranks."""
@@ -103,6 +107,9 @@ class PreparedRun:
 
     why: str = ""
     """Reason for the number of ranks, or for the device; empty if the config says both."""
+
+    numbered: Path | None = None
+    """First of the names of which the run takes one that is free: the config gives no `out`. None: `out` is the one."""
 
     @classmethod
     def of(cls, prepared: Prepared, *, overwrite: bool) -> Self:
@@ -119,10 +126,18 @@ class PreparedRun:
             )
         settled = prepared.settled(ranks.number, place.local_size if place else None)
         settled.config.parallel.settle(settled.ranks)
+        out, numbered = source.out, None
+        if config.out is None and not overwrite:
+            out, numbered = folder.first_free_folder(out), out
         if place is None or place.rank == 0:
-            folder.check_run_folder(source.out, overwrite=overwrite)
-        settled = replace(settled, config=settled.config.changed({"out": str(source.out)}))
-        return cls(settled, source.backend, source.out, overwrite, place, prepared.ref, ranks.why or prepared.why)
+            folder.check_run_folder(out, overwrite=overwrite)
+        why = ranks.why or prepared.why
+        return cls(settled, source.backend, out, overwrite, place, prepared.ref, why, numbered).in_folder(out)
+
+    def in_folder(self, out: Path) -> Self:
+        """Return the same run with this run folder."""
+        settled = replace(self.settled, config=self.settled.config.changed({"out": str(out)}))
+        return replace(self, out=out, settled=settled)
 
     def after(self, launches: Sequence[str]) -> Self:
         """Return the same run, with the results of earlier launches of the same script for its workers."""
@@ -138,13 +153,24 @@ class PreparedRun:
         """Number of ranks."""
         return self.settled.ranks
 
-    def create_folder(self, script: Sequence[str] = ()) -> Any:
-        """Return a context manager that creates the run folder and locks it for this run."""
+    @contextmanager
+    def create_folder(self, script: Sequence[str] = ()) -> Generator[Self]:
+        """Context manager: creates the run folder and locks it for this run; yields the run with that folder."""
+        if self.numbered is None:
+            with folder.create_run_folder(self.out, *self._file_texts(script), overwrite=self.overwrite):
+                yield self
+            return
+        with folder.claim_run_folder(self.numbered) as out:
+            run = self.in_folder(out)
+            folder.write_run_files(out, *run._file_texts(script))
+            yield run
+
+    def _file_texts(self, script: Sequence[str]) -> tuple[str, str]:
+        """Return the texts of config.json and launch.json."""
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
         ran = {"versions": library_versions(self.backend.requires), "machine": machine_summary()}
-        launch |= {"settled": self.settled.to_json()}
-        texts = self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
-        return folder.create_run_folder(self.out, *texts, overwrite=self.overwrite)
+        launch |= {"settled": self.settled.to_json(), "boot": boot_id()}
+        return self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
 
 
 def _foreign_place(source: CheckedSource, starts: str) -> Place | None:

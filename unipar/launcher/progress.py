@@ -14,6 +14,7 @@ from typing import Any, Self, TextIO
 from unipar.model.weight_file import describe_loaded_weights
 from unipar.run_folder.heartbeat import read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
+from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
 from unipar.utils.text import count_of, format_number, format_size
 
@@ -78,6 +79,7 @@ class Progress:
         return 0.1 if self._err.draws else 0.5
 
     def __enter__(self) -> Self:
+        self._say(f"run folder: {relative_path(self._run)}")
         if not self._quiet and self._err.can_draw:
             self._err.draw_bar("starting", redirect_stdout=self._out.can_draw)
         return self
@@ -176,10 +178,8 @@ class Progress:
 
     def _summary(self) -> str:
         first, last = self._rows[0], self._rows[-1]
-        took = _format_clock(last["time"] - first["time"])
-        return (
-            f"{count_of(last['step'], 'step')} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {self._run}"
-        )
+        steps, took = count_of(last["step"], "step"), _format_clock(last["time"] - first["time"])
+        return f"{steps} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {relative_path(self._run)}"
 
 
 def _format_memory(row: Mapping[str, Any]) -> str:

@@ -6,12 +6,13 @@ import json
 import re
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from unipar.run_folder.layout import error_path
+from unipar.run_folder.layout import error_path, run_error_path
 from unipar.utils.files import write_file_atomically
 
 _PEER_GONE_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "has been shut down")
@@ -54,8 +55,17 @@ class RecordedError:
 
 def read_error(run: Path, rank: int) -> RecordedError | None:
     """Return the error that a rank wrote, or None if it wrote none."""
+    return _read(error_path(run, rank))
+
+
+def read_run_error(run: Path) -> RecordedError | None:
+    """Return the error with which the run as a whole ended, or None if none was recorded."""
+    return _read(run_error_path(run))
+
+
+def _read(path: Path) -> RecordedError | None:
     try:
-        return RecordedError(**json.loads(error_path(run, rank).read_text("utf-8")))
+        return RecordedError(**json.loads(path.read_text("utf-8")))
     except FileNotFoundError:
         return None
 
@@ -70,7 +80,21 @@ def write_error(run: Path, rank: int, error: BaseException, hidden: Collection[s
 
     Leading frames of `hidden` files are left out of its traceback.
     """
-    path = error_path(run, rank)
+    _write(error_path(run, rank), error, hidden)
+
+
+@contextmanager
+def record_run_error(run: Path) -> Generator[None]:
+    """Context manager: writes an error of the body to the run folder, for those that look at the run later."""
+    try:
+        yield
+    except BaseException as e:
+        with suppress(OSError):
+            _write(run_error_path(run), e, ())
+        raise
+
+
+def _write(path: Path, error: BaseException, hidden: Collection[str]) -> None:
     if path.exists():
         return
     row = {

@@ -5,9 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
-from collections.abc import Collection, Generator
-from contextlib import contextmanager
+import time
+from collections.abc import Collection, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,38 @@ RUN_FILES = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"s
 
 FOLDERS_THAT_STAY = ("compare", "worlds", "verify", "scale")
 """Folders that may exist in a run folder before the run, and that are kept when the run is overwritten."""
+
+SECONDS_FOR_PROBE = 0.1
+"""Seconds that locking waits for `is_locked`, which holds the lock for a moment, in another process."""
+
+
+def numbered_folders(base: Path) -> Iterator[Path]:
+    """Yield base, base-2, base-3, ... without end: the names of runs whose config gives no `out`."""
+    yield base
+    for number in count(2):
+        yield base.with_name(f"{base.name}-{number}")
+
+
+def first_free_folder(base: Path) -> Path:
+    """Return the first of base, base-2, ... that holds no run and nothing else that would be in a run's way."""
+    return next(out for out in numbered_folders(base) if _is_free(out))
+
+
+def existing_numbered_folders(base: Path) -> list[Path]:
+    """Return the folders named base, base-2, ... that exist."""
+    if not base.parent.is_dir():
+        return []
+    named = re.compile(rf"{re.escape(base.name)}(-\d+)?")
+    return [path for path in base.parent.iterdir() if named.fullmatch(path.name) and path.is_dir()]
+
+
+def _is_free(out: Path) -> bool:
+    if not os.path.lexists(out):
+        return True
+    try:
+        return out.is_dir() and not _files_in_the_way(out)
+    except OSError:  # a folder that cannot be listed
+        return False
 
 
 def check_run_folder(out: Path, *, overwrite: bool) -> None:
@@ -112,9 +147,46 @@ def create_run_folder(out: Path, config: str, launch: str, *, overwrite: bool) -
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-            for name, text in zip(RUN_FILES, (config, launch), strict=True):
-                (out / name).write_text(text, encoding="utf-8")
+        write_run_files(out, config, launch)
         yield
+
+
+@contextmanager
+def claim_run_folder(base: Path) -> Generator[Path]:
+    """Context manager: creates the first of base, base-2, ... that is free, and locks it for the body; yields its path.
+
+    Of several processes that do so at the same time, each gets another folder: a folder belongs to the process that
+    has created its config.json, which is empty until `write_run_files`.
+    """
+    for out in numbered_folders(base):
+        if not _is_free(out):
+            continue
+        with ExitStack() as stack:
+            try:
+                check_run_folder(out, overwrite=False)
+                stack.enter_context(lock_folder(out))
+            except OutExists:  # another process was faster
+                continue
+            if _create_config_file(out):
+                yield out
+                return
+
+
+def _create_config_file(out: Path) -> bool:
+    """Create an empty config.json; return False if there is one. The lock alone may not hold between machines."""
+    with explain_write_errors(out):
+        try:
+            os.close(os.open(out / next(iter(RUN_FILES)), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            return False
+    return True
+
+
+def write_run_files(out: Path, config: str, launch: str) -> None:
+    """Write the texts of RUN_FILES to a run folder."""
+    with explain_write_errors(out):
+        for name, text in zip(RUN_FILES, (config, launch), strict=True):
+            (out / name).write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -139,12 +211,32 @@ def lock_folder(out: Path) -> Generator[None]:
         out.mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutExists(
-                f"out: {out} is in use by a run that has not ended; wait for its end, or name another folder"
-            ) from None
+        _take_lock(out, folder)
         yield
     finally:
         os.close(folder)
+
+
+def _take_lock(out: Path, folder: int) -> None:
+    until = time.monotonic() + SECONDS_FOR_PROBE
+    while True:
+        try:
+            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise OutExists(
+                    f"out: {out} is in use by a run that has not ended; wait for its end, or name another folder"
+                ) from None
+            time.sleep(0.01)
+
+
+def is_locked(out: Path) -> bool:
+    """Return whether a process holds the lock of a folder: the system releases it when that process ends, or dies."""
+    folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(folder)
+    return False

@@ -25,6 +25,11 @@ def error_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.error.json"
 
 
+def run_error_path(run: Path) -> Path:
+    """Return the path of the error with which the run as a whole ended, written by the process that watches it."""
+    return run / "error.json"
+
+
 def stack_path(run: Path, rank: int) -> Path:
     """Return the path of a rank's Python stacks, written when the rank crashes or hangs."""
     return run / f"rank-{rank}.stack"

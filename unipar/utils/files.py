@@ -14,6 +14,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unipar"
 
 
+def relative_path(path: Path) -> Path:
+    """Return an absolute path relative to the working directory if it is in there, else unchanged."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def path_with_scripts() -> str:
     """Return PATH with this environment's scripts first, so that they are found without activating the environment."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])

@@ -38,6 +38,11 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def boot_id() -> str:
+    """Return the identifier of this start of the machine; process ids and monotonic times belong to it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+
+
 def anonymous_memory(key: str = "VmRSS") -> int:
     """Return this process's resident bytes less pages of files: now ("VmRSS"), or of the peak so far ("VmHWM")."""
     rows = _status_fields()
