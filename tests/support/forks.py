@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from unipar.backend import registry
 from unipar.distributed.place import Place
-from unipar.launcher import starters
+from unipar.launcher import early, starters
 from unipar.launcher.processes import group
 from unipar.launcher.processes.forkserver import ForkServer
 from unipar.launcher.processes.process import SubprocessStarter, WorkerProcess, WorkerStarter, reap_process
@@ -102,6 +102,7 @@ class Forks(WorkerStarter):
         made = self._open.enter_context(
             ForkServer(modules(metered=bool(settings)), {**BEGUN, **settings, "PYTHONPATH": path})
         )
+        made.wait_until_ready()  # other processes may ask it over the same socket
         self._servers.append((settings, made))
         return made
 
@@ -110,9 +111,13 @@ class Forks(WorkerStarter):
     def pid(self) -> int:
         return os.getpid()  # `start` says which server's it is
 
-    @property
-    def running(self) -> bool:
-        """Whether forks can be asked for: always."""
+    running = True
+
+    def import_modules(self, modules: Sequence[str]) -> None:
+        """Import no more than is imported."""
+
+    def wait_until_ready(self, seconds: float | None = None) -> bool:
+        """Return True: a server is started when the first worker is."""
         return True
 
     @override
@@ -135,11 +140,12 @@ class Forks(WorkerStarter):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group, "SubprocessStarter", lambda: self)
             patch.setattr(starters, "ForkServer", self._as_server)
+            patch.setattr(early, "ForkServer", self._as_server)
             patch.setattr(starters, "SubprocessStarter", lambda: self)
             yield
 
     def _as_server(
-        self, modules: Sequence[str], environment: Mapping[str, str] | None = None
+        self, modules: Sequence[str], environment: Mapping[str, str] | None = None, *, of_this_process: bool = False
     ) -> AbstractContextManager[WorkerStarter]:
         return nullcontext(self)
 
@@ -272,7 +278,7 @@ def connection_of(server: ForkServer) -> socket.socket:
 def server_of(connection: socket.socket, pid: int) -> ForkServer:
     """Return a server that another process has started and will end."""
     server = ForkServer(())
-    vars(server).update(_socket=connection, _popen=SimpleNamespace(pid=pid, wait=lambda: "it has ended"))
+    vars(server).update(_socket=connection, _process=SimpleNamespace(pid=pid, wait=lambda: "it has ended"))
     return server
 
 

@@ -13,6 +13,7 @@ import typer
 from unipar.cli.commands.options import EXIT_CODES_HELP, VersionOption
 from unipar.distributed.launchers import without_launcher_arguments
 from unipar.errors import UniparError
+from unipar.launcher import early
 
 HELP = """One PyTorch training loop under many backends, from one config.
 
@@ -66,6 +67,8 @@ def main() -> None:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     asked = next((word for word in words if not word.startswith("-")), "")
+    if asked == "run" and "--help" not in words:
+        early.begin_imports()
     try:
         build_app([asked] if asked in COMMANDS else COMMANDS)(words, prog_name="unipar")
     except UniparError as e:

@@ -81,7 +81,7 @@ class CompareRequest:
     def fork_server(self) -> SharedForkServer:
         """Return the process from which all cells' workers are forked, not started; it counts memory if they do."""
         use = may_fork(self.source.config, self.prepared.device)
-        return SharedForkServer(TURNS_MODULE, self.meter_environment, use=use)
+        return SharedForkServer([TURNS_MODULE], self.meter_environment, use=use)
 
     @classmethod
     def of(

@@ -1,36 +1,18 @@
-"""`launch`: check a config, start the ranks, watch them, read the report; `join`: the same around the user's loop."""
+"""`launch` and `join`: first begin to import torch, in the process that ranks are forked from, then read the config."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unipar.backend import registry
-from unipar.config.settled import read_settled
-from unipar.config.source import Given
-from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
-from unipar.launcher import rerun, worker_entries
-from unipar.launcher.prepare import PreparedRun, make_task, prepare
-from unipar.launcher.processes import worker
-from unipar.launcher.processes.group import WorkerGroup
-from unipar.launcher.progress import Progress
-from unipar.memory.sources.malloc_build import step_log_environment
-from unipar.results.run import Report
-from unipar.run_folder.error_file import record_run_error
-from unipar.task import Task
-from unipar.task.importing import is_importing_task, next_earlier_run
-from unipar.task.task import TASK_FUNCTIONS
+from unipar.launcher import early
 
 if TYPE_CHECKING:
-    from unipar.task import Run
-
-TaskFunction = Callable[..., Any]
-
-_earlier_launches: list[str] = []
-"""Result of each launch of this process: its run folder, or `!Kind: sentence` for an error."""
+    from unipar.config.source import Given
+    from unipar.launcher.launched_run import TaskFunction
+    from unipar.results.run import Report
+    from unipar.task import Run, Task
 
 
 def launch(
@@ -50,25 +32,14 @@ def launch(
     quiet: bool = False,
 ) -> Report:
     """Train what `config` says and return its report; under a foreign launcher, train as one of its ranks."""
-    if is_importing_task():
-        return _result_of_earlier(next_earlier_run())
-    if worker_entries.script_context is not None:
-        return _refuse_launch_with_join()
     functions = _select_functions(locals())
+    early.begin_imports()
     try:
-        plan = PreparedRun.of(prepare(config, task, overrides, functions=functions), overwrite=overwrite)
-        _earlier_launches[:] = _launches_without(plan.out)
-        plan = plan.after(_earlier_launches)
-        if plan.place is not None:
-            out = _train_in_process(plan, make_task(task, functions, plan.config, plan.ref), quiet)
-        else:
-            out = _start_workers(plan, "unipar.launcher.worker_entries:train_task", quiet)
-        report = Report.read(out)
-    except UniparError as e:
-        _earlier_launches.append(f"!{type(e).__name__}: {e}")
-        raise
-    _earlier_launches.append(str(out.resolve()))
-    return report
+        from unipar.launcher.launched_run import run_launch
+
+        return run_launch(config, task, functions, overrides, overwrite=overwrite, quiet=quiet)
+    finally:
+        early.end_imports()
 
 
 @contextmanager
@@ -89,102 +60,19 @@ def join(
     quiet: bool = False,
 ) -> Generator[Run]:
     """Context manager: a run whose loop is the body; this process is one of its ranks, or starts them and exits."""
-    from unipar.launcher.in_process import meet_in_run_folder, training_in_process
-
     functions = _select_functions(locals())
-    if is_importing_task():
-        next_earlier_run()
-        raise TaskError("a file that workers import calls join(); put it under if __name__ == '__main__'")
-    if task is None and not {"model", "loss"} <= functions.keys():
-        raise TaskError("join needs model= and loss=, or a task=")
-    if worker_entries.script_context is not None:
-        with _join_as_worker(worker_entries.script_context, task, functions) as run:
+    early.begin_imports()
+    try:
+        from unipar.launcher.launched_run import run_join
+
+        with run_join(config, task, functions, overrides, overwrite=overwrite, quiet=quiet) as run:
             yield run
-        return
-    plan = PreparedRun.of(prepare(config, task, overrides, code="in the script"), overwrite=overwrite)
-    if plan.place is None and plan.size > 1:
-        _rerun_script_in_workers(plan, quiet)
-    made = make_task(task, functions, plan.config, None)
-    with meet_in_run_folder(plan, quiet=quiet) as placed, training_in_process(placed, made) as run:
-        yield run
+    finally:
+        early.end_imports()
 
 
 def _select_functions(named: Mapping[str, Any]) -> dict[str, TaskFunction]:
+    """Return the functions of a task among the arguments."""
+    from unipar.task.task import TASK_FUNCTIONS
+
     return {name: named[name] for name in TASK_FUNCTIONS if named[name] is not None}
-
-
-def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[str] = ()) -> Path:
-    """Start a worker for each rank and wait until all have ended; return the run folder."""
-    with (
-        plan.create_folder(script) as plan,
-        record_run_error(run := plan.out.resolve()),
-        plan.backend.host(plan.config, plan.size) as environment,
-        Progress(run, plan.config.train.steps, quiet=quiet) as shown,
-        WorkerGroup.of(
-            plan.settled,
-            plan.backend,
-            run,
-            entry,
-            {**environment, **step_log_environment(plan.config)},
-            pickled_task=plan.ref.pickled_task if plan.ref is not None else b"",
-        ) as workers,
-    ):
-        workers.wait(shown.tick, shown.every)
-    return plan.out
-
-
-def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> Path:
-    from unipar.launcher.in_process import meet_in_run_folder, training_in_process
-
-    with meet_in_run_folder(plan, quiet=quiet) as placed, training_in_process(placed, task) as run:
-        task.train(run)
-    return placed.out
-
-
-def _rerun_script_in_workers(plan: PreparedRun, quiet: bool) -> None:
-    """Run this script again in each rank, then exit: the code after `join` runs in the ranks only."""
-    script = rerun.find_script_command()
-    try:
-        _start_workers(plan, "unipar.launcher.worker_entries:rerun_script", quiet, script)
-    except UniparError as e:
-        if isinstance(e, WorkerFailed) and e.traceback:
-            sys.stderr.write(e.traceback)
-        sys.stderr.write(f"unipar: {e}\n")
-        raise SystemExit(e.code) from None
-    raise SystemExit(0)
-
-
-@contextmanager
-def _join_as_worker(
-    context: worker_entries.ScriptContext, task: type[Task] | None, functions: Mapping[str, TaskFunction]
-) -> Generator[Run]:
-    """Context manager: the run of a worker that runs the user's script."""
-    from unipar.training.setup import open_run
-
-    if context.has_joined:
-        raise TaskError("join() was called a second time in one script; a script joins one run")
-    context.has_joined = True
-    settled = read_settled(context.run)
-    backend = registry.find_backend(settled.cell.backend)
-    made = make_task(task, functions, settled.config, None)
-    folder, rank = context.run, context.place.rank
-    with open_run(settled, backend, made, context.place, folder) as run, worker.exit_on_error(folder, rank, run):
-        yield run
-
-
-def _refuse_launch_with_join() -> Report:
-    raise TaskError("launch() and join() are both called in one script; a script that joins does nothing else")
-
-
-def _launches_without(out: Path) -> list[str]:
-    """Return the results of earlier launches; one whose folder this launch overwrites becomes an error."""
-    gone = f"!TaskError: the run in {out} was overwritten by a later one; put launches under if __name__ == '__main__'"
-    return [gone if entry == str(out.resolve()) else entry for entry in _earlier_launches]
-
-
-def _result_of_earlier(entry: str) -> Report:
-    """Return the report of an earlier launch of the same script, or raise the error that it raised."""
-    if not entry.startswith("!"):
-        return Report.read(Path(entry))
-    kind, _, sentence = entry[1:].partition(": ")
-    raise rebuild(kind, sentence) or WorkerFailed(sentence)

@@ -159,5 +159,6 @@ def group_jobs_by_library(jobs: Iterable[Job]) -> list[list[Job]]:
 def open_world_pool(folder: Path, ref: TaskRef, names: Iterable[str], threads: int) -> Generator[WorldPool]:
     """Context manager: start a process that imports all these backends; yield a pool that forks workers from it."""
     backends = [registry.find_backend(name) for name in names]
-    with starters.ForkServer(starters.modules_to_import(backends, "unipar.verification.worker.entry")) as server:
+    with starters.ForkServer(starters.modules_to_import(backends, ["unipar.verification.worker.entry"])) as server:
+        server.wait_until_ready()
         yield WorldPool(folder, ref, server, threads)

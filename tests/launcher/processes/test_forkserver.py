@@ -33,17 +33,21 @@ def test_it_ends_with_its_context() -> None:
 
 def test_what_cannot_be_imported() -> None:
     """The library's own error is shown."""
-    with pytest.raises(ForkServerFailed, match="No module named 'no_such_module'"), ForkServer(["no_such_module"]):
-        pass
+    with (
+        pytest.raises(ForkServerFailed, match="No module named 'no_such_module'") as e,
+        ForkServer(["json", "no_such_module"]) as server,
+    ):
+        server.wait_until_ready()
+    assert e.value.module == "no_such_module"
 
 
 def test_threads_are_refused() -> None:
     """A fork would take one thread along and leave the locks of the others behind."""
     with (
         pytest.raises(ForkServerFailed, match="2 threads; a module that starts threads"),
-        ForkServer(["tests.support.threaded"], PYTHONPATH_VARIABLE),
+        ForkServer(["tests.support.threaded"], PYTHONPATH_VARIABLE) as server,
     ):
-        pass
+        server.wait_until_ready()
 
 
 def test_forks_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,24 +10,34 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn, Self, final
+from typing import Any, Final, NoReturn, Self, final
 
 from typing_extensions import override
 
 from unipar.errors import UniparError
+from unipar.launcher.processes import script_fork
 from unipar.launcher.processes.process import WorkerProcess, WorkerStarter
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_with_parent
 from unipar.utils import procfs
 
 FORK_MESSAGE_BYTES = 1 << 17
+SERVER_ENVIRONMENT: Final = {
+    # one thread while it imports: a fork takes one thread along, and libraries start theirs by this number
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # libraries ask at import whether there is a GPU; torch would start CUDA for the answer, and a fork could not use it
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 _FD_FIELDS = ("parent_alive_fd", "listener", "control", "pickled_task_fd")
 
 
@@ -42,51 +52,96 @@ class ForkServerFailed(UniparError):
 
 @final
 class ForkServer(WorkerStarter):
-    """Starter that forks workers from one process; a context manager: `WorkerGroup(..., starter=server)`."""
+    """Starter that forks workers from one process; a context manager: `WorkerGroup(..., starter=server)`.
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        self._modules, self._environment = modules, environment or {}
+    The imports begin when it is entered, and it waits for them when the first worker is started.
+    """
+
+    def __init__(
+        self, modules: Sequence[str], environment: Mapping[str, str] | None = None, *, of_this_process: bool = False
+    ) -> None:
+        """Prepare a server that imports `modules`.
+
+        `of_this_process`: it is a fork of this process, with what is imported here, and not a new interpreter.
+        """
+        self._modules, self._environment = list(modules), environment or {}
+        self._of_this_process = of_this_process
         self._lock = threading.Lock()
+        self._unanswered = 0
 
     def __enter__(self) -> Self:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mortal = threading.current_thread() is threading.main_thread()
-        words = [str(theirs.fileno()), str(os.getpid()), str(int(mortal)), *self._modules]
         with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "unipar.launcher.processes.forkserver", *words],
-                # one thread while it imports: a fork takes one thread along, and libraries start theirs by this number
-                env={**os.environ, **self._environment, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        try:
-            self._answer()
-        except BaseException:
-            self._popen.kill()  # it would read that its socket is closed only after all imports
-            self.__exit__()
-            raise
+            self._process = self._fork_here(theirs) if self._of_this_process else self._run_interpreter(theirs)
+        self._request_imports(self._modules)
         return self
 
+    def _run_interpreter(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "unipar.launcher.processes.forkserver", *self._words(theirs)],
+            env={**os.environ, **self._environment, **SERVER_ENVIRONMENT},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+
+    def _fork_here(self, theirs: socket.socket) -> script_fork.ForkOfThisProcess:
+        words = self._words(theirs)
+
+        def serve() -> None:
+            self._socket.close()  # the parent's end, whose closing says that the parent needs no more workers
+            run_fork_server(words)
+
+        fork = script_fork.ForkOfThisProcess(serve, {**self._environment, **SERVER_ENVIRONMENT})
+        if fork.threads_left_behind:
+            fork.kill()
+            fork.wait()
+            self._socket.close()
+            raise ForkServerFailed("this process has threads that a fork would leave behind")
+        return fork
+
+    def _words(self, theirs: socket.socket) -> list[str]:
+        mortal = threading.current_thread() is threading.main_thread()
+        return [str(theirs.fileno()), str(os.getpid()), str(int(mortal))]
+
     def __exit__(self, *_: object) -> None:
-        self._socket.close()  # the server exits when its socket is closed
-        self._popen.wait()
+        self._socket.close()  # the server exits when its socket is closed ...
+        if self._unanswered:
+            self._process.kill()  # ... which it sees only after its imports
+        self._process.wait()
 
     @property
     @override
     def pid(self) -> int:
-        return self._popen.pid
+        return self._process.pid
 
     @property
     def running(self) -> bool:
         """Whether the server has not ended."""
-        return self._popen.poll() is None
+        return self._process.poll() is None
+
+    def import_modules(self, modules: Sequence[str]) -> None:
+        """Import more modules, before workers are started; `wait_until_ready` raises an error of theirs."""
+        self._modules += modules
+        self._request_imports(modules)
+
+    def wait_until_ready(self, seconds: float | None = None) -> bool:
+        """Wait until everything is imported, for at most so many seconds; return whether it is."""
+        until = None if seconds is None else time.monotonic() + seconds
+        with self._lock:
+            while self._unanswered:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                if not select.select([self._socket], [], [], left)[0]:
+                    return False
+                self._unanswered -= 1
+                self._answer()
+        return True
 
     @override
     def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
+        self.wait_until_ready()
         fds = [fd for name in _FD_FIELDS if (fd := getattr(arguments, name)) >= 0]
         request = {"arguments": asdict(arguments), "environment": dict(environment), "folder": os.getcwd()}
         reply, passed = self._ask(request, [log, *fds])
@@ -96,13 +151,21 @@ class ForkServer(WorkerStarter):
         """Return the exit code of a fork that has ended."""
         return self._ask({"reap": pid})[0]["code"]
 
+    def _request_imports(self, modules: Sequence[str]) -> None:
+        with self._lock:
+            self._send({"import": list(modules)})
+            self._unanswered += 1
+
     def _ask(self, question: dict[str, Any], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
-            try:
-                socket.send_fds(self._socket, [json.dumps(question).encode()], fds)
-            except (BrokenPipeError, ConnectionResetError):
-                raise self._ended() from None
+            self._send(question, fds)
             return self._answer()
+
+    def _send(self, question: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._socket, [json.dumps(question).encode()], fds)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._ended() from None
 
     def _answer(self) -> tuple[dict[str, Any], list[int]]:
         try:
@@ -118,7 +181,7 @@ class ForkServer(WorkerStarter):
         return reply, fds
 
     def _ended(self) -> ForkServerFailed:
-        return ForkServerFailed(f"the fork server has ended (exit code {self._popen.wait()})")
+        return ForkServerFailed(f"the fork server has ended (exit code {self._process.wait()})")
 
 
 @final
@@ -147,20 +210,10 @@ class _ForkedWorker(WorkerProcess):
 
 
 def run_fork_server(words: list[str]) -> NoReturn:
-    """Import the modules, then answer requests to fork and to reap until the socket is closed."""
+    """Answer requests to import, to fork and to reap, until the socket is closed."""
     die_with_parent(int(words[1]), signal.SIGKILL if words[2] == "1" else None)
     connection = socket.socket(fileno=int(words[0]))
     connection.set_inheritable(False)
-    module = ""
-    try:
-        for module in ["unipar.launcher.processes.worker", *words[3:]]:
-            importlib.import_module(module)
-            _require_single_thread()
-        _send_reply(connection, {"ready": True})
-    except BaseException:
-        _send_reply(connection, {"error": traceback.format_exc(), "module": module})
-        os._exit(1)
-    gc.freeze()  # the forks' garbage collector does not touch these pages: they stay shared, and collecting is fast
     while True:
         raw, fds, _, _ = socket.recv_fds(connection, FORK_MESSAGE_BYTES, 1 + len(_FD_FIELDS), socket.MSG_CMSG_CLOEXEC)
         if not raw:
@@ -174,7 +227,24 @@ def run_fork_server(words: list[str]) -> NoReturn:
                 os.close(fd)
 
 
+def _import_modules(connection: socket.socket, modules: Sequence[str]) -> None:
+    """Import the modules; end this process if one cannot be imported, or starts threads."""
+    module = ""
+    try:
+        for module in ["unipar.launcher.processes.worker", *modules]:
+            importlib.import_module(module)
+            _require_single_thread()
+        gc.freeze()  # the forks' garbage collector does not touch these pages: they stay shared, and collecting is fast
+        _send_reply(connection, {"ready": True})
+    except BaseException:
+        _send_reply(connection, {"error": traceback.format_exc(), "module": module})
+        os._exit(1)
+
+
 def _handle_request(connection: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
+    if "import" in request:
+        _import_modules(connection, request["import"])
+        return
     if "reap" in request:
         _, status = os.waitpid(request["reap"], 0)
         _send_reply(connection, {"code": os.waitstatus_to_exitcode(status)})
