@@ -12,7 +12,7 @@ class Section(BaseModel):
     """Base class of a section of the config: frozen; unknown keys are refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        defer_build=True, frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
