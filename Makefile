@@ -19,7 +19,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory conformance chaos matrix sweeps compiled setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory conformance chaos matrix sweeps compiled versions setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -74,6 +74,9 @@ sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, sc
 
 compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU Adam and its disk: some minutes
 	@$(PYTEST) -m slow tests/backends/test_deepspeed.py
+
+versions: setup $(DONE)/tests ## a part of the suite under the oldest and the newest torch: gigabytes, once
+	$(IN_VENV) $(BIN)/python -m tests.support.versions $(ARGS)
 
 setup: $(DONE)/horovod ## .venv with all that demo needs
 

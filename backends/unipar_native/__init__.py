@@ -78,7 +78,8 @@ TORCH_CALL_SITES: dict[str, Category] = {
     f"{_FSDP_FOLDER}/_fsdp_collectives.py:foreach_all_gather": "communication",
     f"{_FSDP_FOLDER}/_fsdp_collectives.py:foreach_reduce": "communication",
     f"{_FSDP_FOLDER}/_fsdp_param_group.py:wait_for_unshard": "communication",
-    f"{_FSDP_FOLDER}/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",
+    f"{_FSDP_FOLDER}/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",  # up to torch 2.13
+    f"{_FSDP_FOLDER}/_fsdp_param_group.py:_set_unsharded_grad_dtypes": "gradients",  # the same in torch 2.15
     "torch/nn/parallel/distributed.py:_ddp_init_helper": "gradients",  # buckets, before gradients are views of them
     "torch/nn/parallel/distributed.py:_pre_forward": "gradients",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, final
@@ -76,13 +76,13 @@ class ShardedEngine(WrapperEngine):
         names = {id(p): name for name, p in self.kept.items()}
         modules: tuple[Any, ...] = self._groups
         states = [module._get_fsdp_state() for module in modules]
-        for group in (group for state in states for group in state._fsdp_param_groups):
+        for group in (group for state in states for group in fsdp_groups(state)):
             yield from _group_holdings(group, names)
         for state in states[:1]:  # all states share one context, which is empty until the first forward
-            context = vars(state._comm_ctx)
-            if (gathered := context.get("all_gather_state")) is not None:
+            context = state._comm_ctx
+            if (gathered := getattr(context, "all_gather_state", None)) is not None:
                 yield Holding("communication", "all-gather", gathered.all_gather_result.all_gather_output)
-            for reduced in context.get("reduce_scatter_states", ()):
+            for reduced in reduce_scatter_states(context):
                 yield Holding("communication", "reduce-scatter", reduced.reduce_scatter_input)
 
     @override
@@ -114,6 +114,24 @@ class FSDP2Engine(ShardedEngine):
         self.call = self.wrapped = shell
         self.divisor = float(world.size)
         self.copies = world.size // (config.parallel.shard_over or world.size)
+
+
+def fsdp_groups(state: Any) -> Sequence[Any]:
+    """Return the groups of parameters that FSDP2 keeps for one module: torch 2.11 has one or None, later a list."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
+
+
+def reduce_scatter_states(context: Any) -> Sequence[Any]:
+    """Return the reductions whose input FSDP2 still keeps: torch 2.11 has one or None, later a list.
+
+    Before the first forward there is neither.
+    """
+    if hasattr(context, "reduce_scatter_states"):
+        return context.reduce_scatter_states
+    only = getattr(context, "reduce_scatter_state", None)
+    return () if only is None else (only,)
 
 
 def _group_holdings(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:

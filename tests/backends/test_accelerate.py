@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unipar_native.fsdp2 import fsdp_groups
 
 from tests.conformance import tasks
 from tests.support.foreign_launch import CONFIG
@@ -47,7 +48,7 @@ def test_its_plugins_are_in_force(
         if resharded is not None:
             block = engine.model.blocks[0]
             assert type(block).__name__.startswith("FSDP")
-            group = block._get_fsdp_state()._fsdp_param_group
+            [group] = fsdp_groups(block._get_fsdp_state())
             assert (group.post_forward_mesh_info is not None) is resharded
     assert _theirs() == before
 

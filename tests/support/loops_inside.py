@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from unipar_native.fsdp2 import fsdp_groups
 
 from benchmarks.gpt import config_of
 from benchmarks.loops import by_hand
@@ -64,7 +65,7 @@ def kind(model: Any) -> str:
     """What wraps it, and how it splits."""
     if isinstance(model, FSDPModule):
         modules: list[Any] = [m for m in cast("nn.Module", model).modules() if isinstance(m, FSDPModule)]
-        groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+        groups = [group for module in modules for group in fsdp_groups(module._get_fsdp_state())]
         return f"FSDP2, {len(groups)} groups, {sum(group._reshard_after_forward for group in groups)} resharded"
     stage = f" {model.zero_optimization_stage()}" if hasattr(model, "zero_optimization_stage") else ""
     return type(model).__name__ + stage
