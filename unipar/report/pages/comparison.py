@@ -7,22 +7,12 @@ from collections.abc import Sequence
 from statistics import median
 
 from unipar.memory.cuda_total import PredictedCudaMemory, total_on_cuda
-from unipar.report.charts.bars import (
-    draw_step_times,
-)
-from unipar.report.charts.lines import (
-    SHADE_BOUNDS,
-    draw_loss_differences,
-    draw_losses,
-    draw_pareto,
-    loss_differences,
-)
+from unipar.report.charts.bars import draw_step_times
+from unipar.report.charts.lines import SHADE_BOUNDS, draw_loss_differences, draw_losses, loss_differences
+from unipar.report.charts.pareto import draw_pareto
 from unipar.report.data import changes
 from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.data.headline import (
-    comparison_headline,
-    step_time_quartiles,
-)
+from unipar.report.data.headline import comparison_headline, step_time_quartiles
 from unipar.report.pages.devices import devices_section
 from unipar.report.pages.elements import (
     bullet_list,

@@ -42,11 +42,6 @@ def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) 
         peak = cell.fullest_account.peak
         parts = [format_size(peak.held[c]) if c in peak.held else _NO_VALUE for c in shown]
         rows.append([cell.cell, peak.name, format_size(peak.peak), *parts])
-    cut = [
-        f"{c.cell} holds {format_size(c.peak)}"
-        for c in page.measured_cells
-        if c.cell in choose_bar_scale(page, before)[1]
-    ]
     table = html_table(
         ["cell", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)], rows, "Bytes by category at the peak", (0, 1)
     )
@@ -58,11 +53,18 @@ def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) 
             + ("The thin bar is the earlier comparison." if before is not None and before.measured_cells else "")
         ),
         _key(page),
-        paragraph(f"A bar with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""),
+        paragraph(_describe_cuts("A bar", page, before)),
         html_figure(lambda width: draw_memory_bars(page, before, width), table),
         *(paragraph(library_default_note(page, c), "own") for c in page.cells if c.is_library_default),
         paragraph(f"Not measured: {', '.join(missing)}." if missing else ""),
     )
+
+
+def _describe_cuts(what: str, page: ComparisonPageData, before: ComparisonPageData | None) -> str:
+    """Return a sentence on the cells whose bars are cut, or ""."""
+    names = choose_bar_scale(page, before)[1]
+    cut = [f"{c.cell} holds {format_size(c.peak)}" for c in page.measured_cells if c.cell in names]
+    return f"{what} with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""
 
 
 def bridges_section(page: ComparisonPageData) -> str:
@@ -135,6 +137,7 @@ def balance_section(page: ComparisonPageData) -> str:
         "balance",
         "Balance between ranks",
         paragraph("One dot per rank; at the right, how much more the fullest rank holds than the emptiest."),
+        paragraph(_describe_cuts("A row", page, None)),
         html_figure(
             lambda width: draw_rank_balance(page, width),
             html_table(["cell", *(f"rank {r}" for r in ranks)], rows, "Peak by rank"),
