@@ -152,14 +152,18 @@ class Verdicts:
             return f"no verdict: {self.stopped}"
         if self.interrupted:
             return "interrupted: cells without a verdict did not finish"
+        failures = sum(row.outcome == "failed" for row in self.rows)
+        failed = f"; {count_of(failures, 'cell')} failed" if failures else ""
         if not ran:
-            return "no verdict: no cell ran"
+            return f"no verdict: no cell ran{failed}"
         if differing:
-            each = f"{len(differing)} of {len(ran)} cells disagree" if len(ran) > 1 else f"{ran[0].cell} disagrees"
+            several = f"{len(differing)} of {len(ran)} cells disagree{'s' * (len(differing) == 1)}"
+            each = several if len(ran) > 1 else f"{ran[0].cell} disagrees"
         else:
             each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
         line = f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"
-        return line if self.cut_dependence is None else f"{line}, {self.cut_dependence.consequence}"
+        cut = "" if self.cut_dependence is None else f", {self.cut_dependence.consequence}"
+        return f"{line}{cut}{failed}"
 
     @override
     def __str__(self) -> str:
