@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -15,6 +14,8 @@ from unipar.utils.table import format_table_rows
 from unipar.utils.text import count_of
 
 VerdictOutcome = Literal["waits", "agrees", "disagrees", "refused", "absent", "failed"]
+
+CutKind = Literal["sum", "batch statistics", "samples combined"]
 
 _VERDICT_PREFIXES = {"refused": "refused: ", "absent": "", "failed": "failed: ", "waits": ""}
 
@@ -47,6 +48,32 @@ class Finding:
 
     backward: str = ""
     """First module in the backward that is given another gradient, with rank and microbatch; empty if none is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutDependence:
+    """Dependence of the training on how a batch is cut into microbatches, measured in one process."""
+
+    kind: CutKind
+    """sum: the loss of a batch is the sum of its parts' losses; batch statistics: BatchNorm without sync; samples
+    combined: any other loss that is not the mean of its parts' losses."""
+
+    off: float
+    """Largest difference of a loss between runs of one process that cut batches in different ways."""
+
+    micro: int | None
+    """Size of a microbatch, if the config fixes it; None if it follows from the number of ranks."""
+
+    way_out: str
+    """Change to the task that removes the dependence, in a sentence."""
+
+    @property
+    def consequence(self) -> str:
+        """Clause that follows "all cells agree"."""
+        unless = "" if self.micro is None else f" unless batch.micro stays {self.micro}"
+        return (
+            f"and the training depends on how a batch is cut, so another number of ranks trains another model{unless}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +119,15 @@ class Verdicts:
     remarks: list[str] = field(default_factory=list[str])
     """Remarks on the task itself."""
 
+    cut_dependence: CutDependence | None = None
+    """Dependence of the training on how a batch is cut; None if there is none, or if it was not examined."""
+
+    fp64_error: str = ""
+    """Error of the run in fp64, if the model cannot run in fp64."""
+
+    strict: bool = False
+    """Whether a training that depends on how a batch is cut counts as a failure."""
+
     stopped: str = ""
     """Reason why there is no verdict on any cell."""
 
@@ -103,7 +139,31 @@ class Verdicts:
         if self.interrupted:
             return 130
         outcomes = [row.outcome for row in self.rows]
-        return 0 if "agrees" in outcomes and not {"disagrees", "failed"} & set(outcomes) and not self.stopped else 1
+        if self.stopped or (self.strict and self.cut_dependence is not None):
+            return 1
+        return 0 if "agrees" in outcomes and not {"disagrees", "failed"} & set(outcomes) else 1
+
+    @property
+    def summary(self) -> str:
+        """Verdict on all cells in one sentence: the first line below the table."""
+        ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
+        differing = [row for row in ran if row.outcome == "disagrees"]
+        if self.stopped:
+            return f"no verdict: {self.stopped}"
+        if self.interrupted:
+            return "interrupted: cells without a verdict did not finish"
+        failures = sum(row.outcome == "failed" for row in self.rows)
+        failed = f"; {count_of(failures, 'cell')} failed" if failures else ""
+        if not ran:
+            return f"no verdict: no cell ran{failed}"
+        if differing:
+            several = f"{len(differing)} of {len(ran)} cells disagree{'s' * (len(differing) == 1)}"
+            each = several if len(ran) > 1 else f"{ran[0].cell} disagrees"
+        else:
+            each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
+        line = f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"
+        cut = "" if self.cut_dependence is None else f", {self.cut_dependence.consequence}"
+        return f"{line}{cut}{failed}"
 
     @override
     def __str__(self) -> str:
@@ -135,17 +195,12 @@ class Verdicts:
     def remark_lines(self) -> list[str]:
         """Return explanations of the table and what is wrong."""
         if self.stopped:
-            return [f"no verdict: {self.stopped}", *self.remarks]
-        lines = [line for row in self.rows for line in _describe_verdict(row)]
-        ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
-        if self.interrupted:
-            lines.append("interrupted: cells without a verdict did not finish")
-        elif not ran:
-            lines.append("no verdict: no cell ran")
-        elif all(row.outcome == "agrees" for row in ran):
-            lines += self._agreement_lines(ran)
+            return [self.summary, *self.remarks]
         return [
-            *lines,
+            self.summary,
+            *self._cut_lines(),
+            *self._bitwise_lines(),
+            *(line for row in self.rows for line in _describe_verdict(row)),
             *self.remarks,
             "loss: leading digits that equal those of one process, the fewest over all steps",
             "of allowed: the largest difference of loss, norm, rates, samples and every tensor of the state, divided "
@@ -153,19 +208,26 @@ class Verdicts:
             f"figures and curves: {self.out}/verify.html",
         ]
 
-    def _agreement_lines(self, ran: Sequence[Verdict]) -> list[str]:
+    def _cut_lines(self) -> list[str]:
+        if self.cut_dependence is None:
+            return []
+        lines = [f"  way out: {self.cut_dependence.way_out}"]
+        return [*lines, "  with --strict, this alone makes the exit code 1"] if self.strict else lines
+
+    def _bitwise_lines(self) -> list[str]:
+        ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
         exact = sum(bool(row.bits) for row in ran)
-        each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
-        lines = [f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"]
-        if exact:
-            how = "all of them" if exact == len(ran) else f"{exact} of them"
-            lines.append(f"{how} bit for bit with a replay in one process (optimizer by for-loop, norm in fp64)")
-        return lines
+        if self.interrupted or not exact or any(row.outcome == "disagrees" for row in ran):
+            return []
+        how = "all of them" if exact == len(ran) else f"{exact} of them"
+        return [f"{how} bit for bit with a replay in one process (optimizer by for-loop, norm in fp64)"]
 
     def to_json(self) -> dict[str, Any]:
         """Return every figure as a mapping for JSON."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
-        return {**data, "code": self.code, "cells": [_replace_infinities(asdict(row)) for row in self.rows]}
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rows", "cut_dependence")}
+        cut = None if self.cut_dependence is None else asdict(self.cut_dependence)
+        cells = [_replace_infinities(asdict(row)) for row in self.rows]
+        return {**data, "cut_dependence": cut, "summary": self.summary, "code": self.code, "cells": cells}
 
 
 def _replace_infinities(row: dict[str, Any]) -> dict[str, Any]:

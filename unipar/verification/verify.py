@@ -41,11 +41,13 @@ def verify(
     steps: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    strict: bool = False,
 ) -> Verdicts:
     """Train some steps of `config` in one process and in every cell, and compare the numbers.
 
     `cells` replaces the config's `compare.cells`, `world` its `parallel.data` (2 if that is not set), `steps` the
-    default of 10. Progress goes to stderr; the returned Verdicts print as a table.
+    default of 10. With `strict`, a training that depends on how a batch is cut has the exit code 1. Progress goes to
+    stderr; the returned Verdicts print as a table.
     """
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
     assert prepared.ref is not None
@@ -60,6 +62,7 @@ def verify(
         precision=train.precision,
         ranks=settled.ranks,
         steps=wanted,
+        strict=strict,
         rows=[
             Verdict(cell=row.cell, outcome=_initial_outcome(row.outcome), note=row.note) for row, _ in selected.values()
         ],
