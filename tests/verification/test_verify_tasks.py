@@ -140,7 +140,7 @@ def test_a_sum_is_named_and_strict_fails(tmp_path: Path, forks: Forks) -> None:
     said = json.loads((tmp_path / "verify" / "verify.json").read_text("utf-8"))
     assert (said["summary"], said["strict"], said["code"]) == (lines[0], True, 1)
     assert (said["cut_dependence"]["kind"], said["cut_dependence"]["micro"]) == ("sum", None)
-    assert "so another number of ranks trains another model" in (tmp_path / "verify" / "verify.html").read_text("utf-8")
+    assert "so another number of ranks trains another model" in (tmp_path / "verify" / "report.html").read_text("utf-8")
 
 
 def test_a_loss_that_depends_on_the_rank_is_named(prove: Callable[..., Verdicts]) -> None:
@@ -302,5 +302,5 @@ def test_ctrl_c(tmp_path: Path, forks: Forks) -> None:
     assert "interrupted: cells without a verdict did not finish" in done.stdout
     assert json.loads((tmp_path / "verify" / "verify.json").read_text("utf-8"))["interrupted"] is True
     eventually(lambda: sorted(p.name for p in (tmp_path / "verify").iterdir()) == [
-        "verify.html", "verify.json", "verify.svg"
+        "asked", "report.html", "verify.json"
     ], "a world's folder is left")  # fmt: skip

@@ -67,6 +67,6 @@ def test_mixtral(prove: Callable[[str], Verdicts]) -> None:
         "other microbatches, other orders of addition and weights that were changed in the last place"
     )
     assert found.remarks == [said]
-    page = (Path(found.out) / "verify.html").read_text("utf-8")
+    page = (Path(found.out) / "report.html").read_text("utf-8")
     assert "the model cannot run in fp64 (RuntimeError: Expected mat_a to be Float32" in page
     assert "a replay, share by share, as configured, weights changed in the last place" in found.one

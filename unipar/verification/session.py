@@ -154,7 +154,8 @@ class VerificationSession:
         remarks = list(self.verdicts.remarks)
         if noise:
             remarks.append(f"judged by gradient, because their gradients are rounding noise: {', '.join(noise)}")
-        self.verdicts = replace(self.verdicts, one=one, allowed=allowed, remarks=remarks)
+        base_run = SHARES_CONFIGURED if self._cut_matters else BASE_RUN_NAME
+        self.verdicts = replace(self.verdicts, one=one, base=str(base_run), allowed=allowed, remarks=remarks)
 
     # Cells
 
@@ -200,6 +201,7 @@ class VerificationSession:
             digits=near.digits,
             worst=judgement.worst.says,
             share=judgement.worst.share,
+            shares=judgement.shares,
             losses=record.losses,
             norms=[norms[0] for norms in record.norms],
         )

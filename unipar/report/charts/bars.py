@@ -103,11 +103,11 @@ def _draw_stacked_bar(rows: BarRows, cell: CellPageData, y: float, height: float
                 tip = f"{whose}{cell.cell}, {CATEGORY_LABELS[category]}: {format_size(part)}"
                 rows.drawing.rect(start, y, max(end - start - 1, 0.6), height, f"c-{category}", tip)
     if total > rows.x.high:
-        _draw_gap(rows, y, height, rows.x.end - 26)
+        draw_gap(rows, y, height, rows.x.end - 26)
     return rows.x(total)
 
 
-def _draw_gap(rows: BarRows, y: float, height: float, start: float) -> None:
+def draw_gap(rows: BarRows, y: float, height: float, start: float) -> None:
     """Draw two slanted stripes over what is cut."""
     for at in (start, start + 8):
         corners = [(at, y + height + 2), (at + 8, y - 2), (at + 12, y - 2), (at + 4, y + height + 2)]
@@ -174,7 +174,7 @@ def draw_rank_balance(page: ComparisonPageData, width: int) -> str:
         beyond = max(most - rows.x.high, 0)  # the fullest rank is at the end, the others as far from it as they are
         if cell.cell in cut:
             rows.drawing.line((rows.x.start, y), (rows.x(least - beyond), y), "cut")
-            _draw_gap(rows, y - 7, 14, rows.x(least - beyond) - 34)
+            draw_gap(rows, y - 7, 14, rows.x(least - beyond) - 34)
         rows.drawing.line((rows.x(least - beyond), y), (rows.x(most - beyond), y), "span")
         for rank, peak in peaks:
             rows.drawing.dot((rows.x(peak - beyond), y), 4.5, "dot", f"{cell.cell}, rank {rank}: {format_size(peak)}")

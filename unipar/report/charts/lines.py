@@ -113,7 +113,7 @@ def draw_lines(series: Sequence[LineSeries], width: int, label: str) -> str:
     for value in round_ticks(y.low, y.high, 4):
         drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
         drawing.text(48, y(value) + 4, f"{value:.4g}", "tick", "end")
-    for step in _steps(count, 5 if small else 12):
+    for step in step_ticks(count, 5 if small else 12):
         drawing.text(x(step), 208, str(step), "tick", "middle")
     drawing.text(x.end, 224, "optimizer step", "tick", "end")
     for s in series:
@@ -122,7 +122,8 @@ def draw_lines(series: Sequence[LineSeries], width: int, label: str) -> str:
     return str(drawing)
 
 
-def _steps(count: int, about: int) -> list[int]:
+def step_ticks(count: int, about: int) -> list[int]:
+    """Return round numbers of steps from 1 to `count`."""
     return sorted({1, *(int(v) for v in round_ticks(1, count, about) if v >= 1 and v == int(v))})
 
 
@@ -172,7 +173,7 @@ def draw_loss_differences(page: ComparisonPageData, width: int) -> str:
                 drawing.line((x + 2, y + 4), (x + each - 3, y + 17), "cross")
                 drawing.line((x + 2, y + 17), (x + each - 3, y + 4), "cross")
     bottom = step * len(series)
-    for at in _steps(count, 5 if small else 12):
+    for at in step_ticks(count, 5 if small else 12):
         where = left + each * ((at - 1) * bins // count + 0.5)
         drawing.text(max(where, left + 4), bottom + 14, str(at), "tick", "middle")
     drawing.text(width, bottom + 30, "optimizer step", "tick", "end")

@@ -8,7 +8,7 @@ from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory
 from unipar.report.charts.lines import cells_with_curves, draw_memory_through_step
 from unipar.report.data.comparison import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS, baseline_with_memory, category_differences, cells_to_rank
-from unipar.report.pages.elements import escape, html_figure, html_section, html_table, paragraph
+from unipar.report.pages.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
 from unipar.report.pages.library_defaults import library_default_note
 from unipar.utils.text import format_size
 
@@ -17,8 +17,7 @@ _NO_VALUE = "–"
 
 def _key(page: ComparisonPageData) -> str:
     """Return the legend of colours, in the order in which categories are drawn."""
-    items = "".join(f'<li><i class="c-{c}"></i>{escape(CATEGORY_LABELS[c])}</li>' for c in _categories_at_peak(page))
-    return f'<ul class="key">{items}</ul>'
+    return colour_key((f"c-{c}", CATEGORY_LABELS[c]) for c in _categories_at_peak(page))
 
 
 def _categories_at_peak(page: ComparisonPageData) -> list[Category]:
