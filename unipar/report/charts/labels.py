@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import combinations, islice
-from typing import NamedTuple
 
+from unipar.report.charts.geometry import LabelBox, LineSegment, distance_to_line, lengthen, lines_cross, touches_box
 from unipar.report.charts.svg import Point, TextAnchor, text_width
 
 POINT_RADIUS = 6.5
@@ -37,33 +37,6 @@ _PUSHING_CANDIDATES = 12
 
 _LEADER_LENGTHS = (12, 18, 25, 33, 42, 53, 66, 82, 100, 122, 148)
 _DIRECTIONS = tuple((math.cos(math.pi * i / 20), math.sin(math.pi * i / 20)) for i in range(40))
-
-
-class LabelBox(NamedTuple):
-    """Rectangle around a text, in pixels; y grows downwards."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def overlaps(self, other: LabelBox) -> bool:
-        """Return whether the rectangles share more than an edge."""
-        return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
-        )
-
-    def distance_to(self, point: Point) -> float:
-        """Return the distance of a point from the rectangle, 0 inside."""
-        x, y = point
-        return math.hypot(max(self.left - x, 0, x - self.right), max(self.top - y, 0, y - self.bottom))
-
-
-class LineSegment(NamedTuple):
-    """Straight line between two points of the figure."""
-
-    start: Point
-    end: Point
 
 
 @dataclass(frozen=True)
@@ -179,7 +152,7 @@ class _LabelColumn:
         """Return the length of a leader, and the cost of the points that it touches."""
         leader, own = self.leader(name, slot), self._points[name]
         others = [at for other, at in self._points.items() if other != name]
-        touched = sum(_distance(at, leader) < min(POINT_RADIUS, math.dist(at, own) / 2) for at in others)
+        touched = sum(distance_to_line(at, leader) < min(POINT_RADIUS, math.dist(at, own) / 2) for at in others)
         return math.dist(*leader) + touched * _TOUCHED_POINT_COST
 
     def _crosses(self, given: Mapping[str, int], moved: Mapping[str, int]) -> bool:
@@ -194,7 +167,7 @@ class _LabelColumn:
     def _cross(self, name: str, slot: int, other: str, at: int) -> bool:
         """Return whether the lines from the middle of two points cross; of equal points they do not."""
         one, two = self._points[name], self._points[other]
-        return one != two and _cross(LineSegment(one, self._slots[slot]), LineSegment(two, self._slots[at]))
+        return one != two and lines_cross(LineSegment(one, self._slots[slot]), LineSegment(two, self._slots[at]))
 
     def _uncross(self, given: dict[str, int]) -> dict[str, int]:
         """Exchange the places of two labels whose leaders cross until none do; each time the sum of lengths falls."""
@@ -296,7 +269,7 @@ class _LabelPlan:
             if label.leader is None:
                 if apart < _NEAR_ENOUGH and math.dist(at, own) >= _SAME_PLACE:
                     return False
-            elif _distance(at, label.leader) < min(POINT_RADIUS, math.dist(at, own) / 2):
+            elif distance_to_line(at, label.leader) < min(POINT_RADIUS, math.dist(at, own) / 2):
                 return False
         return True
 
@@ -304,10 +277,10 @@ class _LabelPlan:
         """Return the cost of the figure's lines that label and leader touch, a line that ends at the point excepted."""
         cost = 0.0
         for line in self._lines:
-            if _touches(line, label.box):
+            if touches_box(line, label.box):
                 cost += _COVERED_LINE_COST
             ends_here = min(math.dist(line.start, own), math.dist(line.end, own)) < _SAME_PLACE
-            if label.leader is not None and not ends_here and _cross(label.leader, line):
+            if label.leader is not None and not ends_here and lines_cross(label.leader, line):
                 cost += _CROSSED_LINE_COST
         return cost
 
@@ -349,19 +322,15 @@ def _conflict(one: PlacedLabel, other: PlacedLabel) -> bool:
     """Return whether two labels touch each other, or each other's leaders, or their leaders cross."""
     if one.box.overlaps(other.box):
         return True
-    if one.leader is not None and _touches(one.leader, other.box):
+    if one.leader is not None and touches_box(one.leader, other.box):
         return True
-    if other.leader is not None and _touches(other.leader, one.box):
+    if other.leader is not None and touches_box(other.leader, one.box):
         return True
-    return one.leader is not None and other.leader is not None and _cross(_longer(one.leader), _longer(other.leader))
-
-
-def _longer(line: LineSegment) -> LineSegment:
-    """Return a line a pixel longer at each end, so that two of them that do not cross do not touch either."""
-    (x1, y1), (x2, y2) = line
-    far = math.dist(*line)
-    dx, dy = (x2 - x1) / far, (y2 - y1) / far
-    return LineSegment((x1 - dx, y1 - dy), (x2 + dx, y2 + dy))
+    return (
+        one.leader is not None
+        and other.leader is not None
+        and lines_cross(lengthen(one.leader), lengthen(other.leader))
+    )
 
 
 def _sum_of_costs(placed: Mapping[str, PlacedLabel]) -> float:
@@ -370,46 +339,3 @@ def _sum_of_costs(placed: Mapping[str, PlacedLabel]) -> float:
 
 def _contains(area: LabelBox, box: LabelBox) -> bool:
     return box.left >= area.left and box.right <= area.right and box.top >= area.top and box.bottom <= area.bottom
-
-
-def _distance(point: Point, line: LineSegment) -> float:
-    """Return the distance of a point from a line."""
-    (x1, y1), (x2, y2) = line
-    dx, dy = x2 - x1, y2 - y1
-    length = dx * dx + dy * dy
-    along = min(max(((point[0] - x1) * dx + (point[1] - y1) * dy) / length, 0.0), 1.0) if length else 0.0
-    return math.hypot(point[0] - x1 - along * dx, point[1] - y1 - along * dy)
-
-
-def _touches(line: LineSegment, box: LabelBox) -> bool:
-    """Return whether any part of a line is in a box: the line is cut at each edge, and something is left."""
-    (x1, y1), (x2, y2) = line
-    first, last = 0.0, 1.0
-    for start, step, low, high in ((x1, x2 - x1, box.left, box.right), (y1, y2 - y1, box.top, box.bottom)):
-        if step == 0:
-            if not low < start < high:
-                return False
-            continue
-        enters, leaves = sorted(((low - start) / step, (high - start) / step))
-        first, last = max(first, enters), min(last, leaves)
-    return first < last
-
-
-def _cross(one: LineSegment, other: LineSegment) -> bool:
-    """Return whether two lines have a point in common."""
-
-    def side(line: LineSegment, point: Point) -> float:
-        (x1, y1), (x2, y2) = line
-        return (x2 - x1) * (point[1] - y1) - (y2 - y1) * (point[0] - x1)
-
-    a, b = side(one, other.start), side(one, other.end)
-    c, d = side(other, one.start), side(other, one.end)
-    if a == b == 0:
-        return LabelBox(*_bounds(one)).overlaps(LabelBox(*_bounds(other)))
-    return a * b <= 0 and c * d <= 0
-
-
-def _bounds(line: LineSegment) -> tuple[float, float, float, float]:
-    """Return the rectangle around a line, a little wider than the line."""
-    (x1, y1), (x2, y2) = line
-    return min(x1, x2) - 0.01, min(y1, y2) - 0.01, max(x1, x2) + 0.01, max(y1, y2) + 0.01

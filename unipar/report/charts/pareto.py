@@ -7,14 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
-from unipar.report.charts.labels import (
-    COLUMN_LINE,
-    LabelBox,
-    LineSegment,
-    PlacedLabel,
-    place_in_column,
-    place_labels,
-)
+from unipar.report.charts.geometry import LabelBox, LineSegment
+from unipar.report.charts.labels import COLUMN_LINE, PlacedLabel, place_in_column, place_labels
 from unipar.report.charts.svg import (
     AxisScale,
     Drawing,
