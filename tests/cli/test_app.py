@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.comparisons import write_example_comparison
+from tests.support.exports import WORDS
 from unipar.cli import app
 from unipar.errors import ConfigError, Hung, NonFinite, Stopped, WorkerFailed
 
@@ -84,6 +85,17 @@ def test_help_teaches_by_example(unipar: Any) -> None:
         said = unipar(command, "--help").out
         assert said.count(f"unipar {command}") >= 2, command
         assert "130 stopped by a signal" in said
+
+
+@pytest.mark.parametrize("option", ["-o", "--out"])
+def test_export_takes_o_as_import_does(unipar: Any, folder: Path, option: str) -> None:
+    """Both names of the option are the folder that is written; without it the folder is named after the config."""
+    Path("words.yaml").write_text(json.dumps(WORDS), encoding="utf-8")
+    answer = unipar("export", "words.yaml", "--to", "torchrun", option, "made")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.splitlines()[0] == "folder    made"
+    assert (folder / "made" / "run.sh").is_file()
+    assert not (folder / "words-torchrun").exists()
 
 
 def test_version(unipar: Any) -> None:

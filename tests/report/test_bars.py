@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.comparisons import edit_example_comparison, write_example_comparison
-from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory_bars
+from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory_bars, draw_rank_balance
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.pages.comparison import render_comparison
 
@@ -77,3 +77,24 @@ def test_the_steps_of_a_bridge_join(run: Path) -> None:
     assert [end for _, end, _ in less] == pytest.approx([at[0][1], *(start for start, _, _ in less[:-1])], abs=0.2)
     assert [start for start, _, _ in more] == pytest.approx([less[-1][0], *(e for _, e, _ in more[:-1])], abs=0.2)
     assert at[-1][1] == pytest.approx(more[-1][1], abs=1.0)  # a bar is at least a pixel wide
+
+
+def test_the_balance_of_an_outlier_is_cut(run: Path) -> None:
+    """Its row has a gap, its ranks are as far apart as in bytes, and the others have room to differ."""
+    told = ComparisonPageData.read(run)
+    drawn = draw_rank_balance(told, 920)
+    said = "; the bar of deepspeed/gradients+library is cut short, it is 704 MiB"
+    assert f'aria-label="Each rank\'s peak{said}"'.replace("'", "&#x27;") in drawn
+    assert drawn.count('class="break"') == 2
+    dots = {
+        (cell, int(rank)): float(x)
+        for x, cell, rank in re.findall(r'<circle cx="([\d.]+)" [^>]*><title>([^,]+), rank (\d): ', drawn)
+    }
+    assert dots["deepspeed/gradients+library", 0] == 850
+    per_byte = (dots["horovod/nothing", 0] - dots["horovod/nothing", 1]) / 0.02 / 182.4
+    gap = dots["deepspeed/gradients+library", 0] - dots["deepspeed/gradients+library", 1]
+    assert gap == pytest.approx(704 * 0.02 * per_byte, rel=0.02)
+    assert dots["horovod/nothing", 0] > 600
+    assert "A row with a gap is cut short, so that all others stay readable: deepspeed/gradients+library holds 704" in (
+        render_comparison(told)
+    )

@@ -16,15 +16,8 @@ from unipar.memory.sources.malloc import MallocMeter
 from unipar.memory.sources.profiler import ProfilerSource
 from unipar.report.build import write_page
 from unipar.report.charts.bars import draw_memory_bars
-from unipar.report.charts.lines import (
-    draw_pareto,
-    label_positions,
-    loss_differences,
-    pareto_front,
-    shade_of,
-    thin_curve,
-)
-from unipar.report.charts.svg import AxisScale, power_of_two_ticks, round_ticks
+from unipar.report.charts.lines import loss_differences, shade_of, thin_curve
+from unipar.report.charts.svg import power_of_two_ticks, round_ticks
 from unipar.report.data import changes
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.headline import comparison_headline
@@ -346,35 +339,6 @@ def test_a_long_curve_keeps_its_peak() -> None:
     assert len(drawn) == 240
     assert max(drawn, key=lambda point: point[1]) == (1234 / 9999, 7)
     assert thin_curve(curve[:5]) == curve[:5]
-
-
-def test_the_front_holds_what_no_other_beats() -> None:
-    """A cell is on the front if no other has both less memory and more speed."""
-    assert pareto_front({"a": (10, 5), "b": (20, 4), "c": (20, 9), "d": (30, 9), "e": (5, 1)}) == ["e", "a", "c"]
-
-
-def test_one_process_is_a_point_and_not_on_the_front(run: Path) -> None:
-    """One process is drawn as a point, and never on the front."""
-    one = edit_example_comparison(run, lambda data: data["cells"][0].update(seconds=[[0.001] * 3] * 3))
-    drawn = re.findall(
-        r'class="(point[^"]*)"[^>]*><title>([^:]+):', draw_pareto(ComparisonPageData.read(one), None, 900)
-    )
-    assert ("point", "single") in drawn
-    assert [name for kind, name in drawn if kind == "point best"] == [
-        *("native/parameters", "deepspeed/gradients", "native/nothing")
-    ]
-    assert "Filled: no other cell beats it in both. single, one process, is not ranked." in render_comparison(
-        ComparisonPageData.read(one)
-    )
-
-
-def test_words_do_not_lie_upon_one_another() -> None:
-    """Labels of ten points in one place do not overlap."""
-    places = {f"a cell {i}": (300.0, 150.0) for i in range(10)}
-    found = label_positions(places, {n: n for n in places}, AxisScale(0, 1, 50, 900), AxisScale(0, 1, 320, 10))
-    boxes = [(x - 65 * ends, y) for (x, y), ends in found.values()]
-    assert len(found) == 10
-    assert all(abs(a[0] - b[0]) > 57 or abs(a[1] - b[1]) >= 13 for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 @pytest.mark.parametrize(

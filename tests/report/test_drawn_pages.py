@@ -15,14 +15,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.comparisons import write_example_comparison
+from tests.support.comparisons import example_with_points, write_example_comparison
 from tests.support.run_folders import plain
 from tests.support.scalings import two_cells
+from tests.support.verifications import disagreeing_verdicts
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.run import RunPageData
+from unipar.report.data.verification import VerificationPageData
 from unipar.report.pages.comparison import render_comparison
+from unipar.report.pages.elements import html_page
 from unipar.report.pages.run import render_run as of_run
 from unipar.report.pages.scaling import render_scaling as scaled
+from unipar.report.pages.verification import render_verification
 
 ROOT = Path(__file__).parents[2]
 CSS = (ROOT / "unipar/report/pages/page.css").read_text("utf-8")
@@ -47,6 +51,7 @@ const paper = getComputedStyle(document.documentElement).backgroundColor;
 const root = document.documentElement;
 if (root.scrollWidth > innerWidth) wrong.push(`wider than the window: ${root.scrollWidth} > ${innerWidth}`);
 let seen = 0;
+let labels = 0;
 for (const svg of document.querySelectorAll('svg')) {
   if (!svg.getClientRects().length) continue;
   const box = svg.getBoundingClientRect();
@@ -63,6 +68,20 @@ for (const svg of document.querySelectorAll('svg')) {
           Math.min(at.bottom, there.bottom) - Math.max(at.top, there.top) > 3)
         wrong.push(`on one another: ${words}, ${others}`);
   });
+  const touch = (a, b) => Math.min(a.right, b.right) > Math.max(a.left, b.left) &&
+    Math.min(a.bottom, b.bottom) > Math.max(a.top, b.top);
+  const points = [...svg.querySelectorAll('.point')].map((p) => p.getBoundingClientRect());
+  const leaders = [...svg.querySelectorAll('.leader')].map((l) => [0, .25, .5, .75, 1].flatMap((part) => {
+    const at = l.getPointAtLength(part * l.getTotalLength()).matrixTransform(l.getScreenCTM());
+    return {left: at.x, right: at.x + .1, top: at.y, bottom: at.y + .1};
+  }));
+  for (const label of svg.querySelectorAll('.label')) {
+    const at = label.getBoundingClientRect();
+    const letters = {left: at.left, right: at.right, top: at.top + 2, bottom: at.bottom - 2};
+    labels += 1;
+    if (points.some((p) => touch(letters, p))) wrong.push(`on a point: ${label.textContent}`);
+    if (leaders.flat().some((l) => touch(letters, l))) wrong.push(`on a leader: ${label.textContent}`);
+  }
 }
 for (const node of document.querySelectorAll('p, h1, h2, h3, li, th, td, summary, caption')) {
   const found = contrast(getComputedStyle(node).color, paper);
@@ -72,7 +91,7 @@ for (const node of document.querySelectorAll('.key i')) {
   const found = contrast(getComputedStyle(node).borderTopColor, paper);
   if (node.className.startsWith('c-') && found < 3) wrong.push(`pale edge: ${node.className}, ${found}`);
 }
-parent.document.title = JSON.stringify({width: innerWidth, paper, seen, wrong});
+parent.document.title = JSON.stringify({width: innerWidth, paper, seen, labels, wrong});
 """
 
 
@@ -133,20 +152,48 @@ def test_everything_can_be_read(
     ],
     ids=["light-1280", "dark-390", "light-390", "dark-1280"],
 )
-@pytest.mark.parametrize("kind", ["scaling", "sizes", "run"])
+@pytest.mark.parametrize("kind", ["scaling", "sizes", "run", "verification"])
 def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...], kind: str) -> None:
-    """Pages of a scaling, of comparisons by size, and of two runs can be read."""
+    """Pages of a scaling, of comparisons by size, of two runs, and of a verification can be read."""
     strong = [(w, row) for w, row in zip(two_cells().worlds, two_cells().rows, strict=True) if "strong" in w.kinds]
     alone = [(replace(w, kinds=("strong",)), row) for w, row in strong]
     sizes = replace(two_cells(), verb="compare", worlds=tuple(w for w, _ in alone))
     sizes = replace(sizes, rows=[replace(row, cell=w.name) for w, row in alone])
     before, now = (RunPageData.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
-    whole = {"scaling": scaled(two_cells(), tmp_path), "sizes": scaled(sizes, tmp_path), "run": of_run(now, before)}[
-        kind
-    ]
+    verified = VerificationPageData(folder=tmp_path, verdicts=disagreeing_verdicts(), config={"backend": "native"})
+    whole = {
+        "scaling": lambda: scaled(two_cells(), tmp_path),
+        "sizes": lambda: scaled(sizes, tmp_path),
+        "run": lambda: of_run(now, before),
+        "verification": lambda: render_verification(verified),
+    }[kind]()
     found = looked_at(whole, tmp_path, width, *flags)
     assert (found["wrong"], found["width"]) == ([], width)
     assert found["seen"] > (10 if kind == "run" else 20)
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ((), 1280),
+        pytest.param((DARK,), 390, marks=pytest.mark.sweep),
+        pytest.param((), 390, marks=pytest.mark.sweep),
+        pytest.param((DARK,), 1280, marks=pytest.mark.sweep),
+    ],
+    ids=["light-1280", "dark-390", "light-390", "dark-1280"],
+)
+def test_labels_of_many_cells_can_be_read(
+    told: ComparisonPageData, tmp_path: Path, width: int, flags: tuple[str, ...]
+) -> None:
+    """As a browser draws them, labels of 4, 12 and 25 cells touch neither another, nor a point, nor a leader."""
+    figures: list[str] = []
+    for count in (4, 12, 25):
+        points = [(100.0 + i % 5 * 3 + i, 30.0 + i % 7) for i in range(count)]
+        figures.append(render_comparison(example_with_points(told, points)).partition('<section id="pareto">')[2])
+    sections = "".join(f"<section>{text.partition('</section>')[0]}</section>" for text in figures)
+    found = looked_at(html_page("-", "", [sections]), tmp_path, width, *flags)
+    assert (found["wrong"], found["labels"]) == ([], 4 + 12 + 25)
 
 
 @needs_browser
@@ -162,6 +209,22 @@ def test_on_paper_nothing_is_folded_away(told: ComparisonPageData, tmp_path: Pat
     assert "Bytes by category at the peak" in text
     assert "train.optimizer.fused: false" in text
     assert re.search(r"native/parameters +backward +97 MiB .* 2.4 MiB\n", text)
+
+
+@needs_browser
+@pytest.mark.sweep
+@pytest.mark.skipif(
+    shutil.which("pdftotext") is None, reason="there is no pdftotext (Debian: apt install poppler-utils)"
+)
+def test_a_verification_on_paper(tmp_path: Path) -> None:
+    """On paper the tables behind a verification's figures are open, and not cut."""
+    page = VerificationPageData(folder=tmp_path, verdicts=disagreeing_verdicts(), config={"backend": "native"})
+    (tmp_path / "report.html").write_text(render_verification(page), encoding="utf-8")
+    browse(tmp_path, f"--print-to-pdf={tmp_path}/x.pdf", "--no-pdf-header-footer", f"file://{tmp_path}/report.html")
+    command = ["pdftotext", "-layout", f"{tmp_path}/x.pdf", "-"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"allowed +(1.0e-06 +){9}1.0e-06\n", text)
+    assert re.search(r"deepspeed/parameters +8.1e\+02 +0.00 +8.1e\+02 +4.1e\+02 +2.0e\+02\n", text)
 
 
 MACHADO = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from unipar.backend import Category
 from unipar.config import Cell
 from unipar.memory.account import MemoryAccount, NamedBlock, PhaseName, PhasePeak, ResidentMemory
 from unipar.memory.sources.profiler import ProfilerSource
+from unipar.report.data.comparison import CellPageData, ComparisonPageData
 
 PARAMETER_COUNT = 8_926_848
 """Parameters; memory is told in bytes for each."""
 
+SHARDS = ("nothing", "optimizer", "gradients", "parameters")
 BytesPerParameter = dict[Category, float]
 
 MEMORY_BY_CELL: dict[str, tuple[PhaseName, BytesPerParameter]] = {
@@ -185,6 +188,19 @@ def write_example_comparison(
     }
     (folder / "compare.json").write_text(json.dumps(data), encoding="utf-8")
     return run
+
+
+def example_with_points(page: ComparisonPageData, points: Sequence[tuple[float, float]]) -> ComparisonPageData:
+    """The same page with one cell for each point: its peak in MiB, and its samples a second."""
+    backends = ("native", "deepspeed", "accelerate", "horovod", "a_plugin")
+    cells: list[CellPageData] = []
+    for i, (size, rate) in enumerate(points):
+        name = f"{backends[i % 5]}/{SHARDS[i // 5 % 4]}" + (f"+variant{i // 20}" if i >= 20 else "")
+        step = PhasePeak(name="update", peak=round(size * 2**20), held={"parameters": round(size * 2**20)})
+        known = account("native/nothing", 0).model_copy(update={"phases": (step,)})
+        result = replace(page.cells[1].row, cell=name, seconds=[[page.comparison.samples / rate]], memory=[known])
+        cells.append(replace(page.cells[1], row=result, memory=[known]))
+    return replace(page, cells=tuple(cells))
 
 
 def edit_example_comparison(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
@@ -29,6 +30,56 @@ class Drawing(tasks.Plain):
     @override
     def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
         return super().loss(model, batch) * (1 + 0.1 * torch.rand(()))
+
+
+class Summed(tasks.Plain):
+    """A sum over the batch instead of the mean."""
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        return super().loss(model, batch) * len(batch.tokens)
+
+
+def refuse_fp64(model: Any) -> None:
+    """Raise what a kernel raises that takes no double."""
+    if model.head.weight.dtype == torch.float64:
+        raise RuntimeError("expected Float, got Double\nand more lines")
+
+
+class NormedWithoutDouble(tasks.Normed):
+    """BatchNorm, in a model that cannot run in fp64."""
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        refuse_fp64(model)
+        return super().loss(model, batch)
+
+
+class RankScaled(tasks.Plain):
+    """A loss that is larger on rank 1, in a model that cannot run in fp64."""
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        refuse_fp64(model)
+        loss = super().loss(model, batch)
+        return loss * 1.01 if dist.get_rank() == 1 else loss
+
+
+class WorldScaled(tasks.Plain):
+    """A loss that is divided by the number of ranks."""
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        return super().loss(model, batch) / dist.get_world_size()
+
+
+class Broken(tasks.Plain):
+    """A loss that raises in every precision, in fp64 something else."""
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        refuse_fp64(model)
+        raise LookupError("no such word")
 
 
 class Unseeded(tasks.Sentences):

@@ -87,6 +87,11 @@ def planted(
         (RunKey("shares"), "a replay, share by share, as configured"),
         (RunKey("micros"), "a replay, microbatch by microbatch, as configured"),
         (RunKey("shares", precision="fp64"), "a replay, share by share, fp64"),
+        (RunKey("shares", precision="fp32"), "a replay, share by share, fp32"),
+        (
+            RunKey("shares", perturbed=True),
+            "a replay, share by share, as configured, weights changed in the last place",
+        ),
         (RunKey("shares", step=3), "a replay up to step 3"),
         (RunKey("shares", step=3, precision="fp64"), "a replay up to step 3, fp64"),
         (RunKey("cell", "native/nothing"), "native/nothing"),

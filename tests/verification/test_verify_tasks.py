@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -34,7 +35,14 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verd
     """Function that verifies a task over five steps of 16 samples."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
 
-    def proved(task: type[unipar.Task], *, world: int = 2, cells: tuple[str, ...] = ONLY, **args: Any) -> Verdicts:
+    def proved(
+        task: type[unipar.Task],
+        *,
+        world: int = 2,
+        cells: tuple[str, ...] = ONLY,
+        overrides: dict[str, Any] | None = None,
+        **args: Any,
+    ) -> Verdicts:
         optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "decay": "matrices"}
         config = {
             "device": "cpu",
@@ -43,7 +51,7 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verd
             "out": str(tmp_path / "out"),
             "task": {"use": f"{task.__module__}:{task.__name__}", "args": args},
         }
-        return verify(config, cells=cells, world=world, steps=5)
+        return verify(config, cells=cells, world=world, steps=5, overrides=overrides)
 
     return proved
 
@@ -86,6 +94,12 @@ def test_batch_norm_and_dropout_are_named(prove: Callable[..., Verdicts]) -> Non
     (said,) = found.remarks
     assert said.startswith("BatchNorm without sync takes the statistics of a microbatch on one rank (norm): the loss ")
     assert said.endswith("so cells are compared with one that splits them as they do")
+    assert found.summary == (
+        "all 2 cells agree with one process over 5 steps on 2 ranks, and the training depends on how a batch is cut, "
+        "so another number of ranks trains another model unless batch.micro stays 4"
+    )
+    assert found.cut_dependence is not None
+    assert (found.cut_dependence.kind, found.cut_dependence.micro) == ("batch statistics", 4)
 
 
 def test_dropout_is_set_to_0_and_named(prove: Callable[..., Verdicts]) -> None:
@@ -100,6 +114,77 @@ def test_a_loss_across_samples_is_named(prove: Callable[..., Verdicts]) -> None:
     found = prove(special_tasks.Contrast)
     agreed(found)
     assert found.remarks[0].startswith("the loss of a batch is not the mean of its halves' losses: it combines ")
+    assert found.cut_dependence is not None
+    assert found.cut_dependence.kind == "samples combined"
+
+
+def test_a_sum_is_named_and_strict_fails(tmp_path: Path, forks: Forks) -> None:
+    """The first line below the table is no plain yes, the page and verify.json say the same, and --strict exits 1."""
+    config: dict[str, Any] = {"device": "cpu", "batch": {"total": 16}, "train": {"steps": 5}, "out": str(tmp_path)}
+    config["task"] = {"use": "tests.support.special_tasks:Summed"}
+    (tmp_path / "c.yaml").write_text(json.dumps(config), "utf-8")
+    words = ["verify", str(tmp_path / "c.yaml"), "--steps", "2", "--cells", ONLY[0], "--world", "2", "--strict"]
+    done = forks.unipar(words, {**PYTHONPATH_VARIABLE, "COLUMNS": "300"})
+    assert done.returncode == 1, done.stderr
+    table, _, below = done.stdout.partition("\n\n")
+    assert "native/nothing" in table
+    lines = below.splitlines()
+    assert lines[:3] == [
+        "native/nothing agrees with one process over 2 steps on 2 ranks, and the training depends on how a batch is "
+        "cut, so another number of ranks trains another model",
+        "  way out: return the mean over the batch from loss(), as reduction='mean' gives it: the gradient of a sum "
+        "grows with the size of a microbatch",
+        "  with --strict, this alone makes the exit code 1",
+    ]
+    assert any(line.startswith("the loss of a batch is the sum of its halves' losses, not their ") for line in lines)
+    said = json.loads((tmp_path / "verify" / "verify.json").read_text("utf-8"))
+    assert (said["summary"], said["strict"], said["code"]) == (lines[0], True, 1)
+    assert (said["cut_dependence"]["kind"], said["cut_dependence"]["micro"]) == ("sum", None)
+    assert "so another number of ranks trains another model" in (tmp_path / "verify" / "report.html").read_text("utf-8")
+
+
+def test_a_loss_that_depends_on_the_rank_is_named(prove: Callable[..., Verdicts]) -> None:
+    """The modules agree and the loss does not: a fault of its own, also for a model that cannot run in fp64."""
+    found = prove(special_tasks.RankScaled, cells=ONLY[:1])
+    finding = found.rows[0].finding
+    assert finding is not None
+    assert (finding.kind, finding.step, finding.forward) == ("a loss that depends on the rank", 1, "")
+    assert re.fullmatch(
+        r"the loss function gives another value on rank 1 for the same microbatch and model: \d\.\d+ instead of "
+        r"\d\.\d+, 1\.01 times, in microbatch 1 of rank 1 in step 1, although all modules return the same; let "
+        r"loss\(\) compute the same on every rank: nothing in it may depend on the rank, on the number of ranks, or on "
+        r"what one rank alone has seen",
+        finding.says,
+    ), finding.says
+    assert found.fp64_error == "RuntimeError: expected Float, got Double"
+
+
+def test_a_loss_that_depends_on_the_number_of_ranks_is_named(prove: Callable[..., Verdicts]) -> None:
+    """A loss that every rank divides by the number of ranks is not taken for a gradient that is averaged twice."""
+    found = prove(special_tasks.WorldScaled, cells=ONLY[:1])
+    finding = found.rows[0].finding
+    assert finding is not None
+    assert (finding.kind, finding.step) == ("a loss that depends on the number of ranks", 1)
+    assert "gives another value on every rank for the same microbatch and model" in finding.says
+    assert ", 0.5 times, in microbatch 1 of rank 0 in step 1" in finding.says
+
+
+def test_a_model_that_cannot_run_in_fp64(prove: Callable[..., Verdicts]) -> None:
+    """In bf16-mixed, fp32 runs stand in for those in fp64, also where the numbers depend on the cut of a batch."""
+    found = prove(special_tasks.NormedWithoutDouble, overrides={"train.precision": "bf16-mixed"})
+    agreed(found)
+    assert found.fp64_error == "RuntimeError: expected Float, got Double"
+    assert found.remarks[0].endswith("other orders of addition and weights that were changed in the last place")
+    assert {"one process, fp32", "a replay, share by share, fp32"} <= found.one.keys()
+    assert not any("fp64" in name for name in found.one)
+    assert found.cut_dependence is not None
+    assert found.cut_dependence.kind == "batch statistics"
+
+
+def test_an_error_of_the_task_stays_an_error(prove: Callable[..., Verdicts]) -> None:
+    """A loss that fails in fp64 and in the config's precision is not a model that cannot run in fp64."""
+    with pytest.raises(errors.WorkerFailed, match="LookupError: no such word"):
+        prove(special_tasks.Broken, cells=ONLY[:1])
 
 
 def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
@@ -217,5 +302,5 @@ def test_ctrl_c(tmp_path: Path, forks: Forks) -> None:
     assert "interrupted: cells without a verdict did not finish" in done.stdout
     assert json.loads((tmp_path / "verify" / "verify.json").read_text("utf-8"))["interrupted"] is True
     eventually(lambda: sorted(p.name for p in (tmp_path / "verify").iterdir()) == [
-        "verify.html", "verify.json", "verify.svg"
+        "asked", "report.html", "verify.json"
     ], "a world's folder is left")  # fmt: skip

@@ -10,7 +10,8 @@ from unipar.errors import ReportError
 from unipar.report.data import changes
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.run import RunPageData
-from unipar.report.pages import comparison, scaling
+from unipar.report.data.verification import VerificationPageData
+from unipar.report.pages import comparison, scaling, verification
 from unipar.report.pages import run as pages_run
 from unipar.report.pages.elements import GENERATOR_TAG, add_links
 from unipar.results.files import RESULT_FILES, ResultKind, find_result_file, read_mapping
@@ -19,7 +20,13 @@ from unipar.utils.files import write_file_atomically
 
 PAGE_FILE_NAME = "report.html"
 
-PAGE_LABELS = {"": "the run", "compare": "the comparison", "worlds": "the comparison by size", "scale": "the scaling"}
+PAGE_LABELS = {
+    "": "the run",
+    "compare": "the comparison",
+    "worlds": "the comparison by size",
+    "scale": "the scaling",
+    "verify": "the verification",
+}
 """Folders of a run folder that hold a page, and the names of these pages in links."""
 
 PageData = TypeVar("PageData", ComparisonPageData, RunPageData)
@@ -49,8 +56,8 @@ def _write_one_page(run: Path, after: Path | None, out: Path | None) -> tuple[Pa
     later, file = find_result_file(after)
     if later != kind:
         raise ReportError(f"{run} holds a {kind} and {after} a {later}: only two of the same kind can be compared")
-    if kind == "scaling":
-        raise ReportError(f"{run} and {after} each hold a scaling, and two scalings cannot be compared: give one")
+    if kind in ("scaling", "verification"):
+        raise ReportError(f"{run} and {after} each hold a {kind}, and two {kind}s cannot be compared: give one")
     if kind == "comparison":
         text, mismatches = _render_with_earlier(
             comparison.render_comparison, ComparisonPageData.read(run), ComparisonPageData.read(file)
@@ -86,6 +93,8 @@ def _render_page(kind: ResultKind, file: Path) -> str:
         return comparison.render_comparison(ComparisonPageData.read(file))
     if kind == "run":
         return pages_run.render_run(RunPageData.read(file))
+    if kind == "verification":
+        return verification.render_verification(VerificationPageData.read(file))
     return scaling.render_scaling(Scaling.read(file, read_mapping(file, "scaling")), file.parent)
 
 

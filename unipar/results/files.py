@@ -12,8 +12,12 @@ from pydantic import TypeAdapter, ValidationError
 from unipar.errors import ReportError
 from unipar.results.comparison import Comparison
 from unipar.results.row import CellResult
+from unipar.results.verdicts import Verdicts
 
-ResultKind = Literal["comparison", "scaling", "run"]
+ResultKind = Literal["comparison", "scaling", "run", "verification"]
+
+VERIFY_JSON: Final = "verify.json"
+"""Name of the file of a verification."""
 
 
 RESULT_FILES: Final[dict[str, ResultKind]] = {
@@ -24,6 +28,8 @@ RESULT_FILES: Final[dict[str, ResultKind]] = {
     "scale/scale.json": "scaling",
     "scale.json": "scaling",
     "rank-0.jsonl": "run",
+    "verify/verify.json": "verification",
+    "verify.json": "verification",
 }
 """Kinds of results by the file that marks them; if a folder has several, the first is shown."""
 
@@ -40,8 +46,9 @@ def find_result_file(place: Path) -> tuple[ResultKind, Path]:
     if not place.exists():
         raise ReportError(f"{place} does not exist; give a run folder")
     raise ReportError(
-        f"{place} holds no results: no comparison (compare.json), no scaling (worlds.json, scale.json) and no "
-        "run (rank-0.jsonl), neither directly nor in its folders compare, worlds and scale; give a run folder"
+        f"{place} holds no results: no comparison (compare.json), no scaling (worlds.json, scale.json), no "
+        "verification (verify.json) and no run (rank-0.jsonl), neither directly nor in its folders compare, worlds, "
+        "scale and verify; give a run folder"
     )
 
 
@@ -86,6 +93,16 @@ def parse_comparison(file: Path, data: dict[str, Any]) -> Comparison:
         if why:
             raise ReportError(f"{file} is not a comparison written by unipar: {why}")
     return result
+
+
+def parse_verdicts(file: Path, data: dict[str, Any]) -> Verdicts:
+    """Return the verdicts in a file's mapping; raise ReportError if unipar cannot have written it."""
+    try:
+        now = Verdicts.from_json(data)
+    except (LookupError, TypeError, AttributeError, ValidationError) as e:
+        why = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
+        raise ReportError(f"{file} is not a verification written by unipar: {why}") from None
+    return now
 
 
 def _missing_results(row: CellResult) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal, Self
 
+from pydantic import TypeAdapter
 from typing_extensions import override
 
 from unipar.config import Precision
@@ -15,6 +15,14 @@ from unipar.utils.table import format_table_rows
 from unipar.utils.text import count_of
 
 VerdictOutcome = Literal["waits", "agrees", "disagrees", "refused", "absent", "failed"]
+
+ONE_PROCESS_RUN_NAME: Final = "one process"
+"""Name of the run with which cells are compared; files of earlier versions do not name it."""
+
+CUT_ALIKE_RUN_NAME: Final = "a replay, share by share, as configured"
+"""Name of the run that takes its place if the numbers depend on how a batch is cut."""
+
+CutKind = Literal["sum", "batch statistics", "samples combined"]
 
 _VERDICT_PREFIXES = {"refused": "refused: ", "absent": "", "failed": "failed: ", "waits": ""}
 
@@ -50,6 +58,32 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CutDependence:
+    """Dependence of the training on how a batch is cut into microbatches, measured in one process."""
+
+    kind: CutKind
+    """sum: the loss of a batch is the sum of its parts' losses; batch statistics: BatchNorm without sync; samples
+    combined: any other loss that is not the mean of its parts' losses."""
+
+    off: float
+    """Largest difference of a loss between runs of one process that cut batches in different ways."""
+
+    micro: int | None
+    """Size of a microbatch, if the config fixes it; None if it follows from the number of ranks."""
+
+    way_out: str
+    """Change to the task that removes the dependence, in a sentence."""
+
+    @property
+    def consequence(self) -> str:
+        """Clause that follows "all cells agree"."""
+        unless = "" if self.micro is None else f" unless batch.micro stays {self.micro}"
+        return (
+            f"and the training depends on how a batch is cut, so another number of ranks trains another model{unless}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Verdict on one cell."""
 
@@ -67,6 +101,9 @@ class Verdict:
 
     share: float | None = None
     """Largest difference, divided by the allowed one."""
+
+    shares: dict[str, float] = field(default_factory=dict[str, float])
+    """Largest difference of each quantity, divided by the allowed one; empty in files of earlier versions."""
 
     finding: Finding | None = None
     losses: list[float] = field(default_factory=list[float])
@@ -86,16 +123,45 @@ class Verdicts:
     one: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
     """Losses and norms of one process, by run."""
 
+    base: str = ""
+    """Run of one process with which the cells are compared; "" in files of earlier versions."""
+
     allowed: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Allowed difference of a loss and of a norm, by step."""
 
     remarks: list[str] = field(default_factory=list[str])
     """Remarks on the task itself."""
 
+    cut_dependence: CutDependence | None = None
+    """Dependence of the training on how a batch is cut; None if there is none, or if it was not examined."""
+
+    fp64_error: str = ""
+    """Error of the run in fp64, if the model cannot run in fp64."""
+
+    strict: bool = False
+    """Whether a training that depends on how a batch is cut counts as a failure."""
+
     stopped: str = ""
     """Reason why there is no verdict on any cell."""
 
     interrupted: bool = False
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    machine: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    note: str = ""
+    """Last line of the table: the path of the page, or why there is none; not stored."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Return the verdicts in a file's mapping; raise LookupError or ValueError if unipar cannot have written it."""
+        rows = [_restore_infinities(row) for row in data["cells"]]
+        return TypeAdapter(cls).validate_python({**data, "rows": rows})
+
+    @property
+    def base_run(self) -> dict[str, list[float]]:
+        """Losses and norms of the run with which the cells are compared; {} if it is not known."""
+        names = [self.base] if self.base else [CUT_ALIKE_RUN_NAME, ONE_PROCESS_RUN_NAME]
+        return next((self.one[name] for name in names if name in self.one), {})
 
     @property
     def code(self) -> int:
@@ -103,7 +169,31 @@ class Verdicts:
         if self.interrupted:
             return 130
         outcomes = [row.outcome for row in self.rows]
-        return 0 if "agrees" in outcomes and not {"disagrees", "failed"} & set(outcomes) and not self.stopped else 1
+        if self.stopped or (self.strict and self.cut_dependence is not None):
+            return 1
+        return 0 if "agrees" in outcomes and not {"disagrees", "failed"} & set(outcomes) else 1
+
+    @property
+    def summary(self) -> str:
+        """Verdict on all cells in one sentence: the first line below the table."""
+        ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
+        differing = [row for row in ran if row.outcome == "disagrees"]
+        if self.stopped:
+            return f"no verdict: {self.stopped}"
+        if self.interrupted:
+            return "interrupted: cells without a verdict did not finish"
+        failures = sum(row.outcome == "failed" for row in self.rows)
+        failed = f"; {count_of(failures, 'cell')} failed" if failures else ""
+        if not ran:
+            return f"no verdict: no cell ran{failed}"
+        if differing:
+            several = f"{len(differing)} of {len(ran)} cells disagree{'s' * (len(differing) == 1)}"
+            each = several if len(ran) > 1 else f"{ran[0].cell} disagrees"
+        else:
+            each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
+        line = f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"
+        cut = "" if self.cut_dependence is None else f", {self.cut_dependence.consequence}"
+        return f"{line}{cut}{failed}"
 
     @override
     def __str__(self) -> str:
@@ -130,50 +220,72 @@ class Verdicts:
         else:
             kind = row.finding.kind if row.finding is not None and row.finding.kind else "unknown kind of fault"
             verdict = f"DISAGREES: {kind}"
-        return row.cell, digits, _format_share(row.share), verdict
+        return row.cell, digits, format_share(row.share), verdict
 
     def remark_lines(self) -> list[str]:
         """Return explanations of the table and what is wrong."""
         if self.stopped:
-            return [f"no verdict: {self.stopped}", *self.remarks]
-        lines = [line for row in self.rows for line in _describe_verdict(row)]
-        ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
-        if self.interrupted:
-            lines.append("interrupted: cells without a verdict did not finish")
-        elif not ran:
-            lines.append("no verdict: no cell ran")
-        elif all(row.outcome == "agrees" for row in ran):
-            lines += self._agreement_lines(ran)
+            return [self.summary, *self.remarks, *filter(None, [self.note])]
         return [
-            *lines,
+            self.summary,
+            *self.cut_lines(),
+            *self.bitwise_lines(),
+            *(line for row in self.rows for line in describe_verdict(row)),
             *self.remarks,
+            *self.column_notes(),
+            *filter(None, [self.note]),
+        ]
+
+    def column_notes(self) -> list[str]:
+        """Return what the columns of the table mean."""
+        return [
             "loss: leading digits that equal those of one process, the fewest over all steps",
             "of allowed: the largest difference of loss, norm, rates, samples and every tensor of the state, divided "
             f"by 4 times the difference between runs of one process that add in other orders ({self.precision})",
-            f"figures and curves: {self.out}/verify.html",
         ]
 
-    def _agreement_lines(self, ran: Sequence[Verdict]) -> list[str]:
+    def cut_lines(self) -> list[str]:
+        """Return the way out of a training that depends on how a batch is cut, and what --strict makes of it."""
+        if self.cut_dependence is None:
+            return []
+        lines = [f"  way out: {self.cut_dependence.way_out}"]
+        return [*lines, "  with --strict, this alone makes the exit code 1"] if self.strict else lines
+
+    def bitwise_lines(self) -> list[str]:
+        """Return a line on the cells that equal a replay bit for bit, if all that ran agree and any does."""
+        ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
         exact = sum(bool(row.bits) for row in ran)
-        each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
-        lines = [f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"]
-        if exact:
-            how = "all of them" if exact == len(ran) else f"{exact} of them"
-            lines.append(f"{how} bit for bit with a replay in one process (optimizer by for-loop, norm in fp64)")
-        return lines
+        if self.interrupted or not exact or any(row.outcome == "disagrees" for row in ran):
+            return []
+        how = "all of them" if exact == len(ran) else f"{exact} of them"
+        return [f"{how} bit for bit with a replay in one process (optimizer by for-loop, norm in fp64)"]
 
     def to_json(self) -> dict[str, Any]:
         """Return every figure as a mapping for JSON."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
-        return {**data, "code": self.code, "cells": [_replace_infinities(asdict(row)) for row in self.rows]}
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rows", "cut_dependence", "note")}
+        cut = None if self.cut_dependence is None else asdict(self.cut_dependence)
+        cells = [_replace_infinities(asdict(row)) for row in self.rows]
+        return {**data, "cut_dependence": cut, "summary": self.summary, "code": self.code, "cells": cells}
 
 
 def _replace_infinities(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with None for an infinite share, because JSON has no infinity."""
-    return row | {"share": None if row["share"] is None or not math.isfinite(row["share"]) else row["share"]}
+
+    def finite(share: float | None) -> float | None:
+        return share if share is not None and math.isfinite(share) else None
+
+    return row | {"share": finite(row["share"]), "shares": {what: finite(s) for what, s in row["shares"].items()}}
 
 
-def _format_share(share: float | None) -> str:
+def _restore_infinities(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a file with the shares that are infinite."""
+    endless = row.get("share") is None and row["outcome"] == "disagrees"
+    shares = {what: math.inf if share is None else share for what, share in row.get("shares", {}).items()}
+    return row | {"share": math.inf if endless else row.get("share"), "shares": shares}
+
+
+def format_share(share: float | None) -> str:
+    """Return a difference as a multiple of the allowed one; an infinite one is `beyond`."""
     if share is None:
         return "-"
     if share >= 100 or math.isnan(share):
@@ -181,7 +293,7 @@ def _format_share(share: float | None) -> str:
     return f"{share:.2f}"
 
 
-def _describe_verdict(row: Verdict) -> list[str]:
+def describe_verdict(row: Verdict) -> list[str]:
     """Return sentences on a cell that disagrees or has a note."""
     if row.outcome == "agrees" and row.note:
         return [f"{row.cell}: {row.note}"]

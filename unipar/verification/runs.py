@@ -11,22 +11,28 @@ from unipar.config.sections.optimizer import Clip
 from unipar.config.settled import SettledConfig
 from unipar.verification.worker.jobs import Job, RunKey
 
-TASK_PROBE_NAME, FP64_RUN_NAME, BASE_RUN_NAME = (
+TASK_PROBE_NAME, FP64_RUN_NAME, FP32_RUN_NAME, BASE_RUN_NAME = (
     RunKey("probe"),
     RunKey("one process", precision="fp64"),
+    RunKey("one process", precision="fp32"),
     RunKey("one process"),
 )
-"""Runs of one process: the probe of the task, a run in fp64, and the run that cells are compared with."""
+"""Runs of one process: the probe of the task, a run in fp64 (or else in fp32), and the run that cells are compared
+with."""
 
 SHARES_REPLAY_NAME, MICROBATCH_REPLAY_NAME = RunKey("shares", bitwise=True), RunKey("micros", bitwise=True)
 """Replays in bitwise arithmetic, which cells may equal bit for bit."""
 
-SHARES_CONFIGURED, MICROS_CONFIGURED, SHARES_EXACT = (
+SHARES_CONFIGURED, MICROS_CONFIGURED, SHARES_FP64, SHARES_FP32 = (
     RunKey("shares"),
     RunKey("micros"),
     RunKey("shares", precision="fp64"),
+    RunKey("shares", precision="fp32"),
 )
 """Further replays, for a task whose numbers depend on how a batch is split."""
+
+SHARES_PERTURBED = RunKey("shares", perturbed=True)
+"""Replay from initial weights that differ in the last place, for a model that cannot run in fp64."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class RunPlan:
 
     settled: SettledConfig
     steps: int
+    fp64: bool = True
+    """Whether the model can run in fp64; if not, what fp64 runs would show is taken from runs in fp32."""
 
     @property
     def config(self) -> Config:
@@ -51,6 +59,31 @@ class RunPlan:
         """Precision of the one-process runs: bf16-mixed stands in for bf16-master, which needs master copies."""
         wanted = self.config.train.precision
         return "bf16-mixed" if wanted == "bf16-master" else wanted
+
+    @property
+    def exact_precision(self) -> Precision:
+        """Finest precision in which the model can run."""
+        return "fp64" if self.fp64 else "fp32"
+
+    @property
+    def exact_run(self) -> RunKey:
+        """Key of the run of one process in the finest precision."""
+        if self.fp64:
+            return FP64_RUN_NAME
+        return BASE_RUN_NAME if self.precision == "fp32" else FP32_RUN_NAME
+
+    @property
+    def exact_shares(self) -> RunKey:
+        """Key of the replay, share by share, in the finest precision."""
+        if self.fp64:
+            return SHARES_FP64
+        return SHARES_CONFIGURED if self.precision == "fp32" else SHARES_FP32
+
+    @property
+    def fixed_micro(self) -> int | None:
+        """Size of a microbatch in any number of ranks; None if it or the global batch follows from that number."""
+        batch = self.config.batch
+        return None if batch.total is None else batch.micro
 
     @property
     def accumulate(self) -> int:
@@ -71,21 +104,32 @@ class RunPlan:
         return [
             [
                 Job(key=TASK_PROBE_NAME, kind="probe", settled=self.one_process_config("fp64"), steps=0),
-                self._run(FP64_RUN_NAME, self.one_process_config("fp64")),
+                replace(self._run(FP64_RUN_NAME, self.one_process_config("fp64")), may_fail=True),
                 self.replay_job(MICROBATCH_REPLAY_NAME, exactly),
             ],
             [self._run(BASE_RUN_NAME, one), *others, self.replay_job(SHARES_REPLAY_NAME, exactly)],
         ]
 
-    def replay_jobs_cut_alike(self) -> list[list[Job]]:
-        """Return further replays for a task whose numbers depend on how a batch is split, as cells split it."""
-        return [
-            [self.replay_job(SHARES_CONFIGURED, self.one_process_config())],
-            [
-                self.replay_job(MICROS_CONFIGURED, self.one_process_config()),
-                self.replay_job(SHARES_EXACT, self.one_process_config("fp64")),
-            ],
-        ]
+    def further_reference_jobs(self, *, cut_matters: bool) -> list[list[Job]]:
+        """Return further jobs of one process, as two lists that can run side by side.
+
+        If the task's numbers depend on how a batch is split: replays that split it as cells do. If the model cannot
+        run in fp64: a replay from perturbed weights, and an fp32 run if the config's precision is a coarser one.
+        """
+        as_configured, exactly = self.one_process_config(), self.one_process_config(self.exact_precision)
+        first = [self.replay_job(SHARES_CONFIGURED, as_configured)] if cut_matters else []
+        second = [self.replay_job(MICROS_CONFIGURED, as_configured)] if cut_matters else []
+        if not self.fp64:
+            first.append(self.replay_job(SHARES_PERTURBED, as_configured))
+            if self.exact_run != BASE_RUN_NAME:
+                second.append(self._run(self.exact_run, exactly))
+        if cut_matters and self.exact_shares != SHARES_CONFIGURED:
+            second.append(self.replay_job(self.exact_shares, exactly))
+        return [first, second]
+
+    def exact_replay_key(self, step: int) -> RunKey:
+        """Return the key of the replay up to a step that shows rounding: in fp64, or else from perturbed weights."""
+        return RunKey("shares", step=step, precision=self.exact_precision, perturbed=not self.fp64)
 
     def cell_jobs(self, configs: Mapping[str, SettledConfig]) -> list[Job]:
         """Return two jobs per cell: as configured, and in the arithmetic that a replay can repeat bit for bit."""

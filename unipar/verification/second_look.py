@@ -11,7 +11,7 @@ from unipar.errors import UniparError
 from unipar.results.verdicts import Finding
 from unipar.verification.diagnosis import faults
 from unipar.verification.diagnosis.gradients import fit_gradient_mix
-from unipar.verification.diagnosis.modules import ModuleDifference, find_module_differences
+from unipar.verification.diagnosis.modules import ModuleDifference, find_loss_differences, find_module_differences
 from unipar.verification.judgement.judge import Judgement
 from unipar.verification.judgement.record import RunRecord, combine_ranks
 from unipar.verification.judgement.tolerance import Tolerance
@@ -65,6 +65,7 @@ class SecondLook:
                 micros,
                 limit,
                 differences,
+                find_loss_differences(run, own, exact, ranks),
                 self._optimizer_uses_whole_tensors,
             )
             kind = faults.classify_fault(case)
@@ -77,8 +78,8 @@ class SecondLook:
 
     def _replays(self, steps: set[int]) -> dict[int, tuple[RunRecord, RunRecord]]:
         """Return by step two replays up to that step: in the run's precision and in fp64."""
-        one, exactly = self._runs.one_process_config(), self._runs.one_process_config("fp64")
-        keys = {s: (RunKey("shares", step=s), RunKey("shares", step=s, precision="fp64")) for s in sorted(steps)}
+        one, exactly = self._runs.one_process_config(), self._runs.one_process_config(self._runs.exact_precision)
+        keys = {s: (RunKey("shares", step=s), self._runs.exact_replay_key(s)) for s in sorted(steps)}
         batches = [
             [self._runs.replay_job(again, one) for again, _ in keys.values()],
             [self._runs.replay_job(exact, exactly, apart=True) for _, exact in keys.values()],

@@ -9,7 +9,7 @@ from typing import Any
 from unipar.config.settled import SettledConfig
 from unipar.errors import Stopped, UniparError
 from unipar.results.agreement import measure_agreement
-from unipar.results.verdicts import Verdict, Verdicts
+from unipar.results.verdicts import CutDependence, CutKind, Verdict, Verdicts
 from unipar.utils.text import first_few
 from unipar.verification import second_look
 from unipar.verification.judgement.judge import Judgement, judge
@@ -17,11 +17,10 @@ from unipar.verification.judgement.record import RunRecord, combine_ranks, equal
 from unipar.verification.judgement.tolerance import measure_tolerance
 from unipar.verification.runs import (
     BASE_RUN_NAME,
-    FP64_RUN_NAME,
     MICROBATCH_REPLAY_NAME,
     MICROS_CONFIGURED,
     SHARES_CONFIGURED,
-    SHARES_EXACT,
+    SHARES_PERTURBED,
     SHARES_REPLAY_NAME,
     TASK_PROBE_NAME,
     RunPlan,
@@ -34,6 +33,16 @@ RANDOM_DATA_TEXT = (
     "dataset, draw from the global generators of torch, random or numpy, which unipar seeds for each sample"
 )
 """Reason why no verdict is possible on data that differs at each read."""
+
+CUT_WAYS_OUT: dict[CutKind, str] = {
+    "sum": "return the mean over the batch from loss(), as reduction='mean' gives it: the gradient of a sum grows with "
+    "the size of a microbatch",
+    "batch statistics": "use GroupNorm or LayerNorm, or on GPUs model.sync_batchnorm: true; or keep batch.micro fixed "
+    "and report it with the result",
+    "samples combined": "if the loss is a mean over tokens or the like, define weight(batch); if it compares samples "
+    "with one another, keep batch.micro fixed and report it with the result",
+}
+"""Way out for each kind of dependence on how a batch is cut."""
 
 ShowProgress = Callable[[Verdicts, str], None]
 """Function that shows the verdicts so far and one line of progress."""
@@ -70,9 +79,12 @@ class VerificationSession:
             self.verdicts = replace(self.verdicts, stopped=RANDOM_DATA_TEXT, rows=rows)
             return
         self.verdicts = replace(self.verdicts, remarks=describe_task(self._task_facts))
+        further = self._runs.further_reference_jobs(cut_matters=self._cut_matters)
+        self._worlds.run_jobs(further, self._take_reference, side_by_side=2)
         if self._cut_matters:
-            self._worlds.run_jobs(self._runs.replay_jobs_cut_alike(), self._take_reference, side_by_side=2)
             self._add_cut_remark()
+        if not self._runs.fp64:
+            self._add_precision_remark()
         self._measure_tolerance()
 
     def _take_reference(self, key: RunKey, result: JobResult) -> None:
@@ -80,6 +92,13 @@ class VerificationSession:
             raise result  # without the references there is no verdict on any cell
         if key == TASK_PROBE_NAME:
             self._task_facts = result[0]
+        elif "unable" in result[0]:
+            # that the same microbatches work in the config's precision is known when that run has come to its end;
+            # if it fails, its error ends the verification
+            self._runs = replace(self._runs, fp64=False)
+            self.verdicts = replace(self.verdicts, fp64_error=result[0]["unable"])
+            self._show(self.verdicts, f"{key}: cannot run: {result[0]['unable']}")
+            return
         else:
             self._records[key] = combine_ranks(result)
         self._show(self.verdicts, f"{key}: done")
@@ -89,8 +108,8 @@ class VerificationSession:
         return bool(self._task_facts["draws"] or self._task_facts["apart"])
 
     def _add_cut_remark(self) -> None:
-        """Add to the last remark by how much one process differs if it splits batches in another way."""
-        one, alike = self._records[FP64_RUN_NAME], self._records[SHARES_EXACT].losses
+        """Note by how much one process differs if it splits batches in another way, in the last remark too."""
+        one, alike = self._records[self._runs.exact_run], self._records[self._runs.exact_shares].losses
         off = max(abs(a - b) for r in [one, *self._other_cuts] for a, b in zip(r.losses, alike, strict=True))
         why, *others = self.verdicts.remarks[::-1]
         why += (
@@ -98,6 +117,18 @@ class VerificationSession:
             "one that splits them as they do"
         )
         self.verdicts = replace(self.verdicts, remarks=[*others[::-1], why])
+        if kind := kind_of_cut_dependence(self._task_facts):
+            dependence = CutDependence(kind=kind, off=off, micro=self._runs.fixed_micro, way_out=CUT_WAYS_OUT[kind])
+            self.verdicts = replace(self.verdicts, cut_dependence=dependence)
+
+    def _add_precision_remark(self) -> None:
+        """Say that the model cannot run in fp64, and what is done instead."""
+        remark = (
+            f"the model cannot run in fp64 ({self.verdicts.fp64_error}), and runs on the same microbatches in "
+            f"{self._runs.precision}: the spread comes from other microbatches, other orders of addition and weights "
+            "that were changed in the last place"
+        )
+        self.verdicts = replace(self.verdicts, remarks=[remark, *self.verdicts.remarks])
 
     @property
     def _other_cuts(self) -> list[RunRecord]:
@@ -105,15 +136,17 @@ class VerificationSession:
         return [record for key, record in self._records.items() if key.micro is not None]
 
     def _measure_tolerance(self) -> None:
-        records, exact = self._records, self._records[FP64_RUN_NAME]
+        records, exact = self._records, self._records[self._runs.exact_run]
         if self._cut_matters:
-            base, exact = records[SHARES_CONFIGURED], records[SHARES_EXACT]
+            base, exact = records[SHARES_CONFIGURED], records[self._runs.exact_shares]
             others = [records[MICROS_CONFIGURED], records[SHARES_REPLAY_NAME], records[MICROBATCH_REPLAY_NAME], exact]
         else:
             base = records[BASE_RUN_NAME]
             others = [*self._other_cuts, records[SHARES_REPLAY_NAME], records[MICROBATCH_REPLAY_NAME]]
             if self._runs.config.train.precision != self._runs.precision:
                 others.append(exact)  # another precision stands in: its own rounding counts as well
+        if not self._runs.fp64:
+            others.append(records[SHARES_PERTURBED])
         self._tolerance = measure_tolerance(base, others, exact, self._runs.config.train.precision)
         one = {str(key): {"loss": r.losses, "norm": [n[0] for n in r.norms]} for key, r in records.items()}
         allowed = {"loss": self._tolerance.losses, "norm": self._tolerance.norms}
@@ -121,7 +154,8 @@ class VerificationSession:
         remarks = list(self.verdicts.remarks)
         if noise:
             remarks.append(f"judged by gradient, because their gradients are rounding noise: {', '.join(noise)}")
-        self.verdicts = replace(self.verdicts, one=one, allowed=allowed, remarks=remarks)
+        base_run = SHARES_CONFIGURED if self._cut_matters else BASE_RUN_NAME
+        self.verdicts = replace(self.verdicts, one=one, base=str(base_run), allowed=allowed, remarks=remarks)
 
     # Cells
 
@@ -167,6 +201,7 @@ class VerificationSession:
             digits=near.digits,
             worst=judgement.worst.says,
             share=judgement.worst.share,
+            shares=judgement.shares,
             losses=record.losses,
             norms=[norms[0] for norms in record.norms],
         )
@@ -219,9 +254,22 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
                 f"BatchNorm without sync takes the statistics of a microbatch on one rank ({first_few(norms)}): the "
                 f"loss depends on how a batch is split, {figures}"
             )
+        elif facts["sum"]:
+            remarks.append(f"the loss of a batch is the sum of its halves' losses, not their mean: {figures}")
         else:
             remarks.append(
                 "the loss of a batch is not the mean of its halves' losses: it combines samples, or it is a mean "
                 f"over something that weight(batch) does not count; {figures}"
             )
     return remarks
+
+
+def kind_of_cut_dependence(facts: Mapping[str, Any]) -> CutKind | None:
+    """Return how the training depends on the way in which a batch is cut; None if it does not.
+
+    A loss that draws random numbers draws others for other microbatches, as it would with another seed; whether it
+    depends on the cut otherwise cannot be seen.
+    """
+    if facts["draws"] or not facts["apart"]:
+        return None
+    return "batch statistics" if facts["norms"] else "sum" if facts["sum"] else "samples combined"

@@ -10,6 +10,7 @@ from typing import Any
 
 from unipar.backend import checks, registry
 from unipar.backend.cells import ONE, is_single_process
+from unipar.backend.installed import installed_versions, machine_summary
 from unipar.config import Cell
 from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
@@ -18,6 +19,8 @@ from unipar.errors import ConfigError
 from unipar.launcher.cells import SelectedCells, select_cells
 from unipar.launcher.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
+from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_page
+from unipar.results.files import ORIGINAL_CONFIG_FOLDER, VERIFY_JSON, original_config_path
 from unipar.results.live_table import LiveTable
 from unipar.results.verdicts import Verdict, Verdicts
 from unipar.run_folder import folder
@@ -28,8 +31,8 @@ from unipar.utils.procfs import cores_per_rank
 DEFAULT_STEPS = 10
 """Number of steps that are compared unless `steps` is given."""
 
-VERIFY_FILE_NAMES = ("verify.json", "verify.svg", "verify.html")
-"""Names of the files that verify writes."""
+VERIFY_FILE_NAMES = (VERIFY_JSON, PAGE_FILE_NAME, ORIGINAL_CONFIG_FOLDER, "verify.svg", "verify.html")
+"""Names of the files that verify writes; the last two are of earlier versions."""
 
 
 def verify(
@@ -41,11 +44,13 @@ def verify(
     steps: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    strict: bool = False,
 ) -> Verdicts:
     """Train some steps of `config` in one process and in every cell, and compare the numbers.
 
     `cells` replaces the config's `compare.cells`, `world` its `parallel.data` (2 if that is not set), `steps` the
-    default of 10. Progress goes to stderr; the returned Verdicts print as a table.
+    default of 10. With `strict`, a training that depends on how a batch is cut has the exit code 1. Progress goes to
+    stderr; the returned Verdicts print as a table.
     """
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
     assert prepared.ref is not None
@@ -60,6 +65,9 @@ def verify(
         precision=train.precision,
         ranks=settled.ranks,
         steps=wanted,
+        strict=strict,
+        versions=installed_versions(Cell.parse(cell).backend for cell in selected),
+        machine=machine_summary(),
         rows=[
             Verdict(cell=row.cell, outcome=_initial_outcome(row.outcome), note=row.note) for row, _ in selected.values()
         ],
@@ -67,9 +75,13 @@ def verify(
     configs = {name: at for name, (row, at) in selected.items() if row.outcome == "waits" and at is not None}
     with folder.lock_folder(out):
         folder.clear_own_files(out, "verify", VERIFY_FILE_NAMES, "verification", overwrite=overwrite)
+        with folder.explain_write_errors(out):
+            file = original_config_path(out, source.name)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(settled.config.json_for_ranks(), encoding="utf-8")
         now = _run_session(settled, prepared.ref, configs, first) if configs else first
-        _write(out, now)
-    return now
+        (out / VERIFY_JSON).write_text(json.dumps(now.to_json(), indent=2, allow_nan=True) + "\n", encoding="utf-8")
+        return replace(now, note=try_write_page(lambda: write_page(out)))
 
 
 def select_multi_rank_cells(settled: SettledConfig, patterns: Iterable[str]) -> SelectedCells:
@@ -115,11 +127,3 @@ def _run_session(
         board.show(first, "starts")
         with open_world_pool(Path(first.out), ref, backends, threads) as pool:
             return VerificationSession(runs, pool, configs, first, board.show).run()
-
-
-def _write(out: Path, now: Verdicts) -> None:
-    from unipar.report.pages.verification import draw_verification, render_verification
-
-    (out / "verify.json").write_text(json.dumps(now.to_json(), indent=2, allow_nan=True) + "\n", encoding="utf-8")
-    (out / "verify.svg").write_text(draw_verification(now), encoding="utf-8")
-    (out / "verify.html").write_text(render_verification(now), encoding="utf-8")

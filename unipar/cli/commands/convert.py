@@ -16,7 +16,7 @@ def export(
         str, typer.Option("--to", metavar="NAME", help="torchrun, deepspeed, accelerate, horovod.", show_default=False)
     ],
     sets: SetOption = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Instead of ./CONFIG-NAME.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="DIR", help="Instead of ./CONFIG-NAME-TO.")] = None,
     *,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
 ) -> None:
@@ -27,7 +27,7 @@ def export(
 
     \b
     unipar export configs/char_gpt.yaml --to torchrun --set parallel.data=2
-    unipar export configs/char_gpt.yaml --to deepspeed --set parallel.shard=gradients --out zero2
+    unipar export configs/char_gpt.yaml --to deepspeed --set parallel.shard=gradients -o zero2
     """
     source = read_config_file(file, sets)
     from unipar.conversion.export import export_script

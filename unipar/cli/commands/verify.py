@@ -28,12 +28,16 @@ def verify(
     out: OutOption = None,
     *,
     overwrite: OverwriteOption = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 as well if the training depends on how a batch is cut.")
+    ] = False,
 ) -> None:
     """Check that all cells give the numbers of one process.
 
     Runs some steps of your task in one process, in fp64 and as configured, with the batch split in several ways;
     then in every cell. For a cell that differs: the first step, module and parameter, and the kind of fault.
-    Exit 0 when all cells that ran agree.
+    Exit 0 when all cells that ran agree. A loss that is a sum, or that combines samples, and BatchNorm without sync
+    train another model on another number of ranks: the first line says so, and with --strict this is exit 1.
 
     \b
     unipar verify configs/char_gpt.yaml
@@ -42,4 +46,4 @@ def verify(
     source = read_config_file(file, sets, out=out)
     from unipar.verification.verify import verify as verify_cells
 
-    print_result(verify_cells(source, cells=cells or (), world=world, steps=steps, overwrite=overwrite))
+    print_result(verify_cells(source, cells=cells or (), world=world, steps=steps, overwrite=overwrite, strict=strict))

@@ -78,8 +78,7 @@ def draw_memory_bars(page: ComparisonPageData, before: ComparisonPageData | None
     old = {c.cell: c for c in (before.measured_cells if before is not None else [])}
     high, cut = choose_bar_scale(page, before)
     names = [f"{c.cell} †" if c.is_library_default else c.cell for c in cells]
-    label = "Memory at the peak, by category"
-    label += "".join(f"; the bar of {c.cell} is cut short, it is {format_size(c.peak)}" for c in cells if c.cell in cut)
+    label = _label_with_cuts("Memory at the peak, by category", cells, cut)
     rows = BarRows(names, width, 38 if old else 30, high, label, 84)
     rows.grid(byte_ticks(high, 3 if rows.small else 5))
     for i, cell in enumerate(cells):
@@ -104,10 +103,22 @@ def _draw_stacked_bar(rows: BarRows, cell: CellPageData, y: float, height: float
                 tip = f"{whose}{cell.cell}, {CATEGORY_LABELS[category]}: {format_size(part)}"
                 rows.drawing.rect(start, y, max(end - start - 1, 0.6), height, f"c-{category}", tip)
     if total > rows.x.high:
-        for at in (rows.x.end - 26, rows.x.end - 18):
-            corners = [(at, y + height + 2), (at + 8, y - 2), (at + 12, y - 2), (at + 4, y + height + 2)]
-            rows.drawing.polygon(corners, "break")
+        draw_gap(rows, y, height, rows.x.end - 26)
     return rows.x(total)
+
+
+def draw_gap(rows: BarRows, y: float, height: float, start: float) -> None:
+    """Draw two slanted stripes over what is cut."""
+    for at in (start, start + 8):
+        corners = [(at, y + height + 2), (at + 8, y - 2), (at + 12, y - 2), (at + 4, y + height + 2)]
+        rows.drawing.polygon(corners, "break")
+
+
+def _label_with_cuts(label: str, cells: Sequence[CellPageData], cut: Sequence[str]) -> str:
+    """Return the label of a figure, with the true size of each bar that is cut."""
+    return label + "".join(
+        f"; the bar of {c.cell} is cut short, it is {format_size(c.peak)}" for c in cells if c.cell in cut
+    )
 
 
 def draw_bridge(one: CellPageData, two: CellPageData, width: int) -> str:
@@ -150,19 +161,23 @@ def _signed(delta: int) -> str:
 
 
 def draw_rank_balance(page: ComparisonPageData, width: int) -> str:
-    """Draw each rank's peak as a dot, and how much the largest exceeds the smallest."""
+    """Draw each rank's peak as a dot, and how much the largest exceeds the smallest; a row beyond the scale is cut."""
     cells = page.measured_cells
-    high = max(c.peak for c in cells)
-    rows = BarRows([c.cell for c in cells], width, 26, high, "Each rank's peak", 70)
+    high, cut = choose_bar_scale(page, None)
+    rows = BarRows([c.cell for c in cells], width, 26, high, _label_with_cuts("Each rank's peak", cells, cut), 70)
     rows.grid(byte_ticks(high, 3 if rows.small else 5))
     for i, cell in enumerate(cells):
         rows.draw_name(i)
         peaks = [(a.rank, a.peak.peak) for a in cell.memory]
         y = rows.y(i) + 13
         least, most = min(p for _, p in peaks), max(p for _, p in peaks)
-        rows.drawing.line((rows.x(least), y), (rows.x(most), y), "span")
+        beyond = max(most - rows.x.high, 0)  # the fullest rank is at the end, the others as far from it as they are
+        if cell.cell in cut:
+            rows.drawing.line((rows.x.start, y), (rows.x(least - beyond), y), "cut")
+            draw_gap(rows, y - 7, 14, rows.x(least - beyond) - 34)
+        rows.drawing.line((rows.x(least - beyond), y), (rows.x(most - beyond), y), "span")
         for rank, peak in peaks:
-            rows.drawing.dot((rows.x(peak), y), 4.5, "dot", f"{cell.cell}, rank {rank}: {format_size(peak)}")
+            rows.drawing.dot((rows.x(peak - beyond), y), 4.5, "dot", f"{cell.cell}, rank {rank}: {format_size(peak)}")
         over = f"+{100 * (most / least - 1):.1f} %" if len(peaks) > 1 and least else "one rank"
         rows.drawing.text(width, y + 4, over, "value", "end")
     return str(rows.drawing)

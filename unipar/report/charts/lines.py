@@ -1,27 +1,16 @@
-"""Figures with two axes: memory through a step, losses and their differences, throughput against memory."""
+"""Figures of curves: memory through a step, losses and their differences."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 from unipar.memory.account import MemoryAccount
 from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
-from unipar.report.charts.svg import (
-    LETTER_WIDTH,
-    AxisScale,
-    Drawing,
-    Point,
-    byte_unit_of,
-    power_of_two_ticks,
-    round_ticks,
-    text_width,
-)
+from unipar.report.charts.svg import AxisScale, Drawing, round_ticks, text_width
 from unipar.report.data.comparison import CellPageData, ComparisonPageData
-from unipar.report.data.headline import cells_to_rank
 from unipar.results.agreement import loss_tolerance
 from unipar.utils.text import format_size
 
@@ -124,7 +113,7 @@ def draw_lines(series: Sequence[LineSeries], width: int, label: str) -> str:
     for value in round_ticks(y.low, y.high, 4):
         drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
         drawing.text(48, y(value) + 4, f"{value:.4g}", "tick", "end")
-    for step in _steps(count, 5 if small else 12):
+    for step in step_ticks(count, 5 if small else 12):
         drawing.text(x(step), 208, str(step), "tick", "middle")
     drawing.text(x.end, 224, "optimizer step", "tick", "end")
     for s in series:
@@ -133,7 +122,8 @@ def draw_lines(series: Sequence[LineSeries], width: int, label: str) -> str:
     return str(drawing)
 
 
-def _steps(count: int, about: int) -> list[int]:
+def step_ticks(count: int, about: int) -> list[int]:
+    """Return round numbers of steps from 1 to `count`."""
     return sorted({1, *(int(v) for v in round_ticks(1, count, about) if v >= 1 and v == int(v))})
 
 
@@ -183,110 +173,8 @@ def draw_loss_differences(page: ComparisonPageData, width: int) -> str:
                 drawing.line((x + 2, y + 4), (x + each - 3, y + 17), "cross")
                 drawing.line((x + 2, y + 17), (x + each - 3, y + 4), "cross")
     bottom = step * len(series)
-    for at in _steps(count, 5 if small else 12):
+    for at in step_ticks(count, 5 if small else 12):
         where = left + each * ((at - 1) * bins // count + 0.5)
         drawing.text(max(where, left + 4), bottom + 14, str(at), "tick", "middle")
     drawing.text(width, bottom + 30, "optimizer step", "tick", "end")
     return str(drawing)
-
-
-def draw_pareto(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
-    """Draw samples a second against memory; the line joins the cells that no other beats in both."""
-    small = width < NARROW_BELOW_PIXELS
-    cells = [c for c in page.measured_cells if c.timed]
-    old = {c.cell: c for c in (before.measured_cells if before is not None else []) if c.timed}
-
-    def place(c: CellPageData, samples: int) -> tuple[float, float]:
-        return max(float(c.peak), 1.0), samples / c.median_seconds
-
-    now = {c.cell: place(c, page.comparison.samples) for c in cells}
-    was = {n: place(c, before.comparison.samples) for n, c in old.items() if n in now} if before is not None else {}
-    xs, ys = zip(*now.values(), *was.values(), strict=True)
-    below = 18 * len(cells) + 8 if small else 0
-    drawing = Drawing(width, 372 + below, "Samples a second against memory at the peak")
-    log = max(xs) / min(xs) > 4
-    x = AxisScale(min(xs) / 1.25 if log else 0, max(xs) * (1.25 if log else 1.12), 56, width - 12, log)
-    y = AxisScale(0 if min(ys) < 0.4 * max(ys) else 0.8 * min(ys), max(ys) * 1.08, 322, 14)
-    at = (
-        power_of_two_ticks(x.low, x.high, byte_unit_of(x.high))
-        if log
-        else [v for v, _ in byte_ticks(x.high, 3 if small else 6)]
-    )
-    for value in at:
-        drawing.line((x(value), y.start), (x(value), y.end), "grid")
-        drawing.text(
-            x(value), y.start + 17, format_size(value) if value else "0", "tick", "middle" if value else "start"
-        )
-    for value in round_ticks(y.low, y.high, 5):
-        drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
-        drawing.text(48, y(value) + 4, f"{value:g}", "tick", "end")
-    drawing.text(x.end, y.start + 36, f"memory at the peak{', logarithmic scale' if log else ''}", "tick", "end")
-    drawing.text(x.start + 6, y.end + 4, "samples a second", "tick")
-    places = {n: (x(a), y(b)) for n, (a, b) in now.items()}
-    olden = [(x(a), y(b)) for a, b in was.values()]
-    best = pareto_front({c.cell: now[c.cell] for c in cells_to_rank(cells, page)})
-    drawing.polyline([places[n] for n in best], "front")
-    for name, (a, b) in was.items():
-        drawing.line((x(a), y(b)), places[name], "arrow")
-        drawing.dot((x(a), y(b)), 4, "point before", f"before, {name}: {format_size(a)}, {b:.1f} samples/s")
-    for name, (a, b) in now.items():
-        kind = "point best" if name in best else "point"
-        drawing.dot(places[name], 5, kind, f"{name}: {format_size(a)}, {b:.1f} samples/s")
-    words = {n: str(i) for i, n in enumerate(now, 1)} if small else {n: n for n in now}
-    for name, (spot, anchor_end) in label_positions(
-        places, words, x, y, [*olden, *points_along([places[n] for n in best])]
-    ).items():
-        (px, py), (sx, sy) = places[name], spot
-        if math.hypot(sx - px, sy - py) > 30:
-            drawing.line((px, py), (sx, sy - 4), "link")
-        drawing.text(sx, sy, words[name], "name", "end" if anchor_end else "start")
-    for i, name in enumerate(now if small else ()):
-        drawing.text(0, 372 + 18 * i + 14, f"{words[name]}  {name}", "name")
-    return str(drawing)
-
-
-def pareto_front(places: dict[str, tuple[float, float]]) -> list[str]:
-    """Return the cells that no other beats in both memory and speed, smallest first."""
-    best: list[str] = []
-    for name in sorted(places, key=lambda n: (places[n][0], -places[n][1])):
-        if not best or places[name][1] > places[best[-1]][1]:
-            best.append(name)
-    return best
-
-
-def points_along(way: Sequence[Point]) -> list[Point]:
-    """Return points every few pixels along a line, which labels must not cover."""
-    points: list[Point] = []
-    for (x1, y1), (x2, y2) in pairwise(way):
-        count = max(int(math.hypot(x2 - x1, y2 - y1) / 8), 1)
-        points += [(x1 + (x2 - x1) * i / count, y1 + (y2 - y1) * i / count) for i in range(count)]
-    return points
-
-
-def label_positions(
-    places: dict[str, Point], words: dict[str, str], x: AxisScale, y: AxisScale, others: Sequence[Point] = ()
-) -> dict[str, tuple[Point, bool]]:
-    """Return the position of each point's label, beside it or nearby, and whether the label ends there."""
-    taken = [(px - 6, py - 6, px + 6, py + 6) for px, py in places.values()]
-    taken += [(px - 3, py - 3, px + 3, py + 3) for px, py in others]
-    positions: dict[str, tuple[Point, bool]] = {}
-    for name, (px, py) in places.items():
-        options = [
-            ((px + side * 10, py + 4 + rise), side < 0)
-            for far in range(12)
-            for rise in ((0,) if far == 0 else (-14 * far, 14 * far))
-            for side in (1, -1)
-        ]
-        for spot, ends in options:
-            left = spot[0] - (LETTER_WIDTH * len(words[name]) if ends else 0)
-            box = (left - 2, spot[1] - 11, left + text_width(words[name]) + 2, spot[1] + 3)
-            inside = box[0] >= x.start and box[2] <= x.end + 10 and box[1] >= y.end + 8 and box[3] <= y.start
-            if inside and not any(_boxes_overlap(box, other) for other in taken):
-                positions[name] = spot, ends
-                taken.append(box)
-                break
-    return positions
-
-
-def _boxes_overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

@@ -13,6 +13,9 @@ from typing_extensions import override
 LETTER_WIDTH = 7.2
 """Approximate largest width of a letter in pixels, at the text size of drawings; fonts differ."""
 
+COLOUR_COUNT = 6
+"""Number of line colours; further lines use them again, dashed."""
+
 TextAnchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]
 
@@ -109,6 +112,11 @@ def round_ticks(low: float, high: float, about: int = 5, unit: float = 1.0) -> l
     step = next(s for s in (power, 2 * power, 5 * power, 10 * power) if s >= rough * 0.999) * unit
     first = math.ceil(low / step - 1e-9)
     return [step * i for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def line_class(i: int) -> str:
+    """Return the class of the line of number `i`."""
+    return f"w{i % COLOUR_COUNT}" + (" again" if i >= COLOUR_COUNT else "")
 
 
 def power_of_two_ticks(low: float, high: float, unit: float) -> list[float]:

@@ -7,35 +7,27 @@ from collections.abc import Sequence
 from statistics import median
 
 from unipar.memory.cuda_total import PredictedCudaMemory, total_on_cuda
-from unipar.report.charts.bars import (
-    draw_step_times,
-)
-from unipar.report.charts.lines import (
-    SHADE_BOUNDS,
-    draw_loss_differences,
-    draw_losses,
-    draw_pareto,
-    loss_differences,
-)
+from unipar.report.charts.bars import draw_step_times
+from unipar.report.charts.lines import SHADE_BOUNDS, draw_loss_differences, draw_losses, loss_differences
+from unipar.report.charts.pareto import draw_pareto
 from unipar.report.data import changes
 from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.data.headline import (
-    comparison_headline,
-    step_time_quartiles,
-)
+from unipar.report.data.headline import comparison_headline, step_time_quartiles
 from unipar.report.pages.devices import devices_section
 from unipar.report.pages.elements import (
+    Badge,
+    BadgeKind,
     bullet_list,
+    colour_key,
     config_differences,
     config_listing,
     describe_machine,
     environment_tables,
-    escape,
     html_figure,
     html_page,
     html_section,
     html_table,
-    keep_units_together,
+    page_header,
     paragraph,
     repeat_command_block,
 )
@@ -86,26 +78,16 @@ def _head(page: ComparisonPageData, before: ComparisonPageData | None, mismatche
     facts += [comparison.precision, f"{count_of(comparison.samples, 'sample')} a step"]
     facts += [f"{page.parameters:,} parameters"] if page.parameters else []
     sure = comparison.reference is not None and any(comparison.agreement(row) is not None for row in comparison.rows)
-    kind, sign = ("bad", "✗") if comparison.disagreeing_rows else ("good", "✓") if sure else ("open", "?")
+    kind: BadgeKind = "bad" if comparison.disagreeing_rows else "good" if sure else "open"
     first = comparison.verdict()
-    worries = [*page.problems, *(before.problems if before is not None else ())]
-    return "\n".join(
-        [
-            "<header>",
-            f'<p class="kicker">unipar compare · {escape(comparison.name)} · {escape(" · ".join(facts))}</p>',
-            f"<h1>{escape(keep_units_together(comparison_headline(page)))}</h1>",
-            *(paragraph(text, "worry") for text in mismatches),
-            *([paragraph(changes.describe_largest_change(before, page), "since")] if before is not None else []),
-            *(f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {escape(line)}</p>' for line in first[:1]),
-            *(
-                f'<p class="badge bad"><b aria-hidden="true">{sign}</b> {escape(line)}</p>'
-                for line in first[1:]
-                if kind == "bad"
-            ),
-            f'<p class="where">Measured on {escape(describe_machine_and_devices(page))}.</p>',
-            *(f'<p class="worry">{escape(worry)}</p>' for worry in worries),
-            "</header>",
-        ]
+    return page_header(
+        ["unipar compare", comparison.name, *facts],
+        comparison_headline(page),
+        mismatches=mismatches,
+        since="" if before is None else changes.describe_largest_change(before, page),
+        badges=[Badge(kind, line) for line in (first if kind == "bad" else first[:1])],
+        where=f"Measured on {describe_machine_and_devices(page)}.",
+        worries=[*page.problems, *(before.problems if before is not None else ())],
     )
 
 
@@ -188,7 +170,6 @@ def _losses(page: ComparisonPageData) -> str:
             *(f"< {b:g}" for b in SHADE_BOUNDS[1:]),
             f"≥ {SHADE_BOUNDS[-1]:g}",
         ]
-        key = "".join(f'<li><i class="s{i}"></i>{escape(words)}</li>' for i, words in enumerate(bounds))
         parts += [
             "<h3>Difference from one process</h3>",
             paragraph(
@@ -196,7 +177,7 @@ def _losses(page: ComparisonPageData) -> str:
                 f"{page.comparison.precision}: {loss_tolerance(page.comparison.precision):g}; a cross marks a larger "
                 "difference."
             ),
-            f'<ul class="key">{key}</ul>',
+            colour_key((f"s{i}", words) for i, words in enumerate(bounds)),
             html_figure(
                 lambda width: draw_loss_differences(page, width),
                 html_table(["cell", "largest difference", "at step"], worst, "The largest difference of each cell"),

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 from unipar.report.data.changes import differing_key_rows
 from unipar.utils.text import count_of, format_size
@@ -22,6 +22,16 @@ BODY_START_TAG: Final = "</head><body>"
 """Tags between head and body, after which links are inserted."""
 
 escape = html.escape
+
+BadgeKind = Literal["good", "bad", "open"]
+_BADGE_SIGNS: Final[dict[BadgeKind, str]] = {"good": "✓", "bad": "✗", "open": "?"}
+
+
+class Badge(NamedTuple):
+    """Verdict in a few words; open: there is none, or it needs a second look."""
+
+    kind: BadgeKind
+    words: str
 
 
 def html_page(title: str, head: str, sections: Iterable[str]) -> str:
@@ -44,6 +54,42 @@ def html_page(title: str, head: str, sections: Iterable[str]) -> str:
             "",
         ]
     )
+
+
+def page_header(
+    kicker: Sequence[str],
+    headline: str,
+    *,
+    mismatches: Iterable[str] = (),
+    since: str = "",
+    badges: Iterable[Badge] = (),
+    where: str = "",
+    worries: Iterable[str] = (),
+) -> str:
+    """Return the head of a page: what it is of, its first sentence, the verdict, and warnings."""
+    return "\n".join(
+        [
+            "<header>",
+            f'<p class="kicker">{escape(" · ".join(kicker))}</p>',
+            f"<h1>{escape(keep_units_together(headline))}</h1>",
+            *(paragraph(text, "worry") for text in mismatches),
+            *filter(None, [paragraph(since, "since")]),
+            *(
+                f'<p class="badge {badge.kind}"><b aria-hidden="true">{_BADGE_SIGNS[badge.kind]}</b> '
+                f"{escape(badge.words)}</p>"
+                for badge in badges
+            ),
+            *filter(None, [paragraph(where, "where")]),
+            *(paragraph(text, "worry") for text in worries),
+            "</header>",
+        ]
+    )
+
+
+def colour_key(items: Iterable[tuple[str, str]]) -> str:
+    """Return a legend: the class of each colour, and what it stands for."""
+    listed = "".join(f'<li><i class="{kind}"></i>{escape(words)}</li>' for kind, words in items)
+    return f'<ul class="key">{listed}</ul>'
 
 
 def add_links(page: str, links: Mapping[str, str]) -> str:

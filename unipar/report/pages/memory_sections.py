@@ -8,7 +8,7 @@ from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory
 from unipar.report.charts.lines import cells_with_curves, draw_memory_through_step
 from unipar.report.data.comparison import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS, baseline_with_memory, category_differences, cells_to_rank
-from unipar.report.pages.elements import escape, html_figure, html_section, html_table, paragraph
+from unipar.report.pages.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
 from unipar.report.pages.library_defaults import library_default_note
 from unipar.utils.text import format_size
 
@@ -17,8 +17,7 @@ _NO_VALUE = "–"
 
 def _key(page: ComparisonPageData) -> str:
     """Return the legend of colours, in the order in which categories are drawn."""
-    items = "".join(f'<li><i class="c-{c}"></i>{escape(CATEGORY_LABELS[c])}</li>' for c in _categories_at_peak(page))
-    return f'<ul class="key">{items}</ul>'
+    return colour_key((f"c-{c}", CATEGORY_LABELS[c]) for c in _categories_at_peak(page))
 
 
 def _categories_at_peak(page: ComparisonPageData) -> list[Category]:
@@ -42,11 +41,6 @@ def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) 
         peak = cell.fullest_account.peak
         parts = [format_size(peak.held[c]) if c in peak.held else _NO_VALUE for c in shown]
         rows.append([cell.cell, peak.name, format_size(peak.peak), *parts])
-    cut = [
-        f"{c.cell} holds {format_size(c.peak)}"
-        for c in page.measured_cells
-        if c.cell in choose_bar_scale(page, before)[1]
-    ]
     table = html_table(
         ["cell", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)], rows, "Bytes by category at the peak", (0, 1)
     )
@@ -58,11 +52,18 @@ def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) 
             + ("The thin bar is the earlier comparison." if before is not None and before.measured_cells else "")
         ),
         _key(page),
-        paragraph(f"A bar with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""),
+        paragraph(_describe_cuts("A bar", page, before)),
         html_figure(lambda width: draw_memory_bars(page, before, width), table),
         *(paragraph(library_default_note(page, c), "own") for c in page.cells if c.is_library_default),
         paragraph(f"Not measured: {', '.join(missing)}." if missing else ""),
     )
+
+
+def _describe_cuts(what: str, page: ComparisonPageData, before: ComparisonPageData | None) -> str:
+    """Return a sentence on the cells whose bars are cut, or ""."""
+    names = choose_bar_scale(page, before)[1]
+    cut = [f"{c.cell} holds {format_size(c.peak)}" for c in page.measured_cells if c.cell in names]
+    return f"{what} with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""
 
 
 def bridges_section(page: ComparisonPageData) -> str:
@@ -135,6 +136,7 @@ def balance_section(page: ComparisonPageData) -> str:
         "balance",
         "Balance between ranks",
         paragraph("One dot per rank; at the right, how much more the fullest rank holds than the emptiest."),
+        paragraph(_describe_cuts("A row", page, None)),
         html_figure(
             lambda width: draw_rank_balance(page, width),
             html_table(["cell", *(f"rank {r}" for r in ranks)], rows, "Peak by rank"),

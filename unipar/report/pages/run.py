@@ -11,17 +11,17 @@ from unipar.report.data import changes
 from unipar.report.data.headline import CATEGORY_LABELS
 from unipar.report.data.run import RunPageData
 from unipar.report.pages.elements import (
+    Badge,
     bullet_list,
     config_differences,
     config_listing,
     describe_machine,
     environment_tables,
-    escape,
     html_figure,
     html_page,
     html_section,
     html_table,
-    keep_units_together,
+    page_header,
     paragraph,
     repeat_command_block,
 )
@@ -55,40 +55,28 @@ def run_headline(run: RunPageData) -> str:
     return f"The loss is {a:.4f} at step {first} and {b:.4f} at step {last}: {took}."
 
 
-def _describe_end(run: RunPageData) -> tuple[str, str, str]:
-    """Return the badge that says how the run ended: CSS class, sign and words."""
+def _describe_end(run: RunPageData) -> Badge:
+    """Return the badge that says how the run ended."""
     if run.report.stopped is not None:
-        return "open", "?", f"stopped by a signal after step {run.report.stopped}"
+        return Badge("open", f"stopped by a signal after step {run.report.stopped}")
     if run.failure:
-        return "bad", "✗", f"failed: {run.failure}"
+        return Badge("bad", f"failed: {run.failure}")
     if not run.ended:
-        return "bad", "✗", "it did not finish, or is still running: this is what was recorded so far"
-    return "good", "✓", "finished"
+        return Badge("bad", "it did not finish, or is still running: this is what was recorded so far")
+    return Badge("good", "finished")
 
 
 def _head(run: RunPageData, before: RunPageData | None) -> str:
     report = run.report
     facts = [run.name, report.cell, count_of(report.size, "rank"), f"{report.parameters:,} parameters"]
-    kind, sign, words = _describe_end(run)
-    since = f"Before, {before.folder}: {run_headline(before)}" if before is not None else ""
-    return "\n".join(
-        [
-            "<header>",
-            f'<p class="kicker">unipar run · {escape(" · ".join(facts))}</p>',
-            f"<h1>{escape(keep_units_together(run_headline(run)))}</h1>",
-            *(
-                paragraph(text, "worry")
-                for text in (changes.describe_mismatches(before, run) if before is not None else [])
-            ),
-            paragraph(since, "since"),
-            f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {escape(words)}</p>',
-            f'<p class="where">Ran on {escape(describe_machine(run.machine, run.versions))}.</p>',
-            *(
-                paragraph(problem, "worry")
-                for problem in [*run.problems, *(before.problems if before is not None else ())]
-            ),
-            "</header>",
-        ]
+    return page_header(
+        ["unipar run", *facts],
+        run_headline(run),
+        mismatches=changes.describe_mismatches(before, run) if before is not None else [],
+        since=f"Before, {before.folder}: {run_headline(before)}" if before is not None else "",
+        badges=[_describe_end(run)],
+        where=f"Ran on {describe_machine(run.machine, run.versions)}.",
+        worries=[*run.problems, *(before.problems if before is not None else ())],
     )
 
 

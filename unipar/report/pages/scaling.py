@@ -10,19 +10,21 @@ from typing import Any
 
 from unipar.memory.cuda_total import MeasuredCudaMemory, total_on_cuda
 from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
-from unipar.report.charts.svg import AxisScale, Drawing, round_ticks, text_width
+from unipar.report.charts.svg import AxisScale, Drawing, line_class, round_ticks, text_width
 from unipar.report.data.comparison import read_config_keys
 from unipar.report.pages.elements import (
+    Badge,
+    BadgeKind,
     bullet_list,
+    colour_key,
     config_listing,
     describe_machine,
     environment_tables,
-    escape,
     html_figure,
     html_page,
     html_section,
     html_table,
-    keep_units_together,
+    page_header,
     paragraph,
     repeat_command_block,
 )
@@ -34,8 +36,6 @@ from unipar.results.scaling import ScaledCell, Scaling, ScalingKind, format_perc
 from unipar.utils.text import count_of, format_duration, format_size
 
 _NO_VALUE = "–"
-COLOUR_COUNT = 6
-"""Number of line colours; further cells use them again, dashed."""
 
 
 @dataclass(frozen=True)
@@ -105,30 +105,14 @@ def _head(scaling: Scaling, problems: Sequence[str]) -> str:
     worlds = f"worlds of {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if len(ranks) > 1 else "one world"
     facts = [scaling.name, worlds, scaling.precision]
     right = all(a.within for _, a in scaling.agreements)
-    kind, sign = ("open", "?") if not scaling.agreements else ("good", "✓") if right else ("bad", "✗")
-    return "\n".join(
-        [
-            "<header>",
-            f'<p class="kicker">unipar {scaling.verb} · {escape(" · ".join(facts))}</p>',
-            f"<h1>{escape(keep_units_together(scaling_headline(scaling)))}</h1>",
-            *(
-                f'<p class="badge {kind}"><b aria-hidden="true">{sign}</b> {escape(line)}</p>'
-                for line in scaling.verdict()
-            ),
-            f'<p class="where">Measured on {escape(describe_machine(scaling.machine, scaling.versions))}.</p>',
-            *(paragraph(text, "worry") for text in [f"On {scaling.shared()}.", *problems]),
-            "</header>",
-        ]
+    kind: BadgeKind = "open" if not scaling.agreements else "good" if right else "bad"
+    return page_header(
+        [f"unipar {scaling.verb}", *facts],
+        scaling_headline(scaling),
+        badges=[Badge(kind, line) for line in scaling.verdict()],
+        where=f"Measured on {describe_machine(scaling.machine, scaling.versions)}.",
+        worries=[f"On {scaling.shared()}.", *problems],
     )
-
-
-def _key(scaling: Scaling) -> str:
-    items = "".join(f'<li><i class="{_line_class(i)}"></i>{escape(cell)}</li>' for i, cell in enumerate(scaling.cells))
-    return f'<ul class="key">{items}</ul>'
-
-
-def _line_class(i: int) -> str:
-    return f"w{i % COLOUR_COUNT}" + (" again" if i >= COLOUR_COUNT else "")
 
 
 def _figure_sections(scaling: Scaling) -> Iterator[str]:
@@ -158,8 +142,9 @@ def _figure_sections(scaling: Scaling) -> Iterator[str]:
 
 
 def _figure_section(scaling: Scaling, shown: ScalingFigure, words: str) -> str:
+    key = colour_key((line_class(i), cell) for i, cell in enumerate(scaling.cells))
     drawn = html_figure(lambda width: draw_scaling_panels(scaling, shown, width), _table(scaling, shown))
-    return html_section(shown.label.lower(), shown.label, paragraph(words), _key(scaling), drawn)
+    return html_section(shown.label.lower(), shown.label, paragraph(words), key, drawn)
 
 
 def _method_section(scaling: Scaling, repeated: str) -> str:
@@ -274,7 +259,7 @@ def _lines(
         drawing.polyline([(x(w.ranks), y(shown.ideal(w))) for w in max(own, key=len)], "ideal")
     for i, cell in enumerate(scaling.cells):
         points = [(w, v) for w in scaling.timed_worlds(cell, kind) if (v := shown.value_of(w)) is not None]
-        drawing.polyline([(x(w.ranks), y(v)) for w, v in points], f"way {_line_class(i)}")
+        drawing.polyline([(x(w.ranks), y(v)) for w, v in points], f"way {line_class(i)}")
         for w, v in points:
             tip = f"{cell}, {count_of(w.ranks, 'rank')}: {shown.format_value(v)}"
-            drawing.dot((x(w.ranks), y(v)), 4, f"at {_line_class(i)}", tip)
+            drawing.dot((x(w.ranks), y(v)), 4, f"at {line_class(i)}", tip)

@@ -1,145 +1,264 @@
-"""Page of `unipar verify`: the table, and an SVG figure of the losses and their differences from one process."""
+"""report.html of a verification: the verdict, every cell, faults, differences from one process, config, machine."""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 
-from unipar.results.verdicts import Verdict, Verdicts
-
-FIGURE_PIXELS, HEIGHT, LEFT, RIGHT = 860, 250, 76, 190
-LINE_COLOURS = (
-    "#1f6fb4",
-    "#d2691e",
-    "#2e8b57",
-    "#8a4fb0",
-    "#b0305c",
-    "#6b6b2a",
-    "#1b8a9a",
-    "#9a6a3a",
-    "#555555",
-    "#c09000",
+from unipar.report.charts.svg import line_class
+from unipar.report.charts.verification import draw_step_shares, draw_verdict_shares, draw_verified_losses
+from unipar.report.data.verification import StepQuantity, VerificationPageData
+from unipar.report.pages.elements import (
+    Badge,
+    bullet_list,
+    colour_key,
+    config_listing,
+    describe_machine,
+    environment_tables,
+    escape,
+    html_figure,
+    html_page,
+    html_section,
+    html_table,
+    page_header,
+    paragraph,
+    repeat_command_block,
 )
+from unipar.results.files import original_config_path
+from unipar.results.row import OUTCOME_PREFIXES
+from unipar.results.verdicts import Verdict, describe_verdict, format_share
+from unipar.utils.text import count_of, first_few
+
+_NO_VALUE = "–"
+_REPLAY_ORDERS = {"shares": "share by share", "micros": "microbatch by microbatch", "": _NO_VALUE}
+_STEPS_IN_A_TABLE = 10
+_QUANTITY_TITLES: dict[StepQuantity, str] = {"loss": "Losses", "norm": "Norms of the gradient"}
 
 
-def draw_verification(now: Verdicts) -> str:
-    """Return one SVG: losses by step above, differences from one process below."""
-    rows = [row for row in now.rows if row.losses]
-    base = _one_process_losses(now)
-    below = HEIGHT + 60
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{FIGURE_PIXELS}" height="{below + HEIGHT + 30}" '
-        f'viewBox="0 0 {FIGURE_PIXELS} {below + HEIGHT + 30}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{FIGURE_PIXELS}" height="{below + HEIGHT + 30}" fill="white"/>',
-        *_losses(rows, base, 20),
-        *_differences(rows, base, now.allowed.get("loss", []), below),
-        "</svg>",
+def render_verification(page: VerificationPageData) -> str:
+    """Return the page of a verification."""
+    now = page.verdicts
+    sections = [
+        _cells(page),
+        _faults(page),
+        _largest_differences(page),
+        _differences_by_step(page),
+        _losses(page),
+        _one_process(page),
+        html_section("configs", "Config", config_listing(page.config, "All keys")) if page.config else "",
+        _method_section(page),
     ]
-    return "\n".join(parts) + "\n"
+    return html_page(f"unipar verify: {now.name}", _head(page), sections)
 
 
-def _one_process_losses(now: Verdicts) -> list[float]:
-    return next((run["loss"] for name, run in now.one.items() if name == "one process"), [])
+def _head(page: VerificationPageData) -> str:
+    now = page.verdicts
+    facts = [now.name, count_of(now.ranks, "rank"), now.precision, count_of(now.steps, "step")]
+    where = f"Verified on {describe_machine(now.machine, now.versions)}." if now.machine or now.versions else ""
+    return page_header(
+        ["unipar verify", *facts],
+        f"{now.summary[:1].upper()}{now.summary[1:]}.",
+        badges=_badges(page),
+        where=where,
+        worries=[*(line.strip() for line in now.cut_lines()), *page.problems],
+    )
 
 
-def _finite(values: Sequence[float]) -> list[float]:
-    return [v for v in values if math.isfinite(v)]
-
-
-def _losses(rows: Sequence[Verdict], base: Sequence[float], top: int) -> list[str]:
-    series = [(row.cell, row.losses) for row in rows] + [("one process", list(base))]
-    values = _finite([v for _, losses in series for v in losses]) or [0.0, 1.0]
-    low, high = min(values), max(values)
-    panel = _Panel(top, len(base), low, high if high > low else low + 1.0)
-    marks = [low + (panel.high - low) * i / 4 for i in range(5)]
+def _badges(page: VerificationPageData) -> list[Badge]:
+    """Return which cells equal a replay bit for bit, and which disagree or failed."""
+    now = page.verdicts
+    bad = [row for row in now.rows if row.outcome in ("disagrees", "failed")]
     return [
-        *panel.frame("loss by step", [(m, f"{m:.4g}") for m in marks]),
-        *(panel.line(losses, _color(i, name), name, i) for i, (name, losses) in enumerate(series)),
+        *(Badge("good", line) for line in now.bitwise_lines()),
+        *(Badge("bad", f"{row.cell}: {_verdict_of(row)}") for row in bad),
     ]
 
 
-def _differences(rows: Sequence[Verdict], base: Sequence[float], allowed: Sequence[float], top: int) -> list[str]:
-    """Draw the differences on a logarithmic scale; bit-for-bit equal losses are on its lowest line."""
-    series = [(r.cell, [abs(a - b) for a, b in zip(r.losses, base, strict=False)]) for r in rows]
-    values = _finite([v for _, d in [*series, ("", list(allowed))] for v in d if v > 0]) or [1e-8, 1e-6]
-    low, high = math.floor(math.log10(min(values))) - 1, math.ceil(math.log10(max(values)))
-    panel = _Panel(top, len(base), float(low), float(max(high, low + 1)))
+def _verdict_of(row: Verdict) -> str:
+    """Return the verdict on a cell that ran, or why there is none, in its first line."""
+    if row.outcome == "agrees":
+        return "agrees"
+    if row.outcome != "disagrees":
+        return OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or "was not run").partition("\n")[0]
+    return f"disagrees: {row.finding.kind if row.finding and row.finding.kind else 'unknown kind of fault'}"
 
-    def logged(values: Sequence[float]) -> list[float]:
-        return [math.log10(v) if v > 0 else float(low) for v in values]
 
-    every = max(1, (high - low) // 6)
-    return [
-        *panel.frame(
-            "difference from the loss of one process; dashed: allowed",
-            [(float(e), f"1e{e}" if e > low else "same") for e in range(low, high + 1, every)],
+def _cells(page: VerificationPageData) -> str:
+    now = page.verdicts
+    rows: list[list[str]] = []
+    for row in now.rows:
+        if row.outcome not in ("agrees", "disagrees"):
+            rows.append([row.cell, _verdict_of(row)])
+            continue
+        digits = "same bits" if row.digits is None else count_of(row.digits, "digit")
+        orders = _REPLAY_ORDERS.get(row.bits, row.bits)
+        rows.append([row.cell, _verdict_of(row), digits, format_share(row.share), orders])
+    head = ["cell", "verdict", "loss", "of allowed", "bit for bit"]
+    return html_section(
+        "cells",
+        "Every cell",
+        html_table(head, rows, "Whether each cell gives the numbers of one process", (0, 1, 4)),
+        bullet_list(now.column_notes()),
+        paragraph(
+            "bit for bit: the order of a replay in one process that gives the same bits in every weight and moment, "
+            f"with the optimizer as a for-loop and the norm in fp64; {_NO_VALUE}: it adds in an order of its own",
+            "note",
         ),
-        *(panel.line(logged(d), _color(i, name), name, i) for i, (name, d) in enumerate(series)),
-        panel.line(logged(allowed), "#000000", "allowed", len(series), dashed=True),
-    ]
+    )
 
 
-def _color(i: int, name: str) -> str:
-    return "#000000" if name == "one process" else LINE_COLOURS[i % len(LINE_COLOURS)]
+def _faults(page: VerificationPageData) -> str:
+    parts = list(_fault_parts(page.verdicts.rows))
+    return html_section("faults", "What is wrong", *parts) if parts else ""
 
 
-class _Panel:
-    """One panel of the figure: axes, and lines in them."""
-
-    def __init__(self, top: int, steps: int, low: float, high: float) -> None:
-        self.top, self.steps, self.low, self.high = top, max(steps, 1), low, high
-
-    def x(self, step: int) -> float:
-        """Return the horizontal position of a step (from 1)."""
-        inner = FIGURE_PIXELS - LEFT - RIGHT
-        return LEFT + inner * (step - 1) / max(self.steps - 1, 1)
-
-    def y(self, value: float) -> float:
-        """Return the vertical position of a value."""
-        return self.top + 20 + (HEIGHT - 20) * (self.high - value) / (self.high - self.low)
-
-    def frame(self, title: str, marks: Sequence[tuple[float, str]]) -> list[str]:
-        """Return the title, the grid with its marks, and the steps, as SVG shapes."""
-        right, bottom = FIGURE_PIXELS - RIGHT, self.top + HEIGHT
-        shapes = [f'<text x="{LEFT}" y="{self.top + 8}" font-weight="bold">{html.escape(title)}</text>']
-        for value, text in marks:
-            y = self.y(value)
-            shapes.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#dddddd"/>')
-            shapes.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{html.escape(text)}</text>')
-        steps = range(1, self.steps + 1, max(1, self.steps // 10))
-        return shapes + [f'<text x="{self.x(s):.1f}" y="{bottom + 16}" text-anchor="middle">{s}</text>' for s in steps]
-
-    def line(self, values: Sequence[float], color: str, name: str, place: int, *, dashed: bool = False) -> str:
-        """Return one curve and its entry in the legend, as SVG shapes."""
-        points = " ".join(
-            f"{self.x(i + 1):.1f},{self.y(min(max(v, self.low), self.high)):.1f}"
-            for i, v in enumerate(values)
-            if not math.isnan(v)
-        )
-        dash = ' stroke-dasharray="5 4"' if dashed else ""
-        y = self.top + 24 + 14 * place
-        x = FIGURE_PIXELS - RIGHT + 14
-        return (
-            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"{dash}/>\n'
-            f'<line x1="{x}" y1="{y - 4}" x2="{x + 18}" y2="{y - 4}" stroke="{color}" stroke-width="2"{dash}/>'
-            f'<text x="{x + 24}" y="{y}" font-size="11">{html.escape(name)}</text>'
-        )
+def _fault_parts(rows: Sequence[Verdict]) -> Iterator[str]:
+    for row in rows:
+        if row.outcome == "disagrees":
+            first, *rest = describe_verdict(row)
+            yield f"<h3>{escape(row.cell)}</h3>"
+            yield paragraph(first.partition(": ")[2])
+            yield bullet_list(line.strip() for line in rest)
+        elif row.outcome == "failed":
+            yield f"<h3>{escape(row.cell)}</h3>\n<pre>{escape(row.note)}</pre>"
 
 
-def render_verification(now: Verdicts) -> str:
-    """Return the page: the table and the figure in one self-contained HTML file."""
-    title = html.escape(f"unipar verify: {now.name}")
-    return "\n".join(
+def _largest_differences(page: VerificationPageData) -> str:
+    cells = page.judged_cells
+    if not cells:
+        return ""
+    known = page.quantities
+    rows = [
         [
-            "<!doctype html>",
-            f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-            "<style>body{font-family:sans-serif;max-width:900px;margin:2em auto;padding:0 1em}"
-            "pre{background:#f6f6f6;padding:1em;overflow-x:auto}svg{max-width:100%;height:auto}</style></head><body>",
-            f"<h1>{title}</h1>",
-            f"<pre>{html.escape(now.table(110))}</pre>",
-            draw_verification(now),
-            "</body></html>",
-            "",
+            row.cell,
+            format_share(row.share),
+            *(format_share(row.shares[what]) if what in row.shares else _NO_VALUE for what in known),
         ]
+        for row in cells
+    ]
+    table = html_table(["cell", "largest", *known], rows, "Largest difference by quantity, divided by the allowed one")
+    where = html_table(
+        ["cell", "quantity, step, difference"], [[row.cell, row.worst] for row in cells], "Where it is", (0, 1)
+    )
+    return html_section(
+        "largest",
+        "Largest difference",
+        paragraph(
+            "Of all that was compared, over all steps and tensors: the difference from one process, divided by the "
+            "allowed one. Beyond 1 the cell disagrees."
+        ),
+        html_figure(lambda width: draw_verdict_shares(page, width), f"{table}\n{where}"),
+    )
+
+
+def _differences_by_step(page: VerificationPageData) -> str:
+    shown: list[StepQuantity] = [quantity for quantity in ("loss", "norm") if page.step_shares(quantity)]
+    if not shown:
+        return ""
+    parts: list[str] = []
+    for quantity in shown:
+        groups = page.step_shares(quantity)
+        parts += [
+            f"<h3>{_QUANTITY_TITLES[quantity]}</h3>",
+            colour_key((line_class(i), first_few([r.cell for r in rows])) for i, (rows, _) in enumerate(groups)),
+            html_figure(
+                lambda width, quantity=quantity: draw_step_shares(page, quantity, width),
+                _difference_tables(page, quantity),
+            ),
+        ]
+    return html_section(
+        "steps",
+        "Differences by step",
+        paragraph(
+            "Difference from one process, divided by the allowed one of that step; cells whose differences are the "
+            "same share a line. At the bottom: the very same number."
+        ),
+        *parts,
+    )
+
+
+def _difference_tables(page: VerificationPageData, quantity: StepQuantity) -> str:
+    """Return the differences of each cell by step, in tables of so many steps that they fit on paper."""
+    named = [("allowed", page.verdicts.allowed.get(quantity, []))]
+    named += [(row.cell, values) for row, values in page.differences(quantity)]
+    count = max(len(values) for _, values in named)
+    return "\n".join(
+        _step_table(
+            named, range(first, min(first + _STEPS_IN_A_TABLE, count)), f"Difference of each {quantity} by step"
+        )
+        for first in range(0, count, _STEPS_IN_A_TABLE)
+    )
+
+
+def _step_table(named: Sequence[tuple[str, Sequence[float]]], steps: range, label: str) -> str:
+    rows = [[name, *(_format_difference(values[i]) for i in steps if i < len(values))] for name, values in named]
+    return html_table(["", *(str(i + 1) for i in steps)], rows, label)
+
+
+def _format_difference(value: float) -> str:
+    return "same" if value == 0 else f"{value:.1e}" if math.isfinite(value) else "not a number"
+
+
+def _losses(page: VerificationPageData) -> str:
+    named = [("one process", page.verdicts.base_run.get("loss", []))]
+    named += [(row.cell, row.losses) for row in page.judged_cells if row.losses]
+    count = len(named[0][1])
+    if not count:
+        return ""
+    tables = [
+        html_table(
+            ["", *(str(i + 1) for i in steps)],
+            [[name, *(f"{values[i]:.6g}" for i in steps if i < len(values))] for name, values in named],
+            "Loss by step",
+        )
+        for first in range(0, count, _STEPS_IN_A_TABLE)
+        if (steps := range(first, min(first + _STEPS_IN_A_TABLE, count)))
+    ]
+    return html_section(
+        "losses",
+        "Losses",
+        paragraph(
+            "The dark line is one process, every cell is drawn over it: where they agree, only one line is visible."
+        ),
+        html_figure(lambda width: draw_verified_losses(page, width), "\n".join(tables)),
+    )
+
+
+def _one_process(page: VerificationPageData) -> str:
+    """Return the section on the runs of one process, whose differences are what is allowed."""
+    now, base = page.verdicts, page.verdicts.base_run
+    if not base:
+        return ""
+    rows: list[list[str]] = []
+    for name, run in now.one.items():
+        of_loss, of_norm = (
+            max((abs(a - b) for a, b in zip(run.get(what, []), base.get(what, []), strict=False)), default=math.nan)
+            for what in ("loss", "norm")
+        )
+        found = ["the reference"] if run is base else [_format_difference(of_loss), _format_difference(of_norm)]
+        rows.append([name, *found])
+    return html_section(
+        "one",
+        "One process",
+        paragraph(
+            "Runs of one process that add in other orders. How far they are from one another is what rounding does on "
+            "this task; a cell may differ by four times that."
+        ),
+        html_table(["run", "loss", "norm of the gradient"], rows, "Largest difference from the reference", (0,)),
+    )
+
+
+def _method_section(page: VerificationPageData) -> str:
+    now = page.verdicts
+    config, out = original_config_path(page.folder, now.name), page.folder.parent
+    asked = [word for row in now.rows for word in ("--cell", row.cell)]
+    words = ["unipar", "verify", str(config), "--out", str(out), "--world", str(now.ranks), "--steps", str(now.steps)]
+    command = shlex.join([*words, *asked, *(["--strict"] if now.strict else []), "--overwrite"])
+    return html_section(
+        "how",
+        "How it was verified",
+        bullet_list(now.remarks),
+        environment_tables(now.machine, now.versions),
+        repeat_command_block(command if page.config and page.folder.name == "verify" else ""),
     )

@@ -18,7 +18,7 @@ from unipar.verification.diagnosis.gradients import (
     fit_gradient_mix,
     gradients_from_state,
 )
-from unipar.verification.diagnosis.modules import ModuleDifference
+from unipar.verification.diagnosis.modules import LossDifference, ModuleDifference
 from unipar.verification.judgement.judge import Judgement, count_used_batches
 from unipar.verification.judgement.record import RunRecord, SketchVector
 
@@ -64,6 +64,9 @@ class FaultCase:
     module_differences: Mapping[str, ModuleDifference]
     """First module that differs, by direction."""
 
+    loss_differences: Sequence[LossDifference]
+    """Microbatches of the step whose losses differ from those of one process."""
+
     optimizer_uses_whole_tensors: bool | None
     """Whether the task's own optimizer uses whole tensors; None if the task has no optimizer of its own."""
 
@@ -93,6 +96,8 @@ def classify_fault(case: FaultCase) -> Fault | None:
             f"the output of {place.module} differs on rank {place.rank}, by {place.off:.1e}, although samples and "
             f"weights are the same before step {at}",
         )
+    if case.loss_differences:
+        return _classify_loss(case, at)
     if case.optimizer_uses_whole_tensors is not None:
         # gradients cannot be computed from the state of an optimizer that the task makes
         return _classify_missing_update(case, at) or _classify_whole_tensor_optimizer(case, at)
@@ -147,6 +152,21 @@ def _classify_rate(case: FaultCase, step: int) -> Fault:
 
 def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(one, other, strict=True))
+
+
+def _classify_loss(case: FaultCase, step: int) -> Fault:
+    first = case.loss_differences[0]
+    ranks = sorted({found.rank for found in case.loss_differences})
+    on_all = len(ranks) == case.ranks
+    which = "every rank" if on_all else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    times = f", {first.value / first.wanted:.4g} times" if first.wanted else ""
+    return Fault(
+        "a loss that depends on the number of ranks" if on_all else "a loss that depends on the rank",
+        f"the loss function gives another value on {which} for the same microbatch and model: {first.value:.6g} "
+        f"instead of {first.wanted:.6g}{times}, in microbatch {first.micro + 1} of rank {first.rank} in step {step}, "
+        "although all modules return the same; let loss() compute the same on every rank: nothing in it may depend "
+        "on the rank, on the number of ranks, or on what one rank alone has seen",
+    )
 
 
 def _classify_missing_update(case: FaultCase, step: int) -> Fault | None:

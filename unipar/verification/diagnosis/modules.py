@@ -1,4 +1,4 @@
-"""First modules in which two runs of a step differ: in the forward pass, and in the backward pass."""
+"""First modules in which two runs of a step differ, in the forward and in the backward pass, and differing losses."""
 
 from __future__ import annotations
 
@@ -30,6 +30,37 @@ class ModuleDifference:
     """Relative difference; NaN if the module was not recorded."""
 
 
+@dataclass(frozen=True)
+class LossDifference:
+    """Microbatch for which the loss function returned another value than in one process."""
+
+    rank: int
+    micro: int
+    value: float
+    wanted: float
+
+
+def find_loss_differences(run: RunRecord, own: RunRecord, exact: RunRecord, ranks: int) -> list[LossDifference]:
+    """Return the microbatches whose losses differ by more than rounding; `own` and `exact` as for modules."""
+    differences: list[LossDifference] = []
+    wanted, true = _loss_by_call(own.traced[0]), _loss_by_call(exact.traced[0])
+    mine = [_loss_by_call(rows) for rows in run.traced]
+    weights = own.batches[-1][0].scales
+    for call, right in wanted.items():
+        micro, rank = divmod(call, ranks)
+        if not weights[call] or rank >= len(mine) or micro not in mine[rank]:
+            continue
+        value = mine[rank][micro]
+        rounding = abs(right - true.get(call, right))
+        if not abs(value - right) <= max(ROUNDING_FACTOR * rounding, MIN_RELATIVE_DIFFERENCE * abs(right)):
+            differences.append(LossDifference(rank, micro, value, right))
+    return differences
+
+
+def _loss_by_call(rows: list[dict[str, Any]]) -> dict[int, float]:
+    return {row["call"]: float(row["sketch"]) for row in rows if row["way"] == "loss"}
+
+
 def find_module_differences(
     run: RunRecord, own: RunRecord, exact: RunRecord, ranks: int
 ) -> dict[str, ModuleDifference]:
@@ -40,7 +71,7 @@ def find_module_differences(
     scale = _backward_scale(mine, wanted, ranks)
     counts = own.batches[-1][0].scales
     for (way, at, call), row in wanted.items():
-        if way in differences or not counts[call]:  # a microbatch of weight 0 may hold anything
+        if way == "loss" or way in differences or not counts[call]:  # a microbatch of weight 0 may hold anything
             continue
         micro, rank = divmod(call, ranks)
         other = mine[rank].get((way, at, micro)) if rank < len(mine) else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from unipar.verification.judgement.record import RankBatches, RunRecord, SketchVector, StateKey, tensor_distance
 from unipar.verification.judgement.tolerance import NOISE_GRADIENT_SHARE, Tolerance, gradient_share
@@ -61,6 +61,9 @@ class Judgement:
     differing: tuple[StateKey, ...] = ()
     """Tensors that differ after the step of `first`, in the model's order."""
 
+    shares: dict[str, float] = field(default_factory=dict[str, float])
+    """Largest share of each quantity."""
+
     @property
     def agrees(self) -> bool:
         """Whether nothing is beyond its tolerance."""
@@ -71,6 +74,16 @@ def judge(run: RunRecord, tolerance: Tolerance, replay: RunRecord) -> Judgement:
     """Judge a run by its series and its final state; sketches only locate the first difference."""
     series = [m for t in range(run.steps) for m in _measure_step(run, tolerance, replay, t)]
     end = list(_measure_final_state(run, tolerance))
+    shares: dict[str, float] = {}
+    for measure in (*series, *end):
+        shares[measure.what] = max(shares.get(measure.what, 0.0), measure.share)
+    return replace(_locate(run, tolerance, series, end), shares=shares)
+
+
+def _locate(
+    run: RunRecord, tolerance: Tolerance, series: Sequence[Measurement], end: Sequence[Measurement]
+) -> Judgement:
+    """Return the largest difference, and the first one beyond its tolerance."""
     worst = max([*series, *end], key=lambda m: m.share)
     if worst.share <= 1.0:
         return Judgement(worst, None)

@@ -31,7 +31,7 @@ from unipar.verification.worker import replay
 from unipar.verification.worker.fixed_stream import fix_stream_samples
 from unipar.verification.worker.jobs import JOBS_FILE_NAME, Job, job_result_path
 from unipar.verification.worker.recorder import RunRecorder
-from unipar.verification.worker.task_probe import disable_dropout, probe_task
+from unipar.verification.worker.task_probe import disable_dropout, error_in_one_line, probe_task
 
 
 class StepsDone(BaseException):
@@ -59,11 +59,18 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
 def _run_job_or_error(
     job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter
 ) -> dict[str, Any]:
-    """Return the result of a job, or a UniparError, which every rank raises alike; any other error ends the world."""
+    """Return the result of a job, or a UniparError, which every rank raises alike.
+
+    Any other error ends the world, except in a job that may fail: it then is the result.
+    """
     try:
         return _run_job(job, backend, ref, world, folder, heartbeat)
     except UniparError as e:
         return {"error": str(e), "kind": type(e).__name__}
+    except Exception as e:
+        if not job.may_fail:
+            raise
+        return {"unable": error_in_one_line(e)}
 
 
 def _run_job(
@@ -76,7 +83,9 @@ def _run_job(
     if job.kind == "probe":
         facts = {"quiet": dropout_names, "stream": again is not None, **probe_task(task, settled, world)}
         return facts | {"again": facts["again"] and again is not False}
-    build = replay.replay_builder(job.ranks, job.order, apart=job.apart) if job.kind == "replay" else None
+    build = None
+    if job.kind == "replay":
+        build = replay.replay_builder(job.ranks, job.order, apart=job.apart, perturbed=job.key.perturbed)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
         live = build_run(

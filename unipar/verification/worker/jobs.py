@@ -38,6 +38,9 @@ class RunKey:
     bitwise: bool = False
     """Whether the arithmetic does not depend on how tensors are split, so that results can be equal bit for bit."""
 
+    perturbed: bool = False
+    """Whether the initial weights are changed in the last place, which shows how the task amplifies rounding."""
+
     step: int | None = None
     """Last step of a replay, which is traced in full; None: all steps, without a trace."""
 
@@ -50,11 +53,12 @@ class RunKey:
         if self.kind == "one process":
             micro = "" if self.micro is None else f", microbatches of {self.micro}"
             return f"one process{micro}" + (f", {self.precision}" if self.precision else "")
+        perturbed = ", weights changed in the last place" if self.perturbed else ""
         if self.step is not None:
-            return f"a replay up to step {self.step}" + (f", {self.precision}" if self.precision else "")
+            return f"a replay up to step {self.step}" + (f", {self.precision}" if self.precision else "") + perturbed
         order = "share by share" if self.kind == "shares" else "microbatch by microbatch"
         how = "" if self.bitwise else f", {self.precision or 'as configured'}"
-        return f"a replay, {order}{how}"
+        return f"a replay, {order}{how}{perturbed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,9 @@ class Job:
 
     calm: bool = True
     """Whether dropout is set to 0."""
+
+    may_fail: bool = False
+    """Whether an error of the task is a result, `unable`, and not the end of the world: the run in fp64."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON, and the run's name for readers of the file."""

@@ -71,7 +71,9 @@ class RunRecorder:
             if trace is None:
                 return fn(model, batch)
             with trace.record_modules(model, call):
-                return fn(model, batch)
+                loss = fn(model, batch)
+            trace.record_loss(call, loss)
+            return loss
 
         given = [(fingerprint_batch(m.batch), m.scale) for m in micros]
         engine = self.engines[prefix]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from unipar.backend import Holding, Part
@@ -118,10 +119,28 @@ def _norm(grads: GradientList) -> float:
     return sum(float(g.double().square().sum()) for g in grads if g is not None) ** 0.5
 
 
-def replay_builder(ranks: int, order: str, *, apart: bool) -> Callable[[Part, Config, World], ReplayEngine]:
+def replay_builder(
+    ranks: int, order: str, *, apart: bool, perturbed: bool = False
+) -> Callable[[Part, Config, World], ReplayEngine]:
     """Return a function that builds a replay engine for a part, with these settings."""
 
     def build(part: Part, config: Config, world: World) -> ReplayEngine:
+        if perturbed:
+            change_last_place(part.module, config.train.seed)
         return ReplayEngine(part, config, world, ranks, order, apart=apart)
 
     return build
+
+
+@torch.no_grad()
+def change_last_place(module: nn.Module, seed: int) -> None:
+    """Move every weight to the next larger or the next smaller number of its precision, by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in module.parameters():
+        if p.is_floating_point():
+            up = torch.randint(0, 2, p.shape, generator=generator).to(p.device, torch.bool)
+            p.copy_(
+                torch.where(
+                    up, torch.nextafter(p, p.new_tensor(torch.inf)), torch.nextafter(p, p.new_tensor(-torch.inf))
+                )
+            )

@@ -12,20 +12,25 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from unipar.backend.precision import batch_dtype
-from unipar.config import Config
+from unipar.config import Config, Precision
 from unipar.config.settled import SettledConfig
 from unipar.data.dataset import data_source_of
 from unipar.data.feed import MicrobatchFeed
+from unipar.data.order import SampleKey
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
 from unipar.engines.forward import ForwardCall, OpaqueBatch
-from unipar.model.create import create_parts
+from unipar.errors import UniparError
+from unipar.model.create import ONLY_PART, create_parts
 from unipar.task import Task
 from unipar.training.fingerprint import fingerprint_batch
 from unipar.utils.seeding import seed_all
 
-EQUAL_LOSS_TOLERANCE = 1e-9
-"""Relative tolerance of two fp64 losses that should be equal."""
+EQUAL_LOSS_TOLERANCE: dict[Precision, float] = {"fp64": 1e-9, "fp32": 64 * 2.0**-23}
+"""Relative tolerance of two losses that should be equal, by precision; in fp32 their sums are added in other orders."""
+
+LONGEST_ERROR = 200
+"""Characters of the text of an error that are shown."""
 
 
 def disable_dropout(task: Task) -> list[str]:
@@ -60,6 +65,13 @@ def _zero_dropout(module: nn.Module) -> Iterator[str]:
                 yield f"{name}.{key}" if name else key
 
 
+def error_in_one_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its text."""
+    text = next(iter(str(error).splitlines()), "")
+    short = text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}..."
+    return f"{type(error).__name__}: {short}" if short else type(error).__name__
+
+
 def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, Any]:
     """Return facts about the task; the config's precision is fp64, so that differences are not due to rounding."""
     config, sizes = settled.config, settled.sizes
@@ -67,33 +79,50 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     source = data_source_of(task.data(), collate, task.collate, config, sizes)
     feed = MicrobatchFeed(source, sizes, 0, config.train.seed)
     keys = next(feed.plans(0))[0].keys
-    again = fingerprint_batch(feed.read(keys)) == fingerprint_batch(feed.read(keys))
-    modules = create_parts(task.model, config, world)
-    module = next(iter(modules.values())).to(world.device)
-    loss_of = _TaskLoss(task, module, config, world)
     batch = feed.read(keys)
+    modules = create_parts(task.model, config, world)
+    norms = [n for n, m in next(iter(modules.values())).named_modules() if _uses_batch_statistics(m)]
     facts: dict[str, Any] = {
         "readable": bool(fingerprint_batch(batch)),
-        "again": again,
+        "again": fingerprint_batch(batch) == fingerprint_batch(feed.read(keys)),
         "draws": False,
         "parts": list(modules),
-        "norms": [n for n, m in module.named_modules() if _uses_batch_statistics(m)],
+        "norms": norms,
         "apart": None,
         "optimizer": optimizer_uses_whole_tensors(task) if task.defines("optimizer") else None,
     }
     if len(modules) > 1:  # the losses of parts are computed in the task's own loop
         return facts
+    try:
+        return facts | _compare_losses(_TaskLoss(task, modules[ONLY_PART], config, world), feed, keys)
+    except UniparError:
+        raise
+    except Exception:  # whether fp64 is the reason is decided by trying: an error in fp32 too is the task's own
+        config = config.changed({"train.precision": "fp32"})
+        module = create_parts(task.model, config, world)[ONLY_PART]
+        return facts | _compare_losses(_TaskLoss(task, module, config, world), feed, keys)
+
+
+def _compare_losses(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleKey]) -> dict[str, Any]:
+    """Return whether the loss draws random numbers, and whether that of a batch is the mean of its halves' losses."""
+    batch = feed.read(keys)
     first, drawn = loss_of(batch, 0), loss_of(batch, 1)
-    facts["draws"] = not _near(first, drawn)
-    if len(keys) > 1 and not facts["draws"]:
-        half = len(keys) // 2
-        parts = [feed.read(keys[:half]), feed.read(keys[half:])]
-        weights = [_weight(task, part, n) for part, n in zip(parts, (half, len(keys) - half), strict=True)]
-        if sum(weights) > 0:
-            mean = sum(loss_of(p, 0) * w for p, w in zip(parts, weights, strict=True) if w) / sum(weights)
-            facts["apart"] = not _near(first, mean)
-            facts["batch_loss"], facts["halves_loss"] = first, mean
-    return facts
+    if not loss_of.equal(first, drawn):
+        return {"draws": True}
+    half = len(keys) // 2
+    parts = [feed.read(keys[:half]), feed.read(keys[half:])] if half else []
+    weights = [loss_of.weight(part, n) for part, n in zip(parts, (half, len(keys) - half), strict=False)]
+    if not sum(weights) > 0:
+        return {}
+    losses = [loss_of(part, 0) if weight else 0.0 for part, weight in zip(parts, weights, strict=True)]
+    mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
+    apart = not loss_of.equal(first, mean)
+    return {
+        "apart": apart,
+        "sum": apart and loss_of.equal(first, sum(losses)),
+        "batch_loss": first,
+        "halves_loss": mean,
+    }
 
 
 def optimizer_uses_whole_tensors(task: Task) -> bool:
@@ -112,7 +141,7 @@ def optimizer_uses_whole_tensors(task: Task) -> bool:
 
     whole = stepped(lambda t: [t])
     try:
-        return not torch.allclose(whole, stepped(lambda t: t.flatten().chunk(2)), rtol=EQUAL_LOSS_TOLERANCE, atol=0.0)
+        return not torch.allclose(whole, stepped(lambda t: t.flatten().chunk(2)), rtol=1e-9, atol=0.0)
     except (RuntimeError, ValueError, IndexError, AssertionError):
         return True  # the optimizer takes matrices only
 
@@ -121,8 +150,9 @@ class _TaskLoss:
     """Function from a batch to the task's loss, which leaves the model unchanged."""
 
     def __init__(self, task: Task, module: nn.Module, config: Config, world: World) -> None:
-        self._task, self._module, self._world = task, module, world
+        self._task, self._module, self._world = task, module.to(world.device), world
         self._cast = batch_dtype(config.train.precision)
+        self._tolerance = EQUAL_LOSS_TOLERANCE[config.train.precision]
 
     def __call__(self, batch: Any, seed: int) -> float:
         call = ForwardCall(self._module, self._world.device, cast=self._cast)
@@ -134,16 +164,16 @@ class _TaskLoss:
                 buffer.copy_(was)
         return float(loss)
 
+    def equal(self, one: float, other: float) -> bool:
+        """Return whether two losses are equal up to rounding."""
+        return abs(one - other) <= self._tolerance * max(1.0, abs(one))
+
+    def weight(self, batch: Any, samples: int) -> float:
+        """Return the weight of a batch of so many samples."""
+        weight = self._task.weight(batch)
+        return float(samples if weight is None else weight)
+
 
 def _uses_batch_statistics(module: nn.Module) -> bool:
     """Return whether a module normalises by the mean over this rank's samples."""
     return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-
-
-def _weight(task: Task, batch: Any, samples: int) -> float:
-    weight = task.weight(batch)
-    return float(samples if weight is None else weight)
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= EQUAL_LOSS_TOLERANCE * max(1.0, abs(a))

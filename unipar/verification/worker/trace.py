@@ -1,4 +1,4 @@
-"""Trace of one step: a sketch of every module's output, and of the gradient with respect to it."""
+"""Trace of one step: a sketch of every module's output and of the gradient with respect to it, and every loss."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ class StepTrace:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def record_loss(self, call: int, loss: Any) -> None:
+        """Record what the loss function returned for the `call`-th microbatch."""
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            value = loss.detach().double().reshape(1).cpu()
+            self.rows.append({"way": "loss", "module": "", "at": "loss", "call": call, "sketch": value})
 
     def _forward(self, name: str, call: int, module: nn.Module, given: Any, out: Any) -> None:
         self._calls[call, name] += 1

@@ -1,0 +1,62 @@
+"""Verdicts of a verification: the sentence below the table, the exit code, and what verify.json holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from unipar.results.verdicts import CutDependence, Verdict, VerdictOutcome, Verdicts
+
+CUT = CutDependence(kind="sum", off=0.5, micro=None, way_out="return the mean")
+
+
+def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
+    rows = [Verdict(cell=f"native/{i}", outcome=outcome) for i, outcome in enumerate(outcomes)]
+    return Verdicts(name="x", out="runs/x", precision="fp32", ranks=2, steps=10, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "summary", "code"),
+    [
+        (("agrees", "agrees"), "all 2 cells agree with one process over 10 steps on 2 ranks", 0),
+        (("agrees", "refused"), "native/0 agrees with one process over 10 steps on 2 ranks", 0),
+        (("agrees", "disagrees"), "1 of 2 cells disagrees with one process over 10 steps on 2 ranks", 1),
+        (("disagrees", "disagrees"), "2 of 2 cells disagree with one process over 10 steps on 2 ranks", 1),
+        (("disagrees", "absent"), "native/0 disagrees with one process over 10 steps on 2 ranks", 1),
+        (("agrees", "failed"), "native/0 agrees with one process over 10 steps on 2 ranks; 1 cell failed", 1),
+        (("failed", "failed"), "no verdict: no cell ran; 2 cells failed", 1),
+    ],
+)
+def test_summary(outcomes: tuple[VerdictOutcome, ...], summary: str, code: int) -> None:
+    """The first line below the table counts the cells, and the exit code is 0 only if all that ran agree."""
+    found = verdicts(*outcomes)
+    assert (found.summary, found.code) == (summary, code)
+    assert found.remark_lines()[0] == summary
+
+
+def test_a_training_that_depends_on_the_cut_is_no_plain_yes() -> None:
+    """The first line says so; with strict the exit code is 1, without it 0."""
+    found = replace(verdicts("agrees", "agrees"), cut_dependence=CUT)
+    whole = (
+        "all 2 cells agree with one process over 10 steps on 2 ranks, and the training depends on how a batch is cut, "
+        "so another number of ranks trains another model"
+    )
+    assert (found.remark_lines()[:2], found.code) == ([whole, "  way out: return the mean"], 0)
+    strict = replace(found, strict=True)
+    assert strict.code == 1
+    assert strict.remark_lines()[2] == "  with --strict, this alone makes the exit code 1"
+    assert replace(strict, cut_dependence=None).code == 0
+    fixed = replace(found, cut_dependence=replace(CUT, micro=8))
+    assert fixed.summary == f"{whole} unless batch.micro stays 8"
+
+
+def test_json_holds_the_verdict() -> None:
+    """The summary, the reason and the exit code are in verify.json."""
+    found = replace(verdicts("agrees"), cut_dependence=CUT, strict=True, fp64_error="RuntimeError: no Double")
+    said = json.loads(json.dumps(found.to_json()))
+    assert said["cut_dependence"] == {"kind": "sum", "off": 0.5, "micro": None, "way_out": "return the mean"}
+    assert (said["summary"], said["strict"], said["code"]) == (found.summary, True, 1)
+    assert said["fp64_error"] == "RuntimeError: no Double"
+    assert json.loads(json.dumps(verdicts("agrees").to_json()))["cut_dependence"] is None

@@ -1,0 +1,45 @@
+"""Tasks that train small models of transformers, made from their config classes: nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.utils.data import TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from typing_extensions import override
+
+import unipar
+
+WORDS, LENGTH = 31, 8
+
+
+class _LanguageModel(unipar.Task):
+    """Next-word prediction by a model that computes its own loss."""
+
+    @override
+    def data(self) -> Any:
+        return TensorDataset(torch.randint(0, WORDS, (64, LENGTH), generator=Generator().manual_seed(0)))
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        (words,) = batch
+        return model(input_ids=words, labels=words).loss
+
+
+class Gpt2(_LanguageModel):
+    @override
+    def model(self) -> nn.Module:
+        sizes: dict[str, int] = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, use_cache=False, **sizes))
+
+
+class Mixtral(_LanguageModel):
+    """A mixture of experts, whose kernel for experts takes no fp64."""
+
+    @override
+    def model(self) -> nn.Module:
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+        return MixtralForCausalLM(MixtralConfig(vocab_size=WORDS, use_cache=False, **sizes, **heads))

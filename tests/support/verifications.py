@@ -1,0 +1,114 @@
+"""Verifications as `verify` leaves them in a folder, made up: figures of the right size, nothing was run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from unipar.results.verdicts import CutDependence, Finding, Verdict, Verdicts
+
+STEPS = 12
+LOSSES = [2.0 - 0.1 * i for i in range(STEPS)]
+NORMS = [4.0 + 0.5 * i for i in range(STEPS)]
+
+
+def _cell(cell: str, off: float, share: float, bits: str = "shares") -> Verdict:
+    return Verdict(
+        cell=cell,
+        outcome="agrees",
+        digits=7,
+        bits=bits,
+        worst=f"loss at step 3 is off by {off:.1e}, 1.0e-06 is allowed",
+        share=share,
+        shares={"samples": 0.0, "loss": share, "norm": share / 2, "weight": share / 4},
+        losses=[v + off * (i % 3) / 2 for i, v in enumerate(LOSSES)],
+        norms=[v + off * (i % 2) for i, v in enumerate(NORMS)],
+    )
+
+
+def agreeing_verdicts() -> Verdicts:
+    """Three cells that agree, and one that is refused."""
+    return Verdicts(
+        name="digits",
+        out="runs/digits/verify",
+        precision="fp32",
+        ranks=2,
+        steps=STEPS,
+        rows=[
+            _cell("native/nothing", 2e-7, 0.2),
+            _cell("native/optimizer", 2e-7, 0.2),
+            _cell("deepspeed/gradients", 4e-7, 0.4, ""),
+            Verdict(cell="native/nothing+dp", outcome="refused", note="device: cpu is <not> available"),
+        ],
+        one={
+            "one process, fp64": {"loss": [v + 1e-8 for v in LOSSES], "norm": NORMS},
+            "one process": {"loss": LOSSES, "norm": NORMS},
+            "one process, microbatches of 8": {"loss": LOSSES, "norm": [v + 3e-7 for v in NORMS]},
+        },
+        base="one process",
+        allowed={"loss": [1e-6] * STEPS, "norm": [2e-6] * STEPS},
+        remarks=["dropout is set to 0 for this verification: dropout"],
+        versions={"python": "3.11.7", "torch": "2.13.0"},
+        machine={"cpu": "A Processor", "cores": 2},
+    )
+
+
+def disagreeing_verdicts() -> Verdicts:
+    """Beside the agreeing cells one with a fault, one with losses that are not numbers, and one that failed."""
+    now = agreeing_verdicts()
+    fault = Finding(
+        step=3,
+        what="loss",
+        kind="not averaged",
+        says="the gradient of step 3 is 2.000 times that of one process",
+        parameter="first.weight",
+        parameters=4,
+        backward="first, on rank 1, microbatch 1",
+    )
+    doubled = replace(
+        _cell("deepspeed/parameters", 1e-3, 812.5),
+        outcome="disagrees",
+        digits=2,
+        bits="",
+        worst="loss at step 3 is off by 1.0e-03, 1.0e-06 is allowed",
+        finding=fault,
+    )
+    broken = replace(
+        _cell("horovod/nothing", 0.0, math.inf),
+        outcome="disagrees",
+        bits="",
+        worst="loss at step 9 is missing or not a number",
+        shares={"samples": 0.0, "loss": math.inf, "norm": 0.0},
+        losses=[*LOSSES[:8], *[math.nan] * 4],
+    )
+    failed = Verdict(cell="accelerate/nothing", outcome="failed", note="rank 1 died of SIGKILL\nits log is rank-1.log")
+    return replace(now, rows=[*now.rows, doubled, broken, failed])
+
+
+def cut_dependent_verdicts() -> Verdicts:
+    """All cells agree, and the loss is a sum; they were compared with a replay that cuts as they do."""
+    now = agreeing_verdicts()
+    replay = "a replay, share by share, as configured"
+    cut = CutDependence(kind="sum", off=1.9, micro=None, way_out="return the mean over the batch")
+    return replace(
+        now,
+        cut_dependence=cut,
+        base=replay,
+        one={
+            "one process": {"loss": [2 * v for v in LOSSES], "norm": NORMS},
+            replay: {"loss": LOSSES, "norm": NORMS},
+        },
+    )
+
+
+def write_example_verification(run: Path, verdicts: Verdicts | None = None) -> Path:
+    """A run folder with a verification and the config that was verified."""
+    folder = run / "verify"
+    (folder / "asked").mkdir(parents=True)
+    (folder / "asked/digits.json").write_text(json.dumps({"backend": "native", "train": {"steps": 12}}), "utf-8")
+    (folder / "verify.json").write_text(
+        json.dumps((verdicts or agreeing_verdicts()).to_json(), allow_nan=True), "utf-8"
+    )
+    return run

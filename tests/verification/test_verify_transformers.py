@@ -1,0 +1,72 @@
+"""Models of transformers under `verify`: GPT-2, and Mixtral, which cannot run in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import PYTHONPATH_VARIABLE
+from unipar.launcher.processes.forkserver import ForkServer
+from unipar.results.verdicts import Verdicts
+from unipar.verification import world_pool
+from unipar.verification.verify import verify
+
+CELLS = ("native/nothing", "native/parameters")
+
+
+@pytest.fixture(scope="module")
+def server() -> Generator[ForkServer]:
+    """Server of workers that have imported transformers already, which takes longer than all their steps."""
+    needed = ["torch._dynamo", "torch.distributed.fsdp", "unipar.verification.worker.entry", "unipar_native.engine"]
+    environment = {**PYTHONPATH_VARIABLE, "HF_HUB_OFFLINE": "1"}
+    with ForkServer([*needed, "tests.support.transformer_models"], environment) as started:
+        yield started
+
+
+@pytest.fixture
+def prove(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Verdicts]:
+    """Function that verifies a model over three steps of eight samples."""
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(world_pool, "ForkServer", lambda _: nullcontext(server))
+
+    def proved(name: str) -> Verdicts:
+        config = {
+            "device": "cpu",
+            "batch": {"total": 8, "micro": 2},
+            "train": {"steps": 20, "optimizer": {"name": "adamw", "lr": 1e-3}, "clip": 1.0},
+            "out": str(tmp_path),
+            "task": {"use": f"tests.support.transformer_models:{name}"},
+        }
+        return verify(config, cells=CELLS, world=2, steps=3)
+
+    return proved
+
+
+def test_gpt2(prove: Callable[[str], Verdicts]) -> None:
+    """Both cells are bit-for-bit equal to a replay, and nothing but dropout is remarked."""
+    found = prove("Gpt2")
+    assert [(row.outcome, row.bits) for row in found.rows] == [("agrees", "shares"), ("agrees", "micros")]
+    assert found.summary == "all 2 cells agree with one process over 3 steps on 2 ranks"
+    assert found.fp64_error == ""
+    assert [remark.partition(":")[0] for remark in found.remarks] == ["dropout is set to 0 for this verification"]
+
+
+def test_mixtral(prove: Callable[[str], Verdicts]) -> None:
+    """Its kernel takes no fp64: the spread comes from runs in fp32, a line says so, and the cells are verified."""
+    found = prove("Mixtral")
+    assert [(row.outcome, row.bits) for row in found.rows] == [("agrees", "shares"), ("agrees", "micros")]
+    assert found.code == 0
+    error = "RuntimeError: Expected mat_a to be Float32, BFloat16 or Float16 matrix, got Double"
+    assert found.fp64_error == error
+    said = (
+        f"the model cannot run in fp64 ({error}), and runs on the same microbatches in fp32: the spread comes from "
+        "other microbatches, other orders of addition and weights that were changed in the last place"
+    )
+    assert found.remarks == [said]
+    page = (Path(found.out) / "report.html").read_text("utf-8")
+    assert "the model cannot run in fp64 (RuntimeError: Expected mat_a to be Float32" in page
+    assert "a replay, share by share, as configured, weights changed in the last place" in found.one
