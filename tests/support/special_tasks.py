@@ -82,6 +82,16 @@ class Broken(tasks.Plain):
         raise LookupError("no such word")
 
 
+class NeverOne(tasks.Plain):
+    """A loss that one sample is too few for, as it is for a BatchNorm behind global pooling."""
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        if len(batch.tokens) == 1:
+            raise ValueError("expected more than 1 sample")
+        return super().loss(model, batch)
+
+
 class Unseeded(tasks.Sentences):
     """Random from a source that nobody can seed."""
 

@@ -15,6 +15,11 @@ import unipar
 WORDS, LENGTH = 31, 8
 
 
+def _create(model: Any, config: Any, sizes: dict[str, int]) -> nn.Module:
+    """Return a model of these sizes; Any, because configs of transformers are typed for some checkers only."""
+    return model(config(use_cache=False, **sizes))
+
+
 class _LanguageModel(unipar.Task):
     """Next-word prediction by a model that computes its own loss."""
 
@@ -31,8 +36,8 @@ class _LanguageModel(unipar.Task):
 class Gpt2(_LanguageModel):
     @override
     def model(self) -> nn.Module:
-        sizes: dict[str, int] = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, use_cache=False, **sizes))
+        sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        return _create(GPT2LMHeadModel, GPT2Config, sizes)
 
 
 class Mixtral(_LanguageModel):
@@ -40,6 +45,6 @@ class Mixtral(_LanguageModel):
 
     @override
     def model(self) -> nn.Module:
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
-        return MixtralForCausalLM(MixtralConfig(vocab_size=WORDS, use_cache=False, **sizes, **heads))
+        sizes = {"vocab_size": WORDS, "max_position_embeddings": LENGTH, "hidden_size": 16, "intermediate_size": 16}
+        parts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+        return _create(MixtralForCausalLM, MixtralConfig, sizes | parts)

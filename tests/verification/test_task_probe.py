@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ def owning(optimizer: Callable[[Any], torch.optim.Optimizer]) -> tasks.Plain:
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        ("LARS", lambda groups: _Scaled(groups, moments=False)),
-        ("LAMB", lambda groups: _Scaled(groups, moments=True)),
+        ("LARS", partial(_Scaled, moments=False)),
+        ("LAMB", partial(_Scaled, moments=True)),
         ("Muon", torch.optim.Muon),
         ("Adafactor", torch.optim.Adafactor),
     ],

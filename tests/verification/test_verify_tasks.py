@@ -181,6 +181,17 @@ def test_a_model_that_cannot_run_in_fp64(prove: Callable[..., Verdicts]) -> None
     assert found.cut_dependence.kind == "batch statistics"
 
 
+def test_a_size_of_microbatches_that_fails_is_left_out(prove: Callable[..., Verdicts]) -> None:
+    """The config's own size works: runs with a size that does not are no part of the spread, and a remark says so."""
+    found = prove(special_tasks.NeverOne)
+    agreed(found)
+    assert found.remarks == [
+        "one process cannot run with microbatches of 1 (ValueError: expected more than 1 sample), so such a run is not "
+        "part of the spread"
+    ]
+    assert "one process, microbatches of 2" in found.one
+
+
 def test_an_error_of_the_task_stays_an_error(prove: Callable[..., Verdicts]) -> None:
     """A loss that fails in fp64 and in the config's precision is not a model that cannot run in fp64."""
     with pytest.raises(errors.WorkerFailed, match="LookupError: no such word"):

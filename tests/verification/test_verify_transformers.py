@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,11 @@ def prove(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Function that verifies a model over three steps of eight samples."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(world_pool, "ForkServer", lambda _: nullcontext(server))
+
+    def lend(_: Sequence[str]) -> AbstractContextManager[ForkServer]:
+        return nullcontext(server)
+
+    monkeypatch.setattr(world_pool, "ForkServer", lend)
 
     def proved(name: str) -> Verdicts:
         config = {

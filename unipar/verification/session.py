@@ -58,6 +58,8 @@ class VerificationSession:
         self._records: dict[RunKey, RunRecord] = {}
         self._task_facts: dict[str, Any] = {}
         self._disagreements: dict[RunKey, Judgement] = {}
+        self._errors_by_micro: dict[int, str] = {}
+        """Errors of runs of one process with other sizes of a microbatch."""
 
     def run(self) -> Verdicts:
         """Run all parts and return the verdicts; after an interrupt, those known until then."""
@@ -78,7 +80,11 @@ class VerificationSession:
             rows = [replace(row, note="was not run") if row.outcome == "waits" else row for row in self.verdicts.rows]
             self.verdicts = replace(self.verdicts, stopped=RANDOM_DATA_TEXT, rows=rows)
             return
-        self.verdicts = replace(self.verdicts, remarks=describe_task(self._task_facts))
+        cuts = [
+            f"one process cannot run with microbatches of {micro} ({error}), so such a run is not part of the spread"
+            for micro, error in self._errors_by_micro.items()
+        ]
+        self.verdicts = replace(self.verdicts, remarks=[*cuts, *describe_task(self._task_facts)])
         further = self._runs.further_reference_jobs(cut_matters=self._cut_matters)
         self._worlds.run_jobs(further, self._take_reference, side_by_side=2)
         if self._cut_matters:
@@ -93,11 +99,15 @@ class VerificationSession:
         if key == TASK_PROBE_NAME:
             self._task_facts = result[0]
         elif "unable" in result[0]:
-            # that the same microbatches work in the config's precision is known when that run has come to its end;
-            # if it fails, its error ends the verification
-            self._runs = replace(self._runs, fp64=False)
-            self.verdicts = replace(self.verdicts, fp64_error=result[0]["unable"])
-            self._show(self.verdicts, f"{key}: cannot run: {result[0]['unable']}")
+            # that the task works as configured is known when that run has come to its end; if it fails, its error ends
+            # the verification
+            error: str = result[0]["unable"]
+            if key.micro is None:
+                self._runs = replace(self._runs, fp64=False)
+                self.verdicts = replace(self.verdicts, fp64_error=error)
+            else:
+                self._errors_by_micro[key.micro] = error
+            self._show(self.verdicts, f"{key}: cannot run: {error}")
             return
         else:
             self._records[key] = combine_ranks(result)

@@ -85,7 +85,8 @@ class Job:
     """Whether dropout is set to 0."""
 
     may_fail: bool = False
-    """Whether an error of the task is a result, `unable`, and not the end of the world: the run in fp64."""
+    """Whether an error of the task is a result, `unable`, and not the end of the world: in fp64, or with other sizes of
+    a microbatch than the config's."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON, and the run's name for readers of the file."""

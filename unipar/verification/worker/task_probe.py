@@ -29,6 +29,9 @@ from unipar.utils.seeding import seed_all
 EQUAL_LOSS_TOLERANCE: dict[Precision, float] = {"fp64": 1e-9, "fp32": 64 * 2.0**-23}
 """Relative tolerance of two losses that should be equal, by precision; in fp32 their sums are added in other orders."""
 
+COARSE_LOSS_TOLERANCE = 16 * 2.0**-23
+"""The same for a model in fp64 that computes its loss in a coarser dtype, as models of transformers do."""
+
 LONGEST_ERROR = 200
 """Characters of the text of an error that are shown."""
 
@@ -162,6 +165,8 @@ class _TaskLoss:
             loss: Tensor = call(self._task.loss, OpaqueBatch(to_device(batch, self._world.device)))
             for buffer, was in before:
                 buffer.copy_(was)
+        if loss.dtype != torch.float64:
+            self._tolerance = max(self._tolerance, COARSE_LOSS_TOLERANCE)
         return float(loss)
 
     def equal(self, one: float, other: float) -> bool:
