@@ -73,7 +73,10 @@ def test_no_python(system: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "bench", "chaos", "sweeps", "conformance", "clean", "help"])
+@pytest.mark.parametrize(
+    "target",
+    ["demo", "test", "lint", "bench", "chaos", "sweeps", "conformance", "gpu", "gpu-wheels", "clean", "help"],
+)
 def test_every_command_is_there(target: str) -> None:
     """And help tells of each."""
     made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
