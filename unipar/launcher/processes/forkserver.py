@@ -27,6 +27,13 @@ from unipar.launcher.processes.process import WorkerProcess, WorkerStarter
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_with_parent
 
 FORK_MESSAGE_BYTES = 1 << 17
+_SERVER_ENVIRONMENT = {
+    # one thread while it imports: a fork takes one thread along, and libraries start theirs by this number
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # libraries ask at import whether there is a GPU; torch would start CUDA for the answer, and a fork could not use it
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 _FD_FIELDS = ("parent_alive_fd", "listener", "control", "pickled_task_fd")
 
 
@@ -49,8 +56,7 @@ class ForkServer(WorkerStarter):
         with theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "unipar.launcher.processes.forkserver", *words],
-                # one thread while it imports: a fork takes one thread along, and libraries start theirs by this number
-                env={**os.environ, **self._environment, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **self._environment, **_SERVER_ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
