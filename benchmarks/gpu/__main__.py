@@ -122,7 +122,8 @@ class Runner:
         self._logs.mkdir(parents=True, exist_ok=True)
         waiting = self._results.missing(rows)
         self._results.write(self._file)
-        former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             while waiting or self._running:
                 while waiting and (not self._can_run(waiting[0]) or self._has_room_for(waiting[0])):
@@ -134,10 +135,13 @@ class Runner:
                 if self._running:
                     time.sleep(0.1)
         except KeyboardInterrupt:
+            for number in (signal.SIGINT, signal.SIGTERM):  # make and a shell may each send one
+                signal.signal(number, signal.SIG_IGN)
             self._stop_all("interrupted: --continue runs it again")
             return 130
         finally:
-            signal.signal(signal.SIGTERM, former)
+            for number, handler in former.items():
+                signal.signal(number, handler)
         return 0
 
     def _can_run(self, row: Row) -> bool:
@@ -184,6 +188,9 @@ class Runner:
                 self._add(running.row, "too late", f"over {limit:.0f} s; {last}", seconds)
 
     def _stop_all(self, why: str) -> None:
+        for running in self._running:
+            with suppress(ProcessLookupError):
+                os.killpg(running.process.pid, signal.SIGINT)  # all at once, so that they end side by side
         for running in self._running:
             _stop(running.process)
             self._add(running.row, "stopped", why, time.monotonic() - running.began)
