@@ -5,6 +5,11 @@ PYTHON := $(shell for p in python3.11 python3; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 endif
 
+# The first Python that has torch; .venv's only where no other has.
+GPU_PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11 $(CURDIR)/.venv/bin/python; do \
+    $$p -c 'import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not u.find_spec("torch"))' \
+    2>/dev/null && echo $$p && exit; done; echo python3)
+
 VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.done
@@ -19,10 +24,10 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory conformance chaos matrix sweeps compiled versions setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory conformance chaos matrix sweeps compiled versions gpu gpu-wheels setup horovod clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 
 demo: setup ## the same training under every backend: one table, two minutes
 	$(BIN)/unipar compare configs/quickstart.yaml --overwrite
@@ -77,6 +82,13 @@ compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU A
 
 versions: setup $(DONE)/tests ## a part of the suite under the oldest and the newest torch: gigabytes, once
 	$(IN_VENV) $(BIN)/python -m tests.support.versions $(ARGS)
+
+# Not .venv: a machine with a GPU has a torch of its own, and often no network.
+gpu: ## everything that needs a GPU, on torch of this machine: one table and runs/gpu/gpu.json; without one it says so
+	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+gpu-wheels: ## fetch what `make gpu` needs besides torch into .gpu-wheels, to be copied to a machine without network
+	@$(GPU_PYTHON) -m benchmarks.gpu.wheels
 
 setup: $(DONE)/horovod ## .venv with all that demo needs
 

@@ -79,7 +79,7 @@ def hand_world_to_accelerate(world: World) -> World:
     """Start Accelerate on the world's process group: it reads rank and size from the environment."""
     place = world.place
     world.set_variables(RANK=place.rank, WORLD_SIZE=place.size)
-    world.set_variables(LOCAL_RANK=place.local_rank, LOCAL_WORLD_SIZE=place.local_size)
+    world.set_variables(LOCAL_RANK=world.local_rank_for_libraries, LOCAL_WORLD_SIZE=place.local_size)
     world.restore_variables("MASTER_ADDR", "MASTER_PORT")
     reset_accelerate_state()
     with hide_launch_variables():

@@ -113,14 +113,15 @@ class DeepSpeed(Backend):
     def host(self, config: Config, size: int) -> Generator[Mapping[str, str]]:
         """Context manager: remove the ranks' offload files on exit, even if ranks failed or were killed."""
         try:
-            yield {}
+            yield dict(_CPU_ACCELERATOR) if config.device == "cpu" else {}
         finally:
             remove_offload_files(config, range(size))
 
     @override
     def join(self, config: Config, place: Place) -> World:
         if config.device == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when the library is imported
+            for name, value in _CPU_ACCELERATOR.items():
+                os.environ.setdefault(name, value)
         from unipar_deepspeed.engine import join
 
         return join(config, place)
@@ -130,6 +131,10 @@ class DeepSpeed(Backend):
         from unipar_deepspeed.engine import ZeroEngine
 
         return ZeroEngine(part, config, world, backend)
+
+
+_CPU_ACCELERATOR = {"DS_ACCELERATOR": "cpu"}
+"""Variable that DeepSpeed reads when it is imported; without it, it uses a GPU wherever there is one."""
 
 
 def clips_outside(config: Config) -> bool:

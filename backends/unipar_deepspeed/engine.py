@@ -191,7 +191,7 @@ def join(config: Config, place: Place) -> World:
     """Create unipar's process group, and start DeepSpeed on it."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     world = meet(config, place)
-    world.set_variables(LOCAL_RANK=place.local_rank)  # DeepSpeed requires it
+    world.set_variables(LOCAL_RANK=world.local_rank_for_libraries)  # DeepSpeed requires it, and uses that GPU
     world.restore_variables("MASTER_ADDR", "MASTER_PORT")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, leaves files in /dev/shm
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)

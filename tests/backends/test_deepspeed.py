@@ -351,3 +351,12 @@ def test_what_ranks_leave_on_the_disk(backend: str, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), registry.find_backend(backend).host(config, 2):
         raise KeyboardInterrupt
     assert [f.parent.name for f in tmp_path.rglob("*.swp")] == ["rank2"]
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "accelerate"])
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu(backend: str) -> None:
+    """DeepSpeed chooses the device when it is imported: workers are started with its variable where it must not."""
+    given = NEUTRAL | ZERO3 | {"options": {"accelerate": {"through": "deepspeed"}}, "backend": backend}
+    for device, variables in (("cpu", {"DS_ACCELERATOR": "cpu"}), ("cuda", {})):
+        with registry.find_backend(backend).host(Config.model_validate(given | {"device": device}), 2) as environment:
+            assert environment == variables

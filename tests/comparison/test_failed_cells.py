@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +73,8 @@ def test_a_cell_that_the_kernel_kills_keeps_what_was_measured(found: dict[str, A
     """Every byte of it, and the steps that were timed; the others run to their end."""
     row = found["native/parameters"]
     assert (row["outcome"], row["at"]) == ("failed", "in the backward of step 9")
-    first, second, _ = row["note"].splitlines()
-    assert first == "rank 1 was killed by SIGKILL in the backward of step 9: probably out of memory (see dmesg)"
-    assert re.fullmatch(
-        r"  in the (backward|update) of a recorded step the largest part was \w+, [\d.]+ MiB \(.*\); "
-        r"by an estimate batch.micro: 2 instead of 4 needs less",
-        second,
-    )
+    first, _ = row["note"].splitlines()
+    assert first.startswith("rank 1 was killed by SIGKILL in the backward of step 9, from outside: by a person, a ")
     assert [len(turn) for turn in row["seconds"]] == [1]
     assert [account["rank"] for account in row["memory"]] == [0, 1]
     for account in row["memory"]:

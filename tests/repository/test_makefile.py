@@ -74,7 +74,21 @@ def test_no_python(system: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["demo", "test", "lint", "bench", "chaos", "sweeps", "conformance", "versions", "clean", "help"]
+    "target",
+    [
+        "demo",
+        "test",
+        "lint",
+        "bench",
+        "chaos",
+        "sweeps",
+        "conformance",
+        "versions",
+        "gpu",
+        "gpu-wheels",
+        "clean",
+        "help",
+    ],
 )
 def test_every_command_is_there(target: str) -> None:
     """And help tells of each."""

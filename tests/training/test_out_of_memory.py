@@ -1,4 +1,4 @@
-"""Out of memory, for real: under each backend, in each phase, and by the kernel; and the arithmetic of what fits."""
+"""Out of memory, for real: under each backend and in each phase; and the arithmetic of what fits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from unipar.training.out_of_memory import describe_largest_holders, is_out_of_me
 
 MIB = 2**20
 TASK = '''
-import os
 import resource
-import signal
 
 import torch
 from torch import nn
@@ -79,8 +77,6 @@ class Greedy(unipar.Task):
                 raise MemoryError
             if self.way == "backward":
                 y = Asks.apply(y)
-            if self.way == "killed":
-                y.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
         return y.mean()
 '''
 
@@ -162,31 +158,6 @@ def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) 
     if way == "python":
         assert "; by an estimate batch.micro: 2 instead of 4 or " in rest
         assert rest.endswith(" needs less")
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_rank_that_the_kernel_kills(tmp_path: Path) -> None:
-    """It cannot say anything: where it was is known by its heartbeat, the rest by an estimate."""
-    with pytest.raises(WorkerFailed) as e:
-        unipar.launch(told(tmp_path, "killed"), quiet=True)
-    assert str(e.value) == (
-        "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (see dmesg)\n"
-        "  by an estimate the largest part was optimizer, 2.0 MiB (parameters 1.0 MiB, gradients 1.0 MiB); by an "
-        "estimate batch.micro: 2 instead of 4 or native/optimizer (parameters, gradients and optimizer 3.0 MiB a "
-        "rank, here 4.0 MiB) needs less\n"
-        f"  its log: {tmp_path}/out/rank-1.log"
-    )
-
-
-def test_a_rank_that_the_kernel_kills_left_an_account(tmp_path: Path) -> None:
-    """With log.memory the last step that logged tells what was held, not an estimate."""
-    with pytest.raises(WorkerFailed) as e:
-        unipar.launch(told(tmp_path, "killed", log={"memory": True, "every": 1}), quiet=True)
-    first, held, _ = str(e.value).splitlines()
-    assert first == "rank 1 was killed by SIGKILL in the backward of step 2: probably out of memory (see dmesg)"
-    assert re.match(r"  in step 1 the largest part was [a-z ]+, [\d.]+ MiB \(", held)
-    assert re.search(r"\boptimizer,? 2\.0 MiB", held)  # first where temporaries are smaller
-    assert "by an estimate the largest" not in held
 
 
 def test_under_a_foreign_launcher(tmp_path: Path, forks: Forks) -> None:

@@ -30,6 +30,11 @@ class World:
         self._environ: dict[str, str | None] = {}
         _current_worlds.append(self)
 
+    @property
+    def local_rank_for_libraries(self) -> int:
+        """Value of LOCAL_RANK for libraries that take it as the index of their GPU: ranks may share one GPU."""
+        return self.device.index if self.device.type == "cuda" else self.place.local_rank
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the tensor, summed over all ranks in place."""
         if self.size > 1:

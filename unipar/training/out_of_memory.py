@@ -16,7 +16,7 @@ from unipar.planning.estimate import estimate_kept_bytes, suggest_what_fits
 from unipar.run_folder.heartbeat import LastPhase
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.utils.procfs import anonymous_memory, memory_left
+from unipar.utils.procfs import OomKillCount, anonymous_memory, count_oom_kills, memory_left, memory_limit_bytes
 from unipar.utils.text import format_size
 
 if TYPE_CHECKING:
@@ -123,6 +123,43 @@ def describe_largest_holders(parts: Mapping[Any, int], other: int | None) -> str
     about = "about " if other and first not in parts else ""
     rest = ", ".join(f"{name} {format_size(number)}" for name, number in others)
     return f"the largest part was {first}, {about}{format_size(number)}" + (f" ({rest})" if rest else "")
+
+
+KEPT_SHARE_OF_MEMORY = 0.5
+"""Share of the memory from which what ranks keep between steps is a reason to suspect that memory ran out.
+
+Activations, buffers and temporary memory come on top, often as much again.
+"""
+
+
+def why_memory_ran_out(run: Path, rank: int, before: OomKillCount | None) -> str:
+    """Return the reason to believe that a rank killed by SIGKILL was out of memory; "" if there is none.
+
+    `before` is the kernel's count when the ranks started.
+    """
+    now = count_oom_kills()
+    number = now.number - before.number if now is not None and before is not None and now.where == before.where else 0
+    if now is not None and number > 0:
+        killed = "a process" if number == 1 else f"{number} processes"
+        return f"the kernel killed {killed} for lack of memory {now.where} since the start (see dmesg)"
+    with suppress(FileNotFoundError):
+        settled, start = read_settled(run), _last_event(run, rank, "start")
+        if not start or settled.device != "cpu":
+            return ""
+        kept, has = settled.ranks * _kept_by_rank(run, rank, start), memory_limit_bytes()
+        if kept >= KEPT_SHARE_OF_MEMORY * has:
+            ranks = "the rank keeps" if settled.ranks == 1 else f"{settled.ranks} ranks keep"
+            logs = "dmesg" if now is None else "the log of systemd-oomd, earlyoom or the scheduler"
+            return f"by an estimate {ranks} {format_size(kept)} or more of {format_size(has)} (see {logs})"
+    return ""
+
+
+def _kept_by_rank(run: Path, rank: int, start: Mapping[str, Any]) -> int:
+    """Return the bytes that a rank keeps at least: before the model was built, and by estimate or record since then."""
+    settled = read_settled(run)
+    estimated = sum(estimate_kept_bytes(settled.config, settled.ranks, int(start["parameters"])).values())
+    recorded = max((phase["peak"] for phase in _last_event(run, rank, "step").get("memory") or ()), default=0)
+    return int(start["resident"]) + max(estimated, recorded)
 
 
 def describe_killed_rank(run: Path, rank: int) -> str:

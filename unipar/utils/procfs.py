@@ -1,11 +1,13 @@
-"""Facts from /proc and cgroups: state and start of a process, memory of this process and of the machine."""
+"""Facts from /proc and cgroups: state and start of a process, memory of this process and of the machine, OOM kills."""
 
 from __future__ import annotations
 
 import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
 
 STATE, PARENT, GROUP, BEGAN = 0, 1, 2, 19
 """Indices into `process_stat`. BEGAN, the start in ticks since boot, tells a process from a later one with its PID."""
@@ -125,3 +127,82 @@ def memory_left() -> int:
 def cores_per_rank(ranks: int) -> int:
     """Return this process's cores divided by the ranks that share them, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+# Lack of memory
+
+
+_ROOT: Final = Path("/")
+
+_CONTROLLERS: Final = ("sys/fs/cgroup/memory", "sys/fs/cgroup", "sys/fs/cgroup/unified")
+"""Folders at which the memory controller is mounted: version 1, version 2, and version 2 beside version 1."""
+
+_COUNTERS: Final = ("memory.events", "memory.oom_control")
+"""Files of a cgroup that have a line `oom_kill N`: version 2, version 1."""
+
+_LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class OomKillCount:
+    """Number of processes that the kernel has killed for lack of memory, up to one moment."""
+
+    number: int
+    where: str
+    """Where they are counted: in this cgroup, or on this machine."""
+
+
+def count_oom_kills(root: Path = _ROOT) -> OomKillCount | None:
+    """Return the number of kills in this process's cgroup, else on the machine; None if the kernel shows neither.
+
+    A cgroup's own counter decides: that of the machine also has the kills of all other containers.
+    """
+    cgroup = next(memory_cgroups(root), None)
+    if cgroup is not None:
+        for name in _COUNTERS:
+            if (number := _counter(cgroup / name)) is not None:
+                return OomKillCount(number, "in this cgroup")
+    number = _counter(root / "proc/vmstat")
+    return None if number is None else OomKillCount(number, "on this machine")
+
+
+def memory_limit_bytes(root: Path = _ROOT) -> int:
+    """Return the bytes of memory that the machine has, or the lowest limit of this process's cgroups if it is less."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text("ascii").splitlines())
+    limits = [int(fields["MemTotal"].split()[0]) * 1024]
+    for cgroup in memory_cgroups(root):
+        limits += [int(text) for name in _LIMITS if (text := _read(cgroup / name).strip()).isdecimal()]
+    return min(limits)
+
+
+def memory_cgroups(root: Path = _ROOT) -> Iterator[Path]:
+    """Yield the folder of this process's memory cgroup, then those of its ancestors up to the mounted one."""
+    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
+    paths = {path for number, controllers, path in lines if number == "0" or "memory" in controllers.split(",")}
+    for mount in (root / folder for folder in _CONTROLLERS):
+        # in a container the path may be the host's, and the mounted folder the container's own cgroup
+        inside = [path for path in sorted(paths) if ".." not in path and _has_memory(mount / path.lstrip("/"))]
+        if inside:
+            own = PurePosixPath(max(inside, key=len).lstrip("/"))
+            yield from (mount / folder for folder in (own, *own.parents) if _has_memory(mount / folder))
+            return
+        if _has_memory(mount):
+            yield mount
+            return
+
+
+def _has_memory(cgroup: Path) -> bool:
+    return any((cgroup / name).exists() for name in (*_COUNTERS, *_LIMITS))
+
+
+def _counter(path: Path) -> int | None:
+    """Return the number in the line `oom_kill N` of a file, or None if there is none."""
+    words = (line.split() for line in _read(path).splitlines())
+    return next((int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill"), None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("ascii", errors="replace")
+    except OSError:
+        return ""

@@ -125,5 +125,5 @@ def _run_session(
     backends = {one.cell.backend, *(at.cell.backend for at in configs.values())}
     with sigterm_as_interrupt(), LiveTable() as board:
         board.show(first, "starts")
-        with open_world_pool(Path(first.out), ref, backends, threads) as pool:
+        with open_world_pool(Path(first.out), ref, backends, threads, settled.device) as pool:
             return VerificationSession(runs, pool, configs, first, board.show).run()

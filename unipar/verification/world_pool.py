@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import registry
+from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
 from unipar.launcher import starters
 from unipar.launcher.processes.group import WorkerGroup
@@ -115,7 +116,7 @@ class WorldPool:
             files = [job_result_path(world.folder, world.done, rank) for rank in range(world.size)]
             if not all(file.exists() for file in files):
                 return
-            ranks: list[dict[str, Any]] = [torch.load(file, weights_only=True) for file in files]
+            ranks: list[dict[str, Any]] = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
             for file in files:
                 file.unlink()
             self._note_result(world.jobs[world.done].key, _result_or_error(ranks), results, on_result)
@@ -156,9 +157,14 @@ def group_jobs_by_library(jobs: Iterable[Job]) -> list[list[Job]]:
 
 
 @contextmanager
-def open_world_pool(folder: Path, ref: TaskRef, names: Iterable[str], threads: int) -> Generator[WorldPool]:
+def open_world_pool(
+    folder: Path, ref: TaskRef, names: Iterable[str], threads: int, device: str = "cpu"
+) -> Generator[WorldPool]:
     """Context manager: start a process that imports all these backends; yield a pool that forks workers from it."""
     backends = [registry.find_backend(name) for name in names]
-    with starters.ForkServer(starters.modules_to_import(backends, ["unipar.verification.worker.entry"])) as server:
+    modules = starters.modules_to_import(backends, ["unipar.verification.worker.entry"])
+    # a library that chooses its device when it is imported must not see a GPU if the ranks compute on the CPU
+    environment = {VISIBLE_DEVICES_VARIABLE: ""} if device == "cpu" else {}
+    with starters.ForkServer(modules, environment) as server:
         server.wait_until_ready()
         yield WorldPool(folder, ref, server, threads)

@@ -31,6 +31,12 @@ def test_it_ends_with_its_context() -> None:
     assert not is_running(pid)
 
 
+def test_cuda_is_not_started_by_a_question() -> None:
+    """Libraries ask torch at import for GPUs; if torch started CUDA for the answer, no fork could use it."""
+    with ForkServer(["json"]) as server:
+        assert b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
+
+
 def test_what_cannot_be_imported() -> None:
     """The library's own error is shown."""
     with (

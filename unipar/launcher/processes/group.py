@@ -36,7 +36,7 @@ from unipar.launcher.processes.watchdog import HangDetector
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.run_folder.layout import log_path, stack_path
 from unipar.task import pickled
-from unipar.utils.procfs import cores_per_rank
+from unipar.utils.procfs import cores_per_rank, count_oom_kills
 
 SECONDS_TO_END = 3.0
 """Seconds that the other ranks have to end when one has failed."""
@@ -138,6 +138,7 @@ class WorkerGroup:
             self._selector.close()
 
     def _start(self) -> None:
+        self._kills_before = count_oom_kills()
         # the kernel sends the parent-death signal when the thread that started the worker ends
         mortal = int(threading.current_thread() is threading.main_thread())
         environment = build_worker_environment(self.size, self._environment)
@@ -320,7 +321,7 @@ class WorkerGroup:
                 self.kill()
                 return hung
         well = [r.rank for r in self._ranks if r.code == 0]
-        error = postmortem.find_first_failure(self.run, self.size, failed, well)
+        error = postmortem.find_first_failure(self.run, self.size, failed, well, kills_before=self._kills_before)
         for rank in self._ranks:
             if rank.process is not None and rank.alive:
                 send_signal_to_group(rank.process, signal.SIGTERM)

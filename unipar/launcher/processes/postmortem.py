@@ -12,7 +12,8 @@ from unipar.run_folder.error_file import RecordedError, is_timeout, read_error
 from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, log_path
 from unipar.run_folder.ledger import Ledger
-from unipar.training.out_of_memory import describe_killed_rank
+from unipar.training.out_of_memory import describe_killed_rank, why_memory_ran_out
+from unipar.utils.procfs import OomKillCount
 
 KNOWN_ABORT_MESSAGES = (
     (
@@ -62,10 +63,18 @@ def find_timed_out_rank(run: Path, ended: Iterable[int]) -> int | None:
     return next((rank for rank in ended if (error := read_error(run, rank)) is None or error.timed_out), None)
 
 
-def find_first_failure(run: Path, size: int, ended: Mapping[int, int], well: Sequence[int] = ()) -> UniparError:
+def find_first_failure(
+    run: Path,
+    size: int,
+    ended: Mapping[int, int],
+    well: Sequence[int] = (),
+    *,
+    kills_before: OomKillCount | None = None,
+) -> UniparError:
     """Return the error of the rank that failed first.
 
-    `ended`: exit codes of the ranks that were found failed together; `well`: ranks that had ended with code 0 before.
+    `ended`: exit codes of the ranks that were found failed together; `well`: ranks that had ended with code 0 before;
+    `kills_before`: how many processes the kernel had killed for lack of memory when the ranks started.
     """
     errors = {
         rank: error for rank in range(size) if (error := read_error(run, rank)) is not None and error.kind != "Stopped"
@@ -80,7 +89,7 @@ def find_first_failure(run: Path, size: int, ended: Mapping[int, int], well: Seq
         or _signal_name(ended[silent[0]]) in _CRASH_SIGNALS
         or not any(rank in ended for rank in recorded)
     ):
-        return _unrecorded_failure(run, silent[0], ended[silent[0]])
+        return _unrecorded_failure(run, silent[0], ended[silent[0]], kills_before)
     first = recorded[0]
     return _recorded_failure(run, first, errors[first], well if errors[first].caused_by_other_rank else ())
 
@@ -99,15 +108,25 @@ def _recorded_failure(run: Path, rank: int, error: RecordedError, well: Sequence
     return own or failed
 
 
-def _unrecorded_failure(run: Path, rank: int, code: int) -> WorkerFailed:
+def _unrecorded_failure(run: Path, rank: int, code: int, kills_before: OomKillCount | None) -> WorkerFailed:
     """Return the error of a rank that ended without recording one."""
     log = log_path(run, rank)
     by, words = _signal_name(code), ""
     where = LastPhase.of(run, rank)
     at = f" {where}" if where is not None else ""
-    if by == "SIGKILL":
-        how = f"was killed by SIGKILL{at}: probably out of memory (see dmesg)"
+    if by == "SIGKILL" and (why := why_memory_ran_out(run, rank, kills_before)):
+        how = f"was killed by SIGKILL{at}: probably out of memory: {why}"
         words = f"\n  {memory}" if (memory := describe_killed_rank(run, rank)) else ""
+    elif by == "SIGKILL" and kills_before is not None:
+        how = (
+            f"was killed by SIGKILL{at}, from outside: by a person, a scheduler or a time limit; "
+            "the kernel counted no process killed for lack of memory"
+        )
+    elif by == "SIGKILL":
+        how = (
+            f"was killed by SIGKILL{at}, from outside: by a person, a scheduler, "
+            "or the kernel if memory ran out (see dmesg)"
+        )
     elif by:
         how = f"was killed by {by}{at}"
     elif code == PARENT_GONE_EXIT_CODE:

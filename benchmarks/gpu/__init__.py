@@ -1,0 +1,1 @@
+"""`make gpu`: tests, verify, compare, memory and precisions on a machine with a GPU, as one table."""
