@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
         assert (entry.state, entry.why, entry.steps, entry.of) == ("running", "", done, 12)
     assert entry.seconds is not None
     assert abs(time.time() - 100 - entry.seconds) < 60
+
+
+def test_a_run_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is running, and silent for longer than `launch.heartbeat`: how long, and where, is said."""
+    run = begun(tmp_path / "x", boot=boot_id())
+    (run / "config.json").write_text('{"batch": {}, "train": {}, "launch": {"heartbeat": 60.0}}', "utf-8")
+    heartbeat = HeartbeatWriter(heartbeat_path(run, 0))
+    heartbeat.step = 11
+    heartbeat.set_phase("backward")
+    now = time.monotonic()
+    for later, why in ((30, ""), (130, "no sign of life for 2:10, in the backward of step 11")):
+        monkeypatch.setattr(time, "monotonic", partial(float, now + later))
+        with lock_folder(run):
+            assert (only(tmp_path).state, only(tmp_path).why) == ("running", why)
 
 
 HOLD = """

@@ -16,10 +16,10 @@ from unipar.errors import ReportError
 from unipar.results.files import nested_mapping, read_mapping
 from unipar.run_folder.error_file import RecordedError, read_error, read_run_error
 from unipar.run_folder.folder import FOLDERS_THAT_STAY, RUN_FILES, is_locked
-from unipar.run_folder.heartbeat import LastPhase
-from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
+from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.utils.procfs import boot_id
-from unipar.utils.text import count_of, first_few
+from unipar.utils.text import count_of, first_few, format_clock
 
 RunState = Literal["running", "ended", "failed", "stopped", "died", "unreadable"]
 """State of a run; died: no process of it is left, and none has recorded an end or an error."""
@@ -189,7 +189,7 @@ def _read_run(run: Path, entry: RunEntry) -> RunEntry:
         loss=step.get("loss"),
         started=started,
     )
-    state, why, until = _state_of_run(run, launch, entry, tail)
+    state, why, until = _state_of_run(run, launch, config, entry, tail)
     counted = [row.get("step") or row.get("steps") for row in tail if row["event"] in ("step", "stopped", "end")]
     if state in ("running", "died") and (beat := LastPhase.of(run, 0)) is not None:
         counted.append(beat.step - (beat.phase in ("start", "data", "forward", "backward", "update")))
@@ -202,11 +202,15 @@ def _read_if_present(file: Path, what: str) -> dict[str, Any]:
 
 
 def _state_of_run(
-    run: Path, launch: Mapping[str, Any], entry: RunEntry, tail: Sequence[Mapping[str, Any]]
+    run: Path,
+    launch: Mapping[str, Any],
+    config: Mapping[str, Any],
+    entry: RunEntry,
+    tail: Sequence[Mapping[str, Any]],
 ) -> tuple[RunState, str, float]:
     """Return the state of a run, a sentence on it, and the time of its end, or now."""
     if _locked(run):  # the process that watches the run holds the lock, and loses it when it is killed
-        return "running", "", time.time()
+        return "running", _describe_silence(run, launch, config), time.time()
     ended = next((row for row in reversed(tail) if row["event"] in ("end", "stopped")), None)
     recorded = _first_error(run)
     if recorded is not None:
@@ -227,6 +231,15 @@ def _state_of_run(
         f"no process of it is left{where}{seen}",
         max(entry.changed, *(row["time"] for row in tail[-1:]), 0.0),
     )
+
+
+def _describe_silence(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return how long rank 0 of a running run has been silent, if that is longer than `launch.heartbeat`; else ""."""
+    beat, limit = read_heartbeat(heartbeat_path(run, 0)), nested_mapping(config, "launch").get("heartbeat")
+    if beat is None or not limit or beat.phase in ("start", "waiting", "end") or launch.get("boot") != boot_id():
+        return ""
+    silence = time.monotonic() - beat.when
+    return f"no sign of life for {format_clock(silence)}, {LastPhase(beat.phase, beat.step)}" if silence > limit else ""
 
 
 def _first_error(run: Path) -> RecordedError | None:
