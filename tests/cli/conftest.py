@@ -1,13 +1,35 @@
-"""Imports of all libraries, which `unipar backends` and `unipar doctor` both try first; they take some seconds."""
+"""Commands in the test's own process; imports of all libraries, which `backends` and `doctor` both try first."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from unipar.backend import installed, registry
 from unipar.backend.installed import ImportProbe
+from unipar.cli import app
+
+
+class Answer:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def unipar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command in this process."""
+
+    def typed(*words: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["unipar", *words])
+        with pytest.raises(SystemExit) as e:
+            app.main()
+        told = capsys.readouterr()
+        return Answer(int(e.value.code or 0), told.out, told.err)
+
+    return typed
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.comparisons import write_example_comparison
 from tests.support.exports import WORDS
-from unipar.cli import app
 from unipar.errors import ConfigError, Hung, NonFinite, Stopped, WorkerFailed
 
 CONFIG = """\
@@ -33,6 +31,7 @@ COMMANDS = (
         "run",
         "compare",
         "scale",
+        "runs",
         "report",
         "verify",
         "check",
@@ -53,25 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("x.yaml").write_text(CONFIG, encoding="utf-8")
     Path("net.py").write_text(NET, encoding="utf-8")
     return tmp_path
-
-
-class Answer:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def unipar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command in this process."""
-
-    def typed(*words: str) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["unipar", *words])
-        with pytest.raises(SystemExit) as e:
-            app.main()
-        told = capsys.readouterr()
-        return Answer(int(e.value.code or 0), told.out, told.err)
-
-    return typed
 
 
 def test_help_teaches_by_example(unipar: Any) -> None:
@@ -302,20 +282,6 @@ def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.Mon
     world = ["--world", "1,2"] if verb == "scale" else []
     assert unipar(verb, "x.yaml", "--cell", "single, native/nothing,", "--cell", "deepspeed/*", *world).code == 2
     assert asked == ["single", "native/nothing", "deepspeed/*"]
-
-
-def test_report(unipar: Any, folder: Path) -> None:
-    """The command prints the page's path; exit 2 where there is nothing to show."""
-    write_example_comparison(folder / "runs/x")
-    assert unipar("report", "runs/x").out == "page: runs/x/compare/report.html\n"
-    assert unipar("report", "runs/x", "runs/x", "--out", "y.html").out == "page: y.html\n"
-    assert Path("y.html").read_text("utf-8").startswith("<!doctype html>")
-    write_example_comparison(folder / "runs/z", parameters=1000)
-    assert unipar("report", "runs/x", "runs/z").out == (
-        "page: runs/z/compare/report.html\nThe two differ: parameters 8,926,848 before, 1,000 now.\n"
-    )
-    answer = unipar("report", "runs/y")
-    assert (answer.code, answer.err) == (2, "unipar: runs/y does not exist; give a run folder\n")
 
 
 def test_explain(unipar: Any) -> None:

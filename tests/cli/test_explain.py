@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -290,10 +291,19 @@ def test_check_refuses(source: ConfigSource, change: str, error: type[Exception]
 
 
 def test_check_sees_an_existing_run(source: ConfigSource) -> None:
-    """An existing run is refused as `run` refuses it, unless it may be overwritten."""
+    """With `out` it is refused as `run` refuses it, unless it may be overwritten; without, the next name is free."""
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/config.json").write_text('{"batch": {}, "train": {}}', "utf-8")
     Path("runs/x/launch.json").write_text('{"task": {}}', "utf-8")
+    assert check_config(source).splitlines()[-1] == "  out      runs/x-2"
+    assert check_config(source, overwrite=True).splitlines()[-1] == "  out      runs/x"
+    assert os.listdir("runs") == ["x"]
+    (value,) = (v for v in explain_config(source).values if v.key == "out")
+    assert (value.value, value.origin) == (
+        "runs/x-2",
+        "derived: runs/ and the config's name; runs/x is there already",
+    )
+    given = source.with_out("runs/x")
     with pytest.raises(OutExists, match=r"^out: runs/x already exists"):
-        check_config(source)
-    assert check_config(source, overwrite=True).startswith("x.yaml: good")
+        check_config(given)
+    assert check_config(given, overwrite=True).startswith("x.yaml: good")

@@ -29,6 +29,7 @@ COMMANDS = {
     "run": "run:run",
     "compare": "compare:compare",
     "scale": "scale:scale",
+    "runs": "report:print_runs",
     "report": "report:report",
     "verify": "verify:verify",
     "check": "check:check_run",

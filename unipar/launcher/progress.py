@@ -16,7 +16,7 @@ from unipar.run_folder.heartbeat import read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
 from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
-from unipar.utils.text import count_of, format_number, format_size
+from unipar.utils.text import count_of, format_clock, format_number, format_size
 
 LINES_IN_SHORT_RUN = 20
 """Number of plain lines in a short run; a long run has one every `SECONDS_BETWEEN_LINES` seconds."""
@@ -159,7 +159,7 @@ class Progress:
         if row is not None and row["seconds"]:
             says += f"  {_format_rate(row['samples'] / row['seconds'])}{_format_memory(row)}"
             if self._steps:
-                says += f"  {_format_clock((self._steps - done) * row['seconds'])}"
+                says += f"  {format_clock((self._steps - done) * row['seconds'])}"
         self._err.move_bar(
             description=f"step {self._step_of_total(done)}", completed=done, total=self._steps, says=says
         )
@@ -178,7 +178,7 @@ class Progress:
 
     def _summary(self) -> str:
         first, last = self._rows[0], self._rows[-1]
-        steps, took = count_of(last["step"], "step"), _format_clock(last["time"] - first["time"])
+        steps, took = count_of(last["step"], "step"), format_clock(last["time"] - first["time"])
         return f"{steps} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {relative_path(self._run)}"
 
 
@@ -193,12 +193,3 @@ def _format_memory(row: Mapping[str, Any]) -> str:
 
 def _format_rate(samples: float) -> str:
     return f"{samples:,.0f} samples/s" if samples >= 10 else f"{samples:.2g} samples/s"
-
-
-def _format_clock(seconds: float) -> str:
-    """Return seconds as a clock shows them: 90.4 as "1:30"."""
-    if seconds < 60:
-        return f"{max(0.0, seconds):.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -18,6 +18,15 @@ def format_duration(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
+def format_clock(seconds: float) -> str:
+    """Return seconds as a clock shows them: 90.4 as "1:30"."""
+    if seconds < 60:
+        return f"{max(0.0, seconds):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def format_size(count: float) -> str:
     """Return a number of bytes as 900 B, 612 MiB, 3.2 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -213,6 +213,7 @@ def _resolve_open_values(
 ) -> dict[str, ExplainedValue]:
     """Return the values that the config leaves open, with the reason for each."""
     from unipar.backend import resources
+    from unipar.run_folder.folder import first_free_folder
 
     config, origins = source.config, source.origins
     resolved: dict[str, ExplainedValue] = {}
@@ -226,7 +227,9 @@ def _resolve_open_values(
     for key, value, why in _derived_batch_sizes(config, sizes):
         resolved[key] = ExplainedValue(key, value, f"derived: {why}")
     if config.out is None:
-        resolved["out"] = ExplainedValue("out", str(source.out), "derived: runs/ and the config's name")
+        out = first_free_folder(source.out)
+        why = "" if out == source.out else f"; {source.out} is there already"
+        resolved["out"] = ExplainedValue("out", str(out), f"derived: runs/ and the config's name{why}")
     if depth is not None:
         if config.train.steps is None and depth.per_epoch is not None:
             epochs = config.train.epochs

@@ -15,6 +15,7 @@ from unipar.memory.account import MemoryAccount, read_accounts
 from unipar.report.data.comparison import read_config_keys
 from unipar.results.files import CONFIG_FILE, nested_mapping, read_mapping
 from unipar.results.run import Report
+from unipar.run_folder.layout import run_error_path
 from unipar.run_folder.ledger import Ledger
 
 _LEDGER_FILE_PATTERN = r"rank-(\d+)\.jsonl"
@@ -134,9 +135,9 @@ def _read_launch_file(file: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_first_error(folder: Path) -> str:
-    """Return the error with the earliest time, or "" if no rank recorded one."""
+    """Return the error with the earliest time, of a rank or of the run as a whole; "" if there is none."""
     errors: list[tuple[float, str]] = []
-    for file in folder.glob("rank-*.error.json"):
+    for file in (*folder.glob("rank-*.error.json"), run_error_path(folder)):
         try:
             error = json.loads(file.read_text("utf-8"))
             errors.append((float(error["time"]), f"{error['kind']}: {error['message']}"))

@@ -1,0 +1,327 @@
+"""`RunEntry`: a run, comparison, scaling or verification in short, as `unipar runs` lists it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from unipar import errors
+from unipar.errors import ReportError
+from unipar.results.files import nested_mapping, read_mapping
+from unipar.run_folder.error_file import RecordedError, read_error, read_run_error
+from unipar.run_folder.folder import FOLDERS_THAT_STAY, RUN_FILES, is_locked
+from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
+from unipar.run_folder.layout import heartbeat_path, ledger_path
+from unipar.utils.procfs import boot_id
+from unipar.utils.text import count_of, first_few, format_clock
+
+RunState = Literal["running", "ended", "failed", "stopped", "died", "unreadable"]
+"""State of a run; died: no process of it is left, and none has recorded an end or an error."""
+
+EntryKind = Literal["run", "comparison", "scaling", "verification"]
+
+RESULT_OF_COMMAND: dict[str, tuple[str, EntryKind]] = {
+    "compare": ("compare.json", "comparison"),
+    "worlds": ("worlds.json", "scaling"),
+    "scale": ("scale.json", "scaling"),
+    "verify": ("verify.json", "verification"),
+}
+"""File with the results, and kind of the results, by the folder in a run folder that a command writes to."""
+
+SEARCH_DEPTH = 3
+"""Levels of folders below the given one in which runs are searched."""
+
+FRESH_SECONDS = 120.0
+"""Seconds since a file was last written, within which a run on another machine counts as running."""
+
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEntry:
+    """A run, or the result of another command, in short."""
+
+    name: str
+    """Path relative to the folder that is listed."""
+
+    folder: str
+    kind: EntryKind
+    cell: str = ""
+    """Name of the cell, or number of cells; "" if it is not known."""
+
+    ranks: int | None = None
+    steps: int | None = None
+    """Optimizer steps done; of a comparison, in each cell."""
+
+    of: int | None = None
+    """Optimizer steps in all; None if they are counted in epochs and the data has not been read yet."""
+
+    loss: float | None = None
+    """Last loss that was logged."""
+
+    state: RunState
+    why: str = ""
+    """Sentence on a state that is not plain success."""
+
+    started: float
+    """Time of the start, in seconds since 1970."""
+
+    seconds: float | None = None
+    """Seconds from the start to the end, or until now; None for results that do not record it."""
+
+    size: int = 0
+    """Bytes on disk."""
+
+    changed: float = 0.0
+    """Time of the last change of a file; pages do not count."""
+
+
+def list_runs(folder: Path) -> list[RunEntry]:
+    """Return everything that was run in a folder, the latest start last; raise ReportError if there is no folder."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise ReportError(f"{folder} {what}: train first (unipar run FILE), or name a folder with runs")
+    found = [_entry(at, kind, folder) for at, kind in _find_results(folder, SEARCH_DEPTH)]
+    return sorted(found, key=lambda entry: (entry.started, entry.name))
+
+
+def _find_results(folder: Path, depth: int) -> Iterator[tuple[Path, EntryKind]]:
+    """Yield the folders of runs and of other results, with their kinds; what is inside of these is not searched."""
+    own = RESULT_OF_COMMAND.get(folder.name)
+    if own is not None and (folder / own[0]).is_file():
+        yield folder, own[1]
+        return
+    found = False
+    for name, (file, kind) in RESULT_OF_COMMAND.items():
+        at = folder / name
+        if (at / file).is_file() or (at.is_dir() and _locked(at)):
+            found = True
+            yield at, kind
+    if _is_run(folder):
+        found = True
+        yield folder, "run"
+    if found or not depth:
+        return
+    try:
+        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for path in below:
+        if not path.name.startswith("."):
+            yield from _find_results(path, depth - 1)
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a run was started in a folder; a config.json alone may be any program's, unless it is empty."""
+    config, launch = (folder / name for name in RUN_FILES)
+    try:
+        return launch.is_file() or ledger_path(folder, 0).is_file() or (config.is_file() and not config.stat().st_size)
+    except OSError:
+        return False
+
+
+def _locked(folder: Path) -> bool:
+    try:
+        return is_locked(folder)
+    except OSError:
+        return False
+
+
+def _entry(at: Path, kind: EntryKind, listed: Path) -> RunEntry:
+    name = str(at.relative_to(listed)) if at != listed else at.resolve().name
+    size, first, last = _measure(at, FOLDERS_THAT_STAY if kind == "run" else ())
+    entry = RunEntry(
+        name=name, folder=str(at), kind=kind, state="unreadable", started=first, size=size, changed=last or first
+    )
+    try:
+        return _read_run(at, entry) if kind == "run" else _read_other(at, kind, entry)
+    except ReportError as e:
+        return replace(entry, why=str(e))
+    except OSError as e:
+        return replace(entry, why=f"{e.filename or at} cannot be read: {e.strerror or e}")
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
+        return replace(entry, why=f"a file in {at} was not written by unipar ({type(e).__name__}: {e})")
+
+
+def _measure(folder: Path, without: Sequence[str]) -> tuple[int, float, float]:
+    """Return a folder's bytes on disk, and the times at which its oldest and newest file were last written.
+
+    Pages have no part in the times: they may be made long after.
+    """
+    size, times = 0, list[float]()
+    for above, folders, files in os.walk(folder):
+        if Path(above) == folder:
+            folders[:] = [name for name in folders if name not in without]
+        for name in files:
+            try:
+                stat = os.lstat(os.path.join(above, name))
+            except OSError:
+                continue
+            size += stat.st_blocks * 512
+            if not name.endswith(".html"):
+                times.append(stat.st_mtime)
+    return size, min(times, default=0.0), max(times, default=0.0)
+
+
+# Runs
+
+
+def _read_run(run: Path, entry: RunEntry) -> RunEntry:
+    launch = _read_if_present(run / "launch.json", "launch of a run")
+    config = _read_if_present(run / "config.json", "config of a run")
+    settled = nested_mapping(launch, "settled")
+    head, tail = _first_and_last_events(ledger_path(run, 0))
+    start = next((row for row in head if row["event"] == "start"), {})
+    step = next((row for row in reversed(tail) if row["event"] == "step"), {})
+    started = min([(run / "launch.json").stat().st_mtime] if launch else [entry.started], default=entry.started)
+    started = min([started, *(row["time"] for row in head[:1])])
+    entry = replace(
+        entry,
+        cell=str(start.get("cell") or settled.get("cell") or ""),
+        ranks=start.get("size") or nested_mapping(settled, "sizes").get("ranks"),
+        of=step.get("of") or nested_mapping(config, "train").get("steps"),
+        loss=step.get("loss"),
+        started=started,
+    )
+    state, why, until = _state_of_run(run, launch, config, entry, tail)
+    counted = [row.get("step") or row.get("steps") for row in tail if row["event"] in ("step", "stopped", "end")]
+    if state in ("running", "died") and (beat := LastPhase.of(run, 0)) is not None:
+        counted.append(beat.step - (beat.phase in ("start", "data", "forward", "backward", "update")))
+    steps = max([0, *(int(number) for number in counted if number)])
+    return replace(entry, state=state, why=why, steps=steps, seconds=max(0.0, until - started))
+
+
+def _read_if_present(file: Path, what: str) -> dict[str, Any]:
+    return read_mapping(file, what) if file.exists() and file.stat().st_size else {}
+
+
+def _state_of_run(
+    run: Path,
+    launch: Mapping[str, Any],
+    config: Mapping[str, Any],
+    entry: RunEntry,
+    tail: Sequence[Mapping[str, Any]],
+) -> tuple[RunState, str, float]:
+    """Return the state of a run, a sentence on it, and the time of its end, or now."""
+    if _locked(run):  # the process that watches the run holds the lock, and loses it when it is killed
+        return "running", _describe_silence(run, launch, config), time.time()
+    ended = next((row for row in reversed(tail) if row["event"] in ("end", "stopped")), None)
+    recorded = _first_error(run)
+    if recorded is not None:
+        state: RunState = "stopped" if recorded.kind in ("Stopped", "KeyboardInterrupt") else "failed"
+        return state, _sentence(recorded), recorded.time
+    if ended is not None and ended["event"] == "stopped":
+        return "stopped", f"stopped by a signal after step {ended['step']}", ended["time"]
+    if ended is not None:
+        return "ended", "", ended["time"]
+    elsewhere = launch.get("boot") not in (None, boot_id())
+    if elsewhere and time.time() - entry.changed < FRESH_SECONDS:
+        return "running", "", time.time()
+    phase = LastPhase.of(run, 0)
+    seen = f"; rank 0 was last seen {phase}" if phase is not None else "; it had not begun to train"
+    where = " on this machine, and nothing was written lately from another" if elsewhere else ""
+    return (
+        "died",
+        f"no process of it is left{where}{seen}",
+        max(entry.changed, *(row["time"] for row in tail[-1:]), 0.0),
+    )
+
+
+def _describe_silence(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return how long rank 0 of a running run has been silent, if that is longer than `launch.heartbeat`; else ""."""
+    beat, limit = read_heartbeat(heartbeat_path(run, 0)), nested_mapping(config, "launch").get("heartbeat")
+    if beat is None or not limit or beat.phase in ("start", "waiting", "end") or launch.get("boot") != boot_id():
+        return ""
+    silence = time.monotonic() - beat.when
+    return f"no sign of life for {format_clock(silence)}, {LastPhase(beat.phase, beat.step)}" if silence > limit else ""
+
+
+def _first_error(run: Path) -> RecordedError | None:
+    """Return the error of the run as a whole, else the first error of a rank."""
+    if (whole := read_run_error(run)) is not None:
+        return whole
+    found: list[RecordedError] = []
+    for file in run.glob("rank-*.error.json"):
+        rank = re.fullmatch(r"rank-(\d+)\.error\.json", file.name)
+        if rank is not None and (error := read_error(run, int(rank[1]))) is not None:
+            plain = error.kind == "Stopped"
+            found.append(error if plain else replace(error, message=f"rank {rank[1]} failed: {error.line}", kind=""))
+    return min(found, key=lambda error: (error.kind == "Stopped", error.time), default=None)
+
+
+def _sentence(error: RecordedError) -> str:
+    """Return the first line of an error's message; errors that are not unipar's own with their type."""
+    own = not error.kind or hasattr(errors, error.kind)
+    return error.message.strip().partition("\n")[0] if own else error.line
+
+
+def _first_and_last_events(ledger: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the first events of a ledger and its last ones, back to a logged step; a long one is not read as a whole.
+
+    An unfinished last line is left out.
+    """
+    if not ledger.exists():
+        return [], []
+    with ledger.open("rb") as file:
+        head = file.read(_TAIL_BYTES)
+        size, length = file.seek(0, 2), _TAIL_BYTES
+        while True:
+            begin = max(0, size - length)
+            file.seek(begin)
+            lines = file.read().split(b"\n")[1 if begin else 0 : -1]
+            tail = [_event(line, ledger) for line in lines]
+            if not begin or any(row["event"] == "step" for row in tail):
+                return [_event(line, ledger) for line in head.split(b"\n")[:-1]], tail
+            length *= 4
+
+
+def _event(line: bytes, ledger: Path) -> dict[str, Any]:
+    try:
+        row: Any = json.loads(line)
+        return {**row, "event": str(row["event"]), "time": float(row["time"])}
+    except (LookupError, TypeError, ValueError):
+        raise ReportError(f"{ledger} cannot be read as a rank's ledger: one of its lines is not an event") from None
+
+
+# Comparisons, scalings, verifications
+
+
+def _read_other(at: Path, kind: EntryKind, entry: RunEntry) -> RunEntry:
+    file = at / RESULT_OF_COMMAND[at.name][0]
+    running = _locked(at)
+    data = read_mapping(file, kind) if file.exists() else {}
+    rows: list[Mapping[str, Any]] = data.get("worlds" if kind == "scaling" else "cells", [])
+    names = dict.fromkeys(str(row["cell"]) for row in rows)
+    sizes = [int(row["ranks"]) for row in rows if row.get("ranks")] or [int(data.get("ranks") or 0)]
+    entry = replace(
+        entry,
+        cell=count_of(len(names), "cell") if rows else "",
+        ranks=max(sizes) or max((len(row.get("peak_rss", ())) for row in rows), default=0) or None,
+        steps=max((len(row.get("losses", ())) for row in rows), default=0) or None,
+    )
+    state, why = ("running", "") if running else _state_of_rows(data, rows, kind)
+    return replace(entry, state=state, why=why)
+
+
+def _state_of_rows(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], kind: str) -> tuple[RunState, str]:
+    """Return the state of a comparison, a scaling or a verification by its rows, and a sentence on it."""
+    by: dict[str, list[str]] = {}
+    for row in rows:
+        by.setdefault(str(row["outcome"]), []).append(str(row["cell"]))
+    again = "" if kind == "verification" else "; the same command goes on"
+    if waits := by.get("waits"):
+        left = f"{len(waits)} of {len(rows)} did not run{again}"
+        return ("stopped" if data.get("interrupted") else "died"), left
+    if data.get("interrupted"):
+        return "stopped", f"it was interrupted{again}"
+    for outcome, verb in (("failed", "failed"), ("disagrees", "disagreed"), ("unlike", "trained something else")):
+        if cells := by.get(outcome):
+            return "failed", f"{first_few(cells)} {verb}"
+    stopped = str(data.get("stopped") or "")
+    return ("failed", stopped) if stopped else ("ended", "")
