@@ -20,7 +20,7 @@ _PACKAGES = {
     "libcudart.so": ("nvidia-cuda-runtime", "nvidia-cuda-runtime"),
     "crt/host_config.h": ("nvidia-cuda-nvcc", "nvidia-cuda-crt"),
     "nv/target": ("nvidia-cuda-cccl", "nvidia-cuda-cccl"),
-    "nvcc": ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc"),
+    "nvcc": ("", "nvidia-cuda-nvcc"),
     "nccl.h": ("nvidia-nccl", "nvidia-nccl"),
     "libnccl.so": ("nvidia-nccl", "nvidia-nccl"),
 }
@@ -79,19 +79,19 @@ def find_cuda_parts(cuda: str, site: Path, path: str, environ: Mapping[str, str]
     """Return where each part is: in nvcc's toolkit, in the packages beside torch, or in the system's folders."""
     parts = CudaParts(nvcc=find_nvcc(site, path, environ))
     if not parts.nvcc:
-        parts.missing.append(_with_package("nvcc", cuda))
+        parts.missing.append(with_package("nvcc", cuda))
     roots = list(_roots(parts.nvcc, site))
     for header in HEADERS:
         folders = [root / part for root in roots for part in ("include", "include/cccl")]
         if found := next((folder for folder in folders if (folder / header).exists()), None):
             parts.include += [] if found in parts.include else [found]
         else:
-            parts.missing.append(_with_package(header, cuda))
+            parts.missing.append(with_package(header, cuda))
     for name in LIBRARIES:
         if library := _find_library(name, roots):
             parts.libraries[name] = library
         elif name in NEEDED_LIBRARIES:
-            parts.missing.append(_with_package(name, cuda))
+            parts.missing.append(with_package(name, cuda))
     return parts
 
 
@@ -129,8 +129,11 @@ def _find_library(name: str, roots: list[Path]) -> Path | None:
     return None
 
 
-def _with_package(part: str, cuda: str) -> str:
+def with_package(part: str, cuda: str) -> str:
+    """Return the part with what brings it; no package of pip's brings nvcc itself before CUDA 13."""
     major = int(cuda.split(".")[0])
+    if part == "nvcc" and major < 13:
+        return f"nvcc (the toolkit of CUDA {cuda})"
     package = _PACKAGES[part][major >= 13]
     if major < 13 or package == "nvidia-nccl":
         package += f"-cu{major}"

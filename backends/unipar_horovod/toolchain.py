@@ -18,7 +18,7 @@ from pathlib import Path
 
 from unipar.utils.files import path_with_scripts
 from unipar.utils.procfs import available_memory_bytes
-from unipar_horovod.cuda_parts import cuda_variables, find_nvcc, gather_cuda
+from unipar_horovod.cuda_parts import cuda_variables, find_nvcc, gather_cuda, with_package
 
 HOROVOD_VERSION = "0.28.1"
 OLDEST_CMAKE = (3, 13)
@@ -87,7 +87,7 @@ def _missing_tools(torch: TorchBuild | str, environ: Mapping[str, str], path: st
     yield from _missing_cmake(path)
     asked = environ.get("HOROVOD_GPU_OPERATIONS")
     if isinstance(torch, TorchBuild) and torch.cuda and asked and not find_nvcc(torch.site, path, environ):
-        yield f"nvcc, for HOROVOD_GPU_OPERATIONS={asked} (pip install nvidia-cuda-nvcc=={torch.cuda}.*, or unset it)"
+        yield f"for HOROVOD_GPU_OPERATIONS={asked}, {with_package('nvcc', torch.cuda)}"
     if find_spec("pip") is None:
         yield f"pip ({sys.executable} -m ensurepip)"
     have = _version_of("setuptools")

@@ -32,7 +32,7 @@ NEW_LAYOUT = {
 
 OLD_LAYOUT = {
     "cuda_runtime": ("include/cuda_runtime.h", "lib/libcudart.so.12"),
-    "cuda_nvcc": ("include/crt/host_config.h", "bin/nvcc"),
+    "cuda_nvcc": ("include/crt/host_config.h",),
     "cuda_cccl": ("include/nv/target",),
     "nccl": ("include/nccl.h", "lib/libnccl.so.2"),
 }
@@ -164,10 +164,10 @@ def test_a_missing_part_makes_a_build_for_cpu_tensors(tmp_path: Path) -> None:
 
 
 def test_packages_of_cuda_12_have_other_names(tmp_path: Path) -> None:
-    """They end in -cu12, and one brings nvcc and its headers."""
+    """They end in -cu12, and none brings nvcc."""
     parts = cuda_parts.find_cuda_parts("12.8", tmp_path, "", {})
     assert parts.missing[:3] == [
-        "nvcc (pip install nvidia-cuda-nvcc-cu12==12.8.*)",
+        "nvcc (the toolkit of CUDA 12.8)",
         "cuda_runtime.h (pip install nvidia-cuda-runtime-cu12==12.8.*)",
         "crt/host_config.h (pip install nvidia-cuda-nvcc-cu12==12.8.*)",
     ]
@@ -187,7 +187,7 @@ def test_nvcc_names_its_own_toolkit(tmp_path: Path) -> None:
 
 def test_what_the_user_asks_for_comes_first(tmp_path: Path) -> None:
     """HOROVOD_NCCL_LIB of the user's stays, and a build that was asked for is not given up for another."""
-    site = packages(tmp_path / "site", OLD_LAYOUT)
+    site = packages(tmp_path / "site", {**OLD_LAYOUT, "toolkit": ("bin/nvcc",)})
     environ = {"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LIB": "/mine"}
     plan = toolchain.find_features(torch(site, "12.8"), tmp_path / "links", environ, "")
     assert (plan.names, plan.found, plan.cuda) == (("gloo", "nccl"), False, tmp_path / "links/cuda")

@@ -72,7 +72,7 @@ def test_nvcc_is_needed_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytes
         tool(tmp_path / "bin", name, says)
     assert toolchain.list_missing(CUDA, {}, str(tmp_path / "bin")) == []
     (said,) = toolchain.list_missing(CUDA, {"HOROVOD_GPU_OPERATIONS": "NCCL"}, str(tmp_path / "bin"))
-    assert said == "nvcc, for HOROVOD_GPU_OPERATIONS=NCCL (pip install nvidia-cuda-nvcc==13.0.*, or unset it)"
+    assert said == "for HOROVOD_GPU_OPERATIONS=NCCL, nvcc (pip install nvidia-cuda-nvcc==13.0.*)"
 
 
 def test_python_packages_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
