@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 
 LARGE, SMALL, SMALL_SIZE = 10_000_000, 100, 1_000
-LARGE_CALLS = 10
+LARGE_CALLS = 3
 RANKS = 2
 KINDS = ("released", "unipar")
 
@@ -78,17 +79,19 @@ def _cpu_seconds() -> float:
 
 def compare_speed(installed: Path, calls: int) -> None:
     """Time all-reduces of both libraries in turn; print the median ratio, with the middle half of the ratios."""
+    from unipar_horovod.rendezvous import serve_rendezvous
+
     times = {kind: list[list[float]]() for kind in KINDS}
-    workers = {kind: _start(installed / kind) for kind in KINDS}
-    try:
+    workers: dict[str, list[subprocess.Popen[str]]] = {}
+    with ExitStack() as stack:
+        for kind in KINDS:
+            workers[kind] = _start(installed / kind, stack.enter_context(serve_rendezvous(RANKS, RANKS)))
+            for rank in workers[kind]:
+                stack.enter_context(rank)  # its end waits for the rank
+                stack.callback(rank.kill)
         for _ in range(calls):
             for kind in KINDS:
                 times[kind].append(_one_round(workers[kind]))
-    finally:
-        for ranks in workers.values():
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
     for number, what in enumerate((f"{LARGE / 1e6:g}M floats", f"{SMALL} tensors of {SMALL_SIZE}")):
         old, new = ([row[number] for row in times[kind]] for kind in KINDS)
         low, middle, high = statistics.quantiles([b / a for a, b in zip(old, new, strict=True)], n=4)
@@ -98,12 +101,10 @@ def compare_speed(installed: Path, calls: int) -> None:
         )
 
 
-def _start(installed: Path) -> list[subprocess.Popen[str]]:
+def _start(installed: Path, port: int) -> list[subprocess.Popen[str]]:
     """Start the ranks with one library; they wait for a line before each round."""
-    from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous
+    from unipar_horovod.rendezvous import rendezvous_variables
 
-    server = serve_rendezvous(RANKS, RANKS)
-    port = server.__enter__()  # the server's thread ends with this process
     path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
     return [
         subprocess.Popen(
