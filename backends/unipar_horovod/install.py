@@ -14,14 +14,16 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from unipar.errors import BackendNotInstalled
 from unipar.utils.files import cache_folder, path_with_scripts, whole
-from unipar_horovod.run_command import CommandFailed, ShowPercent, run_logged, show_progress
+from unipar_horovod.recipe import prepare_source, recipe_key
+from unipar_horovod.run_command import CommandFailed, ShowPercent, count_finished, run_logged, show_progress
 from unipar_horovod.toolchain import (
+    HOROVOD_VERSION,
     BuildFeatures,
     TorchBuild,
     features_asked_for,
@@ -32,11 +34,8 @@ from unipar_horovod.toolchain import (
     wheel_key,
 )
 
-HOROVOD_VERSION = "0.28.1"
 HOROVOD_SDIST = f"horovod-{HOROVOD_VERSION}.tar.gz"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-PATCHED_FILES = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
-CXX_STANDARD_LINE = "set(CMAKE_CXX_STANDARD 14)"
 PIP_COMMAND = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
@@ -50,6 +49,9 @@ class Wheel:
 
     how: str
     """Origin of the wheel, for the report: built now, or from the cache."""
+
+    notes: tuple[str, ...] = ()
+    """Sentences about what it lacks."""
 
 
 def install_horovod(*, force: bool = False) -> str:
@@ -75,51 +77,66 @@ def _build_and_install(torch: TorchBuild, folder: Path, log: Path, force: bool) 
     wanted = find_features(torch, folder / "links")
     if not force and _is_installed() and _works(wanted, log):
         return f"horovod {HOROVOD_VERSION} is installed already: two processes summed a tensor with it over loopback"
-    wheel = _get_wheel(torch, wanted, folder, log, force)
-    with show_progress("installing horovod"):
-        command = [*PIP_COMMAND, "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel.path)]
-        _run_or_explain(command, log, "pip did not install its wheel")
-    _prove_or_uninstall(wheel, log)
+    wheel = _install_first_that_works(torch, wanted, folder, log, force)
+    notes = "".join(f"; {note}" for note in wheel.notes)
     return (
         f"horovod {HOROVOD_VERSION} for torch {torch.version} is installed, with {', '.join(wheel.names)} "
-        f"({wheel.how}; {time.monotonic() - begun:.0f} s): two processes summed a tensor with it over loopback"
+        f"({wheel.how}; {time.monotonic() - begun:.0f} s){notes}: two processes summed a tensor with it over loopback"
     )
 
 
-def _get_wheel(torch: TorchBuild, wanted: BuildFeatures, folder: Path, log: Path, force: bool) -> Wheel:
+def _install_first_that_works(torch: TorchBuild, wanted: BuildFeatures, folder: Path, log: Path, force: bool) -> Wheel:
+    """Install and test Horovod with all that was found; where that fails, with what was asked for alone."""
     plans = [wanted, features_asked_for(torch, folder / "links")] if wanted.found else [wanted]
     for plan in plans:
-        cached = _cache_subfolder("wheels") / wheel_key(HOROVOD_VERSION, torch, plan.names)
-        if not force and (wheels := sorted(cached.glob("*.whl"))):
-            return Wheel(wheels[0], plan.names, "a wheel from the cache")
         try:
-            how = "built here" if plan is wanted else f"built here, as the build with {', '.join(wanted.names)} failed"
-            return Wheel(_build_wheel(torch, plan, folder, cached, log), plan.names, how)
-        except BackendNotInstalled:
+            wheel = _get_wheel(torch, plan, folder, log, force)
+            with show_progress("installing horovod"):
+                command = [*PIP_COMMAND, "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel.path)]
+                _run_or_explain(command, log, "pip did not install its wheel")
+            _prove_or_uninstall(wheel, log)
+        except BackendNotInstalled as e:
             if plan is plans[-1]:
                 raise
+            plans[-1] = replace(plans[-1], notes=(note_of_failure(wanted, plans[-1], str(e)),))
+        else:
+            return wheel
     raise AssertionError("unreachable")
+
+
+def note_of_failure(wanted: BuildFeatures, left: BuildFeatures, why: str) -> str:
+    """Return the sentence that says what the installed build lacks, as the wanted one failed."""
+    lost = [name for name in wanted.names if name not in left.names]
+    tensors = "for CPU tensors only, " if wanted.cuda and not left.cuda else ""
+    return f"{tensors}without {' and '.join(lost)}, as the build with {', '.join(wanted.names)} failed: {why}"
+
+
+def _get_wheel(torch: TorchBuild, plan: BuildFeatures, folder: Path, log: Path, force: bool) -> Wheel:
+    cached = _cache_subfolder("wheels") / wheel_key(HOROVOD_VERSION, torch, plan.names, recipe_key())
+    if not force and (wheels := sorted(cached.glob("*.whl"))):
+        return Wheel(wheels[0], plan.names, "a wheel from the cache", plan.notes)
+    return Wheel(_build_wheel(torch, plan, folder, cached, log), plan.names, "built here", plan.notes)
 
 
 def _build_wheel(torch: TorchBuild, plan: BuildFeatures, folder: Path, cached: Path, log: Path) -> Path:
     """Build a wheel from the released source, and return its path in the folder `cached`."""
-    source = _unpack(_fetch_source(folder, log), folder / f"source-{len(plan.names)}")
-    patch_cxx_standard(source, torch.standard)
+    source = unpack(fetch_source(folder, log), folder / f"source-{len(plan.names)}")
+    prepare_source(source, torch, plan)
     built = folder / f"built-{len(plan.names)}"
-    command = [*PIP_COMMAND, "-v", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
-    with show_progress(f"building horovod {HOROVOD_VERSION} for torch {torch.version}") as say:
-        _run_or_explain(
-            [*command, "-w", str(built), str(source)],
-            log,
-            f"it could not be built for torch {torch.version}",
-            env=build_environment(plan),
-            say=say,
-        )
+    with show_progress(f"building horovod {HOROVOD_VERSION} for torch {torch.version}") as show:
+        run_build(source, built, plan, log, count_finished(show, parallel_jobs()))
     (wheel,) = built.glob("*.whl")
     cached.mkdir(parents=True, exist_ok=True)
     with whole(cached / wheel.name) as partial:
         shutil.move(wheel, partial)
     return cached / wheel.name
+
+
+def run_build(source: Path, built: Path, plan: BuildFeatures, log: Path, say: ShowPercent | None = None) -> None:
+    """Compile `source` into a wheel in the folder `built`."""
+    command = [*PIP_COMMAND, "-v", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+    trouble = "it could not be built for this torch"
+    _run_or_explain([*command, "-w", str(built), str(source)], log, trouble, env=build_environment(plan), say=say)
 
 
 def build_environment(plan: BuildFeatures) -> dict[str, str]:
@@ -137,7 +154,7 @@ def build_environment(plan: BuildFeatures) -> dict[str, str]:
     }
 
 
-def _fetch_source(folder: Path, log: Path) -> Path:
+def fetch_source(folder: Path, log: Path) -> Path:
     """Return the released archive; pip checks its checksum before it runs any of it, and so does this function."""
     archive = _cache_subfolder("sources") / HOROVOD_SDIST
     if not archive.exists():
@@ -166,26 +183,12 @@ def check_sha256(archive: Path) -> None:
         )
 
 
-def _unpack(archive: Path, folder: Path) -> Path:
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpack the archive in `folder`, and return the folder of the source."""
     with tarfile.open(archive) as tar:
         tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Debian's Python 3.11.2 has none yet
         tar.extractall(folder)
     return folder / f"horovod-{HOROVOD_VERSION}"
-
-
-def patch_cxx_standard(source: Path, standard: int) -> None:
-    """Replace C++14, in both places that ask for it, by the standard that torch was compiled with."""
-    for name in PATCHED_FILES:
-        file = source / name
-        text = file.read_text("utf-8")
-        if text.count(CXX_STANDARD_LINE) != 1:
-            raise BackendNotInstalled(
-                f"{name} of horovod {HOROVOD_VERSION} does not hold {CXX_STANDARD_LINE!r} once: it is not the source "
-                "that was released"
-            )
-        file.write_text(
-            text.replace(CXX_STANDARD_LINE, CXX_STANDARD_LINE.replace("14", str(standard))), encoding="utf-8"
-        )
 
 
 def _is_installed() -> bool:

@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +45,20 @@ def show_progress(task: str) -> Generator[ShowPercent]:
         terminal.stop()
 
 
+def count_finished(show: ShowPercent, jobs: int) -> ShowPercent:
+    """Return a function for make's percentages, which count what is begun: it shows what `jobs` compilers finished."""
+    begun: deque[int] = deque(maxlen=jobs)
+
+    def say(percent: int) -> None:
+        if percent >= 100:
+            show(percent)
+        elif len(begun) == jobs:
+            show(begun[0])
+        begun.append(percent)
+
+    return say
+
+
 def _progress_lines(task: str, terminal: Terminal) -> ShowPercent:
     begun, last = time.monotonic(), 0
 
@@ -68,19 +84,21 @@ def run_logged(
     first = last = ""
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {' '.join(command)}\n")
-        child = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        with _signals_held() as deliver:
+            child = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
         assert child.stdout is not None
         try:
+            deliver()
             for line in child.stdout:
                 out.write(line)
                 last = line.strip() or last
@@ -98,6 +116,33 @@ def run_logged(
     if code:
         raise CommandFailed(first or last or f"{command[0]} ended with exit code {code}")
     return last
+
+
+@contextmanager
+def _signals_held() -> Generator[Callable[[], None]]:
+    """Context manager: note SIGINT and SIGTERM instead of acting on them; yield the function that sends them again.
+
+    Where a handler raises inside Popen, nobody knows the process that it has started, and so nobody ends it.
+    """
+    came: list[int] = []
+
+    def deliver() -> None:
+        for number in came:
+            signal.raise_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():  # no handler runs here
+        yield deliver
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if callable(handler):
+            signal.signal(number, lambda got, _: came.append(got))
+    try:
+        yield deliver
+    finally:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)
 
 
 def _end_command(child: subprocess.Popen[str]) -> None:

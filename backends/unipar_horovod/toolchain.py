@@ -18,7 +18,9 @@ from pathlib import Path
 
 from unipar.utils.files import path_with_scripts
 from unipar.utils.procfs import available_memory_bytes
+from unipar_horovod.cuda_parts import cuda_variables, find_nvcc, gather_cuda, with_package
 
+HOROVOD_VERSION = "0.28.1"
 OLDEST_CMAKE = (3, 13)
 FIRST_SETUPTOOLS_REFUSED = 81
 MODULES_NEEDED = ("wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml")
@@ -28,7 +30,7 @@ _TORCH_QUERY = """
 import json, os, torch
 shown = torch.__config__.show()
 print(json.dumps([str(torch.__version__), shown, bool(torch.compiled_with_cxx11_abi()), torch.version.cuda or "",
-                  os.path.dirname(os.path.dirname(torch.__file__))]))
+                  os.path.dirname(os.path.dirname(torch.__file__)), torch.version.hip or ""]))
 """
 
 
@@ -47,6 +49,8 @@ class TorchBuild:
     site: Path = Path()
     """Folder that holds torch and the libraries that were installed with it."""
 
+    hip: str = ""
+
 
 def query_torch() -> TorchBuild | str:
     """Return the properties of this environment's torch, or a sentence that says why it cannot be imported."""
@@ -54,8 +58,8 @@ def query_torch() -> TorchBuild | str:
     if query.returncode:
         why = query.stderr.strip().splitlines() or [f"exit code {query.returncode}"]
         return f"torch, which cannot be imported: {why[-1]} (pip install torch)"
-    number, shown, abi, cuda, site = json.loads(query.stdout.splitlines()[-1])
-    return TorchBuild(version=number, standard=cxx_standard_of(shown), abi=abi, cuda=cuda, site=Path(site))
+    number, shown, abi, cuda, site, hip = json.loads(query.stdout.splitlines()[-1])
+    return TorchBuild(version=number, standard=cxx_standard_of(shown), abi=abi, cuda=cuda, site=Path(site), hip=hip)
 
 
 def cxx_standard_of(shown: str) -> int:
@@ -81,8 +85,9 @@ def _missing_tools(torch: TorchBuild | str, environ: Mapping[str, str], path: st
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         yield "Python.h (apt install python3-dev)"
     yield from _missing_cmake(path)
-    if isinstance(torch, TorchBuild) and torch.cuda and not shutil.which("nvcc", path=path):
-        yield f"nvcc, as this torch has CUDA {torch.cuda} (apt install nvidia-cuda-toolkit, or a torch for the CPU)"
+    asked = environ.get("HOROVOD_GPU_OPERATIONS")
+    if isinstance(torch, TorchBuild) and torch.cuda and asked and not find_nvcc(torch.site, path, environ):
+        yield f"for HOROVOD_GPU_OPERATIONS={asked}, {with_package('nvcc', torch.cuda)}"
     if find_spec("pip") is None:
         yield f"pip ({sys.executable} -m ensurepip)"
     have = _version_of("setuptools")
@@ -121,54 +126,67 @@ class BuildFeatures:
     found: bool = False
     """True where some features were found on this machine and not asked for: a build without them is tried, too."""
 
+    cuda: Path | None = None
+    """CUDA toolkit of the build; None builds for CPU tensors."""
+
+    notes: tuple[str, ...] = ()
+    """Sentences about what was left out, and how to get it."""
+
 
 def find_features(
     torch: TorchBuild, links: Path, environ: Mapping[str, str] = os.environ, path: str | None = None
 ) -> BuildFeatures:
     """Return the features that Horovod's own variables ask for; where those are not set, all that this machine has."""
     path = path_with_scripts() if path is None else path
-    variables: dict[str, str] = {}
-    found = False
-    if environ.get("HOROVOD_WITHOUT_MPI") == "1":
-        mpi = False
-    elif environ.get("HOROVOD_WITH_MPI") == "1":
-        mpi = True
-    else:
-        mpi = found = shutil.which("mpicxx", path=path) is not None
-        variables["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
-    gpu = environ.get("HOROVOD_GPU_OPERATIONS")
-    if gpu is None and torch.cuda and (nccl := _nccl_variables(torch, links)) is not None:
-        gpu, found = "NCCL", True
-        variables |= {"HOROVOD_GPU_OPERATIONS": gpu, **nccl}
-    return BuildFeatures(tuple(x for x in ("gloo", "mpi" if mpi else "", (gpu or "").lower()) if x), variables, found)
+    mpi = _find_mpi(environ, path)
+    cuda = _find_cuda(torch, links / "cuda", environ, path)
+    return BuildFeatures(
+        names=("gloo", *mpi.names, *cuda.names),
+        variables={**mpi.variables, **cuda.variables},
+        found=mpi.found or cuda.found,
+        cuda=cuda.cuda,
+        notes=mpi.notes + cuda.notes,
+    )
 
 
 def features_asked_for(torch: TorchBuild, links: Path, environ: Mapping[str, str] = os.environ) -> BuildFeatures:
     """Return the features that Horovod's variables ask for, without those that were only found."""
-    return find_features(replace(torch, cuda=""), links, environ, path="")
+    asked = torch if environ.get("HOROVOD_GPU_OPERATIONS") else replace(torch, cuda="")
+    return replace(find_features(asked, links, environ, ""), found=False)
 
 
-def _nccl_variables(torch: TorchBuild, links: Path) -> dict[str, str] | None:
-    """Return the variables that lead the build to NCCL; None where there is no NCCL.
-
-    The system's NCCL needs no variables. The one in torch's packages gets a link `libnccl.so`, which the linker needs.
-    """
-    if any(Path(root, "include/nccl.h").exists() for root in ("/usr", "/usr/local", "/usr/local/cuda")):
-        return {}
-    package = torch.site / "nvidia/nccl"
-    library = package / "lib/libnccl.so.2"
-    if not library.exists() or not (package / "include/nccl.h").exists():
-        return None
-    links.mkdir(parents=True, exist_ok=True)
-    (links / "libnccl.so").symlink_to(library)
-    return {
-        "HOROVOD_NCCL_INCLUDE": str(package / "include"),
-        "HOROVOD_NCCL_LIB": str(links),
-        "HOROVOD_NCCL_LINK": "shared",
-    }
+def _find_mpi(environ: Mapping[str, str], path: str) -> BuildFeatures:
+    """Return MPI where it is asked for, or where its compiler finds its headers: some systems have the one alone."""
+    if environ.get("HOROVOD_WITHOUT_MPI") == "1":
+        return BuildFeatures((), {})
+    if environ.get("HOROVOD_WITH_MPI") == "1":
+        return BuildFeatures(("mpi",), {})
+    without = {"HOROVOD_WITHOUT_MPI": "1"}
+    if (compiler := shutil.which("mpicxx", path=path)) is None:
+        return BuildFeatures((), without)
+    command = [compiler, "-E", "-x", "c++", "-"]
+    tried = subprocess.run(command, input="#include <mpi.h>\n", capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return BuildFeatures((), without, notes=(f"without MPI, as {compiler} finds no mpi.h",))
+    return BuildFeatures(("mpi",), {"HOROVOD_WITH_MPI": "1"}, found=True)
 
 
-def wheel_key(horovod: str, torch: TorchBuild, built_with: tuple[str, ...]) -> str:
+def _find_cuda(torch: TorchBuild, home: Path, environ: Mapping[str, str], path: str) -> BuildFeatures:
+    """Return NCCL with the CUDA parts gathered in `home`, where torch has CUDA and no part is missing."""
+    asked = environ.get("HOROVOD_GPU_OPERATIONS", "")
+    if not torch.cuda or "HOROVOD_GPU" in environ:
+        return BuildFeatures((asked.lower(),) if asked else (), {})
+    missing = "" if home.exists() else gather_cuda(torch.cuda, torch.site, home, path, environ)
+    variables = {} if missing else cuda_variables(home)
+    if asked:  # what the user's own variables say comes first
+        variables = {name: value for name, value in variables.items() if name not in environ}
+        return BuildFeatures((asked.lower(),), variables, cuda=None if missing else home)
+    if missing:
+        return BuildFeatures((), {}, notes=(f"for CPU tensors only: for CUDA {torch.cuda} it lacks {missing}",))
+    return BuildFeatures(("nccl",), variables, found=True, cuda=home)
+
+
+def wheel_key(horovod: str, torch: TorchBuild, built_with: tuple[str, ...], recipe: str) -> str:
     """Return the name of a wheel's folder in the cache: everything that the wheel depends on."""
     parts = [
         f"horovod-{horovod}",
@@ -178,6 +196,7 @@ def wheel_key(horovod: str, torch: TorchBuild, built_with: tuple[str, ...]) -> s
         f"{sys.implementation.cache_tag}",
         platform.machine(),
         "-".join(built_with),
+        recipe,
     ]
     return "_".join(parts)
 

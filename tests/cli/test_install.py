@@ -10,9 +10,10 @@ import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from unipar_horovod import install, run_command, toolchain
+from unipar_horovod import install, recipe, run_command, toolchain
 from unipar_horovod import install as unipar_horovod_install
 from unipar_horovod import toolchain as unipar_horovod_toolchain
 from unipar_horovod.toolchain import BuildFeatures, TorchBuild
@@ -64,12 +65,14 @@ def test_an_old_cmake_is_missing(tmp_path: Path) -> None:
     )
 
 
-def test_cuda_needs_nvcc(tmp_path: Path) -> None:
-    """Horovod cannot be built for such a torch with a C++ compiler alone."""
+def test_nvcc_is_needed_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for CPU tensors needs none; one that the user's variable asks for does."""
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda *_: "")  # pyright: ignore[reportUnknownLambdaType]
     for name, says in (("g++", ""), ("make", ""), ("cmake", "cmake version 4.0.1")):
         tool(tmp_path / "bin", name, says)
-    (said,) = toolchain.list_missing(CUDA, {}, str(tmp_path / "bin"))
-    assert said == "nvcc, as this torch has CUDA 13.0 (apt install nvidia-cuda-toolkit, or a torch for the CPU)"
+    assert toolchain.list_missing(CUDA, {}, str(tmp_path / "bin")) == []
+    (said,) = toolchain.list_missing(CUDA, {"HOROVOD_GPU_OPERATIONS": "NCCL"}, str(tmp_path / "bin"))
+    assert said == "for HOROVOD_GPU_OPERATIONS=NCCL, nvcc (pip install nvidia-cuda-nvcc==13.0.*)"
 
 
 def test_python_packages_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,32 +117,12 @@ def test_torch_is_asked() -> None:
     assert (here.site / "torch").is_dir()
 
 
-def sources(tmp_path: Path, text: str = "set(CMAKE_CXX_STANDARD 14)\n") -> Path:
-    for name in install.PATCHED_FILES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"project(x)\n    {text}", encoding="utf-8")
-    return tmp_path
-
-
-def test_both_files_are_patched(tmp_path: Path) -> None:
-    """The top one, and torch's, which sets it again."""
-    install.patch_cxx_standard(sources(tmp_path), 20)
-    for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
-        assert (tmp_path / name).read_text("utf-8") == "project(x)\n    set(CMAKE_CXX_STANDARD 20)\n"
-
-
-def test_another_source_is_not_patched(tmp_path: Path) -> None:
-    """A build that would die later in a compiler error is refused here."""
-    with pytest.raises(errors.BackendNotInstalled, match=r"CMakeLists.txt of horovod 0\.28\.1 does not hold"):
-        install.patch_cxx_standard(sources(tmp_path, "set(CMAKE_CXX_STANDARD 17)\n"), 20)
-
-
 def test_a_changed_archive_is_not_unpacked(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum is compared with the released one's, for an archive in the cache, too."""
     (cache / "sources").mkdir(parents=True)
     archive = cache / "sources" / "horovod-0.28.1.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
-        tar.add(sources(tmp_path / "horovod-0.28.1"), "horovod-0.28.1")
+        tar.add(ROOT / "pyproject.toml", "horovod-0.28.1/CMakeLists.txt")
     monkeypatch.setattr(unipar_horovod_install, "_is_installed", lambda: False)
     with pytest.raises(errors.BackendNotInstalled) as told:
         install.install_horovod()
@@ -149,18 +132,19 @@ def test_a_changed_archive_is_not_unpacked(cache: Path, tmp_path: Path, monkeypa
 
 
 def test_the_key_holds_what_a_wheel_depends_on() -> None:
-    """Another torch, ABI, standard or option is another wheel."""
-    first = toolchain.wheel_key("0.28.1", TORCH, ("gloo",))
+    """Another torch, ABI, standard, option or recipe is another wheel."""
+    first = toolchain.wheel_key("0.28.1", TORCH, ("gloo",), "1a2b")
     assert first.startswith("horovod-0.28.1_torch-2.13.0+cpu_cxx20_abi1_cpython-3")
-    assert first.endswith("_gloo")
+    assert first.endswith("_gloo_1a2b")
     others = [
-        toolchain.wheel_key("0.28.1", CUDA, ("gloo",)),
-        toolchain.wheel_key("0.28.1", TorchBuild(version="2.13.0+cpu", standard=17, abi=True), ("gloo",)),
-        toolchain.wheel_key("0.28.1", TorchBuild(version="2.13.0+cpu", standard=20, abi=False), ("gloo",)),
-        toolchain.wheel_key("0.28.1", TORCH, ("gloo", "mpi")),
-        toolchain.wheel_key("0.29.0", TORCH, ("gloo",)),
+        toolchain.wheel_key("0.28.1", CUDA, ("gloo",), "1a2b"),
+        toolchain.wheel_key("0.28.1", TorchBuild(version="2.13.0+cpu", standard=17, abi=True), ("gloo",), "1a2b"),
+        toolchain.wheel_key("0.28.1", TorchBuild(version="2.13.0+cpu", standard=20, abi=False), ("gloo",), "1a2b"),
+        toolchain.wheel_key("0.28.1", TORCH, ("gloo", "mpi"), "1a2b"),
+        toolchain.wheel_key("0.28.1", TORCH, ("gloo",), "3c4d"),
+        toolchain.wheel_key("0.29.0", TORCH, ("gloo",), "1a2b"),
     ]
-    assert len({first, *others}) == 6
+    assert len({first, *others}) == 7
 
 
 def test_gloo_always_and_mpi_where_it_is(tmp_path: Path) -> None:
@@ -171,27 +155,22 @@ def test_gloo_always_and_mpi_where_it_is(tmp_path: Path) -> None:
     assert found == BuildFeatures(("gloo", "mpi"), {"HOROVOD_WITH_MPI": "1"}, found=True)
 
 
+def test_an_mpi_without_headers_is_left_out(tmp_path: Path) -> None:
+    """Debian's openmpi-bin brings mpicxx without mpi.h: the build goes on without MPI, and that is said."""
+    tool(tmp_path / "bin", "mpicxx", "fatal error: mpi.h: No such file or directory'; exit '1")
+    assert toolchain.find_features(TORCH, tmp_path, {}, str(tmp_path / "bin")) == BuildFeatures(
+        ("gloo",),
+        {"HOROVOD_WITHOUT_MPI": "1"},
+        notes=(f"without MPI, as {tmp_path}/bin/mpicxx finds no mpi.h",),
+    )
+
+
 def test_asked_options_are_obeyed(tmp_path: Path) -> None:
     """Horovod's own variables win over what is found, and stay where the rest is dropped."""
     tool(tmp_path / "bin", "mpicxx")
     path = str(tmp_path / "bin")
     assert toolchain.find_features(TORCH, tmp_path, {"HOROVOD_WITHOUT_MPI": "1"}, path) == BuildFeatures(("gloo",), {})
     assert toolchain.features_asked_for(CUDA, tmp_path, {"HOROVOD_GPU_OPERATIONS": "NCCL"}).names == ("gloo", "nccl")
-
-
-def test_nccl_comes_with_torch(tmp_path: Path) -> None:
-    """The library that pip brought has no name that a linker looks for: it gets one."""
-    nccl = tmp_path / "site/nvidia/nccl"
-    for name in ("include/nccl.h", "lib/libnccl.so.2"):
-        (nccl / name).parent.mkdir(parents=True)
-        (nccl / name).touch()
-    torch = TorchBuild(version="2.13.0+cu130", standard=20, abi=True, cuda="13.0", site=tmp_path / "site")
-    made = toolchain.find_features(torch, tmp_path / "links", {"HOROVOD_WITHOUT_MPI": "1"}, "")
-    assert made.names == ("gloo", "nccl")
-    assert made.variables["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-    assert made.variables["HOROVOD_NCCL_LIB"] == str(tmp_path / "links")
-    assert (tmp_path / "links/libnccl.so").resolve() == nccl / "lib/libnccl.so.2"
-    assert toolchain.features_asked_for(torch, tmp_path, {"HOROVOD_WITHOUT_MPI": "1"}).names == ("gloo",)
 
 
 def test_the_first_error_is_the_one_that_is_told(tmp_path: Path) -> None:
@@ -203,6 +182,15 @@ def test_the_first_error_is_the_one_that_is_told(tmp_path: Path) -> None:
     assert str(failed.value) == "a.cc:7: error: no such thing"
     assert log.read_text("utf-8").endswith(f"{words}\n")
     assert told == [10]
+
+
+def test_progress_counts_what_is_finished() -> None:
+    """Two compilers: make names the third unit when one of the first two has ended."""
+    shown = list[int]()
+    say = run_command.count_finished(shown.append, 2)
+    for begun in (16, 33, 50, 66, 83, 100):
+        say(begun)
+    assert shown == [16, 33, 50, 100]
 
 
 def test_a_failed_build_is_one_sentence(tmp_path: Path) -> None:
@@ -228,7 +216,7 @@ def test_a_cmake_error_is_told_with_its_next_line(tmp_path: Path) -> None:
 
 def test_what_does_not_run_is_uninstalled(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel that fails its self-test stays neither in the environment nor in the cache, and its log is kept."""
-    kept = cache / "wheels" / toolchain.wheel_key("0.28.1", TORCH, ("gloo",))
+    kept = cache / "wheels" / toolchain.wheel_key("0.28.1", TORCH, ("gloo",), recipe.recipe_key())
     kept.mkdir(parents=True)
     (kept / "horovod-0.28.1-py3-none-any.whl").touch()
     ran: list[list[str]] = []
@@ -252,6 +240,23 @@ def test_what_does_not_run_is_uninstalled(cache: Path, tmp_path: Path, monkeypat
     assert ran[-1][-3:] == ["uninstall", "-y", "horovod"]
     assert list(kept.iterdir()) == []
     assert len(list((cache / "logs").iterdir())) == 1
+
+
+def test_a_signal_in_the_midst_of_a_start_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Popen has begun the process and not yet returned: the signal waits until somebody can end what was begun."""
+    begun: list[subprocess.Popen[str]] = []
+    start = subprocess.Popen
+
+    def start_and_signal(*args: Any, **options: Any) -> subprocess.Popen[str]:
+        begun.append(start(*args, **options))
+        signal.raise_signal(signal.SIGINT)
+        return begun[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_signal)
+    with pytest.raises(KeyboardInterrupt):
+        run_command.run_logged(["sleep", "60"], log=tmp_path / "log")
+    assert begun[0].returncode == -signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def alive(word: str) -> Iterator[str]:
