@@ -1,4 +1,4 @@
-"""Overhead of unipar in a step: `python -m benchmarks.overhead`, or only some parts: tiny, gpt, ranks, off."""
+"""Overhead of unipar in a step: `python -m benchmarks.overhead`, or only some parts: tiny, gpt, ranks, peers, off."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import benchmark_peers
 from benchmarks.timing import interval
 from unipar.backend.installed import machine_summary
 from unipar.comparison.rounds import rotate_order
@@ -166,7 +167,13 @@ def benchmark_meter_off() -> tuple[dict[str, Any], bool]:
 
 def main(parts: list[str]) -> int:
     """Run the named parts, or all, and write results.json; return 1 where a goal is missed."""
-    known = {"tiny": benchmark_tiny, "gpt": benchmark_gpt, "ranks": benchmark_ranks, "off": benchmark_meter_off}
+    known = {
+        "tiny": benchmark_tiny,
+        "gpt": benchmark_gpt,
+        "ranks": benchmark_ranks,
+        "peers": benchmark_peers,
+        "off": benchmark_meter_off,
+    }
     wrong = [name for name in parts if name not in known]
     if wrong:
         print(f"no part {wrong[0]!r}; known: {', '.join(known)}", file=sys.stderr)
