@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import statistics
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from unipar.utils.table import format_table
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-ROUNDS, STEPS, WARM = 24, 3, 6
+ROUNDS, STEPS, WARM = 24, 2, 6
 """Rounds, and steps in a turn and before the first one; every turn has one logged step."""
 
 NEVER_ABOVE, WITHOUT_FUSED = 1.0, 0.92
@@ -94,7 +95,7 @@ class Contestant:
             changes = {**self._changes, "backend": backend, "parallel.shard": shard, "out": str(folder)}
             plan = PreparedRun.of(prepare(QUICKSTART, overrides=changes), overwrite=False)
             stack.enter_context(plan.create_folder())
-            (folder / "contestant").write_text(self.name, encoding="utf-8")
+            (folder / "contestant.json").write_text(json.dumps({"name": self.name, "port": free_port()}), "utf-8")
             environment = {"PYTHONPATH": str(ROOT), **stack.enter_context(plan.backend.host(plan.config, plan.size))}
             entry = "benchmarks.peers_inside:train_in_turns"
             log = stack.enter_context((folder / "progress").open("w", encoding="utf-8"))
@@ -120,6 +121,12 @@ class Contestant:
             except TimeoutError:
                 if self.name == "unipar":
                     self._progress.tick()
+
+
+def free_port() -> int:
+    """Return a port at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def measure_pairs(

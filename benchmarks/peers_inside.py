@@ -64,7 +64,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Quickstart:
-    """What is trained: the quickstart's task and config, and this process's place."""
+    """The quickstart's task and config, and the place of this process."""
 
     config: Config
     task: Task
@@ -362,25 +362,21 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
     assert control is not None
     launch: dict[str, Any] = json.loads((run / "launch.json").read_text("utf-8"))
     task: Task = TaskRef.from_json(launch["task"]).load()
-    name = (run / "contestant").read_text("utf-8")
-    if name != "unipar":
-        _look_as_under_torchrun(place)
-    TRAININGS[name](Quickstart(read_settled(run).config, task, place, run, Turns(control)))
+    contestant: dict[str, Any] = json.loads((run / "contestant.json").read_text("utf-8"))
+    if contestant["name"] != "unipar":
+        _look_as_under_torchrun(place, contestant["port"])
+    TRAININGS[contestant["name"]](Quickstart(read_settled(run).config, task, place, run, Turns(control)))
     raise AssertionError("the training ended before the turns did")
 
 
-def _look_as_under_torchrun(place: Place) -> None:
-    """Set the variables that torchrun sets, and free the port that unipar's rank 0 would listen at."""
-    assert place.address is not None
-    if place.listener is not None:
-        os.close(place.listener)
-    host, port = place.address
+def _look_as_under_torchrun(place: Place, port: int) -> None:
+    """Set the variables that torchrun sets."""
     os.environ |= {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(place.size),
         "LOCAL_WORLD_SIZE": str(place.local_size),
-        "MASTER_ADDR": host,
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "peers",
         "GLOO_SOCKET_IFNAME": "lo",  # as unipar: otherwise a library may reach its own machine by another way
