@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import benchmark_peers
 from benchmarks.start import benchmark_second_step, benchmark_ten_starts
 from benchmarks.timing import interval
 from unipar.backend.installed import machine_summary
@@ -174,6 +175,7 @@ def main(parts: list[str]) -> int:
         "off": benchmark_meter_off,
         "run": benchmark_second_step,
         "cells": benchmark_ten_starts,
+        "peers": benchmark_peers,
     }
     wrong = [name for name in parts if name not in known]
     if wrong:

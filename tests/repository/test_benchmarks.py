@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.memory import result_row, select_rows
 from benchmarks.overhead import CELLS
+from benchmarks.peers import PEERS, Peer, format_row, measure_pairs
+from benchmarks.peers_inside import TRAININGS
 from benchmarks.timing import interleaved, interval, time_ratio
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import cells
@@ -111,3 +113,32 @@ def test_like_is_held_against_like(models: dict[str, str], tmp_path: Path) -> No
         assert ours == theirs
         assert ours[3] < ours[0]
         assert said["models"] == [models[cell], models[cell]]
+
+
+def test_every_peer_has_a_training_and_a_limit() -> None:
+    """Where the peer's default is a fused optimizer the limit is its own time, elsewhere 0.92 of it."""
+    limits = {peer.name: peer.bar for group in PEERS for peer in group}
+    assert {"unipar", *limits} == set(TRAININGS)
+    assert limits["HF Trainer"] == 1.0
+    assert limits["DDP"] == limits["Accelerate"] == limits["Fabric"] == limits["Lightning"] == 0.92
+
+
+def test_a_row_of_peers_tells_whether_the_limit_is_met() -> None:
+    """Of three ratios 0.8, 0.9 and 1.2 the median is 0.9."""
+    ours = [{"seconds": s, "cpu": 1.0} for s in (0.8, 0.9, 1.2)]
+    row = {"cell": "native/nothing", "bar": 0.92, "unipar": ours, "peer": [{"seconds": 1.0, "cpu": 2.0}] * 3}
+    shown = ("DDP", "native/nothing", "900", "1000", "0.900 [0.800..1.200]", "0.92 met", "0.500")
+    assert format_row("DDP", row) == shown
+    assert format_row("DDP", row | {"bar": 0.89})[5] == "0.89 MISSED"
+    assert format_row("DDP", {"failed": "rank 0 ended"}) == ("DDP", "failed: rank 0 ended")
+
+
+def test_peers_and_unipar_train_in_turns() -> None:
+    """Two ranks each, on a small model: times of every round, and nearly the same loss after as many steps."""
+    small = {"task.args": {"layers": 1, "width": 32, "heads": 2, "context": 16}, "train.optimizer.lr": 3e-3}
+    row = measure_pairs([Peer("DDP", "native/nothing", fused=False)], 4, small)["DDP"]
+    assert len(row["unipar"]) == len(row["peer"]) == 4
+    assert all(took["seconds"] > 0 and took["cpu"] > 0 for took in row["unipar"] + row["peer"])
+    ours, theirs = row["losses"]
+    assert ours < 4.5  # 4.6 is the loss of a uniform guess
+    assert ours == pytest.approx(theirs, rel=0.1)
