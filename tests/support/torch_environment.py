@@ -125,7 +125,7 @@ class Environment:
         """Run a command of this environment in the checkout, its output shown and kept in a log; return both."""
         say(f"torch {self.torch}: {name}")
         log = self.results / f"{name.replace(' ', '-')}.log"
-        with log.open("wb") as file:
+        with log.open("wb", buffering=0) as file:
             started = subprocess.Popen(
                 [str(self.bin / "python"), *map(str, command)],
                 cwd=ROOT,
@@ -155,7 +155,7 @@ class Environment:
             ("pip", ("--quiet",), ("pip",)),
             ("torch", loud or ("--quiet",), (f"torch=={self.torch}", "setuptools", "wheel")),
             ("build", ("--quiet",), ("--group", "build")),
-            ("unipar", ("--quiet",), ("--group", "test", "--no-build-isolation", "--editable", f".[{EXTRAS}]")),
+            ("unipar", ("--quiet",), ("ruff", "--group", "test", "--no-build-isolation", "--editable", f".[{EXTRAS}]")),
         ):
             code, said = self.run(f"installing {name}", (*pip, *quiet, *words))
             if code:
