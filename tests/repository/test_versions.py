@@ -75,13 +75,13 @@ def test_the_size_is_said_before_the_download(tmp_path: Path, capsys: pytest.Cap
     """Too little room is an error, with the sizes and the way out."""
     require_space(tmp_path, "2.11.0", 2 * DISK_BYTES)
     assert capsys.readouterr().err == (
-        f"torch 2.11.0: about 2.8 GiB to download, 6.1 GiB on disk, into {tmp_path} (12 GiB free); "
+        f"torch 2.11.0: about 2.0 GiB to download, 6.5 GiB on disk, into {tmp_path} (13 GiB free); "
         "kept there for later calls\n"
     )
     with pytest.raises(NoEnvironment) as raised:
         require_space(tmp_path, "2.11.0", 2**30)
     assert str(raised.value) == (
-        "an environment with torch 2.11.0 takes about 2.8 GiB to download, 6.1 GiB on disk; "
+        "an environment with torch 2.11.0 takes about 2.0 GiB to download, 6.5 GiB on disk; "
         f"{tmp_path} has 1.0 GiB free: make room, or name another folder: UNIPAR_VERSIONS=FOLDER"
     )
 
