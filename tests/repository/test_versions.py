@@ -18,7 +18,16 @@ from tests.support.torch_environment import (
     require_space,
     torch_requirement,
 )
-from tests.support.versions import TESTS, SuiteCounts, VersionResult, exit_code, read_tests, report, row_of
+from tests.support.versions import (
+    HOROVOD_TESTS,
+    TESTS,
+    SuiteCounts,
+    VersionResult,
+    exit_code,
+    read_tests,
+    report,
+    row_of,
+)
 from tests.support.world import ROOT
 
 RELEASES = ["2.15.0", "2.16.0rc1", "2.13.0+cpu", "2.13.0", "2.11.0", "2.10.0"]
@@ -66,13 +75,13 @@ def test_the_size_is_said_before_the_download(tmp_path: Path, capsys: pytest.Cap
     """Too little room is an error, with the sizes and the way out."""
     require_space(tmp_path, "2.11.0", 2 * DISK_BYTES)
     assert capsys.readouterr().err == (
-        f"torch 2.11.0: about 2.8 GiB to download, 6.1 GiB on disk, into {tmp_path} (12 GiB free); "
+        f"torch 2.11.0: about 2.0 GiB to download, 6.5 GiB on disk, into {tmp_path} (13 GiB free); "
         "kept there for later calls\n"
     )
     with pytest.raises(NoEnvironment) as raised:
         require_space(tmp_path, "2.11.0", 2**30)
     assert str(raised.value) == (
-        "an environment with torch 2.11.0 takes about 2.8 GiB to download, 6.1 GiB on disk; "
+        "an environment with torch 2.11.0 takes about 2.0 GiB to download, 6.5 GiB on disk; "
         f"{tmp_path} has 1.0 GiB free: make room, or name another folder: UNIPAR_VERSIONS=FOLDER"
     )
 
@@ -125,8 +134,10 @@ def test_a_row_and_its_remarks() -> None:
         *("2.11.0+cu130", "3.11.2", "3 / 0 / 1", "0 of 1", "2 of 2", "left out", "1 min 00 s", "7 min 00 s"),
     )
     assert row_of(VersionResult("2.11.0", problem="no room")) == ("2.11.0", "not tried: no room")
-    assert report([one, result("2.15.0+cu130", peaks={"single": 1020, "native/nothing": 2000})]).splitlines()[3:] == [
-        "torch 2.11.0+cu130: Horovod is left out: horovod 0.28.1 cannot be built yet; missing: nvcc",
+    other = result("2.15.0+cu130", peaks={"single": 1020, "native/nothing": 2000})
+    names = ", ".join(HOROVOD_TESTS)
+    assert report([one, other]).splitlines()[3:] == [
+        f"torch 2.11.0+cu130: Horovod is left out, with {names}: horovod 0.28.1 cannot be built yet; missing: nvcc",
         "torch 2.11.0+cu130: verify: single: disagrees",
         "torch 2.11.0+cu130: skipped 1: no GPU",
         "torch 2.15.0+cu130: skipped 1: no GPU",
@@ -156,5 +167,7 @@ def test_whatever_went_wrong_is_exit_1(changed: dict[str, object]) -> None:
 
 
 def test_the_part_of_the_suite_is_there() -> None:
-    """What is named exists."""
+    """What is named exists, and so do the tests that need Horovod."""
     assert [name for name in TESTS if not (ROOT / name).exists()] == []
+    files = {name.partition("::")[0] for name in HOROVOD_TESTS}
+    assert [name for name in files if not (ROOT / name).exists()] == []
