@@ -8,7 +8,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, local
 
 import pytest
 
@@ -135,10 +135,17 @@ def test_claims_at_the_same_time(locks: str, tmp_path: Path, monkeypatch: pytest
     """Each gets a folder of its own, also on a file system that does not share locks between machines."""
     if locks == "not shared":
         monkeypatch.setattr(fcntl, "flock", _never_refuses)
-    together, claimed = Barrier(8), Barrier(8)
+    judged, claimed, first, check = Barrier(8), Barrier(8), local(), folder.check_run_folder
+
+    def check_together(out: Path, *, overwrite: bool) -> None:
+        check(out, overwrite=overwrite)
+        if not hasattr(first, "done"):  # all have found the first name free before anybody takes it
+            first.done = True
+            judged.wait(20)
+
+    monkeypatch.setattr(folder, "check_run_folder", check_together)
 
     def claim(_: int) -> Path:
-        together.wait(20)
         with folder.claim_run_folder(tmp_path / "runs/x") as out:
             claimed.wait(20)
             folder.write_run_files(out, CONFIG, LAUNCH)

@@ -12,7 +12,7 @@ from unipar.results.run_list import list_runs
 def find_newest_results(runs: Path) -> Path:
     """Return the folder in `runs` whose results were written last, of those that have a page."""
     entries = list_runs(runs) if runs.is_dir() else []
-    pages = [entry for entry in entries if _has_page(Path(entry.folder), entry.kind)]
+    pages = [entry for entry in entries if _has_page(Path(entry.folder))]
     if not pages:
         what = f"{runs} holds no results yet" if runs.is_dir() else f"there is no folder {runs} here"
         raise ReportError(f"{what}: train first (unipar run FILE), or name a run folder (unipar report RUN)")
@@ -20,5 +20,5 @@ def find_newest_results(runs: Path) -> Path:
     return Path(newest.folder) if newest.kind == "run" else Path(newest.folder).parent
 
 
-def _has_page(folder: Path, kind: str) -> bool:
-    return any((folder / name).is_file() for name in RESULT_FILES if "/" not in name and kind != "verification")
+def _has_page(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in RESULT_FILES if "/" not in name)
