@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -340,3 +341,22 @@ def remembers(place: Place, run: Path, control: Control) -> None:
     _seen.append(os.environ["NAMED"])
     own = os.environ["TMPDIR"] == tempfile.gettempdir()
     (run / "remembered").write_text(f"{_seen} {os.getcwd()} {own}", "utf-8")
+
+
+def tells_what_it_has(place: Place, run: Path, control: socket.socket | None) -> None:
+    """Write what this process has that a script could have left in it."""
+    from unipar.utils import procfs
+
+    print("printed at once")  # read from the log before this process ends
+    told = {
+        "torch": "torch" in sys.modules,
+        "beside": "beside" in sys.modules,
+        "main": [name for name in vars(sys.modules["__main__"]) if not name.startswith("__")],
+        "argv": [Path(word).name for word in sys.argv],
+        "path": str(run) in sys.path,
+        "sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+        "stdin": sys.stdin.read(),
+        "threads": sys.modules["torch"].get_num_threads(),
+        "fork": procfs.shared_bytes() > 0,
+    }
+    (run / "told.json").write_text(json.dumps(told), encoding="utf-8")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.utils.procfs import OomKillCount, count_oom_kills, memory_limit_bytes
 
 GIB = 2**30
@@ -55,3 +59,26 @@ def test_a_kernel_that_counts_nothing(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/vmstat").write_text("pgfault 8\n", encoding="ascii")
     assert count_oom_kills(tmp_path) is None
+
+
+FORK = """
+import os
+from unipar.utils import procfs
+held = bytearray(os.urandom(1)) * (32 << 20)
+if os.fork():
+    os.wait()
+    print("in the parent", procfs.shared_bytes())
+else:
+    procfs.note_fork()
+    before = procfs.shared_bytes()
+    for at in range(0, 16 << 20, 4096):
+        held[at] = 1
+    print("in the fork", before > 32 << 20, round((before - procfs.shared_bytes()) / 2**20), flush=True)
+"""
+
+
+def test_pages_that_a_fork_shares() -> None:
+    """They are shared until one side writes to them; a process that is no fork shares nothing."""
+    environment = {**os.environ, **PYTHONPATH_VARIABLE}
+    done = subprocess.run([sys.executable, "-c", FORK], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["in the fork True 16", "in the parent 0"], done.stderr
