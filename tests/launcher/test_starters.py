@@ -95,3 +95,17 @@ def test_where_workers_are_forks(device: str, launch: dict[str, Any], may: bool,
         server.start([library("fine_library")])
         assert isinstance(server.starter_of(library("fine_library")), SubprocessStarter)
         assert server.why_separate(library("fine_library")) == ""
+
+
+def test_libraries_see_no_gpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some choose their device when they are imported, and forks compute on the CPU."""
+    seen: list[dict[str, str]] = []
+
+    def see(modules: Any, environment: dict[str, str]) -> Any:
+        seen.append(environment)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(starters, "ForkServer", see)
+    with pytest.raises(KeyboardInterrupt), SharedForkServer(["unipar.errors"], {"ANY": "thing"}) as server:
+        server.start([library("fine_library")])
+    assert seen == [{"ANY": "thing", "CUDA_VISIBLE_DEVICES": ""}]

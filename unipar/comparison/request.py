@@ -12,7 +12,6 @@ from unipar.comparison.cell_world import TURNS_MODULE
 from unipar.config import Config
 from unipar.config.sections.batch import Batch
 from unipar.config.source import Given
-from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE
 from unipar.errors import ConfigError
 from unipar.launcher.prepare import Prepared, prepare
 from unipar.launcher.starters import SharedForkServer, may_fork
@@ -82,9 +81,7 @@ class CompareRequest:
     def fork_server(self) -> SharedForkServer:
         """Return the process from which all cells' workers are forked, not started; it counts memory if they do."""
         use = may_fork(self.source.config, self.prepared.device)
-        # a library that chooses its device when it is imported must not see a GPU if the ranks compute on the CPU
-        environment = {**(self.meter_environment or {}), VISIBLE_DEVICES_VARIABLE: ""}
-        return SharedForkServer([TURNS_MODULE], environment, use=use)
+        return SharedForkServer([TURNS_MODULE], self.meter_environment, use=use)
 
     @classmethod
     def of(

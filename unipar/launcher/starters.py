@@ -10,6 +10,7 @@ from typing import Final, Self, final
 
 from unipar.backend import Backend
 from unipar.config import Config
+from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE
 from unipar.launcher import early
 from unipar.launcher.early import COMMON_MODULES
 from unipar.launcher.processes.forkserver import ForkServer, ForkServerFailed
@@ -96,7 +97,9 @@ class SharedForkServer:
         """Return a server that imports the libraries: the one that `launch` has started already, or a new one."""
         modules = modules_to_import(self._backends.values(), self._entries)
         if self._environment or (begun := early.take_server()) is None:
-            return self._open.enter_context(ForkServer(modules, self._environment))
+            # a library that chooses its device when it is imported must not see a GPU: forks compute on the CPU
+            environment = {**self._environment, VISIBLE_DEVICES_VARIABLE: ""}
+            return self._open.enter_context(ForkServer(modules, environment))
         server, stack = begun
         self._open.push(stack.__exit__)
         server.import_modules(modules)
