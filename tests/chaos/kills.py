@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from tests.support.world import PYTHONPATH_VARIABLE, ROOT, is_running
@@ -63,16 +64,12 @@ class Victim:
 
     def ranks(self) -> list[int]:
         """Those that there are by now."""
-        found: list[int] = []
+        parents: dict[int, int] = {}
         for pid in self.alive():
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_text("utf-8").split("\0")
-                parent = int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if "unipar.launcher.processes.worker" in words and parent == self.process.pid:
-                found.append(pid)
-        return found
+            with suppress(FileNotFoundError, ProcessLookupError):
+                parents[pid] = int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
+        server = {pid for pid, parent in parents.items() if parent == self.process.pid}
+        return [pid for pid, parent in parents.items() if parent in server]  # forks of the one that imports libraries
 
     def alive(self) -> list[int]:
         """Every process of this run, whoever started it."""

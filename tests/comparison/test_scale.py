@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,7 +305,7 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
     said = f"unipar scale {config} --out {tmp_path}/out --world 1,2 --cell native/nothing --overwrite"
     assert f"<pre>{said}</pre>" in written
     assert "compare.repeat: 2\n" in written
-    lines = [line.partition(" s  ")[2] for line in capfd.readouterr().err.splitlines() if "round 2" in line]
+    lines = [re.split("  +", line.strip())[1] for line in capfd.readouterr().err.splitlines() if "round 2" in line]
     assert [line.partition(" round")[0] for line in lines] == [found.rows[i].cell for i in (1, 2, 0)]
     with pytest.raises(errors.OutExists) as e:
         scale(given, worlds=[2, 1])

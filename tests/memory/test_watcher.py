@@ -200,7 +200,7 @@ def test_the_tables_show_three_columns_and_every_category(found: dict[str, Any])
 def test_resident_memory_is_measured_last(found: dict[str, Any]) -> None:
     """With the base it is beyond, and what is the process's own."""
     resident = found["native/nothing"]["memory"][0]["resident"]
-    assert resident["peak"] > resident["base"] > 50 * 2**20
+    assert resident["peak"] > resident["base"] > 5 * 2**20  # without the libraries, which are the fork server's
     assert resident["own"] > 0
 
 

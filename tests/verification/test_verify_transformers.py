@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from tests.support.world import PYTHONPATH_VARIABLE
+from unipar.launcher import starters
 from unipar.launcher.processes.forkserver import ForkServer
 from unipar.results.verdicts import Verdicts
-from unipar.verification import world_pool
 from unipar.verification.verify import verify
 
 CELLS = ("native/nothing", "native/parameters")
@@ -32,10 +32,10 @@ def prove(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def lend(_: Sequence[str]) -> AbstractContextManager[ForkServer]:
+    def lend(_: Sequence[str], environment: Mapping[str, str]) -> AbstractContextManager[ForkServer]:
         return nullcontext(server)
 
-    monkeypatch.setattr(world_pool, "ForkServer", lend)
+    monkeypatch.setattr(starters, "ForkServer", lend)
 
     def proved(name: str) -> Verdicts:
         config = {

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -31,7 +32,7 @@ from unipar.launcher.processes.worker_arguments import WorkerArguments, die_with
 from unipar.utils import procfs
 
 FORK_MESSAGE_BYTES = 1 << 17
-SERVER_ENVIRONMENT: Final = {
+_SERVER_ENVIRONMENT: Final = {
     # one thread while it imports: a fork takes one thread along, and libraries start theirs by this number
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
@@ -39,6 +40,15 @@ SERVER_ENVIRONMENT: Final = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 _FD_FIELDS = ("parent_alive_fd", "listener", "control", "pickled_task_fd")
+
+
+def _server_environment() -> dict[str, str]:
+    """Return the variables with which libraries are imported.
+
+    `torch._dynamo` makes the folder of its cache: one that exists, so that nothing is left. Forks choose their own.
+    """
+    cache = "TORCHINDUCTOR_CACHE_DIR"
+    return {cache: os.environ.get(cache, tempfile.gettempdir()), **_SERVER_ENVIRONMENT}
 
 
 class ForkServerFailed(UniparError):
@@ -79,7 +89,7 @@ class ForkServer(WorkerStarter):
     def _run_interpreter(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "unipar.launcher.processes.forkserver", *self._words(theirs)],
-            env={**os.environ, **self._environment, **SERVER_ENVIRONMENT},
+            env={**os.environ, **self._environment, **_server_environment()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -94,7 +104,7 @@ class ForkServer(WorkerStarter):
             self._socket.close()  # the parent's end, whose closing says that the parent needs no more workers
             run_fork_server(words)
 
-        fork = script_fork.ForkOfThisProcess(serve, {**self._environment, **SERVER_ENVIRONMENT})
+        fork = script_fork.ForkOfThisProcess(serve, {**self._environment, **_server_environment()})
         if fork.threads_left_behind:
             fork.kill()
             fork.wait()
