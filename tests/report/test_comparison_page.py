@@ -116,7 +116,10 @@ def test_memory_is_told_in_three_columns(run: Path) -> None:
     ) in text
     assert "<h3>On CUDA: assumed, not measured</h3>" in text
     assert "NCCL takes 200\N{NO-BREAK SPACE}MiB in each process of a world of several" in text
-    assert "Measured on A Processor, 2 cores, 24 GiB of memory, memory counted on the CPU, torch 2.13.0." in text
+    assert (
+        "Measured on A Processor, 2 cores, 24\N{NO-BREAK SPACE}GiB of memory, memory counted on the CPU, torch 2.13.0."
+        in text
+    )
 
 
 def test_a_library_s_own_sizes_are_marked(run: Path) -> None:
