@@ -255,10 +255,9 @@ def _method_section(page: VerificationPageData) -> str:
     asked = [word for row in now.rows for word in ("--cell", row.cell)]
     words = ["unipar", "verify", str(config), "--out", str(out), "--world", str(now.ranks), "--steps", str(now.steps)]
     command = shlex.join([*words, *asked, *(["--strict"] if now.strict else []), "--overwrite"])
-    return html_section(
-        "how",
-        "How it was verified",
+    parts = [
         bullet_list(now.remarks),
-        environment_tables(now.machine, now.versions),
+        environment_tables(now.machine, now.versions) if now.machine or now.versions else "",
         repeat_command_block(command if page.config and page.folder.name == "verify" else ""),
-    )
+    ]
+    return html_section("how", "How it was verified", *parts) if any(parts) else ""
