@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -51,7 +52,10 @@ class ProfilerSource:
 
     def begin(self) -> None:
         self._counts.value = True
-        self._profile.__enter__()
+        with warnings.catch_warnings():
+            # of torch below 2.12, at every start: it concerns profiles of several cycles
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+            self._profile.__enter__()
 
     def mark(self, phase: str) -> None:
         self._phases.append((self.at(), phase, time.perf_counter()))
