@@ -35,7 +35,7 @@ def report(
     """Write the HTML pages of a run folder.
 
     Each page is one file with figures and tables, for a browser or to be sent on: memory, losses, time, config,
-    versions. The folder's comparison, scaling and run have a page each, with links to the others. With two
+    versions. The folder's comparison, scaling, verification and run have a page each, with links. With two
     run folders, the page shows what changed from the first to the second. Without a folder it is the one in runs/
     whose results are the newest.
 
