@@ -195,7 +195,8 @@ def test_memory_says_who_counted() -> None:
     assert said[start : start + 2] == [
         "allocated here: the peak beyond the base of the largest rank, only torch's own tensors counted; its parts add "
         "up to it",
-        "resident here: the same as the system counts it; on CUDA: predicted, allocated + context + NCCL + rounding",
+        "resident here: the same in private pages, as the system counts them; on CUDA: predicted, allocated + context "
+        "+ NCCL + rounding",
     ]
 
 

@@ -154,8 +154,8 @@ def describe_memory_columns(accounts: Sequence[MemoryAccount]) -> list[Remark]:
         return table_remarks(
             f"allocated here: the peak beyond the base of the largest rank, {describe_counting(accounts)}; "
             "its parts add up to it",
-            "resident here: the same as the system counts it; on CUDA: predicted, allocated + context + NCCL + "
-            "rounding",
+            "resident here: the same in private pages, as the system counts them; "
+            "on CUDA: predicted, allocated + context + NCCL + rounding",
             *describe_allocator_settings(accounts),
         )
     measured = all(a.on.outside_allocator is not None for a in accounts if a.on is not None)
