@@ -22,12 +22,13 @@ from unipar.errors import Stopped, TaskError
 from unipar.launcher.processes.group import CONTROL_MESSAGE_BYTES
 from unipar.launcher.processes.worker import exit_on_error
 from unipar.memory.account import RecordingPass, ResidentMemory
-from unipar.memory.recording.resident import keep_freed_memory, measure_resident
+from unipar.memory.recording.resident import measure_resident
 from unipar.memory.recording.watcher import MemoryRecorder, choose_event_sources
 from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.training.run import TrainingRun
 from unipar.training.setup import open_run
+from unipar.utils.malloc import keep_freed_memory
 from unipar.utils.procfs import reset_resident_peak
 
 

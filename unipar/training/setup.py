@@ -31,6 +31,7 @@ from unipar.training.out_of_memory import explain_out_of_memory
 from unipar.training.parts import TrainedPart
 from unipar.training.run import TrainingRun
 from unipar.training.stopping import stop_on_signals
+from unipar.utils.malloc import is_malloc_set_by_environment, keep_freed_memory
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def open_run(
             failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
         with _explain_import_error(backend):
             world = backend.join(config, place)
+        if world.device.type == "cpu" and not is_malloc_set_by_environment():
+            keep_freed_memory()
         if met is not None:
             met(world, heartbeat)
         watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
