@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Backend, Engine, Fn, Holding, Mark, Micro, Part, Piece, Read, Step, cells
+from unipar.backend import Backend, Engine, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step, cells
 from unipar.backend.joining import meet
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import SHARDS, Config
@@ -31,7 +31,7 @@ from unipar.engines.placement import (
     place_tensors,
     refuse_scalar_parameters,
 )
-from unipar.engines.state import buffer_pieces, module_holdings, restore_buffers
+from unipar.engines.state import broadcast_module_buffers, buffer_pieces, module_holdings, restore_buffers
 from unipar.errors import TaskError
 from unipar_deepspeed.holdings import zero_holdings
 from unipar_deepspeed.offload import cpu_optimizer_for
@@ -97,13 +97,13 @@ class ZeroEngine(Engine):
             self.holder.put("weight", masters)
 
     @override
-    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         engine, share, count = self.engine, None, len(micros)
         divisor = self.world.size * (1.0 if self.scaler is None else self.scaler.scale)
         for i, micro in enumerate(micros, 1):
             engine.set_gradient_accumulation_boundary(i == count)
             mark("forward")
-            loss: Tensor = engine(fn, OpaqueBatch(micro.batch))
+            loss: Tensor = engine(micro.bind(fn), OpaqueBatch(micro.batch))
             mark("backward")
             mine, share = scale_loss(loss, micro.scale, divisor, share)
             engine.backward(mine, scale_wrt_gas=False)
@@ -172,6 +172,10 @@ class ZeroEngine(Engine):
             )
         self.holder.restore(read)
         restore_buffers(self.model, read)
+
+    @override
+    def share_buffers(self) -> None:
+        broadcast_module_buffers(self.model)
 
     @override
     def holdings(self) -> Iterator[Holding]:

@@ -9,12 +9,12 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from unipar.backend import Piece, Read
+from unipar.backend import Piece, Read, Region
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_tensor
 
-ReadRange = Callable[[str, tuple[int, int]], Tensor]
+ReadRegion = Callable[[str, Region], Tensor]
 
 
 @final
@@ -53,18 +53,18 @@ class ZeroPartitions:
         """Return whether every rank keeps the whole parameter."""
         return self.stage == 0 or (self.stage < 3 and not p.requires_grad)
 
-    def local_range(self, p: Any, kind: str) -> tuple[tuple[int, int], Tensor] | None:
-        """Return the flat range of `p` that this rank keeps in full precision, and its storage; None for no range."""
+    def local_range(self, p: Any, kind: str) -> tuple[Region, Tensor] | None:
+        """Return the range of `p` that this rank keeps in full precision, and its storage; None for no range."""
         key = None if kind == "weight" else kind
         if self.whole(p):
             master_copy: Any = self.master.get(id(p), p)
-            return (0, p.numel()), (master_copy.data if key is None else self.base.state[master_copy][key])
+            return Region(0, p.numel()), (master_copy.data if key is None else self.base.state[master_copy][key])
         if self.stage < 3:
             part = p._hp_mapping
             if part is None:
                 return None
             at = part.lp_fragment_address
-            return (at.start, at.start + at.numel), part.get_hp_fragment(key)
+            return Region(at.start, at.numel), part.get_hp_fragment(key)
         size = p.ds_tensor.ds_numel
         start = min(self.world.rank * size, p.ds_numel)
         stop = min(start + size, p.ds_numel)
@@ -72,7 +72,7 @@ class ZeroPartitions:
         flat = master(p, True, key)[0] if p.requires_grad else p.ds_tensor.data
         if self.swapped:
             flat = flat.clone()  # DeepSpeed reads the next one into the same memory
-        return (start, stop), flat.view(-1)[: stop - start]
+        return Region(start, stop - start), flat.view(-1)[: stop - start]
 
     def relink(self) -> None:
         """Link fragments to optimizer states, which DeepSpeed itself does only after the first group's step."""
@@ -92,18 +92,18 @@ class ZeroPartitions:
                 if mine is not None and not (self.whole(p) and self.world.rank):
                     yield Piece(name, kind, shape, *mine)
             if steps and p.requires_grad and self.world.rank == 0:
-                yield Piece(name, "step", (), (0, 1), torch.as_tensor(steps[0], dtype=torch.float32))
+                yield Piece(name, "step", (), Region(0, 1), torch.as_tensor(steps[0], dtype=torch.float32))
 
     @torch.no_grad()
     def restore(self, read: Read) -> None:
         named = list(self.model.named_parameters())
         for name, p in named:  # the working copy: whole, one at a time
             with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=self.stage == 3):
-                p.data.view(-1).copy_(read(name, "weight", (0, p.numel())))
+                p.data.copy_(read(name, "weight", Region(0, p.numel())).view(p.shape))
         trained = [name for name, p in named if p.requires_grad]
         kinds = {k for name in trained for k in read.kinds(name)} - {"weight"}
         if kinds:
-            self._new_states(kinds, read(trained[0], "step", (0, 1)).view(()) if "step" in kinds else None)
+            self._new_states(kinds, read(trained[0], "step", Region(0, 1)).view(()) if "step" in kinds else None)
         self.relink()
         for kind in ("weight", *sorted(kinds - {"step"})):
             self.put(kind, lambda name, where, kind=kind: read(name, kind, where))
@@ -120,23 +120,23 @@ class ZeroPartitions:
             self.base.state[slot] = fresh
 
     @torch.no_grad()
-    def put(self, kind: str, source: ReadRange) -> None:
+    def put(self, kind: str, source: ReadRegion) -> None:
         """Fill this rank's range of every trained parameter from `source`."""
         for name, p in self.model.named_parameters():
             if p.requires_grad and (mine := self.local_range(p, kind)) is not None:
                 where, tensor = mine
-                tensor.view(-1).copy_(source(name, where))
+                tensor.view(-1).copy_(source(name, where).view(-1))
 
 
-def keep_exact_values(module: nn.Module, config: Config, world: World) -> ReadRange | None:
+def keep_exact_values(module: nn.Module, config: Config, world: World) -> ReadRegion | None:
     """Return a source of the exact initial values under bf16-master; DeepSpeed would start from bf16 roundings."""
     if config.train.precision != "bf16-master":
         return None
     exact = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     sent: dict[str, Tensor] = {}
 
-    def source(name: str, where: tuple[int, int]) -> Tensor:
-        return sent[name][slice(*where)]
+    def source(name: str, where: Region) -> Tensor:
+        return where.of(sent[name])
 
     for name, p in exact.items():  # sent from rank 0; each rank keeps them until its masters are filled
         sent[name] = broadcast_tensor(p, world.device).clone().view(-1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Fn, Micro, Part
+from unipar.backend import LossFn, Micro, Part
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
@@ -46,6 +46,12 @@ class DataParallelEngine(WrapperEngine):
         return nullcontext()
 
     @override
+    def forward_loss(self, fn: LossFn, micro: Micro) -> Tensor:
+        if not isinstance(micro.batch, MicrobatchRound):
+            return super().forward_loss(fn, micro)
+        return self.wrapped(fn, OpaqueBatch(micro.batch))  # each device's microbatch has a number of its own
+
+    @override
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
         return group_into_rounds(micros, len(self.devices))
 
@@ -78,7 +84,7 @@ class RoundDataParallel(nn.DataParallel[ForwardCall]):
     """nn.DataParallel that spreads a round over the devices, and runs any other batch on the first one."""
 
     @override
-    def forward(self, fn: Fn, opaque: OpaqueBatch) -> Any:
+    def forward(self, fn: Any, opaque: OpaqueBatch) -> Any:
         if not isinstance(opaque.batch, MicrobatchRound):
             return self.module(fn, opaque)
         return sum_losses(super().forward(fn, opaque), opaque.batch.micros)
@@ -88,7 +94,7 @@ class RoundDataParallel(nn.DataParallel[ForwardCall]):
         """Give each device one microbatch of the round; PyTorch would split each tensor along its first dimension."""
         fn, opaque = inputs
         moved = [
-            (fn, OpaqueBatch(to_device(micro.batch, torch.device(device))))
+            (micro.bind(fn), OpaqueBatch(to_device(micro.batch, torch.device(device))))
             for micro, device in zip(opaque.batch.micros, device_ids, strict=False)  # a short round leaves some idle
         ]
         return moved, [{} for _ in moved]

@@ -27,7 +27,7 @@ from unipar.engines.placement import (
     refuse_scalar_parameters,
     refuse_shared_parameters,
 )
-from unipar.engines.state import local_part, locate_shard
+from unipar.engines.state import local_part, local_regions
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
 
@@ -69,7 +69,7 @@ class ShardedEngine(WrapperEngine):
 
     @override
     def _local_grads(self) -> tuple[list[Tensor], bool]:
-        return [locate_shard(p.grad)[2] for p in self.trained if p.grad is not None], True
+        return [local_part(p.grad) for p in self.trained if p.grad is not None], True
 
     @override
     def extra_holdings(self) -> Iterator[Holding]:
@@ -179,7 +179,8 @@ def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str,
         assert isinstance(p, DTensor)
         local = torch.empty_like(p.to_local(), device=home)
         new = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-        local.view(-1).copy_(full.view(-1)[slice(*locate_shard(new)[1])])
+        for where, part in local_regions(new):
+            part.copy_(where.of(full).view(-1))
         return new
 
     now = dict(module.named_parameters(remove_duplicate=False))

@@ -176,7 +176,7 @@ def test_several_parts() -> None:
 
 def micros(count: int) -> list[Micro]:
     task = Tiny()
-    return [Micro(task.collate(task.data()[i : i + 2]), (i + 1) / 10) for i in range(count)]
+    return [Micro(task.collate(task.data()[i : i + 2]), (i + 1) / 10, i) for i in range(count)]
 
 
 def test_microbatches_are_dealt_over_devices() -> None:
@@ -191,11 +191,14 @@ def test_microbatches_are_dealt_over_devices() -> None:
 def test_the_library_cuts_no_batch() -> None:
     """Each device is given one microbatch as it is, in a holder; a short round leaves devices idle."""
     two = micros(2)
-    fn = Tiny().loss
+
+    def loss(model: nn.Module, batch: Any, number: int) -> Any:
+        return batch, number
+
     given_to, words = RoundDataParallel(ForwardCall(nn.Linear(4, 1), CPU)).scatter(
-        (fn, OpaqueBatch(MicrobatchRound(two))), {}, [CPU, CPU, CPU]
+        (loss, OpaqueBatch(MicrobatchRound(two))), {}, [CPU, CPU, CPU]
     )
-    assert [(f, held.batch) for f, held in given_to] == [(fn, two[0].batch), (fn, two[1].batch)]
+    assert [f(nn.Identity(), held.batch) for f, held in given_to] == [(two[0].batch, 0), (two[1].batch, 1)]
     assert words == [{}, {}]
 
 
@@ -217,7 +220,7 @@ class Side(nn.Module):
     @override
     def forward(self, fn: Any, held: OpaqueBatch) -> Tensor:
         assert isinstance(held.batch, MicrobatchRound)
-        return sum_losses([self.call(fn, OpaqueBatch(m.batch)) for m in held.batch.micros], held.batch.micros)
+        return sum_losses([self.call(m.bind(fn), OpaqueBatch(m.batch)) for m in held.batch.micros], held.batch.micros)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -229,6 +232,7 @@ def test_rounds_give_the_step_of_one_process(tmp_path: Path, monkeypatch: pytest
             engine: Any = run.engine
             if rounds:
                 monkeypatch.setattr(SingleEngine, "rounds", staticmethod(lambda micros: group_into_rounds(micros, 2)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+                monkeypatch.setattr(SingleEngine, "forward_loss", DataParallelEngine.forward_loss)
                 engine.wrapped = Side(engine.call)
             run.record(3)
             run.task.train(run)

@@ -106,11 +106,11 @@ def test_dataparallels_copies_share_a_device() -> None:
     batches = [torch.randn(5, 4, device=device) for _ in range(3)]
     micros = [Micro(batch, scale) for batch, scale in zip(batches, (0.5, 0.3, 0.2), strict=True)]
 
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    def loss(model: nn.Module, batch: Tensor, number: int) -> Tensor:
         return (model(batch) - 1).square().mean() + sum(p.square().sum() for p in model.parameters())
 
     for micro in micros:
-        (call(loss, OpaqueBatch(micro.batch)) * micro.scale).backward()
+        (call(micro.bind(loss), OpaqueBatch(micro.batch)) * micro.scale).backward()
     wanted = [p.grad for p in model.parameters()]
     model.zero_grad()
     replicas = RoundDataParallel(call, [0, 0])

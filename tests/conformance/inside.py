@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.conformance.cases import CASES, Case
-from unipar.backend import Piece, registry
+from unipar.backend import Piece, Region, registry
 from unipar.backend.checks import settle
 from unipar.config import Cell
 from unipar.distributed.place import Place
@@ -102,7 +102,7 @@ def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: Hea
         made.task.train(made)
         made.finish()
         now = made.recorded_steps()
-        pieces = [(p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().clone()) for p in made.pieces()]
+        pieces = [(p.name, p.kind, p.shape, tuple(p.where), p.tensor.detach().flatten().clone()) for p in made.pieces()]
         _close(made)
     evals = [{k: v for k, v in row.items() if k not in ("event", "time", "step")} for row in _evals(folder, world.rank)]
     assert kept["loss"] == now["loss"][: len(kept["loss"])]
@@ -125,7 +125,7 @@ Whole = dict[tuple[str, str], Tensor]
 
 def _gather_pieces(pieces: Any) -> Whole:
     """All pieces of all ranks on every rank."""
-    mine = [(p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().clone()) for p in _listed(pieces)]
+    mine = [(p.name, p.kind, p.shape, tuple(p.where), p.tensor.detach().flatten().clone()) for p in _listed(pieces)]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     return combine_pieces([p for rank in ranks for p in rank])
@@ -138,15 +138,16 @@ def _listed(pieces: Any) -> list[Piece]:
 def combine_pieces(pieces: list[Any]) -> Whole:
     """Every element of every tensor exactly once: no gap, no overlap."""
     whole: Whole = {}
-    count: dict[tuple[str, str], int] = {}
-    for name, kind, shape, (start, stop), tensor in pieces:
+    count: dict[tuple[str, str], Tensor] = {}
+    for name, kind, shape, numbers, tensor in pieces:
+        where = Region(*numbers)
         size = int(torch.Size(shape).numel())
         if (name, kind) not in whole:
             whole[name, kind] = torch.zeros(size, dtype=tensor.dtype)
-            count[name, kind] = 0
-        whole[name, kind][start:stop] = tensor
-        count[name, kind] += stop - start
-    uneven = {key: (count[key], t.numel()) for key, t in whole.items() if count[key] != t.numel()}
+            count[name, kind] = torch.zeros(size, dtype=torch.int64)
+        where.of(whole[name, kind]).copy_(tensor.view(where.runs, where.length))
+        where.of(count[name, kind]).add_(1)
+    uneven = {key: t.unique().tolist() for key, t in count.items() if (t != 1).any()}
     assert not uneven, f"pieces overlap or leave gaps: {uneven}"
     return whole
 
@@ -157,8 +158,8 @@ class CombinedState:
     def __init__(self, whole: Whole) -> None:
         self.whole = whole
 
-    def __call__(self, name: str, kind: str, where: tuple[int, int]) -> Tensor:
-        return self.whole[name, kind][slice(*where)]
+    def __call__(self, name: str, kind: str, where: Region) -> Tensor:
+        return where.of(self.whole[name, kind])
 
     def kinds(self, name: str) -> set[str]:
         return {k for n, k in self.whole if n == name and k != "buffer"}

@@ -17,3 +17,13 @@ def test_two_ranks_may_share_a_gpu(device: str, index: int) -> None:
         assert world.local_rank_for_libraries == index
     finally:
         world.close_without_peers()
+
+
+def test_ranks_with_the_same_part_of_the_batch_count_once() -> None:
+    """The one that leads counts; a world begins with a part for each rank."""
+    world = World(Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar"), torch.device("cpu"), None)
+    assert (world.share, world.shares, world.leads) == (0, 1, True)
+    assert world.sum_shares(torch.tensor([3.0, 4.0])).tolist() == [3.0, 4.0]
+    world.leads = False
+    assert world.sum_shares(torch.tensor([3.0, 4.0])).tolist() == [0.0, 0.0]
+    world.close_without_peers()

@@ -116,10 +116,13 @@ def train_and_record(config: Config, world: World, build: EngineFactory, micros:
         if ask:
             seen[phase] = bytes_by_category(engine.holdings())
 
+    def loss(model: Any, batch: Any, number: int) -> Any:
+        return task.loss(model, batch)
+
     losses: list[float] = []
     for _ in range(STEPS):
         micro = Micro(batch, 1 / world.size / micros)
-        losses.append(float(engine.step(task.loss, [micro] * micros, 1.0, mark).loss))
+        losses.append(float(engine.step(loss, [micro] * micros, 1.0, mark).loss))
         mark("rest")
     listed = [[(h.category, h.name) for h in engine.holdings()] for _ in range(2)]
     engine.close()

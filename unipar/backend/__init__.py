@@ -8,10 +8,12 @@ from unipar.backend.engine import Category as Category
 from unipar.backend.engine import Engine as Engine
 from unipar.backend.engine import Fn as Fn
 from unipar.backend.engine import Holding as Holding
+from unipar.backend.engine import LossFn as LossFn
 from unipar.backend.engine import Mark as Mark
 from unipar.backend.engine import Micro as Micro
 from unipar.backend.engine import Part as Part
 from unipar.backend.engine import Piece as Piece
 from unipar.backend.engine import Read as Read
+from unipar.backend.engine import Region as Region
 from unipar.backend.engine import Step as Step
 from unipar.backend.precision import Dtypes as Dtypes

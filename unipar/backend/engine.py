@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from typing_extensions import override
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 Fn = Callable[["nn.Module", Any], Any]
 """Loss or metrics of a task: `fn(model, batch)`."""
+
+
+LossFn = Callable[["nn.Module", Any, int], Any]
+"""Loss in a step: `fn(model, batch, number)`, with the microbatch's number."""
 
 
 Mark = Callable[[str], None]
@@ -47,6 +51,13 @@ class Micro:
 
     batch: Any
     scale: float
+    number: int = 0
+    """Number within the global batch, the same in a world of any size: random numbers of the forward depend on it."""
+
+    def bind(self, fn: LossFn) -> Fn:
+        """Return this microbatch's loss as a function of model and batch."""
+        number = self.number
+        return lambda model, batch: fn(model, batch, number)
 
 
 @dataclass(frozen=True)
@@ -77,19 +88,41 @@ class Step:
     error in other precisions."""
 
 
+class Region(NamedTuple):
+    """Elements of a tensor in row-major order: `runs` runs of `length` elements, `stride` from one run to the next.
+
+    A range of elements is one run; some columns of a matrix are one run in each row.
+    """
+
+    start: int
+    length: int
+    stride: int = 0
+    runs: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.length * self.runs
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return these elements of a whole, contiguous tensor: a view with one row for each run."""
+        flat = whole.view(-1)
+        steps = (self.stride or self.length, 1)
+        return flat.as_strided((self.runs, self.length), steps, flat.storage_offset() + self.start)
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Range of one tensor of the state that this rank holds."""
+    """Region of one tensor of the state that this rank holds."""
 
     name: str
     kind: str
     """`weight`, `buffer`, or the optimizer's own key."""
 
     shape: tuple[int, ...]
-    where: tuple[int, int]
-    """Start and end of the range, in elements of the whole tensor in row-major order."""
-
+    where: Region
     tensor: Tensor
+    """The region's elements, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +135,11 @@ class Holding:
 
 
 class Read(Protocol):
-    """Reader of saved state, one range of a tensor at a time."""
+    """Reader of saved state, one region of a tensor at a time."""
 
-    def __call__(self, name: str, kind: str, where: tuple[int, int]) -> Tensor: ...
+    def __call__(self, name: str, kind: str, where: Region) -> Tensor:
+        """Return the region's elements, in a tensor of any shape."""
+        ...
 
     def kinds(self, name: str) -> set[str]:
         """Return what is saved for a parameter: `weight` and the optimizer's keys."""
@@ -115,7 +150,7 @@ class Engine(ABC):
     """One model in training in one process. All ranks call every method together."""
 
     @abstractmethod
-    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         """Run forward and backward over all microbatches, clip, and update at each group's rate times `factor`."""
 
     @abstractmethod
@@ -139,6 +174,10 @@ class Engine(ABC):
     @abstractmethod
     def restore(self, read: Read) -> None:
         """Load the state that this rank holds from `read`."""
+
+    @abstractmethod
+    def share_buffers(self) -> None:
+        """Copy buffers, such as running statistics, from one rank to all that have them: they evaluate one model."""
 
     @abstractmethod
     def holdings(self) -> Iterator[Holding]:
@@ -165,7 +204,7 @@ class DelegatingEngine(Engine):
         self.inner = inner
 
     @override
-    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         return self.inner.step(fn, micros, factor, mark)
 
     @override
@@ -187,6 +226,10 @@ class DelegatingEngine(Engine):
     @override
     def restore(self, read: Read) -> None:
         self.inner.restore(read)
+
+    @override
+    def share_buffers(self) -> None:
+        self.inner.share_buffers()
 
     @override
     def holdings(self) -> Iterator[Holding]:

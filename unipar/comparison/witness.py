@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Mark, Micro, Step
+from unipar.backend import Engine, LossFn, Mark, Micro, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.data.order import MicrobatchPlan, SampleKey
 from unipar.data.stream_feed import StreamFeed
 from unipar.results.same_training import RankMarks, rank_marks_path
-from unipar.training.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_range
+from unipar.training.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_region
 from unipar.training.run import TrainingRun
 
 MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
@@ -38,8 +38,8 @@ class MarksRecorder:
         frozen = set(_frozen_piece_names(run))  # constant, so libraries may keep them in the precision of compute
         for piece in run.pieces():
             if piece.kind == "weight" and piece.name not in frozen:
-                self._values[piece.name] = self._values.get(piece.name, 0) + hash_tensor_range(
-                    piece.tensor, piece.where[0]
+                self._values[piece.name] = self._values.get(piece.name, 0) + hash_tensor_region(
+                    piece.tensor, piece.where
                 )
                 self._weight_dtypes.add(_dtype_name(piece.tensor.dtype))
         self._compute_dtypes: set[str] = set()
@@ -99,11 +99,11 @@ class _ObservedEngine(DelegatingEngine):
         self._device, self._dtypes = device, dtypes
 
     @override
-    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
-        def observed(model: nn.Module, batch: Any) -> Any:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        def observed(model: nn.Module, batch: Any, number: int) -> Any:
             casts = " under autocast" if torch.is_autocast_enabled(self._device) else ""
             with _ProductDtypes(self._dtypes, casts):
-                return fn(model, batch)
+                return fn(model, batch, number)
 
         return self.inner.step(observed, micros, factor, mark)
 

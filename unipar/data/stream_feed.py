@@ -125,7 +125,7 @@ class StreamFeed:
             yield portion
 
     def _whole_stream(self) -> WholeStream:
-        return WholeStream(self.source, self.sizes, self.world.rank, self.seed, ragged=self.source.settings.ragged)
+        return WholeStream(self.source, self.sizes, self.world.share, self.seed, ragged=self.source.settings.ragged)
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[StreamBatch]:
         whole = self._whole_stream()
@@ -149,7 +149,7 @@ class StreamFeed:
     # Each rank reads its own part
 
     def _parts(self) -> Iterator[StreamBatch]:
-        part = StreamPart(self.source, self.sizes, self.world.rank, self.seed)
+        part = StreamPart(self.source, self.sizes, self.world.share, self.seed)
         spare: tuple[Any, list[SampleKey]] | None = None
         for epoch in count():
             part.epoch = epoch
@@ -177,7 +177,7 @@ class StreamFeed:
         """Return the size of the global batch, and whether any rank has less than its share; a collective."""
         full = self.sizes.micro * self.sizes.accumulate
         counts = torch.tensor([mine, mine < full], dtype=torch.float64, device=self.world.device)
-        samples, short = self.world.sum(counts).tolist()
+        samples, short = self.world.sum_shares(counts).tolist()
         return int(samples), short > 0
 
     def _micros(

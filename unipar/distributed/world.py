@@ -20,6 +20,12 @@ class World:
     def __init__(self, place: Place, device: torch.device, store: dist.Store | None) -> None:
         self.place, self.device, self.store = place, device, store
         self.rank, self.size = place.rank, place.size
+        self.share, self.shares = self.rank, self.size
+        """Part of each global batch that this rank trains on, from 0, and their number; ranks may share a part."""
+
+        self.leads = True
+        """Whether this rank counts, among those that train on the same part: on one of them it is true."""
+
         self.closers: list[Callable[[], None]] = []
         """Functions to call before the process group is destroyed, on all ranks together; the latest first."""
 
@@ -40,6 +46,10 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def sum_shares(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, summed in place over the parts of the batch: ranks that have the same part count once."""
+        return self.sum(tensor if self.leads else tensor.zero_())
 
     def key(self, name: str) -> str:
         """Return a new key of the store; ranks that have called this equally often get the same key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -12,18 +12,40 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from unipar.backend import Holding, Piece, Read
+from unipar.backend import Holding, Piece, Read, Region
 from unipar.distributed.world import World
 from unipar.engines.placement import plain_attributes
 
 
-def locate_shard(t: Tensor) -> tuple[tuple[int, ...], tuple[int, int], Tensor]:
-    """Return the global shape of `t`, the flat range of it that this rank holds, and the local tensor."""
+def local_regions(t: Tensor) -> Iterator[tuple[Region, Tensor]]:
+    """Yield each region of `t` that this rank holds, with its elements."""
     if not isinstance(t, DTensor):
-        return tuple(t.shape), (0, t.numel()), t
-    local, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-    start = offset[0] * prod(t.shape[1:]) if prod(local) else 0
-    return tuple(t.shape), (start, start + prod(local)), t.to_local()
+        yield Region(0, t.numel()), t
+        return
+    sizes, offsets = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    local = t.to_local()
+    first = 0
+    for region in box_regions(t.shape, offsets, sizes):
+        yield region, local.view(-1)[first : first + region.numel]
+        first += region.numel
+
+
+def box_regions(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Region]:
+    """Yield the regions that make up a box of a tensor of this shape, in row-major order; an empty box is one."""
+    if prod(sizes) == 0:
+        yield Region(0, 0)
+        return
+    cut = [i for i, size in enumerate(sizes) if size != shape[i]]
+    if not cut:
+        yield Region(0, prod(shape))
+        return
+    last = cut[-1]
+    inner = prod(shape[last + 1 :])
+    start, length, stride = offsets[last] * inner, sizes[last] * inner, shape[last] * inner
+    for rows in box_regions(shape[:last], offsets[:last], sizes[:last]):
+        for i in range(rows.runs):
+            row = rows.start + i * rows.stride
+            yield Region(start + row * stride, length, stride if rows.length > 1 else 0, rows.length)
 
 
 def local_part(t: Tensor) -> Tensor:
@@ -45,7 +67,7 @@ def buffer_pieces(model: nn.Module, world: World) -> Iterator[Piece]:
     """Yield the model's buffers on rank 0: every rank has them whole, and rank 0's are the ones to keep."""
     if world.rank == 0:
         for name, b in model.named_buffers():
-            yield Piece(name, "buffer", tuple(b.shape), (0, b.numel()), b)
+            yield Piece(name, "buffer", tuple(b.shape), Region(0, b.numel()), b)
 
 
 def module_holdings(model: nn.Module) -> Iterator[Holding]:
@@ -70,7 +92,7 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
 def restore_buffers(model: nn.Module, read: Read) -> None:
     """Fill all buffers from `read`."""
     for name, b in model.named_buffers():
-        b.view(-1).copy_(read(name, "buffer", (0, b.numel())))
+        b.copy_(read(name, "buffer", Region(0, b.numel())).view(b.shape))
 
 
 def broadcast_module_buffers(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Holding, Mark, Micro, Part, Piece, Read, Step
+from unipar.backend import Engine, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
@@ -22,10 +22,11 @@ from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates, current_rates
 from unipar.engines.loss_scale import LossScaler
 from unipar.engines.state import (
+    broadcast_module_buffers,
     buffer_pieces,
     is_first_copy,
     local_part,
-    locate_shard,
+    local_regions,
     module_holdings,
     restore_buffers,
 )
@@ -53,7 +54,7 @@ class WrapperEngine(Engine):
         self.wrapped: nn.Module = self.call
         self.optimizer: Any = part.optimizer(part.module)
         self.base: Optimizer = self.optimizer
-        self.kept: Mapping[str, nn.Parameter] = dict(part.module.named_parameters())
+        self.kept: Mapping[str, nn.Parameter] = dict(self.local_parameters())
         """Parameters that stay allocated between steps, frozen ones included."""
 
         self.rates = BaseRates(self.base)
@@ -71,6 +72,10 @@ class WrapperEngine(Engine):
         """Return the batches of the step's forward passes: each microbatch, unless one rank has several devices."""
         return micros
 
+    def forward_loss(self, fn: LossFn, micro: Micro) -> Tensor:
+        """Run forward on one microbatch and return its loss."""
+        return self.wrapped(micro.bind(fn), OpaqueBatch(micro.batch))
+
     def backward(self, loss: Tensor) -> None:
         """Run backward on the scaled loss of one microbatch."""
         loss.backward()
@@ -82,25 +87,52 @@ class WrapperEngine(Engine):
         """Clip gradients and return their norm before clipping."""
         return clip_gradients(self.trained, self.limit)
 
+    def norm_in_fp64(self) -> Tensor:
+        """Clip gradients by their norm, added up in fp64, and return it."""
+        return clip_in_fp64(self._local_grads(), self.limit, self.world, self.copies)
+
     def update(self) -> None:
         """Take one optimizer step, then clear gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    @override
-    @final
-    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def run_forward(self, fn: Fn, batch: Any) -> Any:
+        """Return `fn(model, batch)`, run through the library's wrapper without gradients."""
+        return self.wrapped(fn, OpaqueBatch(batch))
+
+    def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
+        """Run forward and backward on all microbatches; return this rank's share of the loss."""
         share: Tensor | None = None
-        micros = self.rounds(micros)
         count = len(micros)
-        divisor = self.divisor if self.scaler is None else self.divisor * self.scaler.scale
         for i, micro in enumerate(micros, 1):
             with self.sync(count, last=i == count):
                 mark("forward")
-                loss: Tensor = self.wrapped(fn, OpaqueBatch(micro.batch))
+                loss = self.forward_loss(fn, micro)
                 mark("backward")
                 mine, share = scale_loss(loss, micro.scale, divisor, share)
                 self.backward(mine)
+        assert share is not None
+        return share
+
+    def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that this rank has, each once, with their names."""
+        return self.model.named_parameters()
+
+    def local_regions(self, name: str, t: Tensor) -> Iterator[tuple[Region, Tensor]]:
+        """Yield each region that this rank has of a parameter or its state, with its elements."""
+        return local_regions(t)
+
+    def speaks_for(self, name: str, t: Tensor) -> bool:
+        """Return whether this rank yields the pieces of a parameter or its state, of which others may have copies."""
+        return is_first_copy(t, self.world)
+
+    @override
+    @final
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        divisor = self.divisor if self.scaler is None else self.divisor * self.scaler.scale
+        share = self.run_microbatches(fn, self.rounds(micros), divisor, mark)
+        if not self.world.leads:
+            share = torch.zeros_like(share)
         mark("update")
         self.finish_reduction()
         for p in self.trained:
@@ -108,8 +140,7 @@ class WrapperEngine(Engine):
                 p.grad = torch.zeros_like(p)
         if self.scaler is not None:
             self.scaler.unscale(self._local_grads()[0])
-        norm = clip_in_fp64(self._local_grads(), self.limit, self.world, self.copies) if self.fp64 else self.norm()
-        assert share is not None
+        norm = self.norm_in_fp64() if self.fp64 else self.norm()
         if self.scaler is not None and self.scaler.overflowed(norm):
             self.optimizer.zero_grad()
             return Step(share, norm, skipped=True)
@@ -129,7 +160,7 @@ class WrapperEngine(Engine):
     @final
     def evaluate(self, fn: Fn, batch: Any) -> Any:
         with eval_mode(self.wrapped):
-            return self.wrapped(fn, OpaqueBatch(batch))
+            return self.run_forward(fn, batch)
 
     @override
     @final
@@ -141,13 +172,13 @@ class WrapperEngine(Engine):
     def pieces(self) -> Iterator[Piece]:
         self.before_state_access()
         state: Any = self.base.state
-        for name, p in self.model.named_parameters():
+        for name, p in self.local_parameters():
             for kind, value in {"weight": p, **state.get(p, {})}.items():
                 if not isinstance(value, Tensor):
                     continue
-                shape, where, local = locate_shard(value)
-                if (self.apart and kind != "weight") or is_first_copy(value, self.world):
-                    yield Piece(name, kind, shape, where, local)
+                if (self.apart and kind != "weight") or self.speaks_for(name, value):
+                    for where, local in self.local_regions(name, value):
+                        yield Piece(name, kind, tuple(value.shape), where, local)
         yield from buffer_pieces(self.model, self.world)
 
     @override
@@ -157,16 +188,20 @@ class WrapperEngine(Engine):
         self.before_state_access()
         state: Any = self.base.state
         mine = {id(p) for group in self.base.param_groups for p in group["params"]}
-        for name, p in self.model.named_parameters():
+        for name, p in self.local_parameters():
             for kind in sorted(read.kinds(name) if id(p) in mine else {"weight"}):
                 if kind == "weight":
                     value: Tensor = p
                 else:
                     value = torch.zeros((), dtype=torch.float32) if kind == "step" else torch.zeros_like(p)
                     state[p][kind] = value = self._on_its_device(kind, value)
-                _, where, local = locate_shard(value)
-                local.view(-1).copy_(read(name, kind, where))
+                for where, local in self.local_regions(name, value):
+                    local.copy_(read(name, kind, where).view(local.shape))
         restore_buffers(self.model, read)
+
+    @override
+    def share_buffers(self) -> None:
+        broadcast_module_buffers(self.model)
 
     @override
     @final

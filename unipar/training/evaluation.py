@@ -17,7 +17,6 @@ from unipar.data.order import SampleKey
 from unipar.data.stream import WholeStream, wrap_in_workers
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
-from unipar.engines.state import broadcast_module_buffers
 from unipar.errors import TaskError
 from unipar.task import Task
 from unipar.utils.seeding import mix_seed, seed_all
@@ -41,15 +40,17 @@ class Evaluation:
     def __init__(
         self,
         task: Task,
-        modules: Sequence[nn.Module],
-        engine: Engine,
+        engines: Sequence[Engine],
         world: World,
         config: Config,
         sizes: BatchSizes,
         mark: Mark,
     ) -> None:
         self.mark = mark
-        self.task, self.modules, self.engine, self.world, self.sizes = task, modules, engine, world, sizes
+        self.task, self.engines, self.world, self.sizes = task, engines, world, sizes
+        self.engine = engines[0]
+        """Engine of the part that is evaluated."""
+
         self.seed, self.device = config.train.seed, world.device
         data = task.validation()
         if data is None:
@@ -65,14 +66,14 @@ class Evaluation:
 
     def __call__(self) -> dict[str, float]:
         """Return the mean of each metric; every rank calls it."""
-        for module in self.modules:
-            broadcast_module_buffers(module)
+        for engine in self.engines:
+            engine.share_buffers()
         self.sums = {}
         for i, (batch, samples) in enumerate(
             self._stream_batches() if self.source.streams else self._map_style_batches()
         ):
             self.mark("evaluate")  # one mark a batch: the watchdog sees that the rank does not hang
-            seed_all(mix_seed(self.seed, 4, self.world.rank + i * self.world.size))
+            seed_all(mix_seed(self.seed, 4, self.world.share + i * self.world.shares))
             metrics = self.engine.evaluate(self._metrics, to_device(batch, self.device))
             self._add(metrics, self._weight(batch, samples) if samples else None)
         return self._means()
@@ -83,7 +84,7 @@ class Evaluation:
         Number 0 marks a batch that is run and not added: other ranks still have one, and collectives need every rank.
         """
         assert self.most is not None
-        size, rank, micro = self.world.size, self.world.rank, self.sizes.micro
+        size, rank, micro = self.world.shares, self.world.share, self.sizes.micro
         keys = [(0, i) for i in range(self.most)]
         chunks: list[list[SampleKey]] = [keys[i : i + micro] for i in range(0, self.most, micro)]
         rounds = -(-len(chunks) // size)
@@ -100,10 +101,10 @@ class Evaluation:
 
     def _stream_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield this rank's batches of a stream, which every rank reads as a whole, and their numbers of samples."""
-        size, micro = self.world.size, self.sizes.micro
+        size, micro = self.world.shares, self.sizes.micro
         rounds = BatchSizes(total=micro * size, micro=micro, accumulate=1, ranks=size)
         for portion in wrap_in_workers(
-            WholeStream(self.source, rounds, self.world.rank, self.seed, most=self.most), self.source
+            WholeStream(self.source, rounds, self.world.share, self.seed, most=self.most), self.source
         ):
             if portion.fault:
                 raise TaskError(portion.fault.replace("data()", "validation()"))

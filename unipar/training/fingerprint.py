@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unipar.backend import Region
 from unipar.engines.batch import map_tensors
 
 SKETCH_NUMBERS = 8
@@ -21,28 +22,31 @@ SKETCH_NUMBERS = 8
 class TensorSketcher:
     """Maker of linear sketches: each element, multiplied by a fixed random sign, is added to one of a few sums.
 
-    The sketch of a sum is the sum of the sketches, also over ranks that hold a range each. The norm of a sketch is
+    The sketch of a sum is the sum of the sketches, also over ranks that hold a region each. The norm of a sketch is
     about that of the tensor. So the change of a tensor in a step can be measured later without keeping the tensor.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
         self._keep = keep
-        self._signs: dict[tuple[str, int, tuple[int, int], torch.device], Tensor] = {}
+        self._signs: dict[tuple[str, int, Region, torch.device], Tensor] = {}
 
-    def sketch_range(self, name: str, numel: int, where: tuple[int, int], tensor: Tensor) -> Tensor:
-        """Return the sketch of `tensor`, the range `where` of a tensor `name` that has `numel` elements in all."""
+    def sketch_region(self, name: str, numel: int, where: Region, tensor: Tensor) -> Tensor:
+        """Return the sketch of `tensor`, the region `where` of a tensor `name` that has `numel` elements in all."""
         signed = tensor.detach().reshape(-1).double() * self._sign(name, numel, where, tensor.device)
-        front = where[0] % SKETCH_NUMBERS
+        if where.runs > 1:
+            buckets = element_numbers(where, 0, where.numel, signed.device) % SKETCH_NUMBERS
+            return signed.new_zeros(SKETCH_NUMBERS).index_add_(0, buckets, signed).cpu()
+        front = where.start % SKETCH_NUMBERS
         back = -(front + signed.numel()) % SKETCH_NUMBERS
         return torch.nn.functional.pad(signed, (front, back)).view(-1, SKETCH_NUMBERS).sum(0).cpu()
 
-    def _sign(self, name: str, numel: int, where: tuple[int, int], device: torch.device) -> Tensor:
+    def _sign(self, name: str, numel: int, where: Region, device: torch.device) -> Tensor:
         key = (name, numel, where, device)
         if key in self._signs:
             return self._signs[key]
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        signs = torch.randint(0, 2, (numel,), dtype=torch.int8, generator=generator)[slice(*where)] * 2 - 1
-        signs = signs.to(device)
+        whole = torch.randint(0, 2, (numel,), dtype=torch.int8, generator=generator)
+        signs = (where.of(whole).reshape(-1) * 2 - 1).to(device)
         if self._keep:
             self._signs[key] = signs
         return signs
@@ -50,7 +54,7 @@ class TensorSketcher:
 
 def sketch_whole_tensor(sketches: TensorSketcher, name: str, tensor: Tensor) -> Tensor:
     """Return the sketch of a tensor that this rank holds as a whole."""
-    return sketches.sketch_range(name, tensor.numel(), (0, tensor.numel()), tensor)
+    return sketches.sketch_region(name, tensor.numel(), Region(0, tensor.numel()), tensor)
 
 
 def collect_tensors(value: Any) -> list[Tensor]:
@@ -70,16 +74,25 @@ _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 _MASK_64_BITS = (1 << 64) - 1
 
 
-def hash_tensor_range(tensor: Tensor, first: int) -> int:
-    """Return the hash of a range that begins at element `first`; its sum over all ranges depends on all bits only."""
+def element_numbers(where: Region, first: int, last: int, device: torch.device) -> Tensor:
+    """Return the numbers, in the whole tensor, of a region's elements from the `first` to before the `last`."""
+    numbers = torch.arange(first, last, device=device)
+    if where.runs == 1:
+        return numbers + where.start
+    return where.start + numbers // where.length * where.stride + numbers % where.length
+
+
+def hash_tensor_region(tensor: Tensor, where: Region) -> int:
+    """Return the hash of a region of a tensor; its sum over all regions depends on all bits only."""
     t = tensor.detach().reshape(-1)
     if t.is_complex():
-        t, first = torch.view_as_real(t).reshape(-1), 2 * first
+        t = torch.view_as_real(t).reshape(-1)
+        where = Region(2 * where.start, 2 * where.length, 2 * where.stride, where.runs)
     bits = t.view(_INTEGER_DTYPES[t.element_size()])
     total = 0
     for start in range(0, len(bits), _ELEMENTS_PER_CHUNK):
         part = bits[start : start + _ELEMENTS_PER_CHUNK].to(torch.int64)
-        places = torch.arange(first + start, first + start + len(part), device=part.device)
+        places = element_numbers(where, start, start + len(part), part.device)
         mixed = (part + places * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D
         total += int(((mixed ^ (mixed >> 29)) * 0x369DEA0F31A53F85).sum())
     return total & _MASK_64_BITS

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from unipar.backend import Engine, Part, Piece, Read, Step
+from unipar.backend import Engine, Part, Piece, Read, Region, Step
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import NonFinite, UniparError
@@ -212,7 +212,7 @@ class _PartRead:
     def __init__(self, part: str, read: Read) -> None:
         self._part, self._read = part, read
 
-    def __call__(self, name: str, kind: str, where: tuple[int, int]) -> Tensor:
+    def __call__(self, name: str, kind: str, where: Region) -> Tensor:
         return self._read(f"{self._part}.{name}", kind, where)
 
     def kinds(self, name: str) -> set[str]:

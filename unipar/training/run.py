@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -87,7 +87,7 @@ class TrainingRun(Run):
         self._due = False
         """Whether the current share is logged."""
 
-        self._next_seed = self._shares_since_log = self._samples = 0
+        self._shares_since_log = self._samples = 0
         self._cuda = self.device.type == "cuda"
         self._since = time.perf_counter()
         self._evaluation: Evaluation | None = None
@@ -129,7 +129,7 @@ class TrainingRun(Run):
         if source.streams:
             self._ledger.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
             return StreamFeed(source, self.sizes, self.world, self._seed, pin=pin)
-        return MicrobatchFeed(source, self.sizes, self.rank, self._seed, pin=pin)
+        return MicrobatchFeed(source, self.sizes, self.world.share, self._seed, pin=pin)
 
     # Parts and their state
 
@@ -184,7 +184,6 @@ class TrainingRun(Run):
         trained = active.trained
         number = self.done + 1
         self._heartbeat.step = number
-        self._next_seed = self.rank
         self._loss = loss or self.task.loss
         steps = self._steps or self.steps
         rate = schedule_factor(self._schedule, self.done - trained.skipped, steps)
@@ -239,10 +238,8 @@ class TrainingRun(Run):
         if self._sync_every and self.done != self.steps:
             refuse_unsynced_evaluation(self.done, self._sync_every)
         if self._evaluation is None:
-            modules = [part.module for part in self._parts.values()]
-            self._evaluation = Evaluation(
-                self.task, modules, self.engine, self.world, self.config, self.sizes, self._mark
-            )
+            engines = [part.engine for part in self._parts.values()]
+            self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)
         self._mark("evaluate")
         self._active, self._evaluating = self._first, True
         try:
@@ -336,10 +333,10 @@ class TrainingRun(Run):
         if self._batch_observer is not None:
             self._batch_observer(read)
         if not self._weighs:
-            return Share([Micro(to_device(batch, self.device), plan.weight) for batch, plan in read], samples)
+            return self._make_share(((batch, plan.weight) for batch, plan in read), samples)
         weights = [self._weight(batch, len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
         total = torch.tensor(sum(weights), dtype=torch.float64, device=self.device)
-        whole = self.world.sum(total).item()
+        whole = self.world.sum_shares(total).item()
         if not whole > 0:
             raise TaskError(f"weight(batch) is {whole:g} over the whole global batch of step {self.done + 1}")
         self._batch_with_weight = next(
@@ -348,7 +345,15 @@ class TrainingRun(Run):
         if self._batch_with_weight is None and 0.0 in weights:
             self._batch_with_weight = feed.batch_with_weight(self._weight)
         micros = [(b if w > 0 else self._batch_with_weight, w / whole) for (b, _), w in zip(read, weights, strict=True)]
-        return Share([Micro(to_device(batch, self.device), scale) for batch, scale in micros], samples)
+        return self._make_share(micros, samples)
+
+    def _make_share(self, micros: Iterable[tuple[Any, float]], samples: int) -> Share:
+        """Return a share of microbatches, given as batch and scale; the first of every rank come before the second."""
+        first, count, device = self.world.share, self.world.shares, self.device
+        return Share(
+            [Micro(to_device(batch, device), scale, first + i * count) for i, (batch, scale) in enumerate(micros)],
+            samples,
+        )
 
     def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self.task.weight(batch)
@@ -356,10 +361,9 @@ class TrainingRun(Run):
             raise TaskError(f"weight(batch) is {float(weight):g}; it must not be negative")
         return float(samples if weight is None else weight)
 
-    def _seeded_loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def _seeded_loss(self, model: nn.Module, batch: Any, number: int) -> Tensor:
         """Return the loss, with PyTorch seeded by step and microbatch, so that the rank makes no difference."""
-        seed_torch(mix_into(self._loss_seed, self.done, self._next_seed, *self._seeds) >> 1, cuda=self._cuda)
-        self._next_seed += self.size
+        seed_torch(mix_into(self._loss_seed, self.done, number, *self._seeds) >> 1, cuda=self._cuda)
         loss: Any = self._loss(model, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)

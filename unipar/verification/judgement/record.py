@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from unipar.backend import Region
+
 SketchVector = NDArray[np.float64]
 """Sketch of a tensor: a short vector whose length approximates the tensor's."""
 
@@ -123,12 +125,13 @@ def _add_sketches(states: list[dict[str, Tensor]]) -> dict[StateKey, SketchVecto
 
 
 def _join_pieces(pieces: list[Any]) -> dict[StateKey, Tensor]:
-    """Return whole tensors from the ranks' ranges; a range that no rank holds is NaN, so that it equals nothing."""
+    """Return whole tensors from the ranks' regions; a region that no rank holds is NaN, so that it equals nothing."""
     whole: dict[StateKey, Tensor] = {}
-    for name, kind, shape, (start, stop), tensor in pieces:
+    for name, kind, shape, numbers, tensor in pieces:
         if (name, kind) not in whole:
             whole[name, kind] = torch.full((int(torch.Size(shape).numel()),), math.nan, dtype=tensor.dtype)
-        whole[name, kind][start:stop] = tensor
+        where = Region(*numbers)
+        where.of(whole[name, kind]).copy_(tensor.view(where.runs, where.length))
     return whole
 
 

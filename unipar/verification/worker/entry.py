@@ -111,7 +111,8 @@ def _run_job(
                 for group in engine.groups()
             ],
             "pieces": [
-                (p.name, p.kind, p.shape, p.where, p.tensor.detach().flatten().cpu().clone()) for p in recorder.pieces()
+                (p.name, p.kind, p.shape, tuple(p.where), p.tensor.detach().flatten().cpu().clone())
+                for p in recorder.pieces()
             ],
         }
         for engine in recorder.engines.values():

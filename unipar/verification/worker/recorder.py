@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Mark, Micro, Piece, Step
+from unipar.backend import Engine, LossFn, Mark, Micro, Piece, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.training.fingerprint import TensorSketcher, fingerprint_batch
 from unipar.verification.worker.trace import StepTrace
@@ -55,23 +55,23 @@ class RunRecorder:
         sketches: dict[str, Tensor] = {}
         for piece in self.pieces():
             size = int(torch.Size(piece.shape).numel())
-            sketches[f"{piece.name}|{piece.kind}"] = self._sketches.sketch_range(
+            sketches[f"{piece.name}|{piece.kind}"] = self._sketches.sketch_region(
                 piece.name, size, piece.where, piece.tensor
             )
         return sketches
 
-    def step(self, prefix: str, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, prefix: str, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         """Run a step of the engine with this prefix, and record it."""
         seen: list[str] = []
         trace = StepTrace() if len(self.steps) + 1 == self._trace_at else None
 
-        def recorded(model: nn.Module, batch: Any) -> Any:
+        def recorded(model: nn.Module, batch: Any, number: int) -> Any:
             call = len(seen)
             seen.append(fingerprint_batch(batch))
             if trace is None:
-                return fn(model, batch)
+                return fn(model, batch, number)
             with trace.record_modules(model, call):
-                loss = fn(model, batch)
+                loss = fn(model, batch, number)
             trace.record_loss(call, loss)
             return loss
 
@@ -96,5 +96,5 @@ class RecordingEngine(DelegatingEngine):
         self._recorder, self._prefix = recorder, prefix
 
     @override
-    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         return self._recorder.step(self._prefix, fn, micros, factor, mark)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Holding, Mark, Micro, Part, Step
+from unipar.backend import Engine, Holding, LossFn, Mark, Micro, Part, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
 from unipar.data.feed import MicrobatchFeed
@@ -283,7 +283,7 @@ class LastMicrobatchDropped(DelegatingEngine):
         super().__init__(Healthy(part, config, world))
 
     @override
-    def step(self, fn: Fn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         return self.inner.step(fn, micros[:-1], factor, mark)
 
 
