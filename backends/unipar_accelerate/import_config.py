@@ -11,7 +11,6 @@ from unipar_deepspeed import import_config
 from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
 from unipar.config.config_file import read_config_text
-from unipar.config.sections.parallel import UNSUPPORTED_KEYS
 from unipar.errors import ConfigError
 
 _LAUNCHER_MATTER = "for the launcher; unipar starts processes itself, or joins those of a launcher"
@@ -151,9 +150,9 @@ def _read_fsdp(keys: ForeignSection) -> None:
             f"{classes}: unipar finds repeated blocks by itself, or by their names (model.blocks)",
         )
     if keys.take("fsdp_activation_checkpointing", bool, default=False):
-        _put_if_supported(reading, "fsdp_config.fsdp_activation_checkpointing", "model.recompute", "blocks")
+        reading.put("model.recompute", "blocks", "fsdp_config.fsdp_activation_checkpointing")
     if keys.take("fsdp_offload_params", bool, default=False):
-        _put_if_supported(reading, "fsdp_config.fsdp_offload_params", "model.offload", "parameters")
+        reading.put("model.offload", "parameters", "fsdp_config.fsdp_offload_params")
     number = keys.take("fsdp_min_num_params", int, 0)
     if number and policy == "TRANSFORMER_BASED_WRAP":
         reading.omit("fsdp_config.fsdp_min_num_params", "it is for SIZE_BASED_WRAP")
@@ -165,14 +164,6 @@ def _read_fsdp(keys: ForeignSection) -> None:
             *("fsdp_transformer_layer_cls_to_wrap", "fsdp_activation_checkpointing", "fsdp_offload_params"),
         )
     )
-
-
-def _put_if_supported(reading: ForeignConfigReader, theirs: str, key: str, value: str) -> None:
-    """Carry a key into a key of unipar, or refuse it where this version does not support unipar's key yet."""
-    if key in UNSUPPORTED_KEYS:
-        reading.refuse(theirs, UNSUPPORTED_KEYS[key])
-    else:
-        reading.put(key, value, theirs)
 
 
 def _put_cell(reading: ForeignConfigReader, shard: str, over: str, variant: str = "") -> None:
@@ -270,7 +261,7 @@ def _load_deepspeed_file(reading: ForeignConfigReader, file: str) -> Mapping[str
 def _read_dynamo(keys: ForeignSection) -> None:
     backend = keys.take("dynamo_backend", str, "NO")
     if backend.upper() != "NO":
-        _put_if_supported(keys.reading, "dynamo_config.dynamo_backend", "model.compile", "model")
+        keys.reading.put("model.compile", "model", "dynamo_config.dynamo_backend")
     keys.omit(
         dict.fromkeys(
             ("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"),

@@ -170,12 +170,13 @@ def test_two_lengths_given_together_are_an_error(config: Reader) -> None:
             "write backend: native and parallel: {shard: parameters}",
         ),
         (
-            "parallel.tensor=2",
-            "x.yaml: parallel.tensor (--set): tensor parallelism is not supported yet; leave the key out",
+            "parallel.sequence=true",
+            "x.yaml: parallel (--set): sequence splits activations over the ranks of tensor, and tensor is 1: give "
+            "tensor, or leave it out",
         ),
         (
-            "parallel.pipeline=2",
-            "x.yaml: parallel.pipeline (--set): pipeline parallelism is not supported yet; leave the key out",
+            "parallel.schedule=gpipe",
+            "x.yaml: parallel (--set): gpipe is a schedule of pipelines, and pipeline is 1: give pipeline, or leave it out",
         ),
     ],
 )

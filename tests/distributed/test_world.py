@@ -27,3 +27,17 @@ def test_ranks_with_the_same_part_of_the_batch_count_once() -> None:
     world.leads = False
     assert world.sum_shares(torch.tensor([3.0, 4.0])).tolist() == [0.0, 0.0]
     world.close_without_peers()
+
+
+def test_seats_in_a_mesh() -> None:
+    """Twelve ranks: two stages of three parts of the data, each trained by two ranks that split matrices."""
+    seats: list[tuple[int, int, bool]] = []
+    for rank in range(12):
+        place = Place(rank=rank, size=12, local_rank=rank, local_size=12, launcher="unipar")
+        world = World(place, torch.device("cpu"), None)
+        world.lay(tensor=2, pipeline=2)
+        seats.append((world.share, world.shares, world.leads))
+        world.close_without_peers()
+    first = [(share, 3, False) for share in (0, 0, 1, 1, 2, 2)]
+    last = [(share, 3, leads) for share in (0, 1, 2) for leads in (True, False)]
+    assert seats == first + last

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from unipar.backend import registry, resources
-from unipar.backend.cells import cell_of, cells_of_backend, check_offers, config_in_cell, is_single_process
+from unipar.backend.cells import cell_of, cells_of_backend, check_offers, config_in_cell, is_single_process, refuse_axes
 from unipar.backend.description import Backend
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Cell, Config, Precision, Shard
@@ -139,7 +139,6 @@ def settled_in(settled: SettledConfig, cell: Cell) -> SettledConfig:
 def _settled(config: Config, backend: Backend, cell: Cell, ranks: int, device: str) -> SettledConfig:
     check_cell(config, backend, cell)
     ranks = 1 if is_single_process(cell, backend) else ranks
-    config.parallel.settle(ranks)
     return SettledConfig.of(config, cell, ranks, device)
 
 
@@ -157,9 +156,8 @@ def check_can_run(config: Config) -> Backend:
     """
     backend = find_backend(config.backend)
     check_cell(config, backend, cell_of(config, backend))
-    if isinstance(config.parallel.data, int):
-        config.batch.settle(config.parallel.data)
-        config.parallel.settle(config.parallel.data)
+    if isinstance(ranks := config.parallel.ranks, int):
+        SettledConfig.of(config, cell_of(config, backend), ranks, "cpu")
     return backend
 
 
@@ -169,8 +167,8 @@ def check_cell(config: Config, backend: Backend, cell: Cell) -> None:
         raise BackendNotInstalled(why)
     reasons = list(list_refusals(backend, config, cell))
     if reasons:
-        plain = Cell(backend.name, config.parallel.shard)
-        raise Unsupported(str(cell if cell in cells_of_backend(backend) else plain), reasons)
+        plain = Cell(backend.name, config.parallel.shard, axes=cell.axes)
+        raise Unsupported(str(cell if cell.without_axes in cells_of_backend(backend) else plain), reasons)
     check_offers(backend, cell)
 
 
@@ -193,6 +191,7 @@ def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]
         if value is not None and shard not in can.also.get(key, ()):
             have = [str(Cell(n, s)) for n in backend_names() for s in find_backend(n).capabilities.also.get(key, ())]
             yield f"{key}: {value} is not available here, only in {', '.join(have)}"
+    yield from refuse_axes(backend, cell)
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
     yield from backend.refuse(config)

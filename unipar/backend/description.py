@@ -51,6 +51,9 @@ class Capabilities:
     alone: bool = False
     """True if it is one process, whatever the config says about ranks."""
 
+    axes: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict[str, Any])
+    """Axes of the mesh that it has beside the data's (`tensor`), each with the shards for which it has it."""
+
     gaps: Mapping[tuple[Shard | None, Precision], str] = field(default_factory=dict[Any, str])
     """Unsupported pairs of shard (None: every shard) and precision, each with the reason as a sentence."""
 

@@ -32,24 +32,31 @@ def count_ranks(config: Config, place: Place | None = None) -> RankCount:
 
 def ranks_in(cell: Cell, config: Config, place: Place | None, *, alone: bool) -> RankCount:
     """Return the ranks of a run in a known cell; `alone` if the cell is always one process."""
-    ranks = config.parallel.data
+    ranks, axes = config.parallel.ranks, cell.axes
     if alone:
         return RankCount(1, f"{cell} is one process")
     if place is not None:
         if ranks not in ("auto", place.size):
             raise WorldMismatch(
-                f"parallel.data: {ranks}, but {place.launcher} started {place.size} "
+                f"{_asked_ranks(config)}, but {place.launcher} started {place.size} "
                 f"process{'es' * (place.size > 1)}; start {ranks} processes, or set parallel.data: auto"
             )
         return RankCount(place.size, f"started by {place.launcher}")
     if ranks != "auto":
         return RankCount(ranks)
     if config.device == "cpu":
-        return RankCount(1, "auto: no launcher, and device is cpu")
+        return RankCount(axes.ranks, "auto: no launcher, and device is cpu")
     if ":" in config.device:
-        return RankCount(1, f"auto: no launcher, and device is {config.device} alone")
+        return RankCount(axes.ranks, f"auto: no launcher, and device is {config.device} alone")
     gpus = visible_gpus.count_visible_gpus()
-    return RankCount(gpus or 1, f"auto: no launcher, {describe_gpu_count(gpus)} visible here")
+    return RankCount(gpus or axes.ranks, f"auto: no launcher, {describe_gpu_count(gpus)} visible here")
+
+
+def _asked_ranks(config: Config) -> str:
+    axes = config.parallel.axes
+    if axes.ranks == 1:
+        return f"parallel.data: {config.parallel.data}"
+    return f"data {config.parallel.data} x {axes} = {config.parallel.ranks} ranks"
 
 
 def find_foreign_place() -> Place | None:

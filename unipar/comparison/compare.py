@@ -82,7 +82,7 @@ def compare(
     asked = CompareRequest.of(config, overrides, task, "compare starts a world for each cell")
     if sizes:
         return _compare_by_world_size(asked, sizes, cells, overwrite=overwrite)
-    wanted = world or asked.source.config.parallel.data
+    wanted = world or asked.source.config.parallel.ranks
     ranks = wanted if isinstance(wanted, int) else asked.prepared.ranks().number
     by = "parallel.data" if world is None else "--world"
     return compare_cells(asked, ranks, cells, asked.source.out / "compare", overwrite=overwrite, by=by)

@@ -113,7 +113,7 @@ def select_worlds(
     A world that cannot run has the reason in its row, and None instead of a config.
     """
     for cell in cells:
-        for world, batch in _worlds_of_cell(config.batch, sizes, str(cell)):
+        for world, batch in _worlds_of_cell(config.batch, sizes, cell):
             row, at = result_of_check(
                 SettledConfig.of(config.changed({"batch": batch}), cell, world.ranks, device), cell
             )
@@ -126,13 +126,15 @@ def select_worlds(
                 break  # without the smallest world the larger ones have nothing to be compared with
 
 
-def _worlds_of_cell(batch: Batch, sizes: Sequence[int], cell: str) -> Generator[tuple[ScaledCell, Batch]]:
+def _worlds_of_cell(batch: Batch, sizes: Sequence[int], cell: Cell) -> Generator[tuple[ScaledCell, Batch]]:
     """Yield the smallest world; then for each size one with the same total batch, and one with the same share."""
-    least, same = batch.settle(sizes[0]), batch_with_fixed_total(batch, sizes[0])
+    axes = cell.axes.ranks
+    smallest = max(1, sizes[0] // axes)  # a world that is too small for the axes is refused when it is checked
+    least, same = batch.settle(smallest), batch_with_fixed_total(batch, smallest)
     grows = Batch(micro=least.micro, accumulate=least.accumulate)
     for ranks in sizes:
         plans: list[tuple[tuple[ScalingKind, ...], Batch]] = [(("strong",), same), (("weak",), grows)]
         for kinds, cut_as in [(SCALING_KINDS, same)] if ranks == sizes[0] else plans:
-            cut = cut_as.settle(ranks)
+            cut = cut_as.settle(max(1, ranks // axes))
             sizes_of_batch = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
-            yield ScaledCell(cell=cell, ranks=ranks, kinds=kinds, **sizes_of_batch), cut_as
+            yield ScaledCell(cell=str(cell), ranks=ranks, kinds=kinds, **sizes_of_batch), cut_as

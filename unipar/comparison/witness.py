@@ -76,9 +76,10 @@ class MarksRecorder:
             computed=sorted(self._compute_dtypes),
             batches=self._batches,
             samples=self._samples,
-            readers=self._run.size if apart else 0,
+            readers=self._run.world.shares if apart else 0,
             total=self._run.sizes.total,
             precision=self._run.config.train.precision,
+            leads=self._run.world.leads,
         )
         rank_marks_path(folder, self._run.rank).write_text(json.dumps(marks), encoding="utf-8")
 

@@ -29,14 +29,16 @@ class SettledConfig:
 
     @classmethod
     def of(cls, config: Config, cell: Cell, ranks: int, device: str) -> Self:
-        """Return the config settled for a number of ranks; raise ConfigError if the batch does not fit them."""
-        sizes = config.batch.settle(ranks)
-        return cls(config.changed({"parallel.data": ranks}), cell, sizes, device)
+        """Return the config settled for a number of ranks; raise ConfigError if they or the batch do not fit."""
+        config.parallel.settle(ranks)
+        data = ranks // config.parallel.axes.ranks
+        sizes = config.batch.settle(data)
+        return cls(config.changed({"parallel.data": data}), cell, sizes, device)
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
-        return self.sizes.ranks
+        """Number of ranks in all."""
+        return self.sizes.ranks * self.cell.axes.ranks
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return a copy with other values under dotted keys, in the same cell; the batch is settled again."""

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from unipar.config import safe_yaml
 from unipar.config.config import Config
 from unipar.config.config_file import read_config_text
-from unipar.config.sections.parallel import UNSUPPORTED_KEYS
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_mistakes
 from unipar.errors import ConfigError
 from unipar.utils.text import show_value
@@ -196,11 +195,6 @@ class _ConfigDraft:
         """Return the validated config; raise ConfigError if it is invalid."""
         self.locate(Path.cwd())  # paths from the command line or a script, which are still relative
         places = _places(self.origins)
-        for key, sentence in UNSUPPORTED_KEYS.items():
-            if _has_key(self.data, key.split(".")):
-                way = "" if ";" in sentence else "; leave the key out"
-                place = f" ({places[key]})" if key in places else ""
-                raise ConfigError(f"{self.label}: {key}{place}: {sentence}{way}")
         try:
             config = Config.model_validate(self.data)
         except ValidationError as e:
@@ -244,14 +238,6 @@ def _absolute_path(file: str, folder: Path) -> str:
 def _has_other_name(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Return whether a section names another optimizer or schedule, which does not inherit the old one's keys."""
     return "name" in new and new["name"] != old.get("name")
-
-
-def _has_key(data: Any, steps: Sequence[str]) -> bool:
-    for step in steps:
-        if not isinstance(data, dict) or step not in data:
-            return False
-        data = data[step]
-    return True
 
 
 def _dotted_keys(value: Any, prefix: str = "") -> Iterator[str]:

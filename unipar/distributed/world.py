@@ -47,6 +47,17 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def lay(self, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> None:
+        """Give this rank its seat in a mesh with axes of these sizes; the data has the ranks that are left.
+
+        Ranks of one tensor group are neighbours; stages of a pipeline are farthest from each other.
+        """
+        data = self.size // (tensor * pipeline * context)
+        self.shares = data
+        self.share = self.rank // (tensor * context) % data
+        stage = self.rank // (tensor * context * data)
+        self.leads = self.rank % (tensor * context) == 0 and stage == pipeline - 1
+
     def sum_shares(self, tensor: Tensor) -> Tensor:
         """Return the tensor, summed in place over the parts of the batch: ranks that have the same part count once."""
         return self.sum(tensor if self.leads else tensor.zero_())

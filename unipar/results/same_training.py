@@ -24,6 +24,7 @@ class RankMarks(TypedDict):
     readers: int
     total: int
     precision: str
+    leads: bool
 
 
 def rank_marks_path(run: Path, rank: int) -> Path:
@@ -67,15 +68,18 @@ class TrainingMarks(Section):
                 marks.append(json.loads(rank_marks_path(run, rank).read_text("utf-8")))
             except (OSError, ValueError):
                 raise ReportError(f"{rank_marks_path(run, rank)} does not say what rank {rank} trained on") from None
+        leading = [one for one in marks if one["leads"]]  # others trained on the same samples
         names = dict.fromkeys(chain.from_iterable(one["values"] for one in marks))
         return cls(
             values={name: _add_hashes(one["values"].get(name, 0) for one in marks) for name in names},
             kept=_distinct_words(one["kept"] for one in marks),
             computed=_distinct_words(one["computed"] for one in marks),
-            batches=tuple(tuple(sorted(chain(*step))) for step in zip(*(one["batches"] for one in marks), strict=True)),
+            batches=tuple(
+                tuple(sorted(chain(*step))) for step in zip(*(one["batches"] for one in leading), strict=True)
+            ),
             samples=tuple(
                 (sum(count for count, _ in step), _add_hashes(mark for _, mark in step))
-                for step in zip(*(one["samples"] for one in marks), strict=True)
+                for step in zip(*(one["samples"] for one in leading), strict=True)
             ),
             readers=marks[0]["readers"],
             total=marks[0]["total"],

@@ -101,7 +101,7 @@ def _initial_outcome(outcome: str) -> Any:
 
 def _with_rank_count(prepared: Prepared, world: int | None) -> SettledConfig:
     """Return the config with the number of ranks of every cell, without evaluations and trackers."""
-    configured = prepared.source.config.parallel.data
+    configured = prepared.source.config.parallel.ranks
     number = world or (configured if isinstance(configured, int) else max(2, prepared.ranks().number))
     if number < 2:
         raise ConfigError(

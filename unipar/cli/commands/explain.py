@@ -158,7 +158,7 @@ def explain_config(
     config = source.config
     place = resources.find_foreign_place()
     ranks = resources.count_ranks(config, place)
-    sizes = config.batch.settle(ranks.number)
+    sizes = config.batch.settle(max(1, ranks.number // config.parallel.axes.ranks))
     depth = None
     if deep:
         from unipar.training.task_facts import gather_task_facts
@@ -222,7 +222,7 @@ def _resolve_open_values(
         if why:
             resolved[key] = ExplainedValue(key, value, f"{origins.get(key, 'default')}; {why}")
 
-    settled("parallel.data", ranks.number, ranks.why)
+    settled("parallel.data", sizes.ranks, ranks.why)
     settled("device", *resources.choose_device(config))
     for key, value, why in _derived_batch_sizes(config, sizes):
         resolved[key] = ExplainedValue(key, value, f"derived: {why}")

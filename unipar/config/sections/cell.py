@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Self
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from typing_extensions import override
 
@@ -16,19 +17,81 @@ SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
 Precision = Literal["fp32", "fp64", "fp16", "bf16-mixed", "bf16-master"]
 
 
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zerobubble"]
+
+SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "gpipe", "interleaved", "zerobubble")
+
+AXES = ("tensor", "pipeline", "context")
+"""Ways of splitting one copy's work among ranks that train on the same samples."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Numbers of ranks along the axes of the mesh beside the data's, and how two of the axes work."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    sequence: bool = False
+    """Whether activations between blocks are split along the sequence, over the ranks of `tensor`."""
+
+    schedule: PipelineSchedule = "1f1b"
+    """Order in which the stages of a pipeline run microbatches."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that train on the same samples."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of ranks by axis, without those of one rank."""
+        return {name: size for name in AXES if (size := getattr(self, name)) > 1}
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Words that name them in a cell: `tensor2`, `sequence`."""
+        sizes = tuple(f"{name}{size}" for name, size in self.sizes.items())
+        schedule = (self.schedule,) if self.schedule != "1f1b" else ()
+        return (*sizes, *(("sequence",) if self.sequence else ()), *schedule)
+
+    @override
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+
+def idle_words(axes: Axes) -> str | None:
+    """Return a sentence on what of the axes has no effect, or None."""
+    if axes.sequence and axes.tensor == 1:
+        return "sequence splits activations over the ranks of tensor, and tensor is 1: give tensor, or leave it out"
+    if axes.schedule != "1f1b" and axes.pipeline == 1:
+        return f"{axes.schedule} is a schedule of pipelines, and pipeline is 1: give pipeline, or leave it out"
+    return None
+
+
 @dataclass(frozen=True)
 class Cell:
-    """A backend with a level of sharding: `native/parameters`, `deepspeed/gradients+library`, `single`."""
+    """A backend with a level of sharding: `native/parameters`, `deepspeed/gradients+library`, `single`.
+
+    Further axes of the mesh follow with their sizes: `native/parameters+tensor2+pipeline2`.
+    """
 
     backend: str
     shard: Shard = "nothing"
     variant: str | None = None
+    axes: Axes = Axes()
 
     @override
     def __str__(self) -> str:
         if self.backend == "single":
             return self.backend
-        return f"{self.backend}/{self.shard}" + (f"+{self.variant}" if self.variant else "")
+        words = (*((self.variant,) if self.variant else ()), *self.axes.words)
+        return "+".join((f"{self.backend}/{self.shard}", *words))
+
+    @property
+    def without_axes(self) -> Cell:
+        """The same cell with data parallelism alone."""
+        return replace(self, axes=Axes())
 
     @property
     def slug(self) -> str:
@@ -37,12 +100,35 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the cell that a text such as `native/parameters` names."""
-        head, _, variant = text.partition("+")
+        """Return the cell that a text such as `native/parameters+tensor2` names."""
+        head, *words = text.split("+")
         backend, slash, shard = head.partition("/")
-        if not backend or (slash and shard not in SHARDS) or text.endswith("+"):
+        if not backend or (slash and shard not in SHARDS) or "" in words:
             raise ConfigError(
                 f"{text!r} is not a cell: write backend/shard or backend/shard+variant, "
                 f"where shard is one of {', '.join(SHARDS)} (a bare backend means /nothing)"
             )
-        return cls(backend, shard if shard in SHARDS else "nothing", variant or None)
+        given: dict[str, Any] = {}
+        variants: list[str] = []
+        for word in words:
+            if found := _AXIS_WORD.fullmatch(word):
+                key, value = found[1], int(found[2])
+            elif word in SCHEDULES:
+                key, value = "schedule", word
+            elif word == "sequence":
+                key, value = "sequence", True
+            else:
+                variants.append(word)
+                continue
+            if key in given:
+                raise ConfigError(f"{text!r} is not a cell: it says {key} twice")
+            given[key] = value
+        axes = Axes(**given)
+        if 0 in (axes.tensor, axes.pipeline, axes.context):
+            raise ConfigError(f"{text!r} is not a cell: a size is at least 1")
+        if (why := idle_words(axes)) is not None:
+            raise ConfigError(f"{text!r} is not a cell: {why}")
+        return cls(backend, shard if shard in SHARDS else "nothing", "+".join(variants) or None, axes)
+
+
+_AXIS_WORD = re.compile(rf"({'|'.join(AXES)})(\d+)")

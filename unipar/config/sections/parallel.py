@@ -1,21 +1,14 @@
-"""Config section `parallel`, and keys that are refused by name."""
+"""Config section `parallel`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
-from unipar.config.sections.cell import Shard
+from unipar.config.sections.cell import Axes, PipelineSchedule, Shard, idle_words
 from unipar.config.sections.section import Section
 from unipar.errors import ConfigError
-
-UNSUPPORTED_KEYS = {
-    "parallel.tensor": "tensor parallelism is not supported yet",
-    "parallel.pipeline": "pipeline parallelism is not supported yet",
-    "parallel.context": "context parallelism is not supported yet",
-}
-"""Planned keys that this version refuses, each with the reason, so that no key is ignored."""
 
 
 class Parallel(Section):
@@ -30,10 +23,47 @@ class Parallel(Section):
     shard_over: Annotated[int, Field(ge=2)] | None = None
     """Number of neighbouring ranks that split one copy; the other ranks hold further copies. null: all ranks."""
 
+    tensor: PositiveInt = 1
+    """Ranks that split the matrices of each block, and train on the same samples."""
+
+    pipeline: PositiveInt = 1
+    """Ranks that have some of the blocks each, one after another, and train on the same samples."""
+
+    context: PositiveInt = 1
+    """Ranks that split each sequence, and train on the same samples."""
+
+    sequence: bool = False
+    """Split activations between blocks along the sequence as well, over the ranks of `tensor`."""
+
+    schedule: PipelineSchedule = "1f1b"
+    """Order in which the stages of a pipeline run microbatches."""
+
+    @property
+    def axes(self) -> Axes:
+        """Sizes of the mesh's axes beside the data's."""
+        return Axes(self.tensor, self.pipeline, self.context, sequence=self.sequence, schedule=self.schedule)
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if (why := idle_words(self.axes)) is not None:
+            raise ValueError(why)
+        return self
+
+    @property
+    def ranks(self) -> int | Literal["auto"]:
+        """Number of ranks in all, if `data` is a number."""
+        return "auto" if self.data == "auto" else self.data * self.axes.ranks
+
     def settle(self, ranks: int) -> None:
-        """Raise ConfigError, which shows the arithmetic, if `shard_over` does not divide the number of ranks."""
-        if self.shard_over is not None and ranks % self.shard_over:
+        """Raise ConfigError, which shows the arithmetic, if the sizes do not divide the number of ranks."""
+        data, left = divmod(ranks, self.axes.ranks)
+        if left:
             raise ConfigError(
-                f"parallel.shard_over ({self.shard_over}) does not divide the number of ranks ({ranks}): give a "
+                f"{ranks} ranks cannot be divided into {self.axes} ({self.axes.ranks} ranks each): start a multiple "
+                f"of {self.axes.ranks} ranks, or change the sizes"
+            )
+        if self.shard_over is not None and data % self.shard_over:
+            raise ConfigError(
+                f"parallel.shard_over ({self.shard_over}) does not divide the number of ranks ({data}): give a "
                 "divisor of it, or leave shard_over out, so that all ranks split one copy"
             )

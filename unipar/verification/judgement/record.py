@@ -95,15 +95,17 @@ class RunRecord:
 def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
     """Return the record of a run from those of its ranks: losses and sketches are added, ranges of tensors joined."""
     steps = [list(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True)]
+    leading = [rank for rank in ranks if rank["leads"]]  # others trained on the same microbatches
+    shares = [list(step) for step in zip(*(rank["steps"] for rank in leading), strict=True)]
     return RunRecord(
         losses=[sum(rank["loss"] for rank in step) for step in steps],
         norms=[[rank["norm"] for rank in step] for step in steps],
         rates=[[rank["rates"] for rank in step] for step in steps],
-        batches=[[_rank_batches(rank) for rank in step] for step in steps],
+        batches=[[_rank_batches(rank) for rank in step] for step in shares],
         prefixes=[step[0]["prefix"] for step in steps],
         states=[_add_sketches(list(states)) for states in zip(*(rank["states"] for rank in ranks), strict=True)],
         state=_join_pieces([piece for rank in ranks for piece in rank["pieces"]]),
-        traced=[rank["traced"] for rank in ranks],
+        traced=[rank["traced"] for rank in leading],
         shares=ranks[0]["shares"],
         groups=ranks[0]["groups"],
     )

@@ -100,6 +100,7 @@ def _run_job(
         _train_steps(task, live, job.steps)
         heartbeat.set_phase("start")  # collecting the result is not part of a step
         result = {
+            "leads": world.leads,
             "steps": recorder.steps,
             "states": recorder.states,
             "traced": recorder.traced,

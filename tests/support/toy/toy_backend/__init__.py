@@ -25,6 +25,7 @@ class Toy(Backend):
     capabilities = Capabilities(
         shards=("nothing",),
         devices=("cpu",),
+        axes={"tensor": ("nothing",), "pipeline": ("nothing",), "context": ("nothing",)},
         gaps={(None, "bf16-master"): "a toy has no masters", (None, "fp16"): "a toy has no loss scaling"},
     )
 

@@ -17,11 +17,11 @@ from unipar.engines.wrapper import WrapperEngine
 
 @final
 class ByHand(WrapperEngine):
-    divisor = 1.0
-
     def __init__(self, part: Part, config: Config, world: World) -> None:
         broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
+        # ranks along a further axis do the same work here, and their gradients are added as well
+        self.divisor = world.shares / world.size
 
     @override
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
