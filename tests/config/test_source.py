@@ -176,7 +176,8 @@ def test_two_lengths_given_together_are_an_error(config: Reader) -> None:
         ),
         (
             "parallel.schedule=gpipe",
-            "x.yaml: parallel (--set): gpipe is a schedule of pipelines, and pipeline is 1: give pipeline, or leave it out",
+            "x.yaml: parallel (--set): gpipe is a schedule of pipelines, and pipeline is 1: give pipeline, or leave it "
+            "out",
         ),
     ],
 )
