@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -319,10 +320,8 @@ class TrainingRun(Run):
             self._end_share()
             if self.done != before + 1:
                 times = "once" if len(self._members) == 1 else "at most once for each part, and for at least one part"
-                count = self.done - before
-                raise TaskError(
-                    f"the loop called run.step {count} times for one share; call it {times}, with that share"
-                )
+                taken = f"the loop called run.step {self.done - before} times for one share"
+                raise TaskError(f"{taken}; call it {times}, with that share")
             if every and self.done % every == 0:
                 self.evaluate()
         self._pass_boundary(self.done)
@@ -349,11 +348,8 @@ class TrainingRun(Run):
 
     def _make_share(self, micros: Iterable[tuple[Any, float]], samples: int) -> Share:
         """Return a share of microbatches, given as batch and scale; the first of every rank come before the second."""
-        first, count, device = self.world.share, self.world.shares, self.device
-        return Share(
-            [Micro(to_device(batch, device), scale, first + i * count) for i, (batch, scale) in enumerate(micros)],
-            samples,
-        )
+        numbers = count(self.world.share, self.world.shares)
+        return Share([Micro(to_device(b, self.device), w, n) for (b, w), n in zip(micros, numbers)], samples)  # noqa: B905
 
     def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self.task.weight(batch)
