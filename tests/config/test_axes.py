@@ -57,7 +57,7 @@ def test_a_variant_beside_axes() -> None:
     ],
 )
 def test_words_that_make_no_cell(text: str, why: str) -> None:
-    """What has no effect or contradicts itself is refused."""
+    """Words without effect, and contradictions, are refused."""
     with pytest.raises(ConfigError) as e:
         Cell.parse(text)
     assert str(e.value) == f"{text!r} is not a cell: {why}"

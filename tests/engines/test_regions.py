@@ -60,7 +60,7 @@ def test_regions_have_the_elements_of_their_box() -> None:
 
 
 def test_a_region_is_a_view() -> None:
-    """What is written into it is written into the tensor."""
+    """Writing into it writes into the tensor."""
     whole = torch.zeros(2, 3)
     Region(1, 1, 3, 2).of(whole).fill_(7)
     assert whole.tolist() == [[0, 7, 0], [0, 7, 0]]

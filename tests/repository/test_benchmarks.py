@@ -136,9 +136,13 @@ def test_a_row_of_peers_tells_whether_the_limit_is_met() -> None:
 def test_peers_and_unipar_train_in_turns() -> None:
     """Two ranks each, on a small model: times of every round, and nearly the same loss after as many steps."""
     small = {"task.args": {"layers": 1, "width": 32, "heads": 2, "context": 16}, "train.optimizer.lr": 3e-3}
+    small |= {
+        "batch.total": 128,
+        "batch.micro": 64,
+    }  # each side logs the loss of one batch, of text that depends on Python
     row = measure_pairs([Peer("DDP", "native/nothing", fused=False)], 4, small)["DDP"]
     assert len(row["unipar"]) == len(row["peer"]) == 4
     assert all(took["seconds"] > 0 and took["cpu"] > 0 for took in row["unipar"] + row["peer"])
     ours, theirs = row["losses"]
     assert ours < 4.5  # 4.6 is the loss of a uniform guess
-    assert ours == pytest.approx(theirs, rel=0.25)  # one batch each, and the text differs from Python to Python
+    assert ours == pytest.approx(theirs, rel=0.1)

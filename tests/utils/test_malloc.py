@@ -1,4 +1,4 @@
-"""What malloc does with freed memory, in processes of its own and in training."""
+"""Freed memory that malloc keeps or returns, in processes of its own and in training."""
 
 from __future__ import annotations
 

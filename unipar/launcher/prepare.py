@@ -125,7 +125,6 @@ class PreparedRun:
                 f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python"
             )
         settled = prepared.settled(ranks.number, place.local_size if place else None)
-        settled.config.parallel.settle(settled.ranks)
         out, numbered = source.out, None
         if config.out is None and not overwrite:
             out, numbered = folder.first_free_folder(out), out

@@ -348,8 +348,8 @@ class TrainingRun(Run):
 
     def _make_share(self, micros: Iterable[tuple[Any, float]], samples: int) -> Share:
         """Return a share of microbatches, given as batch and scale; the first of every rank come before the second."""
-        numbers = count(self.world.share, self.world.shares)
-        return Share([Micro(to_device(b, self.device), w, n) for (b, w), n in zip(micros, numbers)], samples)  # noqa: B905
+        made = zip(micros, count(self.world.share, self.world.shares), strict=False)
+        return Share([Micro(to_device(b, self.device), scale, number) for (b, scale), number in made], samples)
 
     def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self.task.weight(batch)
