@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from unipar.distributed.mesh import Mesh
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 
@@ -41,3 +42,10 @@ def test_seats_in_a_mesh() -> None:
     first = [(share, 3, False) for share in (0, 0, 1, 1, 2, 2)]
     last = [(share, 3, leads) for share in (0, 1, 2) for leads in (True, False)]
     assert seats == first + last
+
+
+def test_rank_with_other_seats() -> None:
+    """Eight ranks, 2 x 2 x 2: the rank of the same seat in another stage, and of the first seat in this stage."""
+    mesh = Mesh.of(5, 8, tensor=2, pipeline=2)
+    assert mesh.seat == {"pipeline": 1, "data": 0, "context": 0, "tensor": 1}
+    assert (mesh.rank_at(pipeline=0), mesh.rank_at(data=0, tensor=0), mesh.rank_at()) == (1, 4, 5)

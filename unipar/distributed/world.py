@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.distributed.place import Place
 from unipar.errors import TaskError, WorldMismatch
 
@@ -26,6 +27,10 @@ class World:
         self.leads = True
         """Whether this rank counts, among those that train on the same part: on one of them it is true."""
 
+        self.mesh = Mesh.of(self.rank, self.size)
+        """Axes of the ranks, and this rank's seat along each; `lay` changes it."""
+
+        self._groups: dict[tuple[int, ...], MeshGroups] = {}
         self.closers: list[Callable[[], None]] = []
         """Functions to call before the process group is destroyed, on all ranks together; the latest first."""
 
@@ -50,13 +55,19 @@ class World:
     def lay(self, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> None:
         """Give this rank its seat in a mesh with axes of these sizes; the data has the ranks that are left.
 
-        Ranks of one tensor group are neighbours; stages of a pipeline are farthest from each other.
+        Jobs of one world may lay other meshes one after another; groups of the same mesh are made once.
         """
-        data = self.size // (tensor * pipeline * context)
-        self.shares = data
-        self.share = self.rank // (tensor * context) % data
-        stage = self.rank // (tensor * context * data)
-        self.leads = self.rank % (tensor * context) == 0 and stage == pipeline - 1
+        self.mesh = Mesh.of(self.rank, self.size, tensor=tensor, pipeline=pipeline, context=context)
+        self.share, self.shares = self.mesh.seat["data"], self.mesh.sizes["data"]
+        self.leads = self.mesh.leads
+
+    @property
+    def groups(self) -> MeshGroups:
+        """Process groups along the axes of the mesh; its members are made by all ranks together."""
+        key = tuple(self.mesh.sizes.values())
+        if key not in self._groups:
+            self._groups[key] = MeshGroups(self.mesh, self.device.type)
+        return self._groups[key]
 
     def sum_shares(self, tensor: Tensor) -> Tensor:
         """Return the tensor, summed in place over the parts of the batch: ranks that have the same part count once."""

@@ -1,0 +1,85 @@
+"""Mesh of ranks: axes by name, and the seat of a rank along each. The one place for this arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+MESH_AXES = ("pipeline", "data", "context", "tensor")
+"""Axes of a mesh, slowest first: ranks of one tensor group are neighbours, stages are farthest from each other."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of a mesh's axes, and this rank's seat along each."""
+
+    sizes: Mapping[str, int]
+    seat: Mapping[str, int]
+
+    @classmethod
+    def of(cls, rank: int, ranks: int, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> Mesh:
+        """Return the mesh of so many ranks; the data has the ranks that the other axes leave."""
+        data = ranks // (tensor * pipeline * context)
+        sizes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
+        seat: dict[str, int] = {}
+        for name in reversed(MESH_AXES):
+            rank, seat[name] = divmod(rank, sizes[name])
+        return cls(sizes, {name: seat[name] for name in MESH_AXES})
+
+    def rank_at(self, **seat: int) -> int:
+        """Return the rank with these seats; along an axis that is left out, this rank's own seat."""
+        rank = 0
+        for name in MESH_AXES:
+            rank = rank * self.sizes[name] + seat.get(name, self.seat[name])
+        return rank
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank counts among those that train on the same samples: in the last stage, first otherwise."""
+        first = self.seat["tensor"] == 0 and self.seat["context"] == 0
+        return first and self.seat["pipeline"] == self.sizes["pipeline"] - 1
+
+
+class MeshGroups:
+    """Process groups along the axes of a mesh, made when they are first asked for, by all ranks together."""
+
+    def __init__(self, mesh: Mesh, device_type: str) -> None:
+        self.mesh, self.device_type = mesh, device_type
+        self.axis_of_group: dict[str, str] = {}
+        """Axis along which a process group lies, by the group's name: `tensor`, `pipeline`, `context`, `data`."""
+
+        self._meshes: dict[tuple[str | int, ...], DeviceMesh] = {}
+
+    @property
+    def devices(self) -> DeviceMesh:
+        """Named mesh of all ranks: pipeline, data, context, tensor."""
+        return self._device_mesh(tuple(self.mesh.sizes[name] for name in MESH_AXES), MESH_AXES)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return this rank's process group along an axis."""
+        return self.devices.get_group(axis)
+
+    def copies_and_shards(self, shards: int) -> DeviceMesh:
+        """Return a 2-D mesh of the ranks that train the same parameters: copies x `shards` ranks that split one copy.
+
+        Ranks that split a sequence train the same parameters, as those with other samples do.
+        """
+        sizes = self.mesh.sizes
+        copies = sizes["data"] * sizes["context"] // shards
+        names = ("pipeline", "copies", "shards", "tensor")
+        whole = self._device_mesh((sizes["pipeline"], copies, shards, sizes["tensor"]), names)
+        return whole["copies", "shards"]
+
+    def _device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        key = (*names, *shape)
+        if key not in self._meshes:
+            made = self._meshes[key] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+            for name in names:
+                axis = "data" if name in ("copies", "shards") else name
+                group: Any = made.get_group(name)
+                self.axis_of_group[group.group_name] = axis
+        return self._meshes[key]
