@@ -275,26 +275,26 @@ def test_a_timeline_is_read() -> None:
     assert bytes_by_collective(events) == {"all_reduce": 30, "all_gather": 8}
 
 
-def sending(cell: str, rank: int, along: dict[str, dict[str, int]]) -> MemoryAccount:
+def sending(rank: int, along: dict[str, dict[str, int]]) -> MemoryAccount:
     peak = PhasePeak(name="update", peak=2**20, held={"parameters": 2**20})
     sent = Counter[str]()
     for by_collective in along.values():
         sent.update(by_collective)
-    given = {"sent": dict(sent), "sent_along": along, "sent_by": "calls"}
-    return MemoryAccount(rank=rank, method=cell, device="cpu", base=1, phases=(peak,), peaks=(2**20,), **given)
+    given: dict[str, Any] = {"sent": dict(sent), "sent_along": along, "sent_by": "calls"}
+    return MemoryAccount(rank=rank, method="m", device="cpu", base=1, phases=(peak,), peaks=(2**20,), **given)
 
 
 def hybrid() -> Comparison:
     """Cells of two ranks each, of which the last has two stages that send other things."""
-    plain = [sending("", rank, {"data": {"all_reduce": 3 * 2**20}}) for rank in (0, 1)]
+    plain = [sending(rank, {"data": {"all_reduce": 3 * 2**20}}) for rank in (0, 1)]
     stages = [
-        sending("", 0, {"pipeline": {"send": 2**20}, "all ranks": {"all_reduce": 8}}),
-        sending("", 1, {"pipeline": {"send": 2**19, "all_reduce": 2**18}, "all ranks": {"all_reduce": 8}}),
+        sending(0, {"pipeline": {"send": 2**20}, "all ranks": {"all_reduce": 8}}),
+        sending(1, {"pipeline": {"send": 2**19, "all_reduce": 2**18}, "all ranks": {"all_reduce": 8}}),
     ]
     rows = [
         CellResult(cell=cell, outcome="ran", losses=[1.0], seconds=[[0.1]], memory=memory, peak_rss=[1] * len(memory))
         for cell, memory in {
-            "single": [sending("", 0, {})],
+            "single": [sending(0, {})],
             "native/nothing": plain,
             "native/nothing+pipeline2": stages,
         }.items()
@@ -336,7 +336,7 @@ def test_the_page_shows_what_each_rank_sends_along_each_axis(tmp_path: Path) -> 
 
 def test_accounts_of_earlier_versions_have_no_axes(tmp_path: Path) -> None:
     """Their files are read, and the page shows their bytes by collective."""
-    old = sending("", 0, {"data": {"all_reduce": 7}}).model_dump(mode="json")
+    old = sending(0, {"data": {"all_reduce": 7}}).model_dump(mode="json")
     del old["sent_along"]
     (tmp_path / "rank-0.memory.json").write_text(json.dumps(old), encoding="utf-8")
     assert (read_account(tmp_path, 0).sent, read_account(tmp_path, 0).sent_along) == ({"all_reduce": 7}, {})
