@@ -193,7 +193,7 @@ def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:
         for name, gradient in zip(named, cast("tuple[Tensor | None, ...]", gradients), strict=True)
         if gradient is not None
     }
-    return WholeModel(float(loss), known)
+    return WholeModel(float(loss.detach()), known)
 
 
 def _check_order(order: Sequence[str], blocks: Sequence[str]) -> None:

@@ -63,16 +63,19 @@ def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -
     try:
         with torch.random.fork_rng():
             share = engine.run_microbatches(
-                lambda model, given, number: fn(model, given), [Micro(batch, 1.0)], engine.divisor, lambda phase: None
+                lambda model, given, number: fn(model, given),
+                [Micro(batch, 1.0 / engine.world.shares)],
+                engine.divisor,
+                lambda phase: None,
             )
         engine.finish_reduction()
     finally:
         engine.call.autocast = autocast
         for module, mode in modes:
             module.training = mode
+    engine.before_state_access()
     world = engine.world
-    counts = world.leads and world.share == 0
-    loss = torch.full((), float(share) if counts else 0.0, dtype=torch.float64, device=world.device)
+    loss = torch.full((), float(share) if world.leads else 0.0, dtype=torch.float64, device=world.device)
     rows = torch.zeros((len(names), SKETCH_NUMBERS), dtype=torch.float64)
     sketcher, places = TensorSketcher(keep=False), {name: i for i, name in enumerate(names)}
     for name, p in engine.local_parameters():
@@ -81,5 +84,4 @@ def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -
             for where, mine in engine.local_regions(name, p.grad):
                 rows[places[name]] += sketcher.sketch_region(name, numel, where, local_part(mine))
     engine.optimizer.zero_grad()
-    engine.before_state_access()
     return float(world.sum(loss)), world.sum(rows.to(world.device)).cpu()
