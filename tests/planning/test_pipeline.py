@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unipar.config.sections.cell import PipelineSchedule
-from unipar.planning.pipeline import bubble, microbatch_order, microbatches_in_flight
+from unipar.config.sections.cell import Axes, PipelineSchedule
+from unipar.planning.pipeline import bubble, describe_bubble, microbatch_order, microbatches_in_flight
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,19 @@ def test_bubble() -> None:
     assert bubble("1f1b", 4, 4) == bubble("gpipe", 4, 4) == 3 / 7
     assert bubble("1f1b", 2, 8) == 1 / 9
     assert bubble("interleaved", 4, 4, chunks=2) == 3 / 11
+
+
+def test_bubble_in_words() -> None:
+    """With the formula and its numbers; zero-bubble schedules have less than 1f1b, and how much less is not told."""
+    assert describe_bubble(Axes(pipeline=4), 1) == (
+        "75.0 % of a step, if all stages take equally long: (p - 1) / (m + p - 1) = 3 / 4, p = 4 stages, "
+        "m = 1 microbatch"
+    )
+    assert describe_bubble(Axes(pipeline=4, schedule="interleaved"), 4, chunks=2) == (
+        "27.3 % of a step, if all stages take equally long: (p - 1) / (v m + p - 1) = 3 / 11, p = 4 stages, "
+        "m = 4 microbatches, v = 2 pieces of the model on each"
+    )
+    assert describe_bubble(Axes(pipeline=2, schedule="zerobubble"), 8) == (
+        "less than 11.1 % of a step, which is what 1f1b waits: (p - 1) / (m + p - 1) = 1 / 9, p = 2 stages, "
+        "m = 8 microbatches"
+    )

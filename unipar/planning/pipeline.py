@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from unipar.config.sections.cell import PipelineSchedule
+from unipar.config.sections.cell import Axes, PipelineSchedule
 
 Way = Literal["forward", "backward"]
 
@@ -47,3 +47,16 @@ def bubble(schedule: PipelineSchedule, stages: int, micros: int, chunks: int = 1
     """
     waits = (stages - 1) / (chunks if schedule == "interleaved" else 1)
     return waits / (micros + waits)
+
+
+def describe_bubble(axes: Axes, micros: int, chunks: int = 1) -> str:
+    """Return the bubble of a pipeline in words, with its arithmetic."""
+    stages, v = axes.pipeline, chunks if axes.schedule == "interleaved" else 1
+    formula = "(p - 1) / (v m + p - 1)" if axes.schedule == "interleaved" else "(p - 1) / (m + p - 1)"
+    ratio = f"{stages - 1} / {v * micros + stages - 1}"
+    share = f"{100 * bubble(axes.schedule, stages, micros, chunks):.1f} %"
+    with_chunks = f", v = {v} pieces of the model on each" if axes.schedule == "interleaved" else ""
+    where = f"p = {stages} stages, m = {micros} microbatch{'es' * (micros != 1)}{with_chunks}"
+    if axes.schedule == "zerobubble":
+        return f"less than {share} of a step, which is what 1f1b waits: {formula} = {ratio}, {where}"
+    return f"{share} of a step, if all stages take equally long: {formula} = {ratio}, {where}"
