@@ -60,3 +60,42 @@ def describe_bubble(axes: Axes, micros: int, chunks: int = 1) -> str:
     if axes.schedule == "zerobubble":
         return f"less than {share} of a step, which is what 1f1b waits: {formula} = {ratio}, {where}"
     return f"{share} of a step, if all stages take equally long: {formula} = {ratio}, {where}"
+
+
+class PlacedTurn(NamedTuple):
+    """A turn of one stage, in units of a forward's time since the step began."""
+
+    stage: int
+    turn: Turn
+    start: int
+    end: int
+
+
+_TURN_TIMES: dict[Way, int] = {"forward": 1, "backward": 2}
+"""Time of a turn in units of a forward's: a backward computes gradients of inputs and of weights."""
+
+
+def place_turns(schedule: PipelineSchedule, stages: int, micros: int) -> list[PlacedTurn]:
+    """Return all turns of all stages in time, under gpipe or 1f1b, if all stages take equally long.
+
+    A stage begins its next turn when it has ended the one before, and what that turn needs has been computed: the
+    hidden states of the stage before it, or the gradient of the one behind it.
+    """
+    orders = [microbatch_order(schedule, stages, stage, micros) for stage in range(stages)]
+    ends: dict[tuple[int, Turn], int] = {}
+    placed: list[PlacedTurn] = []
+    next_of, free = [0] * stages, [0] * stages
+    while len(placed) < 2 * micros * stages:
+        for stage, order in enumerate(orders):
+            if next_of[stage] == len(order):
+                continue
+            turn = order[next_of[stage]]
+            forward = turn.way == "forward"
+            other = stage - 1 if forward else stage + 1
+            needed = [(other, turn)] if 0 <= other < stages else []
+            if all(key in ends for key in needed):
+                start = max([free[stage], *(ends[key] for key in needed)])
+                free[stage] = ends[stage, turn] = start + _TURN_TIMES[turn.way]
+                placed.append(PlacedTurn(stage, turn, start, free[stage]))
+                next_of[stage] += 1
+    return placed
