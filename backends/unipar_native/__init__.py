@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant, resources
 from unipar.backend.precision import default_dtypes
-from unipar.config import Config, Section
+from unipar.config import SHARDS, Config, Section
 from unipar.distributed import gpus
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
@@ -146,6 +146,7 @@ class Native(Backend):
             "train.sync_every": ("nothing",),
             "model.offload": ("parameters",),
         },
+        axes={"pipeline": SHARDS},
         gaps={
             (
                 "nothing",
@@ -204,6 +205,10 @@ class Native(Backend):
 
         if options_of(config).wrapper == "dp":
             return DataParallelEngine(part, config, world)
+        if config.parallel.axes.ranks > 1:
+            from unipar_native.mesh.engine import MeshEngine
+
+            return MeshEngine(part, config, world)
         if config.train.sync_every is not None:
             return LocalSGDEngine(part, config, world)
         return DDPEngine(part, config, world) if uses_ddp(config) else FSDP2Engine(part, config, world)

@@ -63,6 +63,16 @@ class MeshGroups:
         """Return this rank's process group along an axis."""
         return self.devices.get_group(axis)
 
+    def second_group(self, axis: str) -> dist.ProcessGroup:
+        """Return another group of the same ranks where messages of one could overtake those of the other, else it."""
+        if self.device_type == "cpu":
+            return self.group(axis)
+        key = (axis, "again")
+        if key not in self._meshes:
+            self._meshes[key] = init_device_mesh(self.device_type, self.devices.shape, mesh_dim_names=MESH_AXES)
+            self.axis_of_group[self._meshes[key].get_group(axis).group_name] = axis
+        return self._meshes[key].get_group(axis)
+
     def copies_and_shards(self, shards: int) -> DeviceMesh:
         """Return a 2-D mesh of the ranks that train the same parameters: copies x `shards` ranks that split one copy.
 

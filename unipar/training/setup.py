@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from unipar.tracking.writer import TrackerWriter
 from unipar.training.out_of_memory import explain_out_of_memory
 from unipar.training.parts import TrainedPart
 from unipar.training.run import TrainingRun
+from unipar.training.sample import first_microbatch
 from unipar.training.stopping import stop_on_signals
 from unipar.utils.malloc import is_malloc_set_by_environment, keep_freed_memory
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
@@ -155,7 +157,16 @@ def build_run(
         groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=own_optimizer is not None)
         blocks = find_blocks(module, own, given=task.blocks(module))
         apply_transforms(module, blocks, own)
-        part = Part(name, module, optimizer_factory(groups, own, world.device, own=own_optimizer), blocks)
+        part = Part(
+            name,
+            module,
+            optimizer_factory(groups, own, world.device, own=own_optimizer),
+            blocks,
+            loss=task.loss,
+            sample=partial(first_microbatch, task, config, sizes),
+            tensor=task.tensor(module),
+            cuts=task.cuts(config.parallel.pipeline),
+        )
         with _explain_import_error(backend):
             engine = (build or backend.build)(part, own, world)
             parts[name] = TrainedPart(part, engine, own, world, alone=len(modules) == 1)

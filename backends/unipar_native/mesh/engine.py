@@ -1,0 +1,317 @@
+"""Engine of one mesh: stages of a pipeline, blocks split over `tensor`, sequences over `context`, FSDP2 beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from unipar.backend import Fn, LossFn, Mark, Micro, Part, Region
+from unipar.backend.precision import batch_dtype
+from unipar.config import Config
+from unipar.distributed.mesh import Mesh
+from unipar.distributed.world import World
+from unipar.engines.batch import cast_floats, map_tensors, to_device
+from unipar.engines.forward import OpaqueBatch
+from unipar.engines.gradients import scale_loss
+from unipar.engines.placement import refuse_scalar_parameters, refuse_shared_parameters
+from unipar.engines.state import is_first_copy, local_part, regions_between
+from unipar.errors import TaskError
+from unipar.planning.pipeline import microbatch_order
+from unipar_native.fsdp2 import ShardedEngine
+from unipar_native.mesh.birth import LocalPart, Placement, place_model
+from unipar_native.mesh.channel import Channel
+from unipar_native.mesh.probe import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
+from unipar_native.mesh.proof import prove
+from unipar_native.mesh.stage import Arrival, Stage
+
+
+@final
+class MeshEngine(ShardedEngine):
+    """Engine whose rank has some blocks of the model, a part of their matrices, and a shard of that."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        self.axes, self.mesh = config.parallel.axes, world.mesh
+        self._stage_seat, self._stages = world.mesh.seat["pipeline"], self.axes.pipeline
+        _refuse(part, config)
+        loss, batch, facts, whole = self._look(part, config, world)
+        self._blocks = part.blocks
+        self._needs, self._buffer_stages, self._cuts = facts.needs, facts.buffer_stages, facts.cuts
+        self._shared = dict(names_in_several(facts.needs))
+        self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
+        self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
+        self._parts: Mapping[str, LocalPart] = {}
+        first, end = self._cuts[self._stage_seat : self._stage_seat + 2]
+        own = part.blocks[first:end]
+        self.once = config.parallel.shard in ("nothing", "optimizer")
+        shell = place_model(part.module, own, self._placement(config, world), world.device)
+        super().__init__(part, config, world)
+        if not self.trained:
+            raise TaskError(
+                f"stage {self._stage_seat} of the pipeline has no trained parameter (its blocks are {', '.join(own)}): "
+                "name other cuts in the task's cuts(stages), or leave parallel.pipeline out"
+            )
+        shell.autocast, shell.cast = self.call.autocast, self.call.cast
+        self.call = self.wrapped = shell
+        self.divisor = float(world.shares)
+        self._owner_groups = self._groups_of_owners(world)
+        names = {id(p): name for name, p in self.kept.items()}
+        self._counted = [self.speaks_for(names[id(p)], p) for p in self.trained]
+        self._stage: Stage | None = None
+        if self._stages > 1:
+            self._stage = Stage(part.module, part.blocks, first, end, facts.tuples).enter()
+            self._channel = self._open_channel(world)
+        if world.device.type == "cuda":
+            batch = to_device(batch, world.device)
+        prove(self, loss, batch, whole)
+
+    # Set-up
+
+    def _look(self, part: Part, config: Config, world: World) -> tuple[Fn, Any, ModelFacts, WholeModel | None]:
+        """Return loss, sample and facts of the model, found on rank 0, and there the whole model's gradients."""
+        assert part.loss is not None
+        assert part.sample is not None
+        whole: WholeModel | None = None
+        told: list[Any] = [None]
+        if world.rank == 0:
+            try:
+                batch = part.sample()
+                cast_to = batch_dtype(config.train.precision)
+                given = batch if cast_to is None else cast_floats(batch, cast_to)
+                facts = look_at_model(part.module, part.blocks, part.loss, given, self._stages, part.cuts)
+                whole = whole_gradients(part.module, part.loss, given)
+                told = [(batch, facts)]
+            except TaskError as e:
+                told = [e]
+        self.broadcast_objects(told)
+        if isinstance(told[0], TaskError):
+            raise told[0]
+        batch, facts = told[0]
+        return part.loss, batch, facts, whole
+
+    @staticmethod
+    def broadcast_objects(objects: list[Any]) -> None:
+        """Replace the list's objects by rank 0's, on all ranks."""
+        dist.broadcast_object_list(objects, 0)
+
+    def _placement(self, config: Config, world: World) -> Placement:
+        needed = self._needs[self._stage_seat]
+        ranks = world.shares * self.axes.context
+        settings: dict[str, Any] = {"reshard_after_forward": config.parallel.shard == "parameters"}
+        mesh = None
+        if ranks > 1:
+            over = config.parallel.shard_over or world.shares
+            shards = 1 if config.parallel.shard == "nothing" else over * self.axes.context
+            mesh = world.groups.copies_and_shards(shards)
+        return Placement(frozenset(self._shapes) - needed, self._parts, mesh, settings)
+
+    def _groups_of_owners(self, world: World) -> Mapping[tuple[int, ...], dist.ProcessGroup]:
+        """Return this rank's group for each set of stages that share parameters; all ranks make all groups."""
+        mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for stages in sorted(set(self._shared.values())):
+            groups = {
+                tuple(Mesh.of(rank, world.size, **self.axes.sizes).rank_at(pipeline=stage) for stage in stages)
+                for rank in range(world.size)
+            }
+            for ranks in sorted(groups):
+                group = dist.new_group(list(ranks))
+                if world.rank in ranks:
+                    mine[stages] = cast("dist.ProcessGroup", group)
+                    world.groups.axis_of_group[mine[stages].group_name] = "pipeline"
+        return mine
+
+    def _open_channel(self, world: World) -> Channel:
+        seat, last = self._stage_seat, self._stages - 1
+        return Channel(
+            world.groups.group("pipeline"),
+            world.groups.second_group("pipeline"),
+            before=self.mesh.rank_at(pipeline=seat - 1) if seat > 0 else None,
+            behind=self.mesh.rank_at(pipeline=seat + 1) if seat < last else None,
+            device=world.device,
+        )
+
+    @property
+    def split_words(self) -> str:
+        """How the model is split, for errors."""
+        cuts = ", ".join(self._blocks[i] for i in self._cuts[1:-1])
+        return f"{self.axes}" + (f", with stages that begin at {cuts}" if cuts else "")
+
+    # Steps
+
+    @override
+    def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
+        stage = self._stage
+        if stage is None:
+            return super().run_microbatches(fn, micros, divisor, mark)
+        live: dict[int, tuple[Tensor, Tensor | None]] = {}
+        share: Tensor | None = None
+        count = len(micros)
+        for turn in microbatch_order(self.axes.schedule, self._stages, self._stage_seat, count):
+            if turn.way == "forward":
+                mark("forward")
+                out, hidden = self._forward_stage(stage, fn, micros[turn.micro], turn.micro)
+                if stage.is_last:
+                    out, share = scale_loss(out, micros[turn.micro].scale, divisor, share)
+                live[turn.micro] = out, hidden
+                continue
+            mark("backward")
+            out, hidden = live.pop(turn.micro)
+            gradient = None if stage.is_last else self._channel.receive_gradient(turn.micro, out)
+            with self.sync(count, last=turn.micro == count - 1):
+                if stage.is_last:
+                    self.backward(out)
+                elif out.requires_grad:
+                    torch.autograd.backward(out, gradient)
+            if hidden is not None:
+                self._channel.send_gradient(turn.micro, zeros_if_none(hidden.grad, hidden))
+        self._channel.wait_for_all()
+        return torch.zeros((), device=self.world.device) if share is None else share
+
+    def _forward_stage(self, stage: Stage, fn: LossFn, micro: Micro, number: int) -> tuple[Tensor, Tensor | None]:
+        """Run a microbatch through this stage; return its output, and the hidden states that it got."""
+        got: list[Tensor] = []
+
+        def receive() -> Arrival:
+            arrival = self._channel.receive_hidden(gradient=True)
+            got.append(arrival.hidden)
+            return arrival
+
+        stage.inlet = None if stage.is_first else receive
+        bound = micro.bind(fn)
+        out = self.wrapped(partial(stage.run, bound), OpaqueBatch(micro.batch))
+        if not stage.is_last:
+            self._channel.send_hidden(number, out)
+        return out, got[0] if got else None
+
+    @override
+    def run_forward(self, fn: Fn, batch: Any) -> Any:
+        stage = self._stage
+        if stage is None:
+            return super().run_forward(fn, batch)
+        passes = iter(range(-1, -1_000_000_000, -1))
+        stage.inlet = None if stage.is_first else lambda: self._channel.receive_hidden(gradient=False)
+        stage.outlet = None if stage.is_last else lambda hidden: self._channel.send_hidden(next(passes), hidden)
+        stage.repeats = True
+        try:
+            out = self.wrapped(partial(stage.run, fn), OpaqueBatch(batch))
+        finally:
+            stage.outlet, stage.repeats = None, False
+        self._channel.wait_for_all()
+        told = [map_tensors(out, lambda t: t.cpu()) if stage.is_last else None]
+        last = self.mesh.rank_at(pipeline=self._stages - 1)
+        dist.broadcast_object_list(told, last, group=self.world.groups.group("pipeline"))
+        return to_device(told[0], self.world.device)
+
+    @override
+    def finish_reduction(self) -> None:
+        """Add up the gradients of what several stages use: all of them have one and the same."""
+        for name, stages in self._shared.items():
+            if self._stage_seat in stages and (p := self.kept[name]).requires_grad:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                dist.all_reduce(local_part(p.grad), group=self._owner_groups[stages])
+
+    # Norm: each element counts once
+
+    @override
+    def norm(self) -> Tensor:
+        grads = self._counted_grads()
+        norms = torch._foreach_norm(grads) if grads else []  # pyright: ignore[reportPrivateUsage]
+        total = torch.stack(norms).double().square().sum() if norms else self._zero()
+        return self._clip(total).to(self.dtype)
+
+    @override
+    def norm_in_fp64(self) -> Tensor:
+        total = self._zero()
+        for gradient in self._counted_grads():
+            total += gradient.double().square().sum()
+        return self._clip(total)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.world.device)
+
+    def _counted_grads(self) -> list[Tensor]:
+        return [
+            local_part(p.grad)
+            for p, mine in zip(self.trained, self._counted, strict=True)
+            if mine and p.grad is not None
+        ]
+
+    def _clip(self, total: Tensor) -> Tensor:
+        """Scale all gradients to the limit; return their norm, of which `total` is this rank's part, squared."""
+        norm = self.world.sum(total).sqrt()
+        if self.limit < inf:
+            factor = (self.limit / (norm + 1e-6)).clamp(max=1.0).to(self.dtype)
+            torch._foreach_mul_(self._local_grads()[0], factor)  # pyright: ignore[reportPrivateUsage]
+        return norm
+
+    # State: who holds what of the whole model
+
+    @override
+    def whole_shape(self, name: str, t: Tensor) -> tuple[int, ...]:
+        return self._shapes[name] if t.ndim else ()
+
+    @override
+    def local_regions(self, name: str, t: Tensor) -> Iterator[tuple[Region, Tensor]]:
+        part = self._parts.get(name)
+        if part is None or t.ndim == 0:
+            yield from super().local_regions(name, t)
+            return
+        for rows, elements in super().local_regions(name, t):
+            first = 0
+            for region in regions_between(part.regions, rows.start, rows.start + rows.numel):
+                yield region, elements.view(-1)[first : first + region.numel]
+                first += region.numel
+
+    @override
+    def speaks_for(self, name: str, t: Tensor) -> bool:
+        seat = self.mesh.seat
+        if self._shared.get(name, (self._stage_seat,))[0] != self._stage_seat:
+            return False
+        if seat["tensor"] != 0 and (name not in self._parts or t.ndim == 0):
+            return False
+        return is_first_copy(t, self.world) if isinstance(t, DTensor) else seat["data"] == 0 and seat["context"] == 0
+
+    @override
+    def buffers_to_save(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in self.model.named_buffers():
+            if self.world.rank == self._home_of_buffer(name):
+                yield name, buffer
+
+    @override
+    def share_buffers(self) -> None:
+        if self.world.size > 1:
+            for name, buffer in self.model.named_buffers():
+                dist.broadcast(buffer, self._home_of_buffer(name))
+
+    def _home_of_buffer(self, name: str) -> int:
+        return self.mesh.rank_at(pipeline=self._buffer_stages[name], data=0, context=0, tensor=0)
+
+
+def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return a gradient, or zeros where nothing depended on the tensor."""
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+def _refuse(part: Part, config: Config) -> None:
+    """Raise TaskError for what no mesh can split."""
+    cell = f"parallel ({config.parallel.axes})"
+    refuse_scalar_parameters(part.module, cell)
+    refuse_shared_parameters(part, cell)
+    stages = config.parallel.pipeline
+    if not part.blocks:
+        raise TaskError(
+            f"{cell} splits blocks, and the model has none: name them in model.blocks or in the task's blocks()"
+        )
+    if stages > len(part.blocks):
+        raise TaskError(
+            f"parallel.pipeline: {stages} stages need a block each, and the model has {len(part.blocks)} "
+            f"({', '.join(part.blocks)}): lower pipeline, or name smaller blocks in model.blocks"
+        )
