@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.forks import Forks
 
 ROOT = Path(__file__).parents[2]
