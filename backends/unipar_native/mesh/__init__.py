@@ -1,0 +1,1 @@
+"""Mesh engine: blocks over stages, sequences over ranks, matrices over ranks, and FSDP2 over the rest."""
