@@ -152,7 +152,7 @@ def _after(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool, device=device).triu(1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return the attention of queries to some of the keys, and the log-sum-exp of each query's scores."""
     kernel = "products" if mask is not None else _kernel(q, k, v)
     if kernel == "cpu":
@@ -169,7 +169,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
     return _share(scores, lse.unsqueeze(-1)) @ v, lse
 
 
-def _attend_backward(
+def attend_backward(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
@@ -295,7 +295,7 @@ class _Attention(torch.autograd.Function):
         for owner, part in given.parts.keys(_pack(k, v, given.parts.layout.most)):
             keys, values = _unpack(part, k.shape[-1], q.shape[1])
             for rows, columns, causal, mask in given.work(owner, q):
-                one, its_lse = _attend(
+                one, its_lse = attend(
                     q[:, :, rows], keys[:, :, columns], values[:, :, columns], mask, causal, given.scale
                 )
                 both = torch.logaddexp(lse[:, :, rows], its_lse.to(exact))
@@ -320,7 +320,7 @@ class _Attention(torch.autograd.Function):
                 keys, values = _unpack(part, k.shape[-1], q.shape[1])
                 of_part = torch.zeros_like(part, dtype=lse.dtype)
                 for rows, columns, causal, mask in given.work(owner, q):
-                    dq, dk, dv = _attend_backward(
+                    dq, dk, dv = attend_backward(
                         gradient[:, :, rows], q[:, :, rows], keys[:, :, columns], values[:, :, columns],
                         out[:, :, rows], lse[:, :, rows], mask, causal, given.scale,
                     )  # fmt: skip

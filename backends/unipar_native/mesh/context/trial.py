@@ -39,17 +39,17 @@ def examine(
     results = [_rows(given, block, plain, (batch, n), x, dimension_of, inside) for x in (alike, moved)]
     for equal, changed in zip(*results, strict=True):
         allowed = _rounding(equal) * float(equal.abs().max())
-        if float((equal - equal[:, :1]).abs().max()) > allowed:
-            raise TaskError(
-                f"parallel.context: {given.name} counts positions by itself (equal inputs give other results at other "
-                f"places), and on a rank it would count those of its part, {n} of {layout.length}: compute what "
-                "depends on positions before the blocks and pass it to them (rotary tables, position_ids)"
-            )
         if n >= ENOUGH and float((equal - changed)[:, 1:-1].abs().max()) > allowed:
             raise TaskError(
                 f"parallel.context: {given.name} mixes positions outside of scaled_dot_product_attention, and a rank "
                 f"has {n} of {layout.length}: compute attention by torch's scaled_dot_product_attention (transformers: "
                 'attn_implementation="sdpa"), or split by parallel.tensor or parallel.pipeline instead'
+            )
+        if float((equal - equal[:, :1]).abs().max()) > allowed:
+            raise TaskError(
+                f"parallel.context: {given.name} counts positions by itself (equal inputs give other results at other "
+                f"places), and on a rank it would count those of its part, {n} of {layout.length}: compute what "
+                "depends on positions before the blocks and pass it to them (rotary tables, position_ids)"
             )
     return min(layout.count(rank) for rank in range(layout.ranks)) >= ENOUGH  # the same on all ranks
 
