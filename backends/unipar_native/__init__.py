@@ -185,6 +185,14 @@ class Native(Backend):
             return {"mean of parameters and moments": f"every {config.train.sync_every} steps, and after the last"}
         if options_of(config).wrapper == "dp":
             return {"DataParallel": {"device_ids": data_parallel_devices(config)}}
+        if (axes := config.parallel.axes).ranks > 1:
+            over = config.parallel.shard_over or "all of them"
+            ways = "each holds a copy" if config.parallel.shard == "nothing" else f"a copy is sharded over {over}"
+            settings = fsdp_settings(config) | {"mesh": f"ranks that hold the same cuts of the same blocks: {ways}"}
+            if config.parallel.shard == "nothing":
+                once = "the last microbatch"
+                settings |= {"reshard_after_backward": f"after {once}", "requires_gradient_sync": f"in {once}"}
+            return {"mesh": str(axes), "fully_shard": settings}
         if not uses_ddp(config):
             return {"fully_shard": fsdp_settings(config)}
         settings = {"DistributedDataParallel": ddp_settings(options_of(config))}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +37,17 @@ class Mesh:
         for name in MESH_AXES:
             rank = rank * self.sizes[name] + seat.get(name, self.seat[name])
         return rank
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in all."""
+        return prod(self.sizes.values())
+
+    def axes_among(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Return the axes along which these ranks have different seats."""
+        tensor, pipeline, context = (self.sizes[name] for name in ("tensor", "pipeline", "context"))
+        seats = [Mesh.of(r, self.ranks, tensor=tensor, pipeline=pipeline, context=context).seat for r in ranks]
+        return tuple(name for name in MESH_AXES if len({seat[name] for seat in seats}) > 1)
 
     @property
     def leads(self) -> bool:

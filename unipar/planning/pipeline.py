@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from unipar.config.sections.cell import PipelineSchedule
+from unipar.config.sections.cell import Axes, PipelineSchedule
 
 Way = Literal["forward", "backward"]
 
@@ -47,3 +47,55 @@ def bubble(schedule: PipelineSchedule, stages: int, micros: int, chunks: int = 1
     """
     waits = (stages - 1) / (chunks if schedule == "interleaved" else 1)
     return waits / (micros + waits)
+
+
+def describe_bubble(axes: Axes, micros: int, chunks: int = 1) -> str:
+    """Return the bubble of a pipeline in words, with its arithmetic."""
+    stages, v = axes.pipeline, chunks if axes.schedule == "interleaved" else 1
+    formula = "(p - 1) / (v m + p - 1)" if axes.schedule == "interleaved" else "(p - 1) / (m + p - 1)"
+    ratio = f"{stages - 1} / {v * micros + stages - 1}"
+    share = f"{100 * bubble(axes.schedule, stages, micros, chunks):.1f} %"
+    with_chunks = f", v = {v} pieces of the model on each" if axes.schedule == "interleaved" else ""
+    where = f"p = {stages} stages, m = {micros} microbatch{'es' * (micros != 1)}{with_chunks}"
+    if axes.schedule == "zerobubble":
+        return f"less than {share} of a step, which is what 1f1b waits: {formula} = {ratio}, {where}"
+    return f"{share} of a step, if all stages take equally long: {formula} = {ratio}, {where}"
+
+
+class PlacedTurn(NamedTuple):
+    """A turn of one stage, in units of a forward's time since the step began."""
+
+    stage: int
+    turn: Turn
+    start: int
+    end: int
+
+
+_TURN_TIMES: dict[Way, int] = {"forward": 1, "backward": 2}
+"""Time of a turn in units of a forward's: a backward computes gradients of inputs and of weights."""
+
+
+def place_turns(schedule: PipelineSchedule, stages: int, micros: int) -> list[PlacedTurn]:
+    """Return all turns of all stages in time, under gpipe or 1f1b, if all stages take equally long.
+
+    A stage begins its next turn when it has ended the one before, and what that turn needs has been computed: the
+    hidden states of the stage before it, or the gradient of the one behind it.
+    """
+    orders = [microbatch_order(schedule, stages, stage, micros) for stage in range(stages)]
+    ends: dict[tuple[int, Turn], int] = {}
+    placed: list[PlacedTurn] = []
+    next_of, free = [0] * stages, [0] * stages
+    while len(placed) < 2 * micros * stages:
+        for stage, order in enumerate(orders):
+            if next_of[stage] == len(order):
+                continue
+            turn = order[next_of[stage]]
+            forward = turn.way == "forward"
+            other = stage - 1 if forward else stage + 1
+            needed = [(other, turn)] if 0 <= other < stages else []
+            if all(key in ends for key in needed):
+                start = max([free[stage], *(ends[key] for key in needed)])
+                free[stage] = ends[stage, turn] = start + _TURN_TIMES[turn.way]
+                placed.append(PlacedTurn(stage, turn, start, free[stage]))
+                next_of[stage] += 1
+    return placed

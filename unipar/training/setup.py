@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -150,12 +151,15 @@ def build_run(
     # on rank 0 only: the other ranks get the values from it when tensors are placed
     loaded = load_weights(whole, wanted) if wanted is not None and world.rank == 0 else None
     parameters = sum(p.numel() for p in whole.parameters())
+    in_blocks: Counter[str] = Counter()
     own_optimizer = task.optimizer if task.defines("optimizer") else None
     parts: dict[str, TrainedPart] = {}
     for name, module in modules.items():
         own = config.of_part(name)
         groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=own_optimizer is not None)
         blocks = find_blocks(module, own, given=task.blocks(module))
+        if config.parallel.axes.ranks > 1:
+            in_blocks.update(_count_in_blocks(module, blocks))
         apply_transforms(module, blocks, own)
         part = Part(
             name,
@@ -174,10 +178,18 @@ def build_run(
         for part in parts.values():  # some libraries fix in the first forward which parameters take gradients
             part.engine.evaluate(_compute_nothing, None)
     process = {"rank": world.rank, "size": world.size, "cell": str(settled.cell), "pid": os.getpid()}
-    ledger.note("start", **process, parameters=parameters, resident=base)
+    ledger.note("start", **process, parameters=parameters, **in_blocks, resident=base)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))
     return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
+
+
+def _count_in_blocks(module: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
+    """Return the number of blocks and of their parameters, for estimates of what a rank holds (`ModelSize`)."""
+    named = {id(p): p for block in blocks for p in module.get_submodule(block).parameters()}
+    sizes = [(p.ndim, p.numel()) for p in named.values()]
+    matrices = sum(size for ndim, size in sizes if ndim > 1)
+    return {"blocks": len(blocks), "in_blocks": sum(size for _, size in sizes), "matrices": matrices}
 
 
 def _compute_nothing(model: nn.Module, given: None) -> None:
