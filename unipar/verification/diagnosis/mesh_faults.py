@@ -354,8 +354,8 @@ def classify_norm(case: FaultCase, step: int) -> Fault | None:
     if often and abs(total - mine) <= 0.1 * abs(mine - right):
         return Fault(
             "a norm that counts copies twice",
-            f"{said}: {count_of(len(often), 'parameter')} ({first_few(list(often))}) count on each of up to "
-            f"{max(often.values())} ranks that have a copy, and each must count once",
+            f"{said}: every copy of {first_few(list(often))} counts, on up to {max(often.values())} ranks, and each "
+            "parameter must count once",
         )
     if mine > right:
         return Fault("a norm that counts copies twice", f"{said}: it counts something more than once")

@@ -46,7 +46,7 @@ MESH_FAULTS = (
     "loss-of-each-rank",
     "stale-statistics",
     "skip-across-cut",
-    "other-samples-in-group",
+    "other-samples",
 )
 """Faults of ranks that share the work: of cells with axes, as in `faulty/nothing+tied-not-summed+pipeline2`."""
 

@@ -5,7 +5,7 @@ What the proof before the first step sees is planted without it, as `skip-across
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,8 @@ from unipar_native.mesh.stage import Arrival
 
 from unipar.backend import Engine, Part
 from unipar.config import Config
+from unipar.data.feed import MicrobatchFeed
+from unipar.data.order import MicrobatchPlan
 from unipar.distributed.world import World
 
 UNPROVED = ("skip-across-cut",)
@@ -66,6 +68,21 @@ def _loss_of_each_rank(engine: Any) -> None:
     engine.run_microbatches = counted_by_each
 
 
+def _other_samples(engine: Any) -> None:
+    """The first stage reads its microbatches in another order than the last."""
+    if engine.world.leads:
+        return
+    plans = MicrobatchFeed.plans
+
+    def reversed_plans(self: MicrobatchFeed, start: int) -> Iterator[list[MicrobatchPlan]]:
+        return (step[::-1] for step in plans(self, start))
+
+    def restore() -> None:
+        MicrobatchFeed.plans = plans
+
+    MicrobatchFeed.plans, engine.close = reversed_plans, restore
+
+
 def _stale_statistics(engine: Any) -> None:
     """Rank 0 speaks for buffers, as it does where all ranks run all modules."""
 
@@ -81,5 +98,6 @@ PLANTS: dict[str, Callable[[Any], None]] = {
     "same-masks": _same_masks,
     "world-times": _world_times,
     "loss-of-each-rank": _loss_of_each_rank,
+    "other-samples": _other_samples,
     "stale-statistics": _stale_statistics,
 }
