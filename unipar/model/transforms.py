@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -27,6 +27,9 @@ OPERATIONS_SAVED: tuple[Any, ...] = (
     _ATEN._scaled_dot_product_cudnn_attention.default,
 )
 """Operations whose results `selective` keeps: expensive to compute, and not larger than what follows from them."""
+
+SURROUNDINGS: list[Callable[[], AbstractContextManager[Any]]] = []
+"""Functions called in a recomputed block's first forward; what they return surrounds the forward when it runs again."""
 
 
 def apply_transforms(module: nn.Module, blocks: Sequence[str], config: Config) -> None:
@@ -85,13 +88,14 @@ def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
             if selective
             else (nullcontext(), nullcontext())
         )
-        return first, _enter_both(again, _freeze_running_stats(norms)) if norms else again
-
-    own: dict[str, Any] = {"context_fn": contexts} if selective or norms else {}
+        further = [surrounding() for surrounding in SURROUNDINGS]
+        further += [_freeze_running_stats(norms)] if norms else []
+        return first, _enter_all([again, *further]) if further else again
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner[0](*args, **kwargs)
+        own: dict[str, Any] = {"context_fn": contexts} if selective or norms or SURROUNDINGS else {}
         return checkpoint(inner[0], *args, use_reentrant=False, **own, **kwargs)
 
     forward.__dict__["unipar_inner"] = inner  # an engine may wrap what is recomputed
@@ -99,10 +103,10 @@ def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
 
 
 @contextmanager
-def _enter_both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Generator[None]:
+def _enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Generator[None]:
     with ExitStack() as entered:
-        entered.enter_context(one)
-        entered.enter_context(other)
+        for context in contexts:
+            entered.enter_context(context)
         yield
 
 
