@@ -96,9 +96,9 @@ def _wrong_forward(case: FaultCase, place: ModuleDifference, step: int) -> Fault
     if axes.tensor > 1 and not wrong and len(outputs) > 1 and _all_alike(outputs):
         return Fault(
             "a wrong plan",
-            f"in step {step} {place.module} gives all ranks of tensor the same output, off by {place.off:.1e}, while "
-            "its inputs are those of one process: a matrix in it is cut in the wrong way (columns as rows, or the "
-            "wrong columns together); say in the task's tensor(model) what is whole",
+            f"in step {step} {place.module} gives all ranks of tensor the same output, off by {place.off:.1e}, and "
+            "what can be compared before it is right: in it, or between it and that, a matrix is cut in the wrong way "
+            "(columns as rows, or the wrong columns together); say in the task's tensor(model) what is to stay whole",
         )
     return None
 
@@ -220,7 +220,7 @@ def _partial_backward(case: FaultCase, step: int) -> Fault | None:
 def _unequal_copies(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of a parameter that several ranks have, and update differently."""
     found: dict[str, tuple[int, int]] = {}
-    for name, copies in (case.run.copies[step - 1] if case.run.copies else {}).items():
+    for (name, _), copies in (case.run.copies[step - 1] if case.run.copies else {}).items():
         size = float(np.linalg.norm(next(iter(copies.values()))))
         apart = {ranks: off for ranks, off in copy_distances(case.run, copies).items() if off > 1e-7 * size}
         if apart:
@@ -303,7 +303,7 @@ def _names_of_several_stages(case: FaultCase) -> set[str]:
     tied = {name for group in case.replay.groups for name in group["tied"]}
     copies = case.run.copies[-1] if case.run.copies else {}
     seats = case.run.seats
-    return tied | {name for name, ranks in copies.items() if len({seats[rank].pipeline for rank in ranks}) > 1}
+    return tied | {name for (name, _), ranks in copies.items() if len({seats[rank].pipeline for rank in ranks}) > 1}
 
 
 # Dropout
@@ -348,7 +348,8 @@ def classify_norm(case: FaultCase, step: int) -> Fault | None:
         return None
     lengths = case.replay.shares[step - 1]["lengths"]
     said = f"in step {step} the norm is {mine:.6g} instead of {right:.6g}, while all gradients are right"
-    copies = {name: len(ranks) for name, ranks in (case.run.copies[-1] if case.run.copies else {}).items()}
+    kept = case.run.copies[-1] if case.run.copies else {}
+    copies = {name: len(ranks) for (name, kind), ranks in kept.items() if kind == "weight"}
     often = {name: count for name, count in copies.items() if count > 1}
     total = math.sqrt(sum(copies.get(name, 1) * length**2 for name, length in lengths.items()))
     if often and abs(total - mine) <= 0.1 * abs(mine - right):

@@ -121,10 +121,10 @@ def _measure_step(run: RunRecord, tolerance: Tolerance, replay: RunRecord, t: in
 def _measure_copies(run: RunRecord, tolerance: Tolerance, step: int) -> Iterator[Measurement]:
     """Yield the largest difference between copies of a parameter on ranks that work on the same samples."""
     worst = Measurement("ranks' copies", step, 0.0, 0.0)
-    for name, copies in run.copies[step - 1].items():
-        allowed = SKETCH_FACTOR * tolerance.sketches[step].get((name, "weight"), 0.0)
+    for key, copies in run.copies[step - 1].items():
+        allowed = SKETCH_FACTOR * tolerance.sketches[step].get(key, 0.0)
         for off in copy_distances(run, copies).values():
-            measure = Measurement("ranks' copies", step, off, allowed, name)
+            measure = Measurement("ranks' copies", step, off, allowed, key[0])
             worst = max(worst, measure, key=lambda m: m.share)
     yield worst
 

@@ -97,8 +97,8 @@ class RunRecord:
     seats: list[RankSeat]
     """Seat of each rank."""
 
-    copies: list[dict[str, dict[int, SketchVector]]]
-    """Sketches of each parameter by rank that has the whole of it, by step; only where ranks share the work."""
+    copies: list[dict[StateKey, dict[int, SketchVector]]]
+    """Sketches of each tensor of the state by rank that has the whole of it, by step; only where ranks share work."""
 
     masks: list[list[dict[int, list[str]]]]
     """Fingerprints of dropout's masks in their order, by step, rank and number of the microbatch."""
@@ -176,12 +176,13 @@ def _add_sketches(states: list[dict[str, Tensor]]) -> dict[StateKey, SketchVecto
 
 def _whole_copies(
     ranks: list[dict[str, tuple[int, Tensor]]], state: dict[StateKey, Tensor]
-) -> dict[str, dict[int, SketchVector]]:
-    copies: dict[str, dict[int, SketchVector]] = {}
+) -> dict[StateKey, dict[int, SketchVector]]:
+    copies: dict[StateKey, dict[int, SketchVector]] = {}
     for rank, kept in enumerate(ranks):
-        for name, (size, sketch) in kept.items():
-            if (name, "weight") in state and state[name, "weight"].numel() == size:
-                copies.setdefault(name, {})[rank] = sketch.numpy()
+        for text, (size, sketch) in kept.items():
+            name, _, kind = text.rpartition("|")
+            if (name, kind) in state and state[name, kind].numel() == size:
+                copies.setdefault((name, kind), {})[rank] = sketch.numpy()
     return copies
 
 

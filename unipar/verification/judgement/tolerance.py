@@ -28,6 +28,9 @@ ROUNDING_UNITS: dict[Precision, float] = {
 """Relative size of the last place of the compared numbers, by precision; the least spread that is assumed."""
 
 
+_FEW_RUNS_FACTOR = 16.0
+"""Factor on a tolerance that was measured on few runs."""
+
 _BUFFER_ROUNDING = 4.0
 """Units in the last place by which a buffer may always be off."""
 
@@ -78,18 +81,26 @@ def measure_tolerance(
 
 
 def widen(tolerance: Tolerance, other: Tolerance) -> Tolerance:
-    """Return a tolerance around the same run, in which everything may differ by what `other` allows as well."""
+    """Return a tolerance around the same run that allows several times what both allow.
+
+    It is for a run with dropout, with which few runs of one process can be compared: whether the masks are the same.
+    Other masks are off by thousands of times more.
+    """
+    times = _FEW_RUNS_FACTOR
 
     def larger(one: dict[StateKey, float], two: dict[StateKey, float]) -> dict[StateKey, float]:
-        return {key: max(value, two.get(key, 0.0)) for key, value in one.items()}
+        return {key: times * max(value, two.get(key, 0.0)) for key, value in one.items()}
 
     return replace(
         tolerance,
-        losses=[max(pair) for pair in zip(tolerance.losses, other.losses, strict=True)],
-        norms=[max(pair) for pair in zip(tolerance.norms, other.norms, strict=True)],
+        losses=[times * max(pair) for pair in zip(tolerance.losses, other.losses, strict=True)],
+        norms=[times * max(pair) for pair in zip(tolerance.norms, other.norms, strict=True)],
         state=larger(tolerance.state, other.state),
         sketches=[larger(*pair) for pair in zip(tolerance.sketches, other.sketches, strict=True)],
-        buffers={n: (b, max(off, other.buffers.get(n, (b, 0.0))[1])) for n, (b, off) in tolerance.buffers.items()},
+        buffers={
+            name: (buffer, times * max(off, other.buffers.get(name, (buffer, 0.0))[1]))
+            for name, (buffer, off) in tolerance.buffers.items()
+        },
     )
 
 

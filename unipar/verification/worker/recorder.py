@@ -45,8 +45,8 @@ class RunRecorder:
         """Sketches of this rank's part of each tensor: before the first step, then after each step."""
 
         self.copies: list[dict[str, tuple[int, Tensor]]] = []
-        """Size and sketch of each parameter that this rank keeps as one tensor, after each step, if ranks share work:
-        copies of a whole parameter must stay the same."""
+        """Size and sketch of each parameter, and of its state, that this rank keeps as one tensor, after each step, if
+        ranks share work: copies of a whole parameter must stay the same."""
 
         self._trace_at, self._arithmetic, self._shared, self._masks = trace_at, arithmetic, shared, masks
         self._sketches = TensorSketcher()
@@ -87,12 +87,18 @@ class RunRecorder:
         return found
 
     def _copies(self) -> dict[str, tuple[int, Tensor]]:
-        return {
-            prefix + h.name: (h.tensor.numel(), sketch_whole_tensor(self._sketches, prefix + h.name, h.tensor))
-            for prefix, engine in self.engines.items()
-            for h in engine.holdings()
-            if h.category == "parameters" and h.tensor.is_floating_point()
-        }
+        copies: dict[str, tuple[int, Tensor]] = {}
+        for prefix, engine in self.engines.items():
+            for holding in engine.holdings():
+                name, _, kind = holding.name.rpartition(".")
+                if holding.category == "parameters":
+                    name, kind = holding.name, "weight"
+                elif holding.category != "optimizer" or kind == "step":
+                    continue
+                if holding.tensor.is_floating_point():
+                    sketch = sketch_whole_tensor(self._sketches, prefix + name, holding.tensor)
+                    copies[f"{prefix}{name}|{kind}"] = holding.tensor.numel(), sketch
+        return copies
 
     def step(self, prefix: str, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         """Run a step of the engine with this prefix, and record it."""

@@ -47,6 +47,12 @@ MESH_FAULTS = (
     "stale-statistics",
     "skip-across-cut",
     "other-samples",
+    "rows-not-added",
+    "columns-not-added",
+    "bias-of-each-rank",
+    "whole-added-up",
+    "other-columns",
+    "copies-apart",
 )
 """Faults of ranks that share the work: of cells with axes, as in `faulty/nothing+tied-not-summed+pipeline2`."""
 

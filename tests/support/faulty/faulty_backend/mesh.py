@@ -6,11 +6,17 @@ What the proof before the first step sees is planted without it, as `skip-across
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from unipar_native.mesh import engine as native
+from unipar_native.mesh import tensor_parallel
 from unipar_native.mesh.stage import Arrival
+from unipar_native.mesh.tensor.collectives import leave
 
 from unipar.backend import Engine, Part
 from unipar.config import Config
@@ -92,6 +98,77 @@ def _stale_statistics(engine: Any) -> None:
     engine._home_of_buffer = first_rank
 
 
+def _rows_not_added(engine: Any) -> None:
+    """The sum over ranks behind a matrix that is cut into rows is left out."""
+
+    def alone(x: Tensor, group: Any) -> Tensor:
+        return x
+
+    _replace_until_closed(engine, "leave", alone)
+
+
+def _columns_not_added(engine: Any) -> None:
+    """The sum over ranks in the backward pass, before a matrix that is cut into columns, is left out."""
+
+    def alone(x: Tensor, group: Any) -> Tensor:
+        return x
+
+    _replace_until_closed(engine, "enter", alone)
+
+
+def _replace_until_closed(engine: Any, name: str, value: Any) -> None:
+    """Replace a function of tensor parallelism, which other jobs of the same process need."""
+    patch = mock.patch.object(tensor_parallel, name, value)
+    patch.start()
+    engine.close = patch.stop
+
+
+def _bias_of_each_rank(engine: Any) -> None:
+    """Every rank of tensor adds a row's bias to its part of the sum."""
+    for name in engine._blocks:
+        for row in ("out", "down"):
+            module = engine.model.get_submodule(f"{name}.{row}")
+            del module.forward
+            module.register_forward_hook(partial(_added_up, engine.world.groups.group("tensor")))
+
+
+def _added_up(group: Any, module: Any, given: Any, out: Tensor) -> Tensor:
+    return leave(out, group)
+
+
+def _whole_added_up(engine: Any) -> None:
+    """Gradients of what is not cut are the same on all ranks of tensor, and are added up over them."""
+    names = [name for name in engine.kept if ".norm" in name]
+
+    def add_up() -> None:
+        for name in names:
+            dist.all_reduce(engine.kept[name].grad, group=engine.world.groups.group("tensor"))
+
+    engine.finish_reduction = add_up
+
+
+def _copies_apart(engine: Any) -> None:
+    """One rank of tensor has another gradient of what is not cut."""
+
+    def change() -> None:
+        if engine.world.mesh.seat["tensor"] == 1:
+            engine.kept["blocks.1.norm2.weight"].grad.mul_(0.5)
+
+    engine.finish_reduction = change
+
+
+def _other_columns(engine: Any) -> None:
+    """The parts of a fused projection are taken as one: the first rank has the queries and half of the keys."""
+    rank, group = engine.world.rank, engine.world.groups.group("tensor")
+    for name in engine._blocks:
+        for key in ("weight", "bias"):
+            part = engine.kept[f"{name}.qkv.{key}"]
+            parts = [torch.empty_like(part.data) for _ in range(2)]
+            dist.all_gather(parts, part.data, group=group)
+            thirds = [torch.cat([one, other]) for one, other in zip(*(p.chunk(3) for p in parts), strict=True)]
+            part.data.copy_(torch.cat(thirds).chunk(2)[rank])
+
+
 PLANTS: dict[str, Callable[[Any], None]] = {
     "tied-not-summed": _tied_not_summed,
     "norm-counts-twice": _norm_counts_twice,
@@ -100,4 +177,10 @@ PLANTS: dict[str, Callable[[Any], None]] = {
     "loss-of-each-rank": _loss_of_each_rank,
     "other-samples": _other_samples,
     "stale-statistics": _stale_statistics,
+    "rows-not-added": _rows_not_added,
+    "columns-not-added": _columns_not_added,
+    "bias-of-each-rank": _bias_of_each_rank,
+    "whole-added-up": _whole_added_up,
+    "other-columns": _other_columns,
+    "copies-apart": _copies_apart,
 }
