@@ -192,7 +192,7 @@ class Comparison(TurnResults):
         if max(len(line) for block in blocks for line in block) <= width:
             return blocks
         narrow = [row[:3] + row[4:] for row in rows]
-        return format_table_rows(narrow[0], narrow[1:], right=(2, 3, 4), width=width)
+        return format_table_rows(narrow[0], narrow[1:], right=(2, 3, 4), width=width, fold=True)
 
     def _shown(self, row: CellResult) -> tuple[str, ...]:
         if not row.timed_seconds or row.outcome not in ("ran", "waits"):

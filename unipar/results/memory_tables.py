@@ -93,12 +93,14 @@ def format_memory_tables(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]
         header = ("memory", "fullest in", "allocated", "reserved", "gaps", "on CUDA", "host")
         rows = [_cuda_memory_row(*cell) for cell in cells]
     lines = [
-        line for block in format_table_rows(header, rows, right=range(2, len(header)), width=width) for line in block
+        line
+        for block in format_table_rows(header, rows, right=range(2, len(header)), width=width, fold=True)
+        for line in block
     ]
     parts = [("MiB", *_CATEGORIES_BY_COLUMN), *(_category_row(cell, accounts) for cell, _, accounts in cells)]
     right = range(1, len(_CATEGORIES_BY_COLUMN) + 1)
-    by_category = [line for block in format_table_rows(parts[0], parts[1:], right=right, width=width) for line in block]
-    return [*lines, "", *by_category]
+    by_category = format_table_rows(parts[0], parts[1:], right=right, width=width, fold=True)
+    return [*lines, "", *(line for block in by_category for line in block)]
 
 
 def _host_memory_row(cell: str, ranks: int, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
@@ -168,7 +170,7 @@ def format_sent_table(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]]],
     if not axes:
         return []
     rows = [(cell, *(_sent_text(accounts, axis) for axis in axes)) for cell, ranks, accounts in cells if ranks > 1]
-    blocks = format_table_rows(("sent", *axes), rows, right=range(1, len(axes) + 1), width=width)
+    blocks = format_table_rows(("sent", *axes), rows, right=range(1, len(axes) + 1), width=width, fold=True)
     return ["", *(line for block in blocks for line in block)]
 
 
