@@ -224,6 +224,16 @@ SHORT_CASES = ("four microbatches", "token weights, ragged", "several parts", "s
 EVERYWHERE = ("four microbatches", "token weights, ragged", "state out and in")
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
+MESH_CELLS = ("native/nothing+pipeline2", "native/parameters+pipeline2")
+"""Cells with axes of the mesh, whose sizes are open, that the suite plays."""
+
+MESH_CASES = (
+    "four microbatches", "two groups", "tied weights", "ragged last batch", "token weights, ragged", "unused",
+    "dropout", "evaluation in the middle", "state out and in", "blocks recomputed", "bf16-mixed", "fp64",
+    "not a number",
+)  # fmt: skip
+"""Cases that `make test` plays in them, in the smallest world that they fit."""
+
 SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""
 
@@ -243,7 +253,11 @@ def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
     worlds of four, once what needs four ranks. A stranger's cells play all cases in worlds of two, some in others.
     """
     names: Collection[str] = CASES
-    if not whole and size == 2:
+    if cell.axes.ranks > 1 and not whole:
+        names = (
+            MESH_CASES if size == 2 else SHORT_CASES if cell.shard == "parameters" or size == cell.axes.ranks else ()
+        )
+    elif not whole and size == 2:
         names = CASES if cell.backend not in OURS else _covering(cell)
     elif not whole and size == 1:
         names = MAIN_CASES if cell.backend not in OURS[1:] else SHORT_CASES if str(cell) in THIN else ()

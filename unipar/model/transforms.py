@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -27,6 +27,9 @@ OPERATIONS_SAVED: tuple[Any, ...] = (
     _ATEN._scaled_dot_product_cudnn_attention.default,
 )
 """Operations whose results `selective` keeps: expensive to compute, and not larger than what follows from them."""
+
+SURROUNDINGS: list[Callable[[], AbstractContextManager[Any]]] = []
+"""Functions called in a recomputed block's first forward; what they return surrounds the forward when it runs again."""
 
 
 def apply_transforms(module: nn.Module, blocks: Sequence[str], config: Config) -> None:
@@ -76,7 +79,7 @@ def _convert_batchnorms(module: nn.Module) -> None:
 
 def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
     """Make a block recompute its forward during backward, with the same random numbers."""
-    plain = block.forward
+    inner = [block.forward]
     norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -85,23 +88,25 @@ def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
             if selective
             else (nullcontext(), nullcontext())
         )
-        return first, _enter_both(again, _freeze_running_stats(norms)) if norms else again
-
-    own: dict[str, Any] = {"context_fn": contexts} if selective or norms else {}
+        further = [surrounding() for surrounding in SURROUNDINGS]
+        further += [_freeze_running_stats(norms)] if norms else []
+        return first, _enter_all([again, *further]) if further else again
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
-        return checkpoint(plain, *args, use_reentrant=False, **own, **kwargs)
+            return inner[0](*args, **kwargs)
+        own: dict[str, Any] = {"context_fn": contexts} if selective or norms or SURROUNDINGS else {}
+        return checkpoint(inner[0], *args, use_reentrant=False, **own, **kwargs)
 
+    forward.__dict__["unipar_inner"] = inner  # an engine may wrap what is recomputed
     block.forward = forward
 
 
 @contextmanager
-def _enter_both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Generator[None]:
+def _enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Generator[None]:
     with ExitStack() as entered:
-        entered.enter_context(one)
-        entered.enter_context(other)
+        for context in contexts:
+            entered.enter_context(context)
         yield
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unipar.backend import Fn
+from unipar.engines.placement import plain_attributes
 from unipar.errors import TaskError
 from unipar.training.fingerprint import TensorSketcher, sketch_whole_tensor
 from unipar_native.mesh.balance import balanced_cuts, cuts_at
@@ -56,10 +57,17 @@ class ModelFacts:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Generator[None]:
-    """Context manager: afterwards buffers, `requires_grad`, modes and the state of random numbers are as before."""
+    """Context manager: afterwards the model is as before, and so are random numbers.
+
+    That is its buffers, `requires_grad`, modes, and what its code keeps on modules, lists and dicts included.
+    """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     learns = [(p, p.requires_grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
+    kept = [(module, plain_attributes(module)) for module in model.modules()]
+    contents: dict[int, tuple[Any, Any]] = {}
+    for _, values in kept:
+        _copy_contents(list(values.values()), contents)
     try:
         with torch.random.fork_rng():
             yield
@@ -69,9 +77,24 @@ def unchanged(model: nn.Module) -> Generator[None]:
             p.grad = None
         for module, mode in modes:
             module.training = mode
+        for module, values in kept:
+            for name in plain_attributes(module).keys() - values.keys():
+                delattr(module, name)
+            vars(module).update(values)
+        for container, content in contents.values():
+            container.clear()
+            container.update(content) if isinstance(container, dict) else container.extend(content)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+def _copy_contents(values: Sequence[Any], contents: dict[int, tuple[Any, Any]]) -> None:
+    """Add each list and dict among the values, and inside them, with a copy of its content."""
+    for value in values:
+        if isinstance(value, list | dict) and id(value) not in contents:
+            contents[id(value)] = value, value.copy()
+            _copy_contents(list(value.values() if isinstance(value, dict) else value), contents)
 
 
 @final

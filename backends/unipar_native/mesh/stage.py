@@ -13,7 +13,7 @@ from unipar.errors import TaskError
 
 
 class Arrival(NamedTuple):
-    """Input of a stage's first block, with the state of the generator that draws its random numbers."""
+    """Output of the last block of the stage before, with the state of the generator that draws its random numbers."""
 
     hidden: Tensor
     generator: Tensor | None
@@ -32,9 +32,9 @@ class StageLeft(Exception):
 class Stage:
     """Hooks that make the loss run blocks `first` to `end` only.
 
-    Earlier blocks give their argument back, the first own block gets what `inlet` returns instead of its argument, and
-    behind the last own block the output goes to `outlet`. What the loss computes before its first own block has no
-    effect, unless the blocks also get it by other arguments (masks, positions), which every stage computes itself.
+    Earlier blocks give their argument back, except the last of them: it returns what `inlet` gives, the output that it
+    had on its own stage. Behind the last own block the output goes to `outlet`. What the loss computes before has no
+    effect, unless blocks also get it by other arguments (masks, positions), which every stage computes itself.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Stage:
         self._tuples = tuples or [0] * len(blocks)
         self.is_first, self.is_last = first == 0, end == len(blocks)
         self.inlet: Callable[[], Arrival] | None = None
-        """Source of the first own block's input; None: the argument stays, as in the first stage."""
+        """Source of the output of the last block before the own ones; None: there is none, as in the first stage."""
 
         self.outlet: Callable[[Tensor], None] | None = None
         """Receiver of the last own block's output, after which the loss goes on; None: the loss is left there."""
@@ -60,10 +60,10 @@ class Stage:
     def enter(self) -> Stage:
         """Put the hooks on: after the library's own, which must have run when the loss is left."""
         for number, block in enumerate(self._modules):
-            hook = block.register_forward_pre_hook(self._before(number), prepend=True, with_kwargs=True)
+            hook = block.register_forward_pre_hook(self._before(number), prepend=True)
             self._undo.append(hook.remove)
             if not self.first <= number < self.end:
-                self._skip(block, self._tuples[number])
+                self._skip(block, number)
         if not self.is_last:
             self._undo.append(self._modules[self.end - 1].register_forward_hook(self._behind).remove)
         return self
@@ -87,12 +87,17 @@ class Stage:
             )
         return out
 
-    def _skip(self, block: nn.Module, length: int) -> None:
-        """Let an absent block return its argument, in the place where its output would have the hidden states."""
+    def _skip(self, block: nn.Module, number: int) -> None:
+        """Let an absent block return its argument, or what arrives, where its output would have the hidden states."""
         own = vars(block).get("forward")
+        length = self._tuples[number]
 
         def return_argument(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_of_input(args, kwargs)
+            if number == self.first - 1 and self.inlet is not None:
+                hidden, generator = self.inlet()
+                if generator is not None:
+                    set_generator_state(generator, hidden.device)
             return (hidden, *[None] * (length - 1)) if length else hidden
 
         block.forward = return_argument
@@ -105,7 +110,7 @@ class Stage:
         self._undo.append(restore)
 
     def _before(self, number: int) -> Callable[..., Any]:
-        def check_and_replace(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def check_order(block: nn.Module, args: Any) -> None:
             if self.repeats and number == 0:
                 self._next = 0
             if number != self._next:
@@ -116,14 +121,8 @@ class Stage:
                     "leave parallel.pipeline out"
                 )
             self._next += 1
-            if number != self.first or self.inlet is None:
-                return None
-            hidden, generator = self.inlet()
-            if generator is not None:
-                set_generator_state(generator, hidden.device)
-            return replace_hidden(args, kwargs, hidden)
 
-        return check_and_replace
+        return check_order
 
     def _behind(self, block: nn.Module, args: Any, out: Any) -> None:
         hidden = hidden_of_output(out)
@@ -138,15 +137,6 @@ def hidden_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if isinstance(value, Tensor):
             return value
     raise TaskError("parallel.pipeline hands the first tensor that a block gets to the next stage; a block got none")
-
-
-def replace_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[Any, dict[str, Any]]:
-    """Return a block's arguments with other hidden states."""
-    for i, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (*args[:i], hidden, *args[i + 1 :]), kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return args, {**kwargs, name: hidden}
 
 
 def hidden_of_output(out: Any) -> Tensor:
