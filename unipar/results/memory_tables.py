@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from unipar.config import Cell
 from unipar.memory.account import SENT_AXES, MemoryAccount, PhasePeak
 from unipar.memory.cuda_total import total_on_cuda
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
@@ -68,6 +69,20 @@ def describe_peak_ranges(cells: Iterable[tuple[str, Sequence[MemoryAccount]]]) -
     texts = [f"{cell} {low} to {high}" for cell, low, high in ranges if low != high]
     rest = "; equal in the other cells" if len(texts) < len(ranges) else ""
     return [f"peaks of the recorded steps: {', '.join(texts)}{rest}"] if texts else []
+
+
+def describe_setup_peaks(cells: Iterable[tuple[str, Sequence[MemoryAccount]]]) -> list[str]:
+    """Return what cells with further axes need in their steps, if their peak is of the set-up."""
+    lines: list[str] = []
+    for cell, accounts in cells:
+        first, peak = largest_account(accounts), largest_account(accounts).peak
+        later = [phase.peak for account in accounts for phase in account.phases if phase.name != "built"]
+        if "+" in cell and Cell.parse(cell).axes.ranks > 1 and peak.name == "built" and later:
+            lines.append(
+                f"{cell}: its peak is of the set-up, in which rank {first.rank} tries the whole model; in the steps "
+                f"the largest rank holds {format_size(max(later))}"
+            )
+    return lines
 
 
 def describe_counting(accounts: Iterable[MemoryAccount]) -> str:
