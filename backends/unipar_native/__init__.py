@@ -146,7 +146,7 @@ class Native(Backend):
             "train.sync_every": ("nothing",),
             "model.offload": ("parameters",),
         },
-        axes={"pipeline": SHARDS},
+        axes={"tensor": SHARDS, "pipeline": SHARDS, "context": SHARDS},
         gaps={
             (
                 "nothing",

@@ -48,32 +48,6 @@ def box_regions(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[in
             yield Region(start + row * stride, length, stride if rows.length > 1 else 0, rows.length)
 
 
-def regions_between(regions: Sequence[Region], start: int, end: int) -> Iterator[Region]:
-    """Yield the regions that hold elements `start` to `end` of a part made of these regions, one after another."""
-    for region in regions:
-        first, last = max(start, 0), min(end, region.numel)
-        if first < last:
-            yield from _elements_of(region, first, last)
-        start, end = start - region.numel, end - region.numel
-
-
-def _elements_of(region: Region, first: int, last: int) -> Iterator[Region]:
-    """Yield the regions that hold elements `first` to `last` of a region: an end, whole runs, a beginning."""
-    length, stride = region.length, region.stride
-    run, before = divmod(first, length)
-    end, rest = divmod(last, length)
-    if run == end:
-        yield Region(region.start + run * stride + before, last - first)
-        return
-    if before:
-        yield Region(region.start + run * stride + before, length - before)
-        run += 1
-    if end > run:
-        yield Region(region.start + run * stride, length, stride if end - run > 1 else 0, end - run)
-    if rest:
-        yield Region(region.start + end * stride, rest)
-
-
 def local_part(t: Tensor) -> Tensor:
     """Return the part of `t` that this rank holds."""
     with torch.no_grad():

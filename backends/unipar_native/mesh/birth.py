@@ -12,23 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from unipar.backend import Region
 from unipar.engines.forward import ForwardCall
 from unipar.engines.placement import broadcast_tensor, direct_parameters, place_tensors
 from unipar.engines.state import local_regions
-
-
-@dataclass(frozen=True)
-class LocalPart:
-    """Part of a parameter that the ranks of one seat in `tensor` hold, as a smaller parameter."""
-
-    shape: tuple[int, ...]
-    regions: tuple[Region, ...]
-    """Regions of the whole parameter whose elements, one after another, are those of the part."""
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return the part, copied from the whole tensor."""
-        return torch.cat([region.of(whole).reshape(-1) for region in self.regions]).view(self.shape)
+from unipar_native.mesh.tensor.cuts import ParameterCut
 
 
 @dataclass(frozen=True)
@@ -38,8 +25,11 @@ class Placement:
     absent: frozenset[str]
     """Names of the parameters that only other stages use."""
 
-    parts: Mapping[str, LocalPart]
-    """Parts of those that are split over `tensor`."""
+    parts: Mapping[str, ParameterCut]
+    """Cuts of those that are split over `tensor`."""
+
+    seat: int
+    """This rank's place in `tensor`: which part it has."""
 
     mesh: DeviceMesh | None
     """Copies x shards, for FSDP2; None without it."""
@@ -62,7 +52,7 @@ def place_model(
 
     def shape_only(p: nn.Parameter) -> nn.Parameter:
         name = first_name[id(p)]
-        shape = placement.parts[name].shape if name in placement.parts else p.shape
+        shape = placement.parts[name].local_shape() if name in placement.parts else p.shape
         made = nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), p.requires_grad)
         if name in placement.absent:
             absent[id(made)] = made
@@ -84,7 +74,7 @@ def place_model(
         if id(p) in absent:
             return nn.Parameter(full.new_zeros(()).expand(full.shape), requires_grad=False)
         part = placement.parts.get(names[id(p)])
-        mine = full if part is None else part.of(full)
+        mine = full if part is None else part.local(full, placement.seat)
         if not isinstance(p, DTensor):
             return mine
         local = torch.empty_like(p.to_local(), device=home)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import override
 
 from unipar.backend import Fn, LossFn, Mark, Micro, Part, Region
@@ -22,15 +24,35 @@ from unipar.engines.batch import cast_floats, map_tensors, to_device
 from unipar.engines.forward import OpaqueBatch
 from unipar.engines.gradients import scale_loss
 from unipar.engines.placement import refuse_scalar_parameters, refuse_shared_parameters
-from unipar.engines.state import is_first_copy, local_part, regions_between
+from unipar.engines.state import is_first_copy, local_part
 from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
 from unipar_native.fsdp2 import ShardedEngine
-from unipar_native.mesh.birth import LocalPart, Placement, place_model
+from unipar_native.mesh.birth import Placement, place_model
 from unipar_native.mesh.channel import Channel
-from unipar_native.mesh.probe import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
+from unipar_native.mesh.context import SequenceSplit
+from unipar_native.mesh.probe import (
+    ModelFacts,
+    WholeModel,
+    kind_of_block,
+    look_at_model,
+    names_in_several,
+    whole_gradients,
+)
 from unipar_native.mesh.proof import prove
-from unipar_native.mesh.stage import Arrival, Stage
+from unipar_native.mesh.stage import Arrival, Stage, hidden_of_input
+from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
+from unipar_native.mesh.tensor_parallel import arm_block
+from unipar_native.mesh.tensor_plan import derive_block_plan
+from unipar_native.mesh.words import kinds_in_block, nothing_to_split
+
+
+class _Look(NamedTuple):
+    """Sample, facts of the model, and plans of its blocks: what all ranks need to split it alike."""
+
+    batch: Any
+    facts: ModelFacts
+    plans: Mapping[str, BlockPlan]
 
 
 @final
@@ -41,13 +63,15 @@ class MeshEngine(ShardedEngine):
         self.axes, self.mesh = config.parallel.axes, world.mesh
         self._stage_seat, self._stages = world.mesh.seat["pipeline"], self.axes.pipeline
         _refuse(part, config)
-        loss, batch, facts, whole = self._look(part, config, world)
+        world.groups.devices  # noqa: B018 - made here by all ranks together
+        told, whole = self._look(part, config, world)
+        batch, facts, plans = told
         self._blocks = part.blocks
         self._needs, self._buffer_stages, self._cuts = facts.needs, facts.buffer_stages, facts.cuts
         self._shared = dict(names_in_several(facts.needs))
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
         self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
-        self._parts: Mapping[str, LocalPart] = {}
+        self._parts = self._cut_parameters(part, plans)
         first, end = self._cuts[self._stage_seat : self._stage_seat + 2]
         own = part.blocks[first:end]
         self.once = config.parallel.shard in ("nothing", "optimizer")
@@ -64,18 +88,23 @@ class MeshEngine(ShardedEngine):
         self._owner_groups = self._groups_of_owners(world)
         names = {id(p): name for name, p in self.kept.items()}
         self._counted = [self.speaks_for(names[id(p)], p) for p in self.trained]
-        self._stage: Stage | None = None
-        if self._stages > 1:
-            self._stage = Stage(part.module, part.blocks, first, end, facts.tuples).enter()
+        for name in own:
+            if (plan := plans.get(name)) is not None:
+                arm_block(part.module.get_submodule(name), plan, world.groups.group("tensor"))
+        self._stage = Stage(part.module, part.blocks, first, end, facts.tuples) if self._stages > 1 else None
+        self._split_sequences(part, own, world)
+        if self._stage is not None:
+            self._stage.enter()
             self._channel = self._open_channel(world)
         if world.device.type == "cuda":
             batch = to_device(batch, world.device)
-        prove(self, loss, batch, whole)
+        assert part.loss is not None
+        prove(self, part.loss, batch, whole)
 
     # Set-up
 
-    def _look(self, part: Part, config: Config, world: World) -> tuple[Fn, Any, ModelFacts, WholeModel | None]:
-        """Return loss, sample and facts of the model, found on rank 0, and there the whole model's gradients."""
+    def _look(self, part: Part, config: Config, world: World) -> tuple[_Look, WholeModel | None]:
+        """Return what rank 0 finds out about the whole model; on rank 0, its loss and gradients as well."""
         assert part.loss is not None
         assert part.sample is not None
         whole: WholeModel | None = None
@@ -86,15 +115,54 @@ class MeshEngine(ShardedEngine):
                 cast_to = batch_dtype(config.train.precision)
                 given = batch if cast_to is None else cast_floats(batch, cast_to)
                 facts = look_at_model(part.module, part.blocks, part.loss, given, self._stages, part.cuts)
+                plans = self._plan_tensor(part, facts, world)
                 whole = whole_gradients(part.module, part.loss, given)
-                told = [(batch, facts)]
+                told = [_Look(batch, replace(facts, block_inputs={}), plans)]
             except TaskError as e:
                 told = [e]
         self.broadcast_objects(told)
         if isinstance(told[0], TaskError):
             raise told[0]
-        batch, facts = told[0]
-        return part.loss, batch, facts, whole
+        return told[0], whole
+
+    def _plan_tensor(self, part: Part, facts: ModelFacts, world: World) -> dict[str, BlockPlan]:
+        """Return the plan of each block; those of one kind are tried once."""
+        if self.axes.tensor == 1:
+            return {}
+        mesh = world.groups.devices["tensor"]
+        kinds: dict[Any, BlockPlan] = {}
+        for name, (args, kwargs) in facts.block_inputs.items():
+            block = part.module.get_submodule(name)
+            given = kinds_in_block(part.tensor or {}, name, block)
+            kinds[kind_of_block(block)] = derive_block_plan(block, args, kwargs, mesh, given)
+        if not any(plan.cuts for plan in kinds.values()):
+            raise TaskError(nothing_to_split(self.axes.tensor, kinds.values()))
+        blocks = {name: part.module.get_submodule(name) for name in part.blocks}
+        return {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
+
+    def _cut_parameters(self, part: Part, plans: Mapping[str, BlockPlan]) -> dict[str, ParameterCut]:
+        """Return how each parameter is cut, by its name in the model."""
+        cuts = {
+            f"{block}.{name}": cut
+            for block, plan in plans.items()
+            for name, cut in cut_parameters(part.module.get_submodule(block), plan).items()
+        }
+        return {name: cuts[name] for name, _ in part.module.named_parameters() if name in cuts}
+
+    def _split_sequences(self, part: Part, own: Sequence[str], world: World) -> None:
+        if self.axes.context == 1:
+            return
+        first, last = own[0] == part.blocks[0], own[-1] == part.blocks[-1]
+        split = SequenceSplit(part.module, own, world.groups.group("context"), enters=first, leaves=last)
+        split.arm()
+
+        def tell_length(block: nn.Module, args: Any, kwargs: Any) -> None:
+            split.whole_length = hidden_of_input(args, kwargs).shape[1]
+
+        before_all = part.module.get_submodule(part.blocks[0])
+        before_all.register_forward_pre_hook(tell_length, with_kwargs=True, prepend=True)
+        if self._stage is not None and not last:
+            self._stage.widen = lambda hidden: hidden.new_zeros((len(hidden), split.whole_length, *hidden.shape[2:]))
 
     @staticmethod
     def broadcast_objects(objects: list[Any]) -> None:
@@ -110,7 +178,7 @@ class MeshEngine(ShardedEngine):
             over = config.parallel.shard_over or world.shares
             shards = 1 if config.parallel.shard == "nothing" else over * self.axes.context
             mesh = world.groups.copies_and_shards(shards)
-        return Placement(frozenset(self._shapes) - needed, self._parts, mesh, settings)
+        return Placement(frozenset(self._shapes) - needed, self._parts, self.mesh.seat["tensor"], mesh, settings)
 
     def _groups_of_owners(self, world: World) -> Mapping[tuple[int, ...], dist.ProcessGroup]:
         """Return this rank's group for each set of stages that share parameters; all ranks make all groups."""
@@ -264,11 +332,14 @@ class MeshEngine(ShardedEngine):
         if part is None or t.ndim == 0:
             yield from super().local_regions(name, t)
             return
-        for rows, elements in super().local_regions(name, t):
-            first = 0
-            for region in regions_between(part.regions, rows.start, rows.start + rows.numel):
-                yield region, elements.view(-1)[first : first + region.numel]
-                first += region.numel
+        local, first = local_part(t), 0
+        if isinstance(t, DTensor):
+            _, (first, *_) = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+        regions = part.regions(self.mesh.seat["tensor"], first, len(local))
+        for region, (rows, *columns) in regions:
+            yield region, local[(slice(rows.start - first, rows.stop - first), *columns)]
+        if not regions:
+            yield Region(0, 0), local.view(-1)
 
     @override
     def speaks_for(self, name: str, t: Tensor) -> bool:

@@ -50,6 +50,10 @@ class Stage:
         self.outlet: Callable[[Tensor], None] | None = None
         """Receiver of the last own block's output, after which the loss goes on; None: the loss is left there."""
 
+        self.widen: Callable[[Tensor], Tensor] | None = None
+        """Function that gives the last absent block's output the size of a whole sequence, if the own blocks have a
+        part of it: in an evaluation the loss goes on with it, though the result is not used."""
+
         self.repeats = False
         """Whether the function may run the blocks several times, or not at all, as metrics may."""
 
@@ -98,6 +102,8 @@ class Stage:
                 hidden, generator = self.inlet()
                 if generator is not None:
                     set_generator_state(generator, hidden.device)
+            if number == len(self.blocks) - 1 and self.widen is not None:
+                hidden = self.widen(hidden)
             return (hidden, *[None] * (length - 1)) if length else hidden
 
         block.forward = return_argument
