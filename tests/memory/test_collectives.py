@@ -153,6 +153,7 @@ def test_a_world_with_one_axis_has_no_other_name() -> None:
     """All ranks are those of the data."""
     assert axis_of_ranks(Mesh.of(1, 2), [0, 1]) == "data"
     assert axis_of_ranks(Mesh.of(1, 2, pipeline=2), [0, 1]) == "pipeline"
+    assert axis_of_ranks(Mesh.of(1, 4, context=2), [0, 1, 2, 3]) == "data x context"
 
 
 NO_HOROVOD = registry.why_not_installed(registry.find_backend("horovod"))
