@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from unipar.errors import TaskError
 from unipar_native.mesh.tensor.cuts import BlockPlan
@@ -67,7 +68,7 @@ def derive_model_plan(
     first: dict[Any, str] = {}
     for name, kind in kinds.items():
         first.setdefault(kind, name)
-    calls = block_calls(copied, list(first.values()), loss, batch)
+    calls = block_calls(copied, blocks, list(first.values()), loss, batch)
     plans = {
         kind: derive_block_plan(copied.get_submodule(name), *calls[name], ranks, _given_in(name, given or {}))
         for kind, name in first.items()
@@ -81,33 +82,62 @@ def derive_model_plan(
 
 
 def block_calls(
-    model: nn.Module, blocks: Sequence[str], loss: Callable[[nn.Module, Any], Any], batch: Any
+    model: nn.Module,
+    blocks: Sequence[str],
+    wanted: Sequence[str],
+    loss: Callable[[nn.Module, Any], Any],
+    batch: Any,
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the arguments with which a loss first calls these blocks of a model on meta; it runs no further."""
+    """Return the arguments with which a loss first calls the wanted ones of a model's blocks; it runs no further.
+
+    The model is on meta. What lies outside its blocks gets zeros that take no memory, so that a program can look at
+    masks and positions; blocks run without values.
+    """
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    left = set(blocks)
+    own = [model.get_submodule(name) for name in blocks]
+    inside = {id(t) for block in own for t in (*block.parameters(), *block.buffers())}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, t in tensors.items():
+                if t is not None and id(t) not in inside:
+                    tensors[key] = _zeros(t)
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if name in left:
-                left.discard(name)
-                calls[name] = (args, kwargs)
-                if not left:
-                    raise _Captured
+    def instead(name: str, module: Any) -> Callable[..., Any]:
+        plain = module.forward
 
-        return hook
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.setdefault(name, (args, kwargs))
+            if set(calls) >= set(wanted):
+                raise _Captured
+            given, named = meta_arguments(args, kwargs, gradients=False)
+            return tree_map(_zeros_of_its_own, plain(*given, **named))
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(before(name), with_kwargs=True) for name in blocks]
-    (arguments,), _ = meta_arguments((batch,), {}, gradients=False)
+        return forward
+
+    for name in blocks:
+        module: Any = model.get_submodule(name)
+        module.forward = instead(name, module)
+    arguments = tree_map(_zeros, batch)
     try:
-        with torch.device("meta"):  # for what the model makes on the way
-            loss(model, arguments)
+        loss(model, arguments)
     except _Captured:
         pass
     finally:
-        for handle in handles:
-            handle.remove()
+        for name in blocks:
+            del model.get_submodule(name).__dict__["forward"]
     return calls
+
+
+def _zeros(x: Any) -> Any:
+    """Return zeros of this shape, in the memory of one, for a tensor on meta; all else as it is."""
+    if not isinstance(x, Tensor) or not x.is_meta:
+        return x
+    made = torch.zeros((), dtype=x.dtype).expand(x.shape)
+    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made.requires_grad_(x.requires_grad)
+
+
+def _zeros_of_its_own(x: Any) -> Any:
+    return _zeros(x).contiguous() if isinstance(x, Tensor) else x
 
 
 def _kind(block: nn.Module) -> Any:

@@ -94,9 +94,7 @@ class Trial(TorchFunctionMode):
         try:
             with implicit_replication(), self._sent, self:
                 out = run_block(self.block.forward, args, kwargs)
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, DTensor):
-                    raise CannotCut("its output leaves the block", sources_of(leaf))
+            _require_whole(out)
         except CannotCut as e:
             e.calls = self.calls
             raise
@@ -357,6 +355,12 @@ class Trial(TorchFunctionMode):
                 return whole_forward(*args, **kwargs)
 
         return forward
+
+
+def _require_whole(out: Any) -> None:
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, DTensor):
+            raise CannotCut("its output leaves the block", sources_of(leaf))
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
