@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _played(config: pytest.Config) -> list[Any]:
-    from tests.conformance.cases import CASES, SIZES, SIZES_ONLY_VARIANT, select_cases
+    from tests.conformance.cases import CASES, MESH_CELLS, SIZES, SIZES_ONLY_VARIANT, select_cases
     from tests.conformance.marks import MARKS, read_marks
     from unipar import errors
     from unipar.backend import cells as backend_cells
@@ -56,7 +56,7 @@ def _played(config: pytest.Config) -> list[Any]:
     from unipar.backend.cells import expand_cell_patterns
 
     asked: list[str] = config.getoption("--cells") or ["*"]
-    cells = expand_cell_patterns(tuple(asked))
+    cells = expand_cell_patterns((*asked, *(MESH_CELLS if asked == ["*"] else ())))
     whole: bool = bool(config.getoption("--whole"))
     file: Path | None = config.getoption("--marks")
     known = list(MARKS) + (read_marks(file) if file else [])
@@ -68,7 +68,8 @@ def _played(config: pytest.Config) -> list[Any]:
     for cell in cells:
         alone = backend_cells.is_single_process(cell)
         two = cell.variant == SIZES_ONLY_VARIANT or (cell.variant and not whole)  # two ranks show what sizes do
-        for size in (1,) if alone else (2,) if two else SIZES:
+        sizes = (1,) if alone else (2,) if two else SIZES
+        for size in (size for size in sizes if size >= cell.axes.ranks):
             for name in select_cases(cell, size, whole=whole):
                 case = CASES[name]
                 if size in case.sizes or (alone and case.sizes == SIZES):

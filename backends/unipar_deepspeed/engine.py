@@ -161,7 +161,8 @@ class ZeroEngine(Engine):
     @override
     def pieces(self) -> Iterator[Piece]:
         yield from self.holder.pieces()
-        yield from buffer_pieces(self.model, self.world)
+        if self.world.rank == 0:
+            yield from buffer_pieces(self.model.named_buffers())
 
     @override
     def restore(self, read: Read) -> None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant, resources
 from unipar.backend.precision import default_dtypes
-from unipar.config import Config, Section
+from unipar.config import SHARDS, Config, Section
 from unipar.distributed import gpus
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
@@ -146,6 +146,7 @@ class Native(Backend):
             "train.sync_every": ("nothing",),
             "model.offload": ("parameters",),
         },
+        axes={"tensor": SHARDS, "pipeline": SHARDS, "context": SHARDS},
         gaps={
             (
                 "nothing",
@@ -171,6 +172,8 @@ class Native(Backend):
             )
         if options_of(config).wrapper == "dp":
             yield from _data_parallel_refusals(config)
+        if config.parallel.axes.ranks > 1:
+            yield from _mesh_refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -184,6 +187,14 @@ class Native(Backend):
             return {"mean of parameters and moments": f"every {config.train.sync_every} steps, and after the last"}
         if options_of(config).wrapper == "dp":
             return {"DataParallel": {"device_ids": data_parallel_devices(config)}}
+        if (axes := config.parallel.axes).ranks > 1:
+            over = config.parallel.shard_over or "all of them"
+            ways = "each holds a copy" if config.parallel.shard == "nothing" else f"a copy is sharded over {over}"
+            settings = fsdp_settings(config) | {"mesh": f"ranks that hold the same cuts of the same blocks: {ways}"}
+            if config.parallel.shard == "nothing":
+                once = "the last microbatch"
+                settings |= {"reshard_after_backward": f"after {once}", "requires_gradient_sync": f"in {once}"}
+            return {"mesh": str(axes), "fully_shard": settings}
         if not uses_ddp(config):
             return {"fully_shard": fsdp_settings(config)}
         settings = {"DistributedDataParallel": ddp_settings(options_of(config))}
@@ -204,6 +215,10 @@ class Native(Backend):
 
         if options_of(config).wrapper == "dp":
             return DataParallelEngine(part, config, world)
+        if config.parallel.axes.ranks > 1:
+            from unipar_native.mesh.engine import MeshEngine
+
+            return MeshEngine(part, config, world)
         if config.train.sync_every is not None:
             return LocalSGDEngine(part, config, world)
         return DDPEngine(part, config, world) if uses_ddp(config) else FSDP2Engine(part, config, world)
@@ -280,6 +295,33 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
             f"batch: total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} leaves some of {wanted} "
             "GPUs without a microbatch; lower batch.micro, or say device: cuda:0"
         )
+
+
+def _mesh_refusals(config: Config) -> Iterator[str]:
+    """Yield a sentence for each key that has no meaning, or none yet, beside the mesh's axes."""
+    axes, model = config.parallel.axes, config.model
+    if options_of(config).wrapper == "dp":
+        yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
+    if config.train.precision == "bf16-master":
+        yield f"train.precision: bf16-master is not available with {axes}: take bf16-mixed, which keeps fp32 weights"
+    if config.train.sync_every is not None:
+        yield f"train.sync_every: {config.train.sync_every} is not available with {axes}: these ranks train one model"
+    if model.offload != "none":
+        yield f"model.offload: {model.offload} is not available with {axes}: leave it out"
+    if model.sync_batchnorm:
+        yield (
+            f"model.sync_batchnorm: true is not available with {axes}: its statistics would cover the same samples "
+            "several times, or blocks that other ranks do not run"
+        )
+    if (compiling := model.compiling) is not None:
+        if axes.tensor > 1 or axes.context > 1:
+            yield f"model.compile is not available with {axes}: calls inside blocks are changed; leave it out"
+        elif compiling.what == "model":
+            yield "model.compile: model is not available with pipeline: a stage leaves the model; compile blocks"
+    if axes.sequence:
+        yield "parallel.sequence: true is not available yet: leave it out"
+    if axes.schedule not in ("1f1b", "gpipe"):
+        yield f"parallel.schedule: {axes.schedule} is not available yet: take 1f1b, or gpipe"
 
 
 def _meet(config: Config, place: Place) -> World:

@@ -308,3 +308,56 @@ def test_check_sees_an_existing_run(source: ConfigSource) -> None:
     with pytest.raises(OutExists, match=r"^out: runs/x already exists"):
         check_config(given)
     assert check_config(given, overwrite=True).startswith("x.yaml: good")
+
+
+def mesh_of(found: Explanation) -> dict[str, tuple[Any, str]]:
+    return {v.key: (v.value, v.origin) for v in found.cells[0].axes}
+
+
+def test_what_follows_from_the_axes_of_a_mesh(source: ConfigSource) -> None:
+    """Ranks, the samples that ranks share, a pipeline's bubble as a number and in words, activations kept at a time."""
+    found = explain_config(changed(source, "parallel.data=4"), ["native/parameters+pipeline2"])
+    assert mesh_of(found) == {
+        "ranks": (4, "derived: data 2 x pipeline 2"),
+        "samples of a step": (4, "derived: batch.total / data = 8 / 2, for 2 ranks together: micro 2 x 2"),
+        "pipeline bubble": (
+            0.3333,
+            "derived: a stage waits 33.3 % of a step, if all stages take equally long: (p - 1) / (m + p - 1) = 1 / 3, "
+            "p = 2 stages, m = 2 microbatches",
+        ),
+        "microbatches in flight": (
+            [2, 1],
+            "derived: microbatches whose activations each stage keeps at the same time, the first stage first",
+        ),
+    }
+    gpipe = mesh_of(explain_config(source, ["native/nothing+pipeline2+gpipe"]))
+    assert gpipe["microbatches in flight"][0] == [4, 4]
+    assert gpipe["pipeline bubble"][0] == 0.2
+
+
+def test_a_mesh_in_a_pipe(source: ConfigSource) -> None:
+    """A table of its own below the library's settings, each row on one line."""
+    lines = explain_config(changed(source, "parallel.pipeline=2")).plain().splitlines()
+    at = lines.index("mesh of native/nothing+pipeline2")
+    assert lines[at + 1].split() == ["name", "value", "from"]
+    assert lines[at + 2].split("  ")[0] == "ranks"
+    assert len(lines) == at + 6
+    assert not any("DistributedDataParallel" in line for line in lines)
+
+
+def test_a_cell_whose_axes_do_not_divide_the_ranks(source: ConfigSource) -> None:
+    """The reason is in its table, and the other cells are shown."""
+    pipeline3, plain = explain_config(source, ["native/nothing+pipeline3", "native/nothing"]).cells
+    assert pipeline3.note == "native/nothing+pipeline3 needs a multiple of 3 ranks (pipeline 3), and there are 2"
+    assert (plain.note, pipeline3.axes) == ("", ())
+
+
+def test_check_shows_the_mesh(source: ConfigSource) -> None:
+    """Axes, and the bubble in words."""
+    lines = check_config(changed(source, "parallel.pipeline=2", "batch.accumulate=2", "batch.micro=null")).splitlines()
+    assert lines[1].startswith("  cell     native/nothing+pipeline2, 4 ranks on cpu")
+    assert lines[2] == "  batch    total 8 = micro 2 x accumulate 2 x data 2"
+    assert lines[3] == (
+        "  mesh     data 2 x pipeline 2; a stage waits 33.3 % of a step, if all stages take equally long: "
+        "(p - 1) / (m + p - 1) = 1 / 3, p = 2 stages, m = 2 microbatches"
+    )

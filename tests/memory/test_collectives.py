@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,13 @@ from unipar.comparison.cell_world import CellWorld
 from unipar.comparison.library_traffic import with_library_traffic
 from unipar.config import Cell
 from unipar.config.source import load_given_config
-from unipar.memory.account import MemoryAccount, read_account
-from unipar.memory.recording.collectives import collective_of
+from unipar.distributed.mesh import Mesh
+from unipar.memory.account import MemoryAccount, PhasePeak, read_account
+from unipar.memory.recording.collectives import axis_of_ranks, collective_of
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.pages.comparison import render_comparison
+from unipar.results.comparison import Comparison
+from unipar.results.row import CellResult
 from unipar.task.reference import TaskRef
 
 TASK = '''
@@ -66,6 +73,88 @@ SENT: dict[str, dict[str, int]] = {
 """FSDP2 gathers once more for the backward where parameters are split; 16 and 4 bytes are norms."""
 
 
+ALONG_AXES = """
+import json, os, sys
+from collections import Counter
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from unipar.distributed.mesh import Mesh, MeshGroups
+from unipar.memory.recording.collectives import CollectiveCounter
+
+class AddedUpInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=groups.group("tensor"))
+        return gradient
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+mesh = Mesh.of(rank, 4, tensor=2, pipeline=2)
+groups = MeshGroups(mesh, "cpu")
+tensor, pipeline, data = (groups.group(axis) for axis in ("tensor", "pipeline", "data"))
+both = mesh.rank_at(pipeline=1 - mesh.seat["pipeline"])
+first, x, weights = mesh.seat["pipeline"] == 0, torch.ones(8), torch.ones(3, requires_grad=True)
+traffic = Counter()
+with CollectiveCounter(traffic, mesh):
+    AddedUpInBackward.apply(weights * 2).sum().backward()
+    (dist.isend(x, both, group=pipeline) if first else dist.irecv(x, both, group=pipeline)).wait()
+    if first:
+        dist.send(torch.ones(2), both)
+    else:
+        dist.recv(torch.ones(2), both)
+    swap = [dist.P2POp(dist.isend, torch.ones(16), both, pipeline)]
+    swap += [dist.P2POp(dist.irecv, torch.ones(16), both, pipeline)]
+    for work in dist.batch_isend_irecv(swap):
+        work.wait()
+    functional.wait_tensor(functional.all_gather_tensor(torch.ones(4), 0, tensor))
+    functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", data))
+    dist.all_reduce(torch.ones(5), group=data)
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+print(json.dumps([rank, sorted([*key, size] for key, size in traffic.items())]), flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def test_bytes_by_axis(tmp_path: Path, forks: Forks) -> None:
+    """2 stages of 2 ranks: calls in a backward, between two ranks, in DTensor's way; a group of one sends nothing."""
+    (tmp_path / "along.py").write_text(ALONG_AXES, encoding="utf-8")
+    every = [["all ranks", "all_reduce", 4], ["tensor", "all_gather", 32], ["tensor", "all_reduce", 12]]
+    first_stage = [*every[:1], ["all ranks", "send", 8], ["pipeline", "send", 64 + 32], *every[1:]]
+    last_stage = [*every[:1], ["pipeline", "send", 64], *every[1:]]
+    printed = [json.loads(done.stdout) for done in forks.ranks(("along.py",), tmp_path, size=4)]
+    assert printed == [[0, first_stage], [1, first_stage], [2, last_stage], [3, last_stage]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axis"),
+    [
+        ([5], None),
+        ([4, 5], "tensor"),
+        ([1, 3], "context"),
+        ([0, 4], "data"),
+        ([0, 2, 4, 6], "data x context"),
+        (list(range(8)), "all ranks"),
+    ],
+)
+def test_axes_of_groups(ranks: list[int], axis: str | None) -> None:
+    """A mesh of 2 x 2 x 2 ranks: groups along one axis, along two, and of all."""
+    assert axis_of_ranks(Mesh.of(0, 8, tensor=2, context=2), ranks) == axis
+
+
+def test_a_world_with_one_axis_has_no_other_name() -> None:
+    """All ranks are those of the data."""
+    assert axis_of_ranks(Mesh.of(1, 2), [0, 1]) == "data"
+    assert axis_of_ranks(Mesh.of(1, 2, pipeline=2), [0, 1]) == "pipeline"
+
+
 NO_HOROVOD = registry.why_not_installed(registry.find_backend("horovod"))
 needs_horovod = pytest.mark.skipif(bool(NO_HOROVOD), reason=NO_HOROVOD or "")
 
@@ -90,6 +179,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, A
 def test_bytes_by_collective(found: dict[str, Any], cell: str) -> None:
     """To the byte, on both ranks."""
     assert [account["sent"] for account in found[cell]["memory"]] == [SENT[cell], SENT[cell]]
+    assert [account["sent_along"] for account in found[cell]["memory"]] == [{"data": SENT[cell]}] * 2
 
 
 @needs_horovod
@@ -183,6 +273,73 @@ def test_a_timeline_is_read() -> None:
         {"ph": "E", "ts": 8, "pid": 1, "args": {"dtype": "float64", "shape": "[]"}},
     ]
     assert bytes_by_collective(events) == {"all_reduce": 30, "all_gather": 8}
+
+
+def sending(rank: int, along: dict[str, dict[str, int]]) -> MemoryAccount:
+    peak = PhasePeak(name="update", peak=2**20, held={"parameters": 2**20})
+    sent = Counter[str]()
+    for by_collective in along.values():
+        sent.update(by_collective)
+    given: dict[str, Any] = {"sent": dict(sent), "sent_along": along, "sent_by": "calls"}
+    return MemoryAccount(rank=rank, method="m", device="cpu", base=1, phases=(peak,), peaks=(2**20,), **given)
+
+
+def hybrid() -> Comparison:
+    """Cells of two ranks each, of which the last has two stages that send other things."""
+    plain = [sending(rank, {"data": {"all_reduce": 3 * 2**20}}) for rank in (0, 1)]
+    stages = [
+        sending(0, {"pipeline": {"send": 2**20}, "all ranks": {"all_reduce": 8}}),
+        sending(1, {"pipeline": {"send": 2**19, "all_reduce": 2**18}, "all ranks": {"all_reduce": 8}}),
+    ]
+    rows = [
+        CellResult(cell=cell, outcome="ran", losses=[1.0], seconds=[[0.1]], memory=memory, peak_rss=[1] * len(memory))
+        for cell, memory in {
+            "single": [sending(0, {})],
+            "native/nothing": plain,
+            "native/nothing+pipeline2": stages,
+        }.items()
+    ]
+    return Comparison(name="x", out="x", precision="fp32", warmup=1, samples=8, ranks=2, rows=rows)
+
+
+def test_the_table_shows_bytes_by_axis() -> None:
+    """Each axis has a column; on each the rank counts that sends most along it."""
+    lines = hybrid().table(80).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("sent "))
+    assert lines[at : at + 4] == [
+        "sent                         data  pipeline  all ranks",
+        "native/nothing            3.0 MiB         -          -",
+        "native/nothing+pipeline2        -   1.0 MiB        8 B",
+        "",
+    ]
+    assert any(line.startswith("sent: payload bytes of one step by axis of the mesh") for line in lines)
+
+
+def test_without_axes_the_table_is_as_before() -> None:
+    """All that plain cells send goes along the data."""
+    plain = replace(hybrid(), rows=hybrid().rows[:2])
+    assert not [line for line in plain.table(80).splitlines() if line.startswith("sent")]
+
+
+def test_the_page_shows_what_each_rank_sends_along_each_axis(tmp_path: Path) -> None:
+    """Ranks that send the same share a row."""
+    (tmp_path / "compare.json").write_text(json.dumps(hybrid().to_json()), encoding="utf-8")
+    text = render_comparison(ComparisonPageData.read(tmp_path))
+    table = text[text.index("by axis of the mesh</caption>") :].partition("</table>")[0]
+    rows = [re.sub("<[^>]*>", "|", row).strip("|") for row in table.splitlines()[1:-1]]
+    assert [re.split(r"\|+", row) for row in rows] == [
+        ["native/nothing", "all", "3.0 MiB", "–", "–"],
+        ["native/nothing+pipeline2", "0", "–", "1.0 MiB", "8 B"],
+        ["native/nothing+pipeline2", "1", "–", "768 KiB", "8 B"],
+    ]
+
+
+def test_accounts_of_earlier_versions_have_no_axes(tmp_path: Path) -> None:
+    """Their files are read, and the page shows their bytes by collective."""
+    old = sending(0, {"data": {"all_reduce": 7}}).model_dump(mode="json")
+    del old["sent_along"]
+    (tmp_path / "rank-0.memory.json").write_text(json.dumps(old), encoding="utf-8")
+    assert (read_account(tmp_path, 0).sent, read_account(tmp_path, 0).sent_along) == ({"all_reduce": 7}, {})
 
 
 def test_the_page_shows_it_with_the_method(tmp_path: Path) -> None:

@@ -19,11 +19,14 @@ from tests.support.comparisons import example_with_points, write_example_compari
 from tests.support.run_folders import plain
 from tests.support.scalings import two_cells
 from tests.support.verifications import disagreeing_verdicts
+from unipar.config.sections.cell import Axes
 from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.data.pipeline import PipelineFacts
 from unipar.report.data.run import RunPageData
 from unipar.report.data.verification import VerificationPageData
 from unipar.report.pages.comparison import render_comparison
 from unipar.report.pages.elements import html_page
+from unipar.report.pages.pipeline import pipeline_section
 from unipar.report.pages.run import render_run as of_run
 from unipar.report.pages.scaling import render_scaling as scaled
 from unipar.report.pages.verification import render_verification
@@ -152,7 +155,7 @@ def test_everything_can_be_read(
     ],
     ids=["light-1280", "dark-390", "light-390", "dark-1280"],
 )
-@pytest.mark.parametrize("kind", ["scaling", "sizes", "run", "verification"])
+@pytest.mark.parametrize("kind", ["scaling", "sizes", "run", "verification", "pipeline"])
 def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...], kind: str) -> None:
     """Pages of a scaling, of comparisons by size, of two runs, and of a verification can be read."""
     strong = [(w, row) for w, row in zip(two_cells().worlds, two_cells().rows, strict=True) if "strong" in w.kinds]
@@ -161,11 +164,13 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
     sizes = replace(sizes, rows=[replace(row, cell=w.name) for w, row in alone])
     before, now = (RunPageData.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
     verified = VerificationPageData(folder=tmp_path, verdicts=disagreeing_verdicts(), config={"backend": "native"})
+    pipelines = [(p, PipelineFacts(Axes(pipeline=p), m)) for p, m in ((2, 3), (2, 8), (4, 16), (8, 128))]
     whole = {
         "scaling": lambda: scaled(two_cells(), tmp_path),
         "sizes": lambda: scaled(sizes, tmp_path),
         "run": lambda: of_run(now, before),
         "verification": lambda: render_verification(verified),
+        "pipeline": lambda: html_page("-", "", [pipeline_section((f"p{p}", facts) for p, facts in pipelines)]),
     }[kind]()
     found = looked_at(whole, tmp_path, width, *flags)
     assert (found["wrong"], found["width"]) == ([], width)

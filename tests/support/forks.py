@@ -207,21 +207,26 @@ class Forks(WorkerStarter):
                 process.end()
 
     def ranks(
-        self, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+        self, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, *, size: int = 2
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Run `python WORDS...` as two ranks to their end, with the variables that torchrun would set."""
+        """Run `python WORDS...` as two ranks, or more, to their end, with the variables that torchrun would set."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
-        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        world = {
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         world |= {"TORCHELASTIC_RUN_ID": "tests", "PYTHONPATH": str(ROOT), **(environment or {})}
-        with ExitStack() as open_until_both_end:
-            both = [
-                open_until_both_end.enter_context(
+        with ExitStack() as open_until_all_end:
+            ranks = [
+                open_until_all_end.enter_context(
                     self.begin(words, folder, world | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
                 )
-                for rank in (0, 1)
+                for rank in range(size)
             ]
-            return [process.wait() for process in both]
+            return [process.wait() for process in ranks]
 
 
 @final

@@ -17,7 +17,7 @@ from tests.support.forks import Forks
 from tests.support.world import short_folder
 from unipar.config import Config
 from unipar.errors import OutOfMemory, WorkerFailed
-from unipar.planning.estimate import estimate_kept_bytes, suggest_what_fits
+from unipar.planning.estimate import ModelSize, estimate_kept_bytes, suggest_what_fits
 from unipar.training.out_of_memory import describe_largest_holders, is_out_of_memory, requested_bytes
 
 MIB = 2**20
@@ -228,7 +228,43 @@ def given(**more: Any) -> Config:
 def test_what_a_rank_keeps(train: dict[str, Any], shard: str, wanted: dict[str, int]) -> None:
     """Of 100 parameters on two ranks."""
     config = given(train={"steps": 1, **train}, parallel={"data": 2, "shard": shard})
-    assert estimate_kept_bytes(config, 2, 100) == wanted
+    assert estimate_kept_bytes(config, 2, ModelSize(100)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("parallel", "size", "floats"),
+    [
+        ({"data": 1, "tensor": 2}, ModelSize(100, blocks=3, in_blocks=60, matrices=48), 40 + 12 + 24),
+        ({"data": 1, "pipeline": 2}, ModelSize(100, blocks=3, in_blocks=60, matrices=48), 40 + 40),
+        ({"data": 1, "pipeline": 3, "tensor": 2}, ModelSize(100, blocks=3, in_blocks=60, matrices=48), 40 + 12),
+        ({"data": 2, "context": 2}, ModelSize(100, blocks=3, in_blocks=60, matrices=48), 100),
+        ({"data": 1, "tensor": 4, "pipeline": 5}, ModelSize(100), 5),
+    ],
+)
+def test_what_the_largest_rank_of_a_mesh_holds(parallel: dict[str, Any], size: ModelSize, floats: int) -> None:
+    """Its blocks, of which a stage may have one more than another; cut matrices; and what lies outside the blocks."""
+    config = given(backend="toy", parallel=parallel)
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    kept = {"parameters": 4 * floats, "gradients": 4 * floats, "optimizer": 8 * floats}
+    assert estimate_kept_bytes(config, ranks, size) == kept
+
+
+def test_ranks_that_split_sequences_share_parameters() -> None:
+    """State is sharded over the ranks of the data and of the context."""
+    config = given(backend="toy", parallel={"data": 2, "context": 2, "tensor": 2, "shard": "parameters"})
+    size = ModelSize(1000, blocks=4, in_blocks=800, matrices=800)
+    assert estimate_kept_bytes(config, 8, size) == {"parameters": 600, "gradients": 600, "optimizer": 1200}
+
+
+def test_a_cell_with_the_same_axes_is_named_first() -> None:
+    """Two stages on four ranks: sharding each stage over its two ranks of the data is the smallest change."""
+    config = given(parallel={"data": 2, "pipeline": 2})
+    size = ModelSize(MIB, blocks=4, in_blocks=MIB, matrices=MIB)
+    assert suggest_what_fits(config, config.batch.settle(2), size, "update", lack=2 * MIB) == (
+        "by an estimate native/optimizer+pipeline2 (parameters, gradients and optimizer 6.0 MiB on the largest rank, "
+        "here 8.0 MiB) would have fitted"
+    )
 
 
 def test_the_largest_microbatch_that_fits() -> None:
@@ -236,14 +272,14 @@ def test_the_largest_microbatch_that_fits() -> None:
     config = given()
     said = "by an estimate batch.micro: {} instead of 12 would have fitted"
     assert suggest_what_fits(
-        config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=60 * MIB
+        config, config.batch.settle(2), ModelSize(1), "forward", moving=120 * MIB, lack=60 * MIB
     ) == said.format(6)
     assert suggest_what_fits(
-        config, config.batch.settle(2), 1, "backward", moving=120 * MIB, lack=61 * MIB
+        config, config.batch.settle(2), ModelSize(1), "backward", moving=120 * MIB, lack=61 * MIB
     ) == said.format(4)
-    assert suggest_what_fits(config, config.batch.settle(2), 1, "forward", moving=120 * MIB, lack=111 * MIB) == (
-        "by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted"
-    )
+    assert suggest_what_fits(
+        config, config.batch.settle(2), ModelSize(1), "forward", moving=120 * MIB, lack=111 * MIB
+    ) == ("by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted")
 
 
 @pytest.mark.parametrize(
@@ -257,21 +293,22 @@ def test_the_largest_microbatch_that_fits() -> None:
 def test_nothing_is_said_to_fit_where_nobody_knows_the_lack(micro: int, phase: str, said: str) -> None:
     """A rank that was killed: what needs less is named, and where nothing does, why."""
     config = given(batch={"micro": micro, "accumulate": 1}, parallel={"data": 2, "shard": "parameters"})
-    assert suggest_what_fits(config, config.batch.settle(2), MIB, phase) == said
+    assert suggest_what_fits(config, config.batch.settle(2), ModelSize(MIB), phase) == said
 
 
 def test_the_cell_that_splits_least_and_fits() -> None:
     """In the update the microbatch is no way out. A MiB of parameters keeps 16 MiB, or split 12, 10 and 8."""
     told = "by an estimate native/{} (parameters, gradients and optimizer {} MiB a rank, here 16 MiB) would have fitted"
     config = given()
-    assert suggest_what_fits(config, config.batch.settle(2), MIB, "update", lack=4 * MIB) == told.format(
+    assert suggest_what_fits(config, config.batch.settle(2), ModelSize(MIB), "update", lack=4 * MIB) == told.format(
         "optimizer", 12
     )
-    assert suggest_what_fits(config, config.batch.settle(2), MIB, "update", lack=5 * MIB) == told.format(
+    assert suggest_what_fits(config, config.batch.settle(2), ModelSize(MIB), "update", lack=5 * MIB) == told.format(
         "gradients", 10
     )
-    assert suggest_what_fits(config, config.batch.settle(2), MIB, "update", lack=8 * MIB) == told.format(
+    assert suggest_what_fits(config, config.batch.settle(2), ModelSize(MIB), "update", lack=8 * MIB) == told.format(
         "parameters", "8.0"
     )
-    elsewhere = suggest_what_fits(given(backend="horovod"), config.batch.settle(2), MIB, "update", lack=4 * MIB)
+    config = given(backend="horovod")
+    elsewhere = suggest_what_fits(config, config.batch.settle(2), ModelSize(MIB), "update", lack=4 * MIB)
     assert elsewhere.startswith("by an estimate accelerate/gradients (")

@@ -99,7 +99,7 @@ def config_in_cell(config: Config, cell: Cell) -> Config:
     if one:
         data = 1
     elif isinstance(ranks := config.parallel.ranks, int):
-        data = _data_ranks(ranks, cell)
+        data = count_data_ranks(ranks, cell)
     parallel = Parallel(
         data=data,
         shard=shard,
@@ -122,7 +122,7 @@ def config_in_cell(config: Config, cell: Cell) -> Config:
     return config.model_copy(update={"backend": cell.backend, "parallel": parallel, "options": options, "batch": batch})
 
 
-def _data_ranks(ranks: int, cell: Cell) -> int:
+def count_data_ranks(ranks: int, cell: Cell) -> int:
     """Return how many parts of a batch so many ranks train on; raise ConfigError if the cell's sizes do not fit."""
     data, left = divmod(ranks, cell.axes.ranks)
     if left:

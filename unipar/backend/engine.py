@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -71,6 +71,18 @@ class Part:
 
     blocks: Sequence[str]
     """Names of the repeated blocks."""
+
+    loss: Fn | None = None
+    """The task's loss, for an engine that tries the model before the first step."""
+
+    sample: Callable[[], Any] | None = None
+    """Function that reads one microbatch for such a trial."""
+
+    tensor: Mapping[str, str] | None = None
+    """How matrices are split over `tensor`, by pattern of their names: column, row or whole; None: found by trying."""
+
+    cuts: Sequence[str] | None = None
+    """Blocks with which the stages of a pipeline begin, except the first; None: balanced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,8 +156,8 @@ def _compare_by_world_size(
     settings = settings.changed({"batch": batch_with_fixed_total(settings.batch, ranks[0])})
     asked = replace(asked, prepared=replace(prepared, source=replace(asked.source, config=settings)))
     settled = {n: SettledConfig.of(settings, asked.source.cell, n, prepared.device) for n in ranks}
-    sizes = {n: one.sizes for n, one in settled.items()}
-    if list(select_cells(settled[ranks[0]], tuple(cells) or settings.compare.cells)) == [str(ONE)]:
+    selected = {n: select_cells(one, tuple(cells) or settings.compare.cells) for n, one in settled.items()}
+    if list(selected[ranks[0]]) == [str(ONE)]:
         raise Unsupported(str(ONE), ["it is one process, whatever the size of the world"])
     found: dict[int, Comparison] = {}
     with lock_folder(out):
@@ -171,7 +171,9 @@ def _compare_by_world_size(
         worlds: list[ScaledCell] = []
         results: list[CellResult] = []
         for cell in rows[0]:
-            for i, (n, cut) in enumerate(sizes.items()):
+            for i, n in enumerate(ranks):
+                at = selected[n][cell][1]
+                cut = (at or settled[n]).sizes
                 batch = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
                 worlds.append(ScaledCell(cell=cell, ranks=n, kinds=("strong",), **batch))
                 row = rows[i].get(cell) if i < len(rows) else None

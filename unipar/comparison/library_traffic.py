@@ -33,6 +33,6 @@ def with_library_traffic(run: CellWorld, accounts: Sequence[MemoryAccount], thre
         why = f"its communication is incomplete: {capabilities.records} could not be read ({str(e).splitlines()[0]})"
         return [account.model_copy(update={"notes": (*account.notes, why)}) for account in accounts]
     return [
-        account.model_copy(update={"sent": more.sent, "sent_by": more.sent_by})
+        account.model_copy(update={"sent": more.sent, "sent_along": more.sent_along, "sent_by": more.sent_by})
         for account, more in zip(accounts, recorded, strict=True)
     ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from unipar.backend import resources
-from unipar.backend.cells import expand_cell_patterns, is_single_process
+from unipar.backend.cells import config_in_cell, count_data_ranks, expand_cell_patterns, is_single_process
 from unipar.backend.installed import installed_versions, machine_summary
 from unipar.comparison import store
 from unipar.comparison.cell_world import CellWorld
@@ -18,7 +18,7 @@ from unipar.config import Cell, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
-from unipar.errors import Unsupported
+from unipar.errors import ConfigError, Unsupported
 from unipar.launcher.cells import result_of_check
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_html
@@ -55,8 +55,7 @@ def scale(
     selected = list(select_worlds(settings, sizes, wanted, prepared.device))
     waiting = [(world, at) for world, row, at in selected if row.outcome == "waits" and at is not None]
     if not waiting:
-        refused = selected[0][1]
-        raise Unsupported(selected[0][0].cell, [refused.note])
+        raise Unsupported(selected[0][0].cell, list(dict.fromkeys(row.note for _, row, _ in selected)))
     out, each = source.out / "scale", threads_per_rank(max(world.ranks for world, _ in waiting))
     first = Scaling(
         name=source.name,
@@ -110,31 +109,64 @@ def select_worlds(
 ) -> Generator[tuple[ScaledCell, CellResult, SettledConfig | None]]:
     """Yield each world with its row and config, the smallest of each cell first.
 
-    A world that cannot run has the reason in its row, and None instead of a config.
+    A world that cannot run has the reason in its row, and None instead of a config: sizes that the cell's axes do not
+    divide among them.
     """
     for cell in cells:
-        for world, batch in _worlds_of_cell(config.batch, sizes, cell):
-            row, at = result_of_check(
-                SettledConfig.of(config.changed({"batch": batch}), cell, world.ranks, device), cell
-            )
-            if is_single_process(cell):
-                row = replace(row, outcome="refused", note="it is one process, whatever the size of the world")
-            if at is None:
-                config.parallel.settle(world.ranks)
+        if is_single_process(cell):
+            world = _left_out(cell, sizes[0])
+            note = "it is one process, whatever the size of the world"
+            yield world, CellResult(cell=world.name, outcome="refused", note=note), None
+            continue
+        divisible: list[int] = []
+        for ranks in sizes:
+            try:
+                count_data_ranks(ranks, cell)
+                divisible.append(ranks)
+            except ConfigError as e:
+                world = _left_out(cell, ranks)
+                yield world, CellResult(cell=world.name, outcome="refused", note=str(e)), None
+        for world, batch in _worlds_of_cell(_batch_of_cell(config, sizes[0], cell), divisible, cell):
+            row, at = _check_world(config, batch, world, cell, device)
             yield world, replace(row, cell=world.name), at
-            if row.outcome != "waits" and world.ranks == sizes[0]:
+            if row.outcome != "waits" and world.ranks == divisible[0]:
                 break  # without the smallest world the larger ones have nothing to be compared with
 
 
+def _check_world(
+    config: Config, batch: Batch, world: ScaledCell, cell: Cell, device: str
+) -> tuple[CellResult, SettledConfig | None]:
+    """Return the row of a world and its config, or a row with the reason and None if it cannot run."""
+    try:
+        moved = config_in_cell(config.changed({"batch": batch, "parallel.data": "auto"}), cell)
+    except ConfigError as e:  # an option contradicts this cell
+        return CellResult(cell=world.name, outcome="refused", note=str(e)), None
+    return result_of_check(SettledConfig.of(moved, cell, world.ranks, device), cell)
+
+
+def _left_out(cell: Cell, ranks: int) -> ScaledCell:
+    return ScaledCell(cell=str(cell), ranks=ranks, kinds=SCALING_KINDS, samples=0, micro=0, accumulate=0)
+
+
+def _batch_of_cell(config: Config, smallest: int, cell: Cell) -> Batch:
+    """Return the batch for a cell; one whose axes differ from the config's has the config's total, not its share."""
+    batch, axes = config.batch, config.parallel.axes.ranks
+    if batch.total is not None or cell.axes.ranks == axes:
+        return batch
+    return Batch(total=batch.settle(max(1, smallest // axes)).total, micro=batch.micro)
+
+
 def _worlds_of_cell(batch: Batch, sizes: Sequence[int], cell: Cell) -> Generator[tuple[ScaledCell, Batch]]:
-    """Yield the smallest world; then for each size one with the same total batch, and one with the same share."""
-    axes = cell.axes.ranks
-    smallest = max(1, sizes[0] // axes)  # a world that is too small for the axes is refused when it is checked
-    least, same = batch.settle(smallest), batch_with_fixed_total(batch, smallest)
-    grows = Batch(micro=least.micro, accumulate=least.accumulate)
-    for ranks in sizes:
+    """Yield the smallest world; then for each size one with the same total batch, and one with the same share.
+
+    A share is what each rank of the data trains on: ranks along further axes train on the same samples.
+    """
+    for i, ranks in enumerate(sizes):
+        data, smallest = (count_data_ranks(n, cell) for n in (ranks, sizes[0]))
+        least, same = batch.settle(smallest), batch_with_fixed_total(batch, smallest)
+        grows = Batch(micro=least.micro, accumulate=least.accumulate)
         plans: list[tuple[tuple[ScalingKind, ...], Batch]] = [(("strong",), same), (("weak",), grows)]
-        for kinds, cut_as in [(SCALING_KINDS, same)] if ranks == sizes[0] else plans:
-            cut = cut_as.settle(max(1, ranks // axes))
+        for kinds, cut_as in plans if i else [(SCALING_KINDS, same)]:
+            cut = cut_as.settle(data)
             sizes_of_batch = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
             yield ScaledCell(cell=str(cell), ranks=ranks, kinds=kinds, **sizes_of_batch), cut_as

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +39,17 @@ class Mesh:
         return rank
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks in all."""
+        return prod(self.sizes.values())
+
+    def axes_among(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Return the axes along which these ranks have different seats."""
+        tensor, pipeline, context = (self.sizes[name] for name in ("tensor", "pipeline", "context"))
+        seats = [Mesh.of(r, self.ranks, tensor=tensor, pipeline=pipeline, context=context).seat for r in ranks]
+        return tuple(name for name in MESH_AXES if len({seat[name] for seat in seats}) > 1)
+
+    @property
     def leads(self) -> bool:
         """Whether this rank counts among those that train on the same samples: in the last stage, first otherwise."""
         first = self.seat["tensor"] == 0 and self.seat["context"] == 0
@@ -62,6 +74,16 @@ class MeshGroups:
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return this rank's process group along an axis."""
         return self.devices.get_group(axis)
+
+    def second_group(self, axis: str) -> dist.ProcessGroup:
+        """Return another group of the same ranks where messages of one could overtake those of the other, else it."""
+        if self.device_type == "cpu":
+            return self.group(axis)
+        key = (axis, "again")
+        if key not in self._meshes:
+            self._meshes[key] = init_device_mesh(self.device_type, self.devices.shape, mesh_dim_names=MESH_AXES)
+            self.axis_of_group[self._meshes[key].get_group(axis).group_name] = axis
+        return self._meshes[key].get_group(axis)
 
     def copies_and_shards(self, shards: int) -> DeviceMesh:
         """Return a 2-D mesh of the ranks that train the same parameters: copies x `shards` ranks that split one copy.

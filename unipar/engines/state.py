@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -63,11 +63,10 @@ def is_first_copy(t: Tensor, world: World) -> bool:
     return all(at == 0 for at, p in zip(here, t.placements, strict=True) if p.is_replicate())
 
 
-def buffer_pieces(model: nn.Module, world: World) -> Iterator[Piece]:
-    """Yield the model's buffers on rank 0: every rank has them whole, and rank 0's are the ones to keep."""
-    if world.rank == 0:
-        for name, b in model.named_buffers():
-            yield Piece(name, "buffer", tuple(b.shape), Region(0, b.numel()), b)
+def buffer_pieces(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
+    """Yield buffers, which every rank has whole, as pieces of state."""
+    for name, b in buffers:
+        yield Piece(name, "buffer", tuple(b.shape), Region(0, b.numel()), b)
 
 
 def module_holdings(model: nn.Module) -> Iterator[Holding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import inf
 from typing import Any, final
@@ -122,9 +122,17 @@ class WrapperEngine(Engine):
         """Yield each region that this rank has of a parameter or its state, with its elements."""
         return local_regions(t)
 
+    def whole_shape(self, name: str, t: Tensor) -> tuple[int, ...]:
+        """Return the shape that a parameter, or its state, has as a whole."""
+        return tuple(t.shape)
+
     def speaks_for(self, name: str, t: Tensor) -> bool:
         """Return whether this rank yields the pieces of a parameter or its state, of which others may have copies."""
         return is_first_copy(t, self.world)
+
+    def buffers_to_save(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the buffers whose values this rank yields as pieces: all of them on rank 0."""
+        return self.model.named_buffers() if self.world.rank == 0 else ()
 
     @override
     @final
@@ -178,8 +186,8 @@ class WrapperEngine(Engine):
                     continue
                 if (self.apart and kind != "weight") or self.speaks_for(name, value):
                     for where, local in self.local_regions(name, value):
-                        yield Piece(name, kind, tuple(value.shape), where, local)
-        yield from buffer_pieces(self.model, self.world)
+                        yield Piece(name, kind, self.whole_shape(name, value), where, local)
+        yield from buffer_pieces(self.buffers_to_save())
 
     @override
     @final

@@ -32,6 +32,12 @@ PASSES_IN_ORDER: Final[tuple[RecordingPass, ...]] = get_args(RecordingPass)
 """Passes in the order in which they run: plain ones first, because resident memory is read during them."""
 
 
+ALL_RANKS: Final = "all ranks"
+UNKNOWN_AXIS: Final = "unknown"
+SENT_AXES: Final = ("data", "tensor", "pipeline", "context", ALL_RANKS, UNKNOWN_AXIS)
+"""Axes along which a step sends, in the order of columns; a group along several is named by all: `data x context`."""
+
+
 class NamedBlock(Section):
     """Block of memory: its category, its size, and its name or the place that allocated it."""
 
@@ -122,6 +128,9 @@ class MemoryAccount(Section):
     resident: ResidentMemory | None = None
     sent: dict[str, int] = Field(default_factory=dict)
     """Payload bytes of one step by collective; each call counts with its whole tensor."""
+
+    sent_along: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """The same bytes by axis of the mesh (`SENT_AXES`), then collective; empty in files of earlier versions."""
 
     sent_by: str = ""
     """Description of how `sent` was recorded; empty if it was not."""

@@ -104,7 +104,8 @@ def optimizer_factory(
         made: list[dict[str, Any]] = []
         for group in groups:
             lr = group.settings.get("lr", float(wanted.lr)) * scale
-            made.append({"params": [now[n] for n in group.names], **group.settings, "lr": lr})
+            mine = [now[n] for n in group.names if n in now]  # a stage of a pipeline has some of them
+            made.append({"params": mine, **group.settings, "lr": lr})
         if own is not None:
             decay = {"weight_decay": float(wanted.weight_decay)}
             return _create_own_optimizer(own, [decay | group for group in made], now)

@@ -79,7 +79,7 @@ def _convert_batchnorms(module: nn.Module) -> None:
 
 def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
     """Make a block recompute its forward during backward, with the same random numbers."""
-    plain = block.forward
+    inner = [block.forward]
     norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -94,10 +94,11 @@ def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
+            return inner[0](*args, **kwargs)
         own: dict[str, Any] = {"context_fn": contexts} if selective or norms or SURROUNDINGS else {}
-        return checkpoint(plain, *args, use_reentrant=False, **own, **kwargs)
+        return checkpoint(inner[0], *args, use_reentrant=False, **own, **kwargs)
 
+    forward.__dict__["unipar_inner"] = inner  # an engine may wrap what is recomputed
     block.forward = forward
 
 

@@ -1,1 +1,1 @@
-"""Predictions made without running: the memory estimate behind out-of-memory advice."""
+"""Predictions made without running: memory for out-of-memory advice, order and bubble of a pipeline."""

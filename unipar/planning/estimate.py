@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
 from unipar.backend import Category, cells, checks, registry
 from unipar.config import SHARDS, BatchSizes, Cell, Config, Shard
+from unipar.config.sections.cell import Axes
 from unipar.errors import UniparError
 from unipar.utils.text import format_size
 
@@ -19,12 +22,46 @@ _SHARDED_FROM: Final[dict[Category, Shard]] = {
 """Lowest value of `parallel.shard` at which a rank keeps only its share of a category."""
 
 
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of parameters of a model, for estimates of what one rank of a mesh holds."""
+
+    parameters: int
+    blocks: int = 0
+    """Number of repeated blocks; 0 if it is not known."""
+
+    in_blocks: int = 0
+    """Parameters in all blocks together."""
+
+    matrices: int = 0
+    """Those of them that are in matrices, which ranks of `tensor` split."""
+
+    def on_largest_rank(self, axes: Axes) -> int:
+        """Return how many parameters the rank holds that has most, before they are sharded over the data's ranks.
+
+        What lies outside the blocks counts whole: a stage of a pipeline may hold all of it.
+        """
+        if not self.blocks:
+            return ceil(self.parameters / (axes.tensor * axes.pipeline))
+        share = ceil(self.blocks / axes.pipeline) / self.blocks
+        cut = self.in_blocks - self.matrices + self.matrices / axes.tensor
+        return self.parameters - self.in_blocks + ceil(cut * share)
+
+
+BLOCK_SIZES: Final = ("blocks", "in_blocks", "matrices")
+"""Fields of `ModelSize` that the ledger's first event has if axes split the blocks."""
+
+
 _PHASES_BEFORE_BATCH: Final = ("start", "update")
 """Phases in which no memory grows with the microbatch."""
 
 
-def estimate_kept_bytes(config: Config, ranks: int, parameters: int, shard: Shard | None = None) -> dict[Category, int]:
-    """Return the bytes that a rank keeps from step to step, by category; buckets and the like are left out."""
+def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Category, int]:
+    """Return the bytes that the largest of so many ranks keeps from step to step, by category.
+
+    Buckets and the like are left out. Stages of a pipeline are taken to have equal blocks, and `tensor` to split all
+    matrices of the blocks.
+    """
     precision, optimizer = config.train.precision, config.train.optimizer
     weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
     state = max(4, weight)
@@ -35,8 +72,10 @@ def estimate_kept_bytes(config: Config, ranks: int, parameters: int, shard: Shar
         "gradients": weight,
         "optimizer": moments * state,
     }
-    among = config.parallel.shard_over or ranks
-    level = SHARDS.index(shard or config.parallel.shard)
+    axes = config.parallel.axes
+    data = ranks // axes.ranks
+    among = (config.parallel.shard_over or data) * axes.context  # ranks that split a sequence hold the same parameters
+    parameters, level = model.on_largest_rank(axes), SHARDS.index(config.parallel.shard)
     return {
         category: parameters * number // (among if level >= SHARDS.index(_SHARDED_FROM[category]) else 1)
         for category, number in each.items()
@@ -47,7 +86,7 @@ def estimate_kept_bytes(config: Config, ranks: int, parameters: int, shard: Shar
 def suggest_what_fits(
     config: Config,
     sizes: BatchSizes,
-    parameters: int,
+    model: ModelSize,
     phase: str,
     *,
     moving: int | None = None,
@@ -58,11 +97,11 @@ def suggest_what_fits(
     `moving` is the number of bytes that grows with the microbatch, `lack` the number that was missing. If they are
     unknown, the sentence names what needs less memory, without the claim that it fits.
     """
-    if not parameters:
+    if not model.parameters:
         return "no other cell or batch size needs less: the whole model is built before it is split"
     ways = [
         *_smaller_microbatch(sizes.micro, phase, moving, lack),
-        *_cell_that_keeps_less(config, sizes.ranks, parameters, lack),
+        *_cell_that_keeps_less(config, sizes.ranks * config.parallel.axes.ranks, model, lack),
     ]
     if ways:
         return f"by an estimate {' or '.join(ways)} " + ("needs less" if lack is None else "would have fitted")
@@ -86,23 +125,31 @@ def _smaller_microbatch(now: int, phase: str, moving: int | None, lack: int | No
             return
 
 
-def _cell_that_keeps_less(config: Config, ranks: int, parameters: int, lack: int | None) -> Iterator[str]:
-    """Yield the cell that splits least and saves `lack` bytes, if there is one; the config's backend is tried first."""
-    here = sum(estimate_kept_bytes(config, ranks, parameters).values())
+def _cell_that_keeps_less(config: Config, ranks: int, model: ModelSize, lack: int | None) -> Iterator[str]:
+    """Yield the cell that splits least and saves `lack` bytes, if there is one; the config's backend is tried first.
+
+    Cells have the config's axes, or none.
+    """
+    here = sum(estimate_kept_bytes(config, ranks, model).values())
     more = SHARDS[SHARDS.index(config.parallel.shard) + 1 :]
+    axes = config.parallel.axes
     for backend in sorted(registry.backend_names(), key=lambda name: name != config.backend):
-        for shard in more:
-            there = sum(estimate_kept_bytes(config, ranks, parameters, shard).values())
-            cell = Cell(backend, shard)
-            if here - there >= (lack or 1) and _can_run(config, cell):
+        for cell in (Cell(backend, shard, axes=some) for some in dict.fromkeys((axes, Axes())) for shard in more):
+            if (at := _moved(config, cell)) is None:
+                continue
+            there = sum(estimate_kept_bytes(at, ranks, model).values())
+            if here - there >= (lack or 1):
                 less, now = format_size(there), format_size(here)
-                yield f"{cell} (parameters, gradients and optimizer {less} a rank, here {now})"
+                where = "a rank" if axes.ranks == 1 else "on the largest rank"
+                yield f"{cell} (parameters, gradients and optimizer {less} {where}, here {now})"
                 return
 
 
-def _can_run(config: Config, cell: Cell) -> bool:
+def _moved(config: Config, cell: Cell) -> Config | None:
+    """Return the config in another cell, or None if it cannot run there."""
     try:
-        checks.check_can_run(cells.config_in_cell(config, cell))
+        at = cells.config_in_cell(config, cell)
+        checks.check_can_run(at)
     except UniparError:
-        return False
-    return True
+        return None
+    return at

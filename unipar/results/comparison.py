@@ -15,9 +15,11 @@ from unipar.config import Precision
 from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
 from unipar.results.memory_tables import (
     RSS,
+    SENT_REMARK,
     describe_memory_columns,
     describe_peak_ranges,
     format_memory_tables,
+    format_sent_table,
     largest_peak_bytes,
 )
 from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
@@ -179,7 +181,7 @@ class Comparison(TurnResults):
     def extra_tables(self, width: int) -> list[str]:
         known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
         cells = [(_name_until_failure(row), self.rank_count(row), row.memory) for row in known]
-        return ["", *format_memory_tables(cells, width)] if cells else []
+        return ["", *format_memory_tables(cells, width), *format_sent_table(cells, width)] if cells else []
 
     @override
     def blocks(self, width: int) -> list[list[str]]:
@@ -227,6 +229,7 @@ class Comparison(TurnResults):
         if self._has_memory:
             lines += describe_memory_columns([account for row in self.rows for account in row.memory])
             lines += table_remarks(*describe_peak_ranges([(row.cell, row.memory) for row in self.rows if row.memory]))
+            lines.append(SENT_REMARK)
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append(RSS)
         return [*lines, *table_remarks(self.unwatched, self.answer, self.unkept, self.note)]

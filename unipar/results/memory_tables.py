@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from unipar.memory.account import MemoryAccount, PhasePeak
+from unipar.memory.account import SENT_AXES, MemoryAccount, PhasePeak
 from unipar.memory.cuda_total import total_on_cuda
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
 from unipar.utils.table import Remark, format_table_rows, table_remarks
@@ -145,6 +145,44 @@ def format_mib(number: int) -> str:
     """Return bytes as a number of MiB, with one decimal below 10."""
     exact = number / 2**20
     return f"{exact:.0f}" if abs(exact) >= 9.95 else f"{exact:.1f}"
+
+
+def sent_axes(accounts: Iterable[MemoryAccount]) -> list[str]:
+    """Return the axes along which these ranks send, in the order of columns, or nothing if that is the data's alone."""
+    axes = {axis for account in accounts for axis in account.sent_along}
+    known = [axis for axis in SENT_AXES if axis in axes]
+    return [] if axes <= {"data"} else [*known, *sorted(axes.difference(SENT_AXES))]
+
+
+def bytes_along(account: MemoryAccount, axis: str) -> int:
+    """Return what a rank sends along an axis in one step, over all collectives."""
+    return sum(account.sent_along.get(axis, {}).values())
+
+
+def format_sent_table(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]]], width: int) -> list[str]:
+    """Return the lines of a table of bytes sent by axis, or nothing if no cell has axes beside the data's.
+
+    `cells`: name, number of ranks and accounts of each.
+    """
+    axes = sent_axes(account for *_, accounts in cells for account in accounts)
+    if not axes:
+        return []
+    rows = [(cell, *(_sent_text(accounts, axis) for axis in axes)) for cell, ranks, accounts in cells if ranks > 1]
+    blocks = format_table_rows(("sent", *axes), rows, right=range(1, len(axes) + 1), width=width)
+    return ["", *(line for block in blocks for line in block)]
+
+
+def _sent_text(accounts: Sequence[MemoryAccount], axis: str) -> str:
+    size = max(bytes_along(account, axis) for account in accounts)
+    return format_size(size) if size else "-"
+
+
+SENT_REMARK: Final = Remark(
+    column="sent",
+    text="sent: payload bytes of one step by axis of the mesh, of the rank that sends most along it; each call counts "
+    "with its whole tensor",
+)
+"""Remark on the table of bytes sent by axis."""
 
 
 def describe_memory_columns(accounts: Sequence[MemoryAccount]) -> list[Remark]:

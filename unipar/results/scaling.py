@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
+from unipar.config import Cell
 from unipar.errors import ReportError
 from unipar.memory.account import MemoryAccount
 from unipar.memory.cuda_total import total_on_cuda
@@ -48,7 +49,7 @@ class ScaledCell:
     """Kinds of scaling that the world is part of; the smallest world is part of both."""
 
     samples: int
-    """Samples in one optimizer step, over all ranks."""
+    """Samples in one optimizer step, over all ranks; 0 in a world that the cell's axes do not divide."""
 
     micro: int
     accumulate: int
@@ -109,8 +110,9 @@ class Scaling(TurnResults):
         return list(dict.fromkeys(world.cell for world in self.worlds))
 
     def base(self, world: ScaledCell) -> ScaledCell:
-        """Return the smallest world of the same cell."""
-        return next(w for w in self.worlds if w.cell == world.cell)
+        """Return the smallest world of the same cell that is not refused."""
+        worlds = [w for w in self.worlds if w.cell == world.cell]
+        return next((w for w in worlds if self.row(w).outcome not in ("refused", "absent")), worlds[0])
 
     def samples_per_second(self, world: ScaledCell) -> float | None:
         """Return samples per second in the median step, or None if the world has no step times."""
@@ -221,13 +223,10 @@ class Scaling(TurnResults):
 
     @override
     def column_remarks(self) -> list[Remark]:
-        smallest = self.worlds[0]
-        share = smallest.micro * smallest.accumulate
-        weak = f"; weak: {share} for each rank" if "weak" in self.kinds else ""
         lines = table_remarks(
             *self.row_notes(),
             *self.verdict(),
-            f"strong: {count_of(smallest.samples, 'sample')} a step in every world{weak}",
+            *self.batches(),
             "speed-up: samples/s in proportion to the smallest world's; efficiency: that in proportion to the ranks",
             *(["worlds of one size took turns; those of different sizes did not"] if self.verb == "compare" else []),
             self.shared(),
@@ -238,6 +237,22 @@ class Scaling(TurnResults):
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append(RSS)
         return [*lines, *table_remarks(self.unwatched, self.unkept, self.note)]
+
+    def batches(self) -> list[str]:
+        """Return how many samples a step has, in sentences; cells with other axes may have another share."""
+        cells_of: dict[tuple[int, int], list[str]] = {}
+        for cell in self.cells:
+            smallest = self.base(next(world for world in self.worlds if world.cell == cell))
+            if smallest.samples:
+                cells_of.setdefault((smallest.samples, smallest.micro * smallest.accumulate), []).append(cell)
+        lines: list[str] = []
+        for (samples, share), cells in cells_of.items():
+            of = f" of {', '.join(cells)}" if len(cells_of) > 1 else ""
+            axes = any(Cell.parse(cell).axes.ranks > 1 for cell in cells)
+            ranks = "each rank, or group of ranks, with samples of its own" if axes else "each rank"
+            weak = f"; weak: {share} for {ranks}" if "weak" in self.kinds else ""
+            lines.append(f"strong: {count_of(samples, 'sample')} a step in every world{of}{weak}")
+        return lines
 
     def shared(self) -> str:
         """Return what the ranks on this machine share, without which efficiency cannot be judged."""

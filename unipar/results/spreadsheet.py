@@ -62,7 +62,8 @@ def _scaling_rows(found: Scaling) -> Iterator[list[object]]:
         row, rate = found.row(world), found.samples_per_second(world)
         step = [None, None] if rate is None else [world.samples / rate, rate]
         gains = [*step, found.speed_up(world), found.efficiency(world)]
-        cut = [world.ranks, world.table_head[-1], world.samples, world.micro, world.accumulate]
+        sizes = [world.samples, world.micro, world.accumulate] if world.samples else ["", "", ""]
+        cut = [world.ranks, world.table_head[-1], *sizes]
         agrees = _agreement_cells(found.agreement(world))
         figures = ["" if v is None else f"{v:.6g}" for v in gains]
         yield [world.cell, *cut, row.outcome, *agrees, *figures, *_memory_cells(row, world.ranks)]

@@ -108,6 +108,11 @@ class Verdict:
     finding: Finding | None = None
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
+    base: str = ""
+    """Run of one process with which the cell is compared; "" if it is the one of the whole verification."""
+
+    allowed: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Allowed difference of a loss and of a norm, by step; {} if it is that of the whole verification."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +161,14 @@ class Verdicts:
         """Return the verdicts in a file's mapping; raise LookupError or ValueError if unipar cannot have written it."""
         rows = [_restore_infinities(row) for row in data["cells"]]
         return TypeAdapter(cls).validate_python({**data, "rows": rows})
+
+    def base_of(self, row: Verdict) -> dict[str, list[float]]:
+        """Return losses and norms of the run with which a cell is compared; {} if it is not known."""
+        return self.one.get(row.base, {}) if row.base else self.base_run
+
+    def allowed_for(self, row: Verdict) -> dict[str, list[float]]:
+        """Return the allowed difference of a cell's loss and norm, by step."""
+        return row.allowed or self.allowed
 
     @property
     def base_run(self) -> dict[str, list[float]]:

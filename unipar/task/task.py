@@ -69,6 +69,17 @@ class Task(ABC):
         """Return the names of the repeated blocks; None to let unipar find them."""
         return None
 
+    def tensor(self, model: nn.Module) -> Mapping[str, str] | None:
+        """Return how `parallel.tensor` splits matrices, by pattern of their names: column, row or whole.
+
+        Matrices that no pattern names are split as unipar finds by trying a block; None: all of them.
+        """
+        return None
+
+    def cuts(self, stages: int) -> Sequence[str] | None:
+        """Return the blocks with which the second and each further stage of a pipeline begins; None: balanced."""
+        return None
+
     def prepare(self) -> None:  # noqa: B027 - a neutral hook
         """Prepare a machine, for example by downloads: called once on each, before anything else."""
 

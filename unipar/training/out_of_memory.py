@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unipar.config.settled import read_settled
 from unipar.errors import OutOfMemory, ReportError, UniparError
 from unipar.memory.account import read_account
-from unipar.planning.estimate import estimate_kept_bytes, suggest_what_fits
+from unipar.planning.estimate import BLOCK_SIZES, ModelSize, estimate_kept_bytes, suggest_what_fits
 from unipar.run_folder.heartbeat import LastPhase
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
@@ -96,19 +96,19 @@ def _out_of_memory_sentence(error: BaseException, run: Path, rank: int, live: Tr
         sentence += f": {format_size(wanted)} more were requested, about {format_size(left)} were available"
     if live is None:
         settled = read_settled(run)
-        config, sizes, parameters, parts, other = settled.config, settled.sizes, 0, {}, None
+        config, sizes, model, parts, other = settled.config, settled.sizes, ModelSize(0), {}, None
     else:
         from unipar.memory.recording.holdings import bytes_held_by
 
         start = _last_event(run, rank, "start")
-        config, sizes, parameters = live.config, live.sizes, int(start["parameters"])
+        config, sizes, model = live.config, live.sizes, _model_size(start)
         parts = bytes_held_by((part.engine for part in live.parts.values()), device)
         other = max(0, _bytes_in_use(live, int(start["resident"])) - sum(parts.values()))
     lack = None if wanted is None else max(1, wanted - left)
     moving = None if other is None else other + (wanted or 0)
     more = [
         describe_largest_holders(parts, other),
-        suggest_what_fits(config, sizes, parameters, at.phase, moving=moving, lack=lack),
+        suggest_what_fits(config, sizes, model, at.phase, moving=moving, lack=lack),
     ]
     return "; ".join([sentence, *filter(None, more)])
 
@@ -157,7 +157,7 @@ def why_memory_ran_out(run: Path, rank: int, before: OomKillCount | None) -> str
 def _kept_by_rank(run: Path, rank: int, start: Mapping[str, Any]) -> int:
     """Return the bytes that a rank keeps at least: before the model was built, and by estimate or record since then."""
     settled = read_settled(run)
-    estimated = sum(estimate_kept_bytes(settled.config, settled.ranks, int(start["parameters"])).values())
+    estimated = sum(estimate_kept_bytes(settled.config, settled.ranks, _model_size(start)).values())
     recorded = max((phase["peak"] for phase in _last_event(run, rank, "step").get("memory") or ()), default=0)
     return int(start["resident"]) + max(estimated, recorded)
 
@@ -168,12 +168,12 @@ def describe_killed_rank(run: Path, rank: int) -> str:
         settled, at, start = read_settled(run), LastPhase.of(run, rank), _last_event(run, rank, "start")
         if at is None or not start:
             return ""
-        parameters = int(start["parameters"])
+        model = _model_size(start)
         held = _describe_recorded_memory(run, rank)
         if not held:
-            kept = estimate_kept_bytes(settled.config, settled.ranks, parameters)
+            kept = estimate_kept_bytes(settled.config, settled.ranks, model)
             held = f"by an estimate {describe_largest_holders(kept, None)}"
-        return f"{held}; {suggest_what_fits(settled.config, settled.sizes, parameters, at.phase)}"
+        return f"{held}; {suggest_what_fits(settled.config, settled.sizes, model, at.phase)}"
     return ""
 
 
@@ -187,6 +187,11 @@ def _describe_recorded_memory(run: Path, rank: int) -> str:
         peak = read_account(run, rank).peak
         return f"in the {peak.name} of a recorded step {describe_largest_holders(peak.held, None)}"
     return ""
+
+
+def _model_size(start: Mapping[str, Any]) -> ModelSize:
+    """Return the size of the model from the ledger's first event; numbers by block are there if axes split blocks."""
+    return ModelSize(int(start["parameters"]), **{key: int(start[key]) for key in BLOCK_SIZES if key in start})
 
 
 def _last_event(run: Path, rank: int, event: str) -> Mapping[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ from unipar.tracking.writer import TrackerWriter
 from unipar.training.out_of_memory import explain_out_of_memory
 from unipar.training.parts import TrainedPart
 from unipar.training.run import TrainingRun
+from unipar.training.sample import first_microbatch
 from unipar.training.stopping import stop_on_signals
 from unipar.utils.malloc import is_malloc_set_by_environment, keep_freed_memory
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
@@ -148,14 +151,26 @@ def build_run(
     # on rank 0 only: the other ranks get the values from it when tensors are placed
     loaded = load_weights(whole, wanted) if wanted is not None and world.rank == 0 else None
     parameters = sum(p.numel() for p in whole.parameters())
+    in_blocks: Counter[str] = Counter()
     own_optimizer = task.optimizer if task.defines("optimizer") else None
     parts: dict[str, TrainedPart] = {}
     for name, module in modules.items():
         own = config.of_part(name)
         groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=own_optimizer is not None)
         blocks = find_blocks(module, own, given=task.blocks(module))
+        if config.parallel.axes.ranks > 1:
+            in_blocks.update(_count_in_blocks(module, blocks))
         apply_transforms(module, blocks, own)
-        part = Part(name, module, optimizer_factory(groups, own, world.device, own=own_optimizer), blocks)
+        part = Part(
+            name,
+            module,
+            optimizer_factory(groups, own, world.device, own=own_optimizer),
+            blocks,
+            loss=task.loss,
+            sample=partial(first_microbatch, task, config, sizes),
+            tensor=task.tensor(module),
+            cuts=task.cuts(config.parallel.pipeline),
+        )
         with _explain_import_error(backend):
             engine = (build or backend.build)(part, own, world)
             parts[name] = TrainedPart(part, engine, own, world, alone=len(modules) == 1)
@@ -163,10 +178,18 @@ def build_run(
         for part in parts.values():  # some libraries fix in the first forward which parameters take gradients
             part.engine.evaluate(_compute_nothing, None)
     process = {"rank": world.rank, "size": world.size, "cell": str(settled.cell), "pid": os.getpid()}
-    ledger.note("start", **process, parameters=parameters, resident=base)
+    ledger.note("start", **process, parameters=parameters, **in_blocks, resident=base)
     if loaded is not None:
         ledger.note("weights", **asdict(loaded))
     return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
+
+
+def _count_in_blocks(module: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
+    """Return the number of blocks and of their parameters, for estimates of what a rank holds (`ModelSize`)."""
+    named = {id(p): p for block in blocks for p in module.get_submodule(block).parameters()}
+    sizes = [(p.ndim, p.numel()) for p in named.values()]
+    matrices = sum(size for ndim, size in sizes if ndim > 1)
+    return {"blocks": len(blocks), "in_blocks": sum(size for _, size in sizes), "matrices": matrices}
 
 
 def _compute_nothing(model: nn.Module, given: None) -> None:

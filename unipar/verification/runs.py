@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from unipar.backend.cells import ONE, config_in_cell
 from unipar.config import Config, Precision
+from unipar.config.sections.cell import Axes
 from unipar.config.sections.optimizer import Clip
 from unipar.config.settled import SettledConfig
 from unipar.verification.worker.jobs import Job, RunKey
@@ -20,19 +21,47 @@ TASK_PROBE_NAME, FP64_RUN_NAME, FP32_RUN_NAME, BASE_RUN_NAME = (
 """Runs of one process: the probe of the task, a run in fp64 (or else in fp32), and the run that cells are compared
 with."""
 
-SHARES_REPLAY_NAME, MICROBATCH_REPLAY_NAME = RunKey("shares", bitwise=True), RunKey("micros", bitwise=True)
-"""Replays in bitwise arithmetic, which cells may equal bit for bit."""
 
-SHARES_CONFIGURED, MICROS_CONFIGURED, SHARES_FP64, SHARES_FP32 = (
-    RunKey("shares"),
-    RunKey("micros"),
-    RunKey("shares", precision="fp64"),
-    RunKey("shares", precision="fp32"),
-)
-"""Further replays, for a task whose numbers depend on how a batch is split."""
+@dataclass(frozen=True)
+class ReplayKeys:
+    """Keys of the replays that split a batch into as many shares as some cells do."""
 
-SHARES_PERTURBED = RunKey("shares", perturbed=True)
-"""Replay from initial weights that differ in the last place, for a model that cannot run in fp64."""
+    shares: int | None = None
+    """Number of shares; None: the largest number of any cell."""
+
+    @property
+    def bitwise_shares(self) -> RunKey:
+        """Key of the replay in bitwise arithmetic, share by share, which cells may equal bit for bit."""
+        return RunKey("shares", bitwise=True, shares=self.shares)
+
+    @property
+    def bitwise_micros(self) -> RunKey:
+        """Key of the replay in bitwise arithmetic, microbatch by microbatch."""
+        return RunKey("micros", bitwise=True, shares=self.shares)
+
+    @property
+    def configured_shares(self) -> RunKey:
+        """Key of the replay as configured, share by share, for a task whose numbers depend on how a batch is split."""
+        return RunKey("shares", shares=self.shares)
+
+    @property
+    def configured_micros(self) -> RunKey:
+        """Key of the replay as configured, microbatch by microbatch, for such a task."""
+        return RunKey("micros", shares=self.shares)
+
+    @property
+    def perturbed(self) -> RunKey:
+        """Key of the replay from weights that differ in the last place, for a model that cannot run in fp64."""
+        return RunKey("shares", perturbed=True, shares=self.shares)
+
+    def exact(self, precision: Precision | None) -> RunKey:
+        """Key of the replay as configured, share by share, in another precision."""
+        return RunKey("shares", precision=precision, shares=self.shares)
+
+    def in_parts(self, axes: Axes) -> list[RunKey]:
+        """Return the keys of the replays that add up as the ranks of these axes do, inside matrix products."""
+        keys = [RunKey("shares", shares=self.shares, tensor=axes.tensor)] if axes.tensor > 1 else []
+        return keys + ([RunKey("shares", shares=self.shares, context=axes.context)] if axes.context > 1 else [])
 
 
 @dataclass(frozen=True)
@@ -41,6 +70,9 @@ class RunPlan:
 
     settled: SettledConfig
     steps: int
+    cells: Mapping[str, SettledConfig]
+    """Config of each cell, by name."""
+
     fp64: bool = True
     """Whether the model can run in fp64; if not, what fp64 runs would show is taken from runs in fp32."""
 
@@ -50,9 +82,13 @@ class RunPlan:
         return self.settled.config
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks of each cell."""
-        return self.settled.ranks
+    def share_counts(self) -> list[int]:
+        """Numbers of shares into which cells split a batch, the largest first: ranks along other axes share one."""
+        return sorted({settled.sizes.ranks for settled in self.cells.values()}, reverse=True)
+
+    def replays(self, shares: int) -> ReplayKeys:
+        """Return the keys of the replays with so many shares."""
+        return ReplayKeys(None if shares == self.share_counts[0] else shares)
 
     @property
     def precision(self) -> Precision:
@@ -72,23 +108,16 @@ class RunPlan:
             return FP64_RUN_NAME
         return BASE_RUN_NAME if self.precision == "fp32" else FP32_RUN_NAME
 
-    @property
-    def exact_shares(self) -> RunKey:
-        """Key of the replay, share by share, in the finest precision."""
-        if self.fp64:
-            return SHARES_FP64
-        return SHARES_CONFIGURED if self.precision == "fp32" else SHARES_FP32
+    def exact_shares(self, shares: int) -> RunKey:
+        """Return the key of the replay, share by share, in the finest precision."""
+        same = not self.fp64 and self.precision == "fp32"
+        return self.replays(shares).exact(None if same else self.exact_precision)
 
     @property
     def fixed_micro(self) -> int | None:
         """Size of a microbatch in any number of ranks; None if it or the global batch follows from that number."""
         batch = self.config.batch
         return None if batch.total is None else batch.micro
-
-    @property
-    def accumulate(self) -> int:
-        """Number of microbatches of each rank in a step."""
-        return self.settled.sizes.accumulate
 
     def one_process_config(self, precision: Precision | None = None) -> SettledConfig:
         """Return the config of one process without a wrapper, which takes the same microbatches one after another."""
@@ -102,13 +131,22 @@ class RunPlan:
             replace(self._run(RunKey("one process", micro=m), _with_micro_size(one, self._total, m)), may_fail=True)
             for m in self._cuts()
         ]
+        by_shares, by_micros, in_parts = list[Job](), list[Job](), dict[RunKey, Job]()
+        for shares in self.share_counts:
+            keys = self.replays(shares)
+            by_shares.append(self.replay_job(keys.bitwise_shares, exactly))
+            if shares > 1:  # both orders are the same for one share
+                by_micros.append(self.replay_job(keys.bitwise_micros, exactly))
+        for settled in self.cells.values():
+            for key in self.replays(settled.sizes.ranks).in_parts(settled.cell.axes):
+                in_parts[key] = self.replay_job(key, one)
         return [
             [
                 Job(key=TASK_PROBE_NAME, kind="probe", settled=self.one_process_config("fp64"), steps=0),
                 replace(self._run(FP64_RUN_NAME, self.one_process_config("fp64")), may_fail=True),
-                self.replay_job(MICROBATCH_REPLAY_NAME, exactly),
+                *by_micros,
             ],
-            [self._run(BASE_RUN_NAME, one), *others, self.replay_job(SHARES_REPLAY_NAME, exactly)],
+            [self._run(BASE_RUN_NAME, one), *others, *by_shares, *in_parts.values()],
         ]
 
     def further_reference_jobs(self, *, cut_matters: bool) -> list[list[Job]]:
@@ -118,24 +156,35 @@ class RunPlan:
         run in fp64: a replay from perturbed weights, and an fp32 run if the config's precision is a coarser one.
         """
         as_configured, exactly = self.one_process_config(), self.one_process_config(self.exact_precision)
-        first = [self.replay_job(SHARES_CONFIGURED, as_configured)] if cut_matters else []
-        second = [self.replay_job(MICROS_CONFIGURED, as_configured)] if cut_matters else []
-        if not self.fp64:
-            first.append(self.replay_job(SHARES_PERTURBED, as_configured))
-            if self.exact_run != BASE_RUN_NAME:
-                second.append(self._run(self.exact_run, exactly))
-        if cut_matters and self.exact_shares != SHARES_CONFIGURED:
-            second.append(self.replay_job(self.exact_shares, exactly))
+        first: list[Job] = []
+        second: list[Job] = []
+        if not self.fp64 and self.exact_run != BASE_RUN_NAME:
+            second.append(self._run(self.exact_run, exactly))
+        for shares in self.share_counts:
+            keys = self.replays(shares)
+            if cut_matters:
+                first.append(self.replay_job(keys.configured_shares, as_configured))
+                if shares > 1:
+                    second.append(self.replay_job(keys.configured_micros, as_configured))
+            if not self.fp64:
+                first.append(self.replay_job(keys.perturbed, as_configured))
+            if cut_matters and (key := self.exact_shares(shares)) != keys.configured_shares:
+                second.append(self.replay_job(key, exactly))
         return [first, second]
 
-    def exact_replay_key(self, step: int) -> RunKey:
-        """Return the key of the replay up to a step that shows rounding: in fp64, or else from perturbed weights."""
-        return RunKey("shares", step=step, precision=self.exact_precision, perturbed=not self.fp64)
+    def step_replay_keys(self, shares: int, step: int) -> tuple[RunKey, RunKey]:
+        """Return the keys of two replays up to a step: in the run's precision, and one that shows rounding.
 
-    def cell_jobs(self, configs: Mapping[str, SettledConfig]) -> list[Job]:
+        The latter is in fp64, or else from perturbed weights.
+        """
+        number = self.replays(shares).shares
+        exact = RunKey("shares", step=step, precision=self.exact_precision, perturbed=not self.fp64, shares=number)
+        return RunKey("shares", step=step, shares=number), exact
+
+    def cell_jobs(self) -> list[Job]:
         """Return two jobs per cell: as configured, and in the arithmetic that a replay can repeat bit for bit."""
         jobs: list[Job] = []
-        for name, settled in configs.items():
+        for name, settled in self.cells.items():
             jobs.append(self._run(RunKey("cell", name), settled))
             jobs.append(self._run(RunKey("cell", name, bitwise=True), with_bitwise_arithmetic(settled)))
         return jobs
@@ -143,7 +192,8 @@ class RunPlan:
     def replay_job(self, key: RunKey, settled: SettledConfig, *, apart: bool = False) -> Job:
         """Return a replay that adds in the order `key.kind`, up to `key.step`, or all steps if that is None."""
         steps = key.step or self.steps
-        job = Job(key=key, kind="replay", settled=settled, steps=steps, ranks=self.ranks, order=key.kind)
+        shares = key.shares or self.share_counts[0]
+        job = Job(key=key, kind="replay", settled=settled, steps=steps, shares=shares, order=key.kind)
         return replace(job, trace_at=key.step, apart=apart)
 
     def _run(self, key: RunKey, settled: SettledConfig) -> Job:
@@ -169,9 +219,9 @@ def with_bitwise_arithmetic(settled: SettledConfig) -> SettledConfig:
 
 
 def with_accumulation(settled: SettledConfig, accumulate: int) -> SettledConfig:
-    """Return the config with the same global batch in `accumulate` microbatches on each rank."""
-    total = settled.sizes.total
-    return _with_micro_size(settled, total, total // (settled.ranks * accumulate))
+    """Return the config with the same global batch in `accumulate` microbatches of each share."""
+    sizes = settled.sizes
+    return _with_micro_size(settled, sizes.total, sizes.total // (sizes.ranks * accumulate))
 
 
 def _with_micro_size(settled: SettledConfig, total: int, micro: int) -> SettledConfig:

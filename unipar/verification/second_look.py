@@ -27,45 +27,43 @@ class SecondLook:
         self,
         runs: RunPlan,
         worlds: WorldPool,
-        configs: Mapping[str, SettledConfig],
         task_facts: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
-        self._runs, self._worlds, self._configs, self._say = runs, worlds, configs, say
+        self._runs, self._worlds, self._say = runs, worlds, say
         self._optimizer_uses_whole_tensors: bool | None = task_facts["optimizer"]
 
     def findings(
-        self, judgements: Mapping[RunKey, Judgement], tolerance: Tolerance
+        self, judgements: Mapping[RunKey, Judgement], tolerance_of: Callable[[RunKey], Tolerance]
     ) -> Iterator[tuple[RunKey, Finding]]:
         """Yield the key and the finding of each run that disagrees."""
         if not judgements:
             return
-        replays = self._replays({_first_bad_step(judgement) for judgement in judgements.values()})
+        replays = self._replays({(self._shares_of(key), _first_bad_step(found)) for key, found in judgements.items()})
         jobs = [self._rerun_job(key, _first_bad_step(judgement)) for key, judgement in judgements.items()]
         again = self._worlds.run_jobs(group_jobs_by_library(jobs), self._show_result)
         cases: dict[RunKey, tuple[faults.FaultCase, faults.Fault | None, Finding]] = {}
         for key, judgement in judgements.items():
             result = again[key]
-            step = _first_bad_step(judgement)
-            own, exact = replays[step]
+            step, tolerance = _first_bad_step(judgement), tolerance_of(key)
+            own, exact = replays[self._shares_of(key), step]
             if isinstance(result, UniparError):
                 yield key, replace(_create_finding(judgement, {}), says=f"the step could not be run again: {result}")
                 continue
             run = combine_ranks(result)
             limit = tolerance.norms[step - 1] / max(tolerance.base.norms[step - 1][0], 1e-300)
-            ranks, micros = self._runs.ranks, self._runs.accumulate
-            differences = find_module_differences(run, own, exact, ranks)
+            settled = self._settled_of(key)
+            shares = settled.sizes.ranks
+            differences = find_module_differences(run, own, exact, shares, settled.cell.axes)
             case = faults.FaultCase(
                 run,
                 tolerance.base,
                 exact,
                 judgement,
-                self._settled_of(key).config,
-                ranks,
-                micros,
+                settled,
                 limit,
                 differences,
-                find_loss_differences(run, own, exact, ranks),
+                find_loss_differences(run, own, exact, shares),
                 self._optimizer_uses_whole_tensors,
             )
             kind = faults.classify_fault(case)
@@ -73,21 +71,24 @@ class SecondLook:
         yield from self._resolve_factors(cases)
 
     def _settled_of(self, key: RunKey) -> SettledConfig:
-        settled = self._configs[key.cell]
+        settled = self._runs.cells[key.cell]
         return with_bitwise_arithmetic(settled) if key.bitwise else settled
 
-    def _replays(self, steps: set[int]) -> dict[int, tuple[RunRecord, RunRecord]]:
-        """Return by step two replays up to that step: in the run's precision and in fp64."""
+    def _shares_of(self, key: RunKey) -> int:
+        return self._runs.cells[key.cell].sizes.ranks
+
+    def _replays(self, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[RunRecord, RunRecord]]:
+        """Return two replays for each number of shares and step, up to that step: as configured, and in fp64."""
         one, exactly = self._runs.one_process_config(), self._runs.one_process_config(self._runs.exact_precision)
-        keys = {s: (RunKey("shares", step=s), self._runs.exact_replay_key(s)) for s in sorted(steps)}
+        keys = {(shares, step): self._runs.step_replay_keys(shares, step) for shares, step in sorted(wanted)}
         batches = [
             [self._runs.replay_job(again, one) for again, _ in keys.values()],
             [self._runs.replay_job(exact, exactly, apart=True) for _, exact in keys.values()],
         ]
         results = self._worlds.run_jobs(batches, self._show_result, side_by_side=2)
         return {
-            s: (_record_or_raise(results[again]), _record_or_raise(results[exact]))
-            for s, (again, exact) in keys.items()
+            place: (_record_or_raise(results[again]), _record_or_raise(results[exact]))
+            for place, (again, exact) in keys.items()
         }
 
     def _rerun_job(self, key: RunKey, step: int) -> Job:
@@ -96,11 +97,10 @@ class SecondLook:
     def _resolve_factors(
         self, cases: Mapping[RunKey, tuple[faults.FaultCase, faults.Fault | None, Finding]]
     ) -> Iterator[tuple[RunKey, Finding]]:
-        """Yield all findings; if two factors fit (as many ranks as microbatches), rerun to tell which one."""
-        micros = self._runs.accumulate
-        other = 1 if micros > 1 else 2
+        """Yield all findings; if two factors fit (as many shares as microbatches), rerun to tell which one."""
+        others = {key: 1 if case.accumulate > 1 else 2 for key, (case, _, _) in cases.items()}
         jobs = [
-            Job(key=key, kind="run", settled=with_accumulation(self._settled_of(key), other), steps=finding.step)
+            Job(key=key, kind="run", settled=with_accumulation(self._settled_of(key), others[key]), steps=finding.step)
             for key, (_, _, finding) in cases.items()
             if finding.candidates
         ]
@@ -109,7 +109,7 @@ class SecondLook:
             result = more.get(key)
             if kind is not None and isinstance(result, list):
                 measured = _gradient_factor(replace(case, run=combine_ranks(result)), finding.step)
-                yield key, _of_kind(finding, faults.resolve_fault(case, kind, measured, other))
+                yield key, _of_kind(finding, faults.resolve_fault(case, kind, measured, others[key]))
             else:
                 yield key, finding
 

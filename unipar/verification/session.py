@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unipar.config.settled import SettledConfig
+from unipar.config.sections.cell import Axes
 from unipar.errors import Stopped, UniparError
 from unipar.results.agreement import measure_agreement
 from unipar.results.verdicts import CutDependence, CutKind, Verdict, Verdicts
@@ -14,14 +14,9 @@ from unipar.utils.text import first_few
 from unipar.verification import second_look
 from unipar.verification.judgement.judge import Judgement, judge
 from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise
-from unipar.verification.judgement.tolerance import measure_tolerance
+from unipar.verification.judgement.tolerance import Tolerance, measure_tolerance
 from unipar.verification.runs import (
     BASE_RUN_NAME,
-    MICROBATCH_REPLAY_NAME,
-    MICROS_CONFIGURED,
-    SHARES_CONFIGURED,
-    SHARES_PERTURBED,
-    SHARES_REPLAY_NAME,
     TASK_PROBE_NAME,
     RunPlan,
 )
@@ -51,15 +46,16 @@ ShowProgress = Callable[[Verdicts, str], None]
 class VerificationSession:
     """One verification from start to end; `verdicts` holds what is known so far."""
 
-    def __init__(
-        self, runs: RunPlan, worlds: WorldPool, configs: Mapping[str, SettledConfig], now: Verdicts, show: ShowProgress
-    ) -> None:
-        self._runs, self._worlds, self._configs, self.verdicts, self._show = runs, worlds, dict(configs), now, show
+    def __init__(self, runs: RunPlan, worlds: WorldPool, now: Verdicts, show: ShowProgress) -> None:
+        self._runs, self._worlds, self.verdicts, self._show = runs, worlds, now, show
         self._records: dict[RunKey, RunRecord] = {}
         self._task_facts: dict[str, Any] = {}
         self._disagreements: dict[RunKey, Judgement] = {}
         self._errors_by_micro: dict[int, str] = {}
         """Errors of runs of one process with other sizes of a microbatch."""
+
+        self._tolerances: dict[tuple[int, Axes], Tolerance] = {}
+        """Tolerances by number of shares of a batch, and by the axes along which ranks add up parts."""
 
     def run(self) -> Verdicts:
         """Run all parts and return the verdicts; after an interrupt, those known until then."""
@@ -84,14 +80,15 @@ class VerificationSession:
             f"one process cannot run with microbatches of {micro} ({error}), so such a run is not part of the spread"
             for micro, error in self._errors_by_micro.items()
         ]
-        self.verdicts = replace(self.verdicts, remarks=[*cuts, *describe_task(self._task_facts)])
+        remarks = [*self.verdicts.remarks, *cuts, *describe_task(self._task_facts)]
+        self.verdicts = replace(self.verdicts, remarks=remarks)
         further = self._runs.further_reference_jobs(cut_matters=self._cut_matters)
         self._worlds.run_jobs(further, self._take_reference, side_by_side=2)
         if self._cut_matters:
             self._add_cut_remark()
         if not self._runs.fp64:
             self._add_precision_remark()
-        self._measure_tolerance()
+        self._measure_tolerances()
 
     def _take_reference(self, key: RunKey, result: JobResult) -> None:
         if isinstance(result, UniparError):
@@ -102,7 +99,10 @@ class VerificationSession:
             # that the task works as configured is known when that run has come to its end; if it fails, its error ends
             # the verification
             error: str = result[0]["unable"]
-            if key.micro is None:
+            if key.kind != "one process":
+                sentence = f"{key} failed ({error}), so such a run is not part of the spread"
+                self.verdicts = replace(self.verdicts, remarks=[*self.verdicts.remarks, sentence])
+            elif key.micro is None:
                 self._runs = replace(self._runs, fp64=False)
                 self.verdicts = replace(self.verdicts, fp64_error=error)
             else:
@@ -119,7 +119,8 @@ class VerificationSession:
 
     def _add_cut_remark(self) -> None:
         """Note by how much one process differs if it splits batches in another way, in the last remark too."""
-        one, alike = self._records[self._runs.exact_run], self._records[self._runs.exact_shares].losses
+        exact = self._runs.exact_shares(self._runs.share_counts[0])
+        one, alike = self._records[self._runs.exact_run], self._records[exact].losses
         off = max(abs(a - b) for r in [one, *self._other_cuts] for a, b in zip(r.losses, alike, strict=True))
         why, *others = self.verdicts.remarks[::-1]
         why += (
@@ -145,32 +146,55 @@ class VerificationSession:
         """Records of one process with microbatches of other sizes than the config's."""
         return [record for key, record in self._records.items() if key.micro is not None]
 
-    def _measure_tolerance(self) -> None:
-        records, exact = self._records, self._records[self._runs.exact_run]
-        if self._cut_matters:
-            base, exact = records[SHARES_CONFIGURED], records[self._runs.exact_shares]
-            others = [records[MICROS_CONFIGURED], records[SHARES_REPLAY_NAME], records[MICROBATCH_REPLAY_NAME], exact]
-        else:
-            base = records[BASE_RUN_NAME]
-            others = [*self._other_cuts, records[SHARES_REPLAY_NAME], records[MICROBATCH_REPLAY_NAME]]
-            if self._runs.config.train.precision != self._runs.precision:
-                others.append(exact)  # another precision stands in: its own rounding counts as well
-        if not self._runs.fp64:
-            others.append(records[SHARES_PERTURBED])
-        self._tolerance = measure_tolerance(base, others, exact, self._runs.config.train.precision)
-        one = {str(key): {"loss": r.losses, "norm": [n[0] for n in r.norms]} for key, r in records.items()}
-        allowed = {"loss": self._tolerance.losses, "norm": self._tolerance.norms}
-        noise = sorted(self._tolerance.noise)
+    def _measure_tolerances(self) -> None:
+        first = self._runs.share_counts[0]
+        tolerance = self._tolerance(first, Axes())
+        for settled in self._runs.cells.values():
+            self._tolerance(settled.sizes.ranks, settled.cell.axes)
+        one = {str(key): {"loss": r.losses, "norm": [n[0] for n in r.norms]} for key, r in self._records.items()}
+        noise = sorted(tolerance.noise)
         remarks = list(self.verdicts.remarks)
         if noise:
             remarks.append(f"judged by gradient, because their gradients are rounding noise: {', '.join(noise)}")
-        base_run = SHARES_CONFIGURED if self._cut_matters else BASE_RUN_NAME
-        self.verdicts = replace(self.verdicts, one=one, base=str(base_run), allowed=allowed, remarks=remarks)
+        allowed, base = allowed_by_quantity(tolerance), self._base_run(first)
+        self.verdicts = replace(self.verdicts, one=one, base=str(base), allowed=allowed, remarks=remarks)
+
+    def _base_run(self, shares: int) -> RunKey:
+        """Return the key of the run with which cells are compared that split a batch into so many shares."""
+        return self._runs.replays(shares).configured_shares if self._cut_matters else BASE_RUN_NAME
+
+    def _tolerance(self, shares: int, axes: Axes) -> Tolerance:
+        """Return the tolerance of cells with so many shares and these axes, measured when it is first asked for."""
+        if (shares, axes) in self._tolerances:
+            return self._tolerances[shares, axes]
+        records, keys = self._records, self._runs.replays(shares)
+        base, exact = records[self._base_run(shares)], records[self._runs.exact_run]
+        replays = [keys.bitwise_shares, keys.bitwise_micros, *keys.in_parts(axes)]
+        others = [records[key] for key in replays if key in records]
+        if self._cut_matters:
+            exact = records[self._runs.exact_shares(shares)]
+            others.append(exact)
+            if keys.configured_micros in records:
+                others.append(records[keys.configured_micros])
+        else:
+            others += self._other_cuts
+            if self._runs.config.train.precision != self._runs.precision:
+                others.append(exact)  # another precision stands in: its own rounding counts as well
+        if not self._runs.fp64:
+            others.append(records[keys.perturbed])
+        measured = measure_tolerance(base, others, exact, self._runs.config.train.precision)
+        self._tolerances[shares, axes] = measured
+        return measured
+
+    def _tolerance_of(self, key: RunKey) -> Tolerance:
+        """Return the tolerance of a run of a cell."""
+        settled = self._runs.cells[key.cell]
+        return self._tolerance(settled.sizes.ranks, settled.cell.axes)
 
     # Cells
 
     def _cells(self) -> None:
-        self._worlds.run_jobs(group_jobs_by_library(self._runs.cell_jobs(self._configs)), self._take_cell_result)
+        self._worlds.run_jobs(group_jobs_by_library(self._runs.cell_jobs()), self._take_cell_result)
 
     def _take_cell_result(self, key: RunKey, result: JobResult) -> None:
         row = self._verdict(key)
@@ -181,10 +205,12 @@ class VerificationSession:
                 )
             return
         record = combine_ranks(result)
-        judgement = judge(record, self._tolerance, self._records[SHARES_REPLAY_NAME])
+        replays = self._runs.replays(self._runs.cells[key.cell].sizes.ranks)
+        judgement = judge(record, self._tolerance_of(key), self._records[replays.bitwise_shares])
         if key.bitwise:
-            orders = ("shares", self._records[SHARES_REPLAY_NAME]), ("micros", self._records[MICROBATCH_REPLAY_NAME])
-            bits = next((order for order, replay in orders if equals_bitwise(record, replay)), "")
+            orders = replays.bitwise_shares, replays.bitwise_micros
+            alike = (k.kind for k in orders if k in self._records and equals_bitwise(record, self._records[k]))
+            bits = next(alike, "")
             row = replace(row, bits=bits)
             if bits or judgement.agrees or row.outcome in ("disagrees", "failed"):
                 self._replace_row(
@@ -194,7 +220,7 @@ class VerificationSession:
                     else "sums in its own order, so it is not bit-for-bit equal to a replay",
                 )
                 return
-        row = self._row(row, record, judgement)
+        row = self._row(key, record, judgement)
         self._replace_row(row, f"{row.outcome}: {row.worst}" if row.outcome == "disagrees" else row.outcome)
         if not judgement.agrees:
             self._disagreements[key] = judgement
@@ -203,10 +229,14 @@ class VerificationSession:
         """Return the verdict so far on the cell of a run."""
         return next(row for row in self.verdicts.rows if row.cell == key.cell)
 
-    def _row(self, row: Verdict, record: RunRecord, judgement: Judgement) -> Verdict:
-        near = measure_agreement(record.losses, self._tolerance.base.losses, 1.0)
+    def _row(self, key: RunKey, record: RunRecord, judgement: Judgement) -> Verdict:
+        tolerance, shares = self._tolerance_of(key), self._runs.cells[key.cell].sizes.ranks
+        near = measure_agreement(record.losses, tolerance.base.losses, 1.0)
+        base, allowed = str(self._base_run(shares)), allowed_by_quantity(tolerance)
         return replace(
-            row,
+            self._verdict(key),
+            base="" if base == self.verdicts.base else base,
+            allowed={} if allowed == self.verdicts.allowed else allowed,
             outcome="agrees" if judgement.agrees else "disagrees",
             digits=near.digits,
             worst=judgement.worst.says,
@@ -226,11 +256,16 @@ class VerificationSession:
 
     def _second_look(self) -> None:
         looks = second_look.SecondLook(
-            self._runs, self._worlds, self._configs, self._task_facts, lambda line: self._show(self.verdicts, line)
+            self._runs, self._worlds, self._task_facts, lambda line: self._show(self.verdicts, line)
         )
-        for key, finding in looks.findings(self._disagreements, self._tolerance):
+        for key, finding in looks.findings(self._disagreements, self._tolerance_of):
             row = replace(self._verdict(key), finding=finding)
             self._replace_row(row, f"differs from step {finding.step} on: {finding.kind or 'unknown kind of fault'}")
+
+
+def allowed_by_quantity(tolerance: Tolerance) -> dict[str, list[float]]:
+    """Return the allowed difference of a loss and of a norm, by step."""
+    return {"loss": tolerance.losses, "norm": tolerance.norms}
 
 
 def describe_task(facts: Mapping[str, Any]) -> list[str]:

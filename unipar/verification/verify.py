@@ -118,7 +118,7 @@ def _run_session(
     from unipar.verification.session import VerificationSession
     from unipar.verification.world_pool import open_world_pool
 
-    runs = RunPlan(settled, first.steps)
+    runs = RunPlan(settled, first.steps, configs)
     one = runs.one_process_config()
     checks.check_cell(one.config, registry.find_backend(one.cell.backend), one.cell)
     threads = cores_per_rank(first.ranks)  # the same in one process, because sums depend on the number of threads
@@ -126,4 +126,4 @@ def _run_session(
     with sigterm_as_interrupt(), LiveTable() as board:
         board.show(first, "starts")
         with open_world_pool(Path(first.out), ref, backends, threads, settled.device) as pool:
-            return VerificationSession(runs, pool, configs, first, board.show).run()
+            return VerificationSession(runs, pool, first, board.show).run()

@@ -147,11 +147,11 @@ def _result_or_error(ranks: list[dict[str, Any]]) -> JobResult:
 
 
 def group_jobs_by_library(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Return the jobs in groups that can share a world: same backend, device and options of the backend."""
+    """Return the jobs in groups that can share a world: same backend, its options, device and axes of the mesh."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         config = job.settled.config
-        joined_with = config.backend, config.device, config.options.get(config.backend, {})
+        joined_with = config.backend, config.device, config.options.get(config.backend, {}), config.parallel.axes.sizes
         groups.setdefault(json.dumps(joined_with, sort_keys=True), []).append(job)
     return list(groups.values())
 

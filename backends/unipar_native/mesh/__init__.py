@@ -1,1 +1,1 @@
-"""Mesh engine: blocks over stages, sequences over ranks, matrices over ranks, and FSDP2 over the rest."""
+"""Engine of one mesh: pipeline, tensor and context parallelism, with FSDP2 over the ranks that are left."""

@@ -17,6 +17,7 @@ from unipar.cli.commands.options import (
 
 if TYPE_CHECKING:
     from unipar.config import Cell
+    from unipar.config.settled import SettledConfig
     from unipar.config.source import ConfigSource
 
 
@@ -53,11 +54,23 @@ def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = 
     rows = [
         ("cell", f"{settled.cell}, {ranks} on {settled.device}{because}"),
         ("batch", f"total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} x data {sizes.ranks}"),
+        *_describe_mesh(settled),
         ("task", _describe_task(source, deep=deep)),
         ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),
         ("out", str(plan.out)),
     ]
     return "\n".join([f"{source.label}: good", *(f"  {name:<7}  {text}" for name, text in rows)])
+
+
+def _describe_mesh(settled: SettledConfig) -> list[tuple[str, str]]:
+    """Return a row on the axes of the mesh and a pipeline's bubble, or nothing if there is only the data's axis."""
+    from unipar.planning.pipeline import describe_bubble
+
+    axes, sizes = settled.cell.axes, settled.sizes
+    if axes.ranks == 1:
+        return []
+    waits = f"; a stage waits {describe_bubble(axes, sizes.accumulate)}" if axes.pipeline > 1 else ""
+    return [("mesh", f"data {sizes.ranks} x {axes}{waits}")]
 
 
 def _expand_compare_cells(source: ConfigSource) -> list[Cell]:

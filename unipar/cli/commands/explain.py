@@ -93,6 +93,9 @@ class CellExplanation:
     told: Mapping[str, Any]
     """Settings that the cell's library will get."""
 
+    axes: Sequence[ExplainedValue] = ()
+    """What follows from the axes of the mesh beside the data's: ranks, share of the batch, a pipeline's bubble."""
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -123,10 +126,12 @@ class Explanation:
             header = ("cell", *dtypes[0].dtypes)
             yield "dtypes", header, [(t.cell, *t.dtypes.values()) for t in dtypes]
         for t in self.cells:
-            rows: TextRows = [(key, _explained_text(value)) for key, value in flatten(t.told)]
-            if t.note:
-                rows.insert(0, ("cannot run", t.note))
+            rows: TextRows = [("cannot run", t.note)] if t.note else []
+            rows += [(key, _explained_text(value)) for key, value in flatten(t.told)]
             yield t.cell, ("library setting", "value"), rows or [("none", "plain PyTorch")]
+            if t.axes:
+                header = ("name", "value", "from")
+                yield f"mesh of {t.cell}", header, [(v.key, _explained_text(v.value), v.origin) for v in t.axes]
 
     def plain(self) -> str:
         """Return the tables as text for a pipe or a file: one line for each row, however long."""
@@ -158,7 +163,8 @@ def explain_config(
     config = source.config
     place = resources.find_foreign_place()
     ranks = resources.count_ranks(config, place)
-    sizes = config.batch.settle(max(1, ranks.number // config.parallel.axes.ranks))
+    config.parallel.settle(ranks.number)
+    sizes = config.batch.settle(ranks.number // config.parallel.axes.ranks)
     depth = None
     if deep:
         from unipar.training.task_facts import gather_task_facts
@@ -173,7 +179,7 @@ def explain_config(
         source.label,
         values,
         list(_derived_values(config, sizes, own, depth)),
-        [_explain_cell(config, cell, own, parameters) for cell in asked or [own]],
+        [_explain_cell(config, cell, own, parameters, ranks.number) for cell in asked or [own]],
     )
 
 
@@ -298,19 +304,42 @@ def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
     return ExplainedValue("full learning rate", lr * scale.factor(sizes.total), f"derived: train.optimizer.lr {how}")
 
 
-def _explain_cell(config: Config, cell: Cell, own: Cell, parameters: int | None) -> CellExplanation:
+def _explain_cell(config: Config, cell: Cell, own: Cell, parameters: int | None, ranks: int) -> CellExplanation:
     from unipar.backend import cells, checks, registry
     from unipar.errors import UniparError
 
     backend = registry.find_backend(cell.backend)
     try:
-        at = config if cell == own else cells.config_in_cell(config, cell)
+        settled = config.changed({"parallel.data": ranks // own.axes.ranks})
+        at = config if cell == own else cells.config_in_cell(settled, cell)
         note = registry.why_not_installed(backend) or ""
         if not note:
             checks.check_can_run(at)
     except UniparError as e:
         return CellExplanation(str(cell), str(e), {}, {})
-    return CellExplanation(str(cell), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters))
+    axes = list(_explain_axes(at, cell, ranks)) if cell.axes.ranks > 1 else []
+    return CellExplanation(str(cell), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters), axes)
+
+
+def _explain_axes(config: Config, cell: Cell, ranks: int) -> Iterator[ExplainedValue]:
+    """Yield what follows from a cell's axes, in a config moved to it."""
+    from unipar.planning.pipeline import bubble, describe_bubble, microbatch_order, microbatches_in_flight
+
+    axes = cell.axes
+    sizes = config.batch.settle(ranks // axes.ranks)
+    yield ExplainedValue("ranks", ranks, f"derived: data {sizes.ranks} x {axes}")
+    share = f"{sizes.total} / {sizes.ranks}, for {axes.ranks} ranks together: micro {sizes.micro} x {sizes.accumulate}"
+    yield ExplainedValue("samples of a step", sizes.total // sizes.ranks, f"derived: batch.total / data = {share}")
+    if axes.pipeline == 1:
+        return
+    micros = sizes.accumulate
+    waits = round(bubble(axes.schedule, axes.pipeline, micros), 4)
+    yield ExplainedValue("pipeline bubble", waits, f"derived: a stage waits {describe_bubble(axes, micros)}")
+    if axes.schedule in ("1f1b", "gpipe"):
+        orders = [microbatch_order(axes.schedule, axes.pipeline, stage, micros) for stage in range(axes.pipeline)]
+        kept = [microbatches_in_flight(order) for order in orders]
+        why = "derived: microbatches whose activations each stage keeps at the same time, the first stage first"
+        yield ExplainedValue("microbatches in flight", kept, why)
 
 
 def _align_columns(rows: TextRows) -> str:

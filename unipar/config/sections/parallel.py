@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from unipar.config.sections.cell import Axes, PipelineSchedule, Shard, idle_words
 from unipar.config.sections.section import Section
 from unipar.errors import ConfigError
+from unipar.utils.text import count_of
 
 
 class Parallel(Section):
@@ -59,8 +60,8 @@ class Parallel(Section):
         data, left = divmod(ranks, self.axes.ranks)
         if left:
             raise ConfigError(
-                f"{ranks} ranks cannot be divided into {self.axes} ({self.axes.ranks} ranks each): start a multiple "
-                f"of {self.axes.ranks} ranks, or change the sizes"
+                f"{count_of(ranks, 'rank')} cannot be divided into {self.axes} ({self.axes.ranks} ranks each): "
+                f"start a multiple of {self.axes.ranks} ranks, or change the sizes"
             )
         if self.shard_over is not None and data % self.shard_over:
             raise ConfigError(

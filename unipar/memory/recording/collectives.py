@@ -1,20 +1,31 @@
-"""Communication of a step: payload bytes of every collective of torch.distributed."""
+"""Communication of a step: payload bytes of every collective of torch.distributed, by axis of the mesh."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Final, final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from unipar.distributed.mesh import Mesh
+from unipar.memory.account import ALL_RANKS, UNKNOWN_AXIS
+
 TRAFFIC_METHOD: Final = "each call of torch.distributed's operators"
 """Description of how bytes are counted, for the account."""
 
+Traffic = Counter[tuple[str, str]]
+"""Payload bytes by axis and collective."""
+
 _NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_GROUP_ARGUMENTS: Final = ("process_group", "group_name")
 _COLLECTIVE_OF_PREFIX: Final = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -31,23 +42,57 @@ _COLLECTIVE_OF_PREFIX: Final = {
 
 @final
 class CollectiveCounter(TorchDispatchMode):
-    """Dispatch mode that adds up payload bytes by collective.
+    """Dispatch mode that adds up payload bytes by axis of the mesh and collective.
 
-    The payload of a call is the larger of the tensor that the rank gives and the tensor that it gets.
+    The payload of a call is the larger of the tensor that the rank gives and the tensor that it gets. Calls in a group
+    of one rank send nothing, and do not count. Autograd's threads inherit the mode, so calls in a backward count.
     """
 
-    def __init__(self, totals: Counter[str]) -> None:
+    def __init__(self, traffic: Traffic, mesh: Mesh) -> None:
         super().__init__()
-        self._totals = totals
+        self._traffic, self._mesh = traffic, mesh
+        self._axis_of_group: dict[str, str | None] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor calls the collectives on plain tensors, which are counted then
         out = func(*args, **(kwargs or {}))
-        if (kind := collective_of(func._schema.name)) is not None:
-            self._totals[kind] += max(_tensor_bytes(part) for part in (*args[:2], out))
+        kind = collective_of(func._schema.name)
+        if kind is not None and (axis := self._axis(func._schema, args, kwargs or {})) is not None:
+            self._traffic[axis, kind] += max(_tensor_bytes(part) for part in (*args[:2], out))
         return out
+
+    def _axis(self, schema: Any, args: Any, kwargs: Any) -> str | None:
+        """Return the axis along which a call's group lies, or None if the group is one rank."""
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        group: Any = next((given[name] for name in _GROUP_ARGUMENTS if name in given), None)
+        try:
+            if isinstance(group, torch.ScriptObject):
+                group = dist.ProcessGroup.unbox(group)
+            elif isinstance(group, str):
+                group = _group_by_name(group)
+            name: str = group.group_name
+            if name not in self._axis_of_group:
+                self._axis_of_group[name] = axis_of_ranks(self._mesh, dist.get_process_group_ranks(group))
+            return self._axis_of_group[name]
+        except Exception:  # a group that torch does not know; its bytes count all the same
+            return UNKNOWN_AXIS
+
+
+_group_by_name: Final[Callable[[str], Any]] = vars(distributed_c10d)["_resolve_process_group"]
+"""Group by its name; torch has no public name for it."""
+
+
+def axis_of_ranks(mesh: Mesh, ranks: list[int]) -> str | None:
+    """Return the axis of the mesh along which a group of these ranks lies, or None if it is one rank.
+
+    A group along several axes is named by all of them, and one of all ranks `all ranks`, unless there is one axis only.
+    """
+    if len(ranks) < 2:
+        return None
+    axes = mesh.axes_among(ranks)
+    return axes[0] if len(axes) == 1 else ALL_RANKS if len(ranks) == mesh.ranks else " x ".join(axes)
 
 
 def collective_of(operator: str) -> str | None:

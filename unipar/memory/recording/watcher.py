@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import Concatenate, ParamSpec, final
+from typing import Any, Concatenate, ParamSpec, final
 
 import torch
 from torch import Tensor, nn
 
 from unipar.backend import Backend, Engine, Holding
 from unipar.distributed.world import World
-from unipar.memory.account import MemoryAccount, RecordingPass, ResidentMemory
+from unipar.memory.account import UNKNOWN_AXIS, MemoryAccount, RecordingPass, ResidentMemory
 from unipar.memory.recording.attribution import Attribution, plain_step_seconds
-from unipar.memory.recording.collectives import TRAFFIC_METHOD, CollectiveCounter
+from unipar.memory.recording.collectives import TRAFFIC_METHOD, CollectiveCounter, Traffic, axis_of_ranks
 from unipar.memory.recording.holdings import find_storages
 from unipar.memory.sources.cuda import CudaHistory
 from unipar.memory.sources.events import NamedStorage
@@ -66,7 +66,7 @@ class MemoryRecorder:
 
         self._notes: list[str] = []
         self._steps: list[RecordedStep] = []
-        self._sent: Counter[str] = Counter()
+        self._traffic: Traffic = Counter()
         self._around: ExitStack | None = None
         self._holdings: Callable[[], Iterable[Holding]] = tuple
 
@@ -194,10 +194,20 @@ class MemoryRecorder:
     def _sending(self) -> Generator[None]:
         with (
             self._backend.sends(self._world) if self._recorded else nullcontext({}) as by_library,
-            CollectiveCounter(self._sent),
+            CollectiveCounter(self._traffic, self._world.mesh),
         ):
             yield
-        self._sent.update(by_library)
+        axis = axis_of_ranks(self._world.mesh, list(range(self._world.size))) or UNKNOWN_AXIS
+        self._traffic.update({(axis, kind): size for kind, size in by_library.items()})
+
+    def _sent(self) -> dict[str, Any]:
+        """Return the account's fields on what a step sends."""
+        sent: Counter[str] = Counter()
+        along: dict[str, dict[str, int]] = {}
+        for (axis, kind), size in self._traffic.items():
+            sent[kind] += size
+            along.setdefault(axis, {})[kind] = size
+        return {"sent": dict(sent), "sent_along": along, "sent_by": self._sent_by}
 
     @property
     def _sent_by(self) -> str:
@@ -259,7 +269,7 @@ class MemoryRecorder:
     def account(self) -> MemoryAccount:
         """Return the account of the first memory, with communication; for CUDA, with that of the host's memory."""
         first, *others = (watched.account(self._world, self._steps) for watched in self._watched)
-        added = {"sent": dict(self._sent), "sent_by": self._sent_by, "notes": (*first.notes, *self._notes)}
+        added = {**self._sent(), "notes": (*first.notes, *self._notes)}
         first = first.model_copy(update=added)
         if self._pinned is None or not self._steps:
             return first

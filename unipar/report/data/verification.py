@@ -44,18 +44,18 @@ class VerificationPageData:
 
     def differences(self, quantity: StepQuantity) -> list[tuple[Verdict, list[float]]]:
         """Return each judged cell with its differences from one process, by step; a missing number is infinite."""
-        base = self.verdicts.base_run.get(quantity, [])
         return [
             (row, [_distance(a, b) for a, b in zip(values, base, strict=False)])
             for row in self.judged_cells
-            if (values := row.losses if quantity == "loss" else row.norms) and base
+            if (values := row.losses if quantity == "loss" else row.norms)
+            and (base := self.verdicts.base_of(row).get(quantity, []))
         ]
 
     def step_shares(self, quantity: StepQuantity) -> list[tuple[list[Verdict], list[float]]]:
         """Return the differences as multiples of what is allowed; cells with the same ones are together."""
-        allowed = self.verdicts.allowed.get(quantity, [])
         groups: dict[tuple[float, ...], list[Verdict]] = {}
         for row, values in self.differences(quantity):
+            allowed = self.verdicts.allowed_for(row).get(quantity, [])
             groups.setdefault(tuple(_share(v, a) for v, a in zip(values, allowed, strict=False)), []).append(row)
         return [(rows, list(shares)) for shares, rows in groups.items() if shares]
 

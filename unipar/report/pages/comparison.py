@@ -13,6 +13,7 @@ from unipar.report.charts.pareto import draw_pareto
 from unipar.report.data import changes
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.headline import comparison_headline, step_time_quartiles
+from unipar.report.data.pipeline import read_pipeline
 from unipar.report.pages.devices import devices_section
 from unipar.report.pages.elements import (
     Badge,
@@ -40,6 +41,7 @@ from unipar.report.pages.memory_sections import (
     memory_section,
     step_memory_section,
 )
+from unipar.report.pages.pipeline import pipeline_section
 from unipar.results.agreement import loss_tolerance
 from unipar.results.files import original_config_path
 from unipar.results.memory_tables import describe_allocator_settings, largest_account
@@ -65,6 +67,7 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
         _losses(page),
         _pareto(page, before),
         _times(page, before),
+        pipeline_section((c.cell, read_pipeline(c.cell, c.config)) for c in page.cells),
         communication_section(page),
         _configs(page),
         _method_section(page),

@@ -10,6 +10,7 @@ from unipar.report.data.comparison import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS, baseline_with_memory, category_differences, cells_to_rank
 from unipar.report.pages.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
 from unipar.report.pages.library_defaults import library_default_note
+from unipar.results.memory_tables import bytes_along, sent_axes
 from unipar.utils.text import format_size
 
 _NO_VALUE = "–"
@@ -149,13 +150,35 @@ def communication_section(page: ComparisonPageData) -> str:
     kinds = sorted({kind for c in page.measured_cells for a in c.memory for kind in a.sent})
     if not kinds:
         return ""
-    known = [(c.cell, a) for c in page.measured_cells if (a := c.fullest_account)]
+    known = [(c.cell, max(c.memory, key=lambda a: sum(a.sent.values()))) for c in page.measured_cells if c.memory]
     rows = [[cell, *(format_size(a.sent[k]) if k in a.sent else _NO_VALUE for k in kinds)] for cell, a in known]
     ways = {a.sent_by: [cell for cell, b in known if b.sent and b.sent_by == a.sent_by] for _, a in known if a.sent_by}
     return html_section(
         "sent",
         "What a step sends",
         html_table(["cell", *kinds], rows, "Payload bytes of one step by collective"),
-        paragraph("Each call counts with its whole tensor: the larger of what a rank gives and what it gets.", "note"),
+        _sent_by_axis(page),
+        paragraph(
+            "Each call counts with its whole tensor: the larger of what a rank gives and what it gets; a tensor that "
+            "goes from one rank to another counts where it is sent. By collective: of the rank that sends most.",
+            "note",
+        ),
         *(paragraph(f"{', '.join(cells)}: by {way}.", "note") for way, cells in ways.items()),
     )
+
+
+def _sent_by_axis(page: ComparisonPageData) -> str:
+    """Return a table of what each rank sends along each axis, or "" if no cell has axes beside the data's."""
+    axes = sent_axes(a for c in page.measured_cells for a in c.memory)
+    if not axes:
+        return ""
+    rows: list[list[str]] = []
+    for cell in page.measured_cells:
+        ranks_of: dict[tuple[int, ...], list[int]] = {}
+        for account in cell.memory:
+            if account.sent:
+                ranks_of.setdefault(tuple(bytes_along(account, axis) for axis in axes), []).append(account.rank)
+        for sizes, ranks in ranks_of.items():
+            which = "all" if len(ranks) == len(cell.memory) else ", ".join(map(str, ranks))
+            rows.append([cell.cell, which, *(format_size(size) if size else _NO_VALUE for size in sizes)])
+    return html_table(["cell", "ranks", *axes], rows, "Payload bytes of one step by axis of the mesh", (0, 1))

@@ -9,6 +9,7 @@ from unipar.memory.account import CATEGORIES, MemoryAccount, PhasePeak
 from unipar.report.charts.lines import LineSeries, draw_lines
 from unipar.report.data import changes
 from unipar.report.data.headline import CATEGORY_LABELS
+from unipar.report.data.pipeline import read_pipeline
 from unipar.report.data.run import RunPageData
 from unipar.report.pages.elements import (
     Badge,
@@ -25,6 +26,7 @@ from unipar.report.pages.elements import (
     paragraph,
     repeat_command_block,
 )
+from unipar.report.pages.pipeline import pipeline_section
 from unipar.results.memory_tables import describe_counting, largest_account
 from unipar.utils.text import count_of, format_duration, format_size
 
@@ -38,6 +40,7 @@ def render_run(run: RunPageData, before: RunPageData | None = None) -> str:
         _changes_section(run, before),
         _evals(run),
         _times(run, before),
+        pipeline_section([(run.report.cell, read_pipeline(run.report.cell, run.config))]),
         _memory(run),
         _config(run),
         _method_section(run),

@@ -186,8 +186,9 @@ def _worlds(scaling: Scaling) -> str:
     memory_rows: list[list[str]] = []
     for world in scaling.worlds:
         row, rate = scaling.row(world), scaling.samples_per_second(world)
-        share = f"{world.micro} × {world.accumulate}"
-        start = [world.cell, " and ".join(world.kinds), str(world.ranks), str(world.samples), share]
+        share = f"{world.micro} × {world.accumulate}" if world.samples else _NO_VALUE
+        samples = str(world.samples or _NO_VALUE)
+        start = [world.cell, " and ".join(world.kinds), str(world.ranks), samples, share]
         if rate is None:
             rows.append([*start, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
             continue

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from unipar.config import Config, Precision
+from unipar.config.settled import SettledConfig
 from unipar.verification.diagnosis.gradients import (
     GradientMix,
     GradientSketches,
@@ -18,7 +19,7 @@ from unipar.verification.diagnosis.gradients import (
     fit_gradient_mix,
     gradients_from_state,
 )
-from unipar.verification.diagnosis.modules import LossDifference, ModuleDifference
+from unipar.verification.diagnosis.modules import LossDifference, ModuleDifference, count_loss_ranks
 from unipar.verification.judgement.judge import Judgement, count_used_batches
 from unipar.verification.judgement.record import RunRecord, SketchVector
 
@@ -55,9 +56,9 @@ class FaultCase:
     """Replay in fp64 that keeps each microbatch's gradient apart."""
 
     judgement: Judgement
-    config: Config
-    ranks: int
-    accumulate: int
+    settled: SettledConfig
+    """Config of the cell: how many shares a batch has, of how many microbatches each, and which ranks work on one."""
+
     limit: float
     """Largest relative difference between the ranks' norms that counts as rounding."""
 
@@ -69,6 +70,21 @@ class FaultCase:
 
     optimizer_uses_whole_tensors: bool | None
     """Whether the task's own optimizer uses whole tensors; None if the task has no optimizer of its own."""
+
+    @property
+    def config(self) -> Config:
+        """Config of the cell."""
+        return self.settled.config
+
+    @property
+    def shares(self) -> int:
+        """Number of shares of a batch: ranks, unless some of them work on the same samples."""
+        return self.settled.sizes.ranks
+
+    @property
+    def accumulate(self) -> int:
+        """Number of microbatches of each share."""
+        return self.settled.sizes.accumulate
 
     def groups(self, step: int) -> list[dict[str, Any]]:
         """Return the parameter groups of the optimizer that takes this step."""
@@ -114,7 +130,7 @@ def _classify_samples(case: FaultCase, step: int) -> Fault:
             f"{count} of the {of} microbatches of step {step} are not used by any rank, and as many are used twice",
         )
     if missing and not more:
-        gone = {i // case.ranks + 1 for i, mark in enumerate(_order(case, step)) if missing[mark]}
+        gone = {i // case.shares + 1 for i, mark in enumerate(_order(case, step)) if missing[mark]}
         last = gone == {case.accumulate}
         which = "the last microbatch" if last else f"microbatch {', '.join(map(str, sorted(gone)))}"
         return Fault(
@@ -138,7 +154,7 @@ def _classify_rate(case: FaultCase, step: int) -> Fault:
     for times in range(2, len(wanted) + 1):
         pairs = [(mine[t], wanted[(t + 1) * times - 1]) for t in range(len(mine)) if (t + 1) * times <= len(wanted)]
         if pairs and all(_equal(a, b) for a, b in pairs):
-            each = " (one for each rank)" if times == case.ranks else ""
+            each = " (one for each rank)" if times == case.settled.ranks else ""
             return Fault(
                 "a rate that runs ahead",
                 f"the rate of step {step} is that of step {step * times}: the schedule moves {times} steps at "
@@ -157,7 +173,7 @@ def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
 def _classify_loss(case: FaultCase, step: int) -> Fault:
     first = case.loss_differences[0]
     ranks = sorted({found.rank for found in case.loss_differences})
-    on_all = len(ranks) == case.ranks
+    on_all = len(ranks) == count_loss_ranks(case.run)
     which = "every rank" if on_all else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     times = f", {first.value / first.wanted:.4g} times" if first.wanted else ""
     return Fault(
@@ -210,7 +226,7 @@ def _classify_norms(case: FaultCase, step: int) -> Fault | None:
         return None
     shown = ", ".join(f"{n:.5g}" for n in norms)
     of_shares: list[float] = case.replay.shares[step - 1]["norms"]
-    if all(_near(case, a, b) for a, b in zip(norms, of_shares, strict=True)):
+    if all(_near(case, norm, of_shares[seat.share]) for norm, seat in zip(norms, case.run.seats, strict=True)):
         found = _classify_gradient(case, step)
         if found is not None and found.name == "not reduced":
             return found
@@ -238,8 +254,8 @@ def _classify_gradient(case: FaultCase, step: int) -> Fault | None:
 def _share_gradients(case: FaultCase, step: int) -> dict[tuple[int, int], GradientSketches]:
     shares: dict[tuple[int, int], GradientSketches] = {}
     for text, grads in case.replay.shares[step - 1]["parts"].items():
-        micro, rank = map(int, text.split("."))
-        shares[micro, rank] = {name: sketch.numpy() for name, sketch in grads.items()}
+        micro, share = map(int, text.split("."))
+        shares[micro, share] = {name: sketch.numpy() for name, sketch in grads.items()}
     return shares
 
 
@@ -264,8 +280,7 @@ def _rate_by_parameter(case: FaultCase, step: int) -> dict[str, float]:
 
 
 def _classify_mix(case: FaultCase, mix: GradientMix, step: int) -> Fault | None:
-    ranks, micros = case.ranks, case.accumulate
-    values = np.array([[mix.parts[i, r] for r in range(ranks)] for i in range(micros)])
+    values = np.array([[mix.parts[i, s] for s in range(case.shares)] for i in range(case.accumulate)])
     middle = float(np.median(values))
     if abs(mix.stale) > 5 * case.near and _near(case, middle, 1.0):
         return Fault(
@@ -278,7 +293,7 @@ def _classify_mix(case: FaultCase, mix: GradientMix, step: int) -> Fault | None:
 
 
 def _classify_factor(case: FaultCase, factor: float, left: float, step: int) -> Fault | None:
-    ranks, micros = case.ranks, case.accumulate
+    ranks, micros = case.shares, case.accumulate
     measured = f"the gradient of step {step} is {factor:.4g} times that of one process"
     by_world = {
         float(ranks): ("not averaged", f"a sum over the {ranks} ranks instead of the mean"),
@@ -306,29 +321,29 @@ def _classify_factor(case: FaultCase, factor: float, left: float, step: int) -> 
 
 def _classify_uneven_mix(case: FaultCase, values: Any, step: int) -> Fault | None:
     micros, near = case.accumulate, 2 * case.near * float(np.abs(values).max())
-    by_micro, by_rank = values.mean(1), values.mean(0)
+    by_micro, by_share = values.mean(1), values.mean(0)
     if np.abs(values - by_micro[:, None]).max() <= near:
         gone = [i + 1 for i in range(micros) if abs(by_micro[i]) <= near]
-        if gone:
+        if gone and len(gone) < micros:
             which = "the last microbatch" if gone == [micros] else f"microbatch {', '.join(map(str, gone))}"
             return Fault("a microbatch left out", f"the gradient of step {step} contains nothing of {which}")
-    if np.abs(values - by_rank[None, :]).max() <= near:
-        shown = ", ".join(f"{x:.3f}" for x in by_rank)
+    if np.abs(values - by_share[None, :]).max() <= near:
+        shown = ", ".join(f"{x:.3f}" for x in by_share)
         rule = f"the gradient of step {step} contains the ranks' shares with the weights {shown}"
-        if case.config.train.clipping is not None and _is_clipped_per_rank(case, by_rank, step):
+        if case.config.train.clipping is not None and _is_clipped_per_rank(case, by_share, step):
             return Fault("a norm taken per rank", f"{rule}: each was clipped by its own norm before they were added")
-        if sum(abs(x) > near for x in by_rank) == 1:
+        if sum(abs(x) > near for x in by_share) == 1:
             return Fault("not reduced", f"{rule}: each rank uses only its own samples")
         return Fault("ranks that count differently", rule)
     return None
 
 
-def _is_clipped_per_rank(case: FaultCase, by_rank: Any, step: int) -> bool:
+def _is_clipped_per_rank(case: FaultCase, by_share: Any, step: int) -> bool:
     clip = case.config.train.clipping
     assert clip is not None
     norms: list[float] = case.replay.shares[step - 1]["norms"]
     wanted = np.array([min(1.0, clip.max / n) for n in norms])
-    return bool(np.abs(by_rank / by_rank.max() - wanted / wanted.max()).max() <= 2 * case.near)
+    return bool(np.abs(by_share / by_share.max() - wanted / wanted.max()).max() <= 2 * case.near)
 
 
 def _near(case: FaultCase, value: float, wanted: float) -> bool:
@@ -339,13 +354,12 @@ def resolve_fault(case: FaultCase, kind: Fault, measured: float, micros: int) ->
     """Return which of two candidates fits, from the factor `measured` in a run with `micros` microbatches."""
     if len(kind.candidates) != 2:
         return kind
-    ranks = case.ranks
+    ranks = case.shares
     by_world = _near(case, measured, float(ranks)) or _near(case, measured, 1.0 / ranks)
     name = kind.candidates[0 if by_world else 1]
     change = "stays the same" if by_world else "changes with them"
-    return Fault(
-        name, f"{kind.measured}; with {_count_microbatches(micros)} instead of {ranks} it {change} ({measured:.4g})"
-    )
+    counts = f"with {_count_microbatches(micros)} instead of {case.accumulate}"
+    return Fault(name, f"{kind.measured}; {counts} it {change} ({measured:.4g})")
 
 
 def _count_microbatches(micros: int) -> str:

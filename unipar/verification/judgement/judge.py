@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from unipar.utils.text import count_of
 from unipar.verification.judgement.record import RankBatches, RunRecord, SketchVector, StateKey, tensor_distance
 from unipar.verification.judgement.tolerance import NOISE_GRADIENT_SHARE, Tolerance, gradient_share
 
@@ -22,7 +23,7 @@ class Measurement:
     """Measured difference of one quantity, in one step or at the end."""
 
     what: str
-    """Quantity: samples, sample weight, loss, norm, ranks' norms, rate, or a kind of state."""
+    """Quantity: samples, ranks' samples, sample weight, loss, norm, ranks' norms, rate, or a kind of state."""
 
     step: int
     off: float
@@ -44,6 +45,8 @@ class Measurement:
         place = f"{self.what}{where} at step {self.step}"
         if self.what == "samples":
             return f"{place}: {self.off:.0f} microbatches too many or too few" if self.off else f"{place} are the same"
+        if self.what == "ranks' samples":
+            return f"{place}: {count_of(round(self.off), 'rank')} with other samples than those that share the work"
         if math.isnan(self.off):
             return f"{place} is missing or not a number"
         allowed = f"{self.allowed:.1e}" if self.allowed else "nothing"
@@ -100,6 +103,7 @@ def _locate(
 def _measure_step(run: RunRecord, tolerance: Tolerance, replay: RunRecord, t: int) -> Iterator[Measurement]:
     base, step = tolerance.base, t + 1
     yield Measurement("samples", step, float(_count_wrong_batches(run.batches[t], replay.batches[t])), 0.0)
+    yield Measurement("ranks' samples", step, float(len(run.strays[t])), 0.0)
     yield Measurement("sample weight", step, abs(sum(rank.weight for rank in run.batches[t]) - 1.0), FP64_TOLERANCE)
     yield Measurement("loss", step, abs(run.losses[t] - base.losses[t]), tolerance.losses[t])
     norm = base.norms[t][0]

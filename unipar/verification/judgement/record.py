@@ -21,6 +21,22 @@ StateKey = tuple[str, str]
 
 
 @dataclass(frozen=True)
+class RankSeat:
+    """Place of a rank in the mesh; ranks with the same share train on the same microbatches."""
+
+    share: int
+    """Seat along the axis of the data."""
+
+    pipeline: int
+    """Number of the stage, from 0."""
+
+    context: int
+    tensor: int
+    leads: bool
+    """Whether the rank speaks for all that have the same share."""
+
+
+@dataclass(frozen=True)
 class RankBatches:
     """Microbatches of one rank in one step, by fingerprint."""
 
@@ -61,7 +77,10 @@ class RunRecord:
     """Learning rate of each parameter group, by step and rank."""
 
     batches: list[list[RankBatches]]
-    """Microbatches by step and rank."""
+    """Microbatches by step and share."""
+
+    strays: list[list[int]]
+    """Ranks that were given other microbatches than the leading rank of their share, by step."""
 
     prefixes: list[str]
     """Prefix of the parameter names of the part that was trained, by step; "" if the model has no parts."""
@@ -73,10 +92,13 @@ class RunRecord:
     """Whole tensors of the state at the end."""
 
     traced: list[list[dict[str, Any]]]
-    """Outputs and gradients of every module in the traced step, by rank."""
+    """Outputs and gradients of every module in the traced step, by rank; a module may run on some ranks only."""
+
+    seats: list[RankSeat]
+    """Seat of each rank."""
 
     shares: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """Gradient of each microbatch and norm of each rank's share, by step; only of a replay that keeps them apart."""
+    """Gradient of each microbatch and norm of each share, by step; only of a replay that keeps them apart."""
 
     groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Parameter groups of the optimizer; only of a replay."""
@@ -95,20 +117,29 @@ class RunRecord:
 def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
     """Return the record of a run from those of its ranks: losses and sketches are added, ranges of tensors joined."""
     steps = [list(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True)]
-    leading = [rank for rank in ranks if rank["leads"]]  # others trained on the same microbatches
-    shares = [list(step) for step in zip(*(rank["steps"] for rank in leading), strict=True)]
+    seats = [_rank_seat(rank["seat"]) for rank in ranks]
+    leaders = {seat.share: rank for rank, seat in enumerate(seats) if seat.leads}
     return RunRecord(
         losses=[sum(rank["loss"] for rank in step) for step in steps],
         norms=[[rank["norm"] for rank in step] for step in steps],
         rates=[[rank["rates"] for rank in step] for step in steps],
-        batches=[[_rank_batches(rank) for rank in step] for step in shares],
+        batches=[[_rank_batches(step[leaders[share]]) for share in sorted(leaders)] for step in steps],
+        strays=[
+            [r for r, seat in enumerate(seats) if step[r]["given"] != step[leaders[seat.share]]["given"]]
+            for step in steps
+        ],
         prefixes=[step[0]["prefix"] for step in steps],
         states=[_add_sketches(list(states)) for states in zip(*(rank["states"] for rank in ranks), strict=True)],
         state=_join_pieces([piece for rank in ranks for piece in rank["pieces"]]),
-        traced=[rank["traced"] for rank in leading],
+        traced=[rank["traced"] for rank in ranks],
+        seats=seats,
         shares=ranks[0]["shares"],
         groups=ranks[0]["groups"],
     )
+
+
+def _rank_seat(seat: dict[str, Any]) -> RankSeat:
+    return RankSeat(seat["data"], seat["pipeline"], seat["context"], seat["tensor"], leads=seat["leads"])
 
 
 def _rank_batches(step: dict[str, Any]) -> RankBatches:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from unipar.tracking.writer import TrackerWriter
 from unipar.training.run import TrainingRun
 from unipar.training.setup import build_run
 from unipar.utils.files import whole
-from unipar.verification.worker import replay
+from unipar.verification.worker import replay, split_sums
 from unipar.verification.worker.fixed_stream import fix_stream_samples
 from unipar.verification.worker.jobs import JOBS_FILE_NAME, Job, job_result_path
 from unipar.verification.worker.recorder import RunRecorder
@@ -85,22 +86,22 @@ def _run_job(
         return facts | {"again": facts["again"] and again is not False}
     build = None
     if job.kind == "replay":
-        build = replay.replay_builder(job.ranks, job.order, apart=job.apart, perturbed=job.key.perturbed)
+        build = replay.replay_builder(job.shares, job.order, apart=job.apart, perturbed=job.key.perturbed)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
         live = build_run(
             settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, build=build
         )
-        recorder = RunRecorder(job.trace_at)
+        recorder = RunRecorder(job.trace_at, partial(split_sums.sums_in_parts, job.key.tensor, job.key.context))
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
         recorder.record_initial_state()
         if job.kind == "replay":
-            live.use_feed(_feed_of_all_ranks(task, settled.config, job.ranks))
+            live.use_feed(_feed_of_all_shares(task, settled.config, job.shares))
         _train_steps(task, live, job.steps)
         heartbeat.set_phase("start")  # collecting the result is not part of a step
         result = {
-            "leads": world.leads,
+            "seat": {**world.mesh.seat, "leads": world.leads},
             "steps": recorder.steps,
             "states": recorder.states,
             "traced": recorder.traced,
@@ -137,9 +138,9 @@ def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:
     ]
 
 
-def _feed_of_all_ranks(task: Task, config: Config, ranks: int) -> MicrobatchFeed:
-    """Return a feed of the microbatches of all ranks, in the order in which a replay takes them."""
-    sizes = config.batch.settle(ranks)
+def _feed_of_all_shares(task: Task, config: Config, shares: int) -> MicrobatchFeed:
+    """Return a feed of the microbatches of all shares, in the order in which a replay takes them."""
+    sizes = config.batch.settle(shares)
     source = data_source_of(task.data(), task.collate if task.defines("collate") else None, task.collate, config, sizes)
     return MicrobatchFeed(source, sizes, None, config.train.seed)
 

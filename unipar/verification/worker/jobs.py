@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from unipar.config import Precision
 from unipar.config.settled import SettledConfig
+from unipar.utils.text import count_of
 
 JOBS_ENTRY: Final = "unipar.verification.worker.entry:run_world_jobs"
 """Entry of the worker processes."""
@@ -24,7 +25,7 @@ class RunKey:
     """Key of a run of a verification; its text names the run on the terminal, in errors and in verify.json."""
 
     kind: Literal["probe", "one process", "shares", "micros", "cell"]
-    """Kind of run; shares and micros: a replay in one process that adds rank by rank, or microbatch by microbatch."""
+    """Kind of run; shares and micros: a replay in one process that adds share by share, or microbatch by microbatch."""
 
     cell: str = ""
     """Cell that is run, if kind is cell."""
@@ -44,6 +45,15 @@ class RunKey:
     step: int | None = None
     """Last step of a replay, which is traced in full; None: all steps, without a trace."""
 
+    shares: int | None = None
+    """Shares of each batch that a replay adds up; None: as many as in the cells that split it into most shares."""
+
+    tensor: int = 1
+    """Parts in which a replay adds up each matrix product, as ranks that split matrices do."""
+
+    context: int = 1
+    """Parts in which a replay adds up over positions, as ranks that split sequences do."""
+
     @override
     def __str__(self) -> str:
         if self.kind == "probe":
@@ -53,12 +63,15 @@ class RunKey:
         if self.kind == "one process":
             micro = "" if self.micro is None else f", microbatches of {self.micro}"
             return f"one process{micro}" + (f", {self.precision}" if self.precision else "")
+        replay = "a replay" if self.shares is None else f"a replay with {count_of(self.shares, 'share')}"
         perturbed = ", weights changed in the last place" if self.perturbed else ""
         if self.step is not None:
-            return f"a replay up to step {self.step}" + (f", {self.precision}" if self.precision else "") + perturbed
+            return f"{replay} up to step {self.step}" + (f", {self.precision}" if self.precision else "") + perturbed
         order = "share by share" if self.kind == "shares" else "microbatch by microbatch"
         how = "" if self.bitwise else f", {self.precision or 'as configured'}"
-        return f"a replay, {order}{how}{perturbed}"
+        parts = f", matrix products in {self.tensor} parts" if self.tensor > 1 else ""
+        parts += f", sequences in {self.context} parts" if self.context > 1 else ""
+        return f"{replay}, {order}{how}{parts}{perturbed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +80,13 @@ class Job:
 
     key: RunKey
     kind: Literal["run", "replay", "probe"]
-    """run: a usual run; replay: one process that does what `ranks` ranks do; probe: the probe of the task alone."""
+    """run: a usual run; replay: one process that does what several ranks do; probe: the probe of the task alone."""
 
     settled: SettledConfig
     steps: int
-    ranks: int = 1
+    shares: int = 1
+    """Shares of each batch that a replay adds up: each is what one rank, or several that share the work, train on."""
+
     order: str = "shares"
     """Order in which a replay adds gradients: shares or micros."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -19,7 +20,10 @@ from unipar.verification.worker.trace import StepTrace
 class RunRecorder:
     """Record of all engines of a run, in the order of their steps: one engine, or one per part of the model."""
 
-    def __init__(self, trace_at: int | None = None) -> None:
+    def __init__(
+        self, trace_at: int | None = None, arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """`arithmetic`: context manager in which each step runs."""
         self.engines: dict[str, Engine] = {}
         """Engines by the prefix of their parameter names; "" if there is only one."""
 
@@ -32,7 +36,7 @@ class RunRecorder:
         self.states: list[dict[str, Tensor]] = []
         """Sketches of this rank's part of each tensor: before the first step, then after each step."""
 
-        self._trace_at = trace_at
+        self._trace_at, self._arithmetic = trace_at, arithmetic
         self._sketches = TensorSketcher()
 
     def record_engine(self, prefix: str, engine: Engine) -> RecordingEngine:
@@ -54,10 +58,9 @@ class RunRecorder:
     def _state(self) -> dict[str, Tensor]:
         sketches: dict[str, Tensor] = {}
         for piece in self.pieces():
-            size = int(torch.Size(piece.shape).numel())
-            sketches[f"{piece.name}|{piece.kind}"] = self._sketches.sketch_region(
-                piece.name, size, piece.where, piece.tensor
-            )
+            size, key = int(torch.Size(piece.shape).numel()), f"{piece.name}|{piece.kind}"
+            sketch = self._sketches.sketch_region(piece.name, size, piece.where, piece.tensor)
+            sketches[key] = sketches[key] + sketch if key in sketches else sketch  # a rank may hold several regions
         return sketches
 
     def step(self, prefix: str, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
@@ -66,18 +69,18 @@ class RunRecorder:
         trace = StepTrace() if len(self.steps) + 1 == self._trace_at else None
 
         def recorded(model: nn.Module, batch: Any, number: int) -> Any:
-            call = len(seen)
-            seen.append(fingerprint_batch(batch))
-            if trace is None:
-                return fn(model, batch, number)
-            with trace.record_modules(model, call):
-                loss = fn(model, batch, number)
-            trace.record_loss(call, loss)
+            mark = fingerprint_batch(batch)
+            with nullcontext() if trace is None else trace.record_modules(model, number):
+                loss = fn(model, batch, number)  # a pipeline's stage leaves it by an exception, without a loss
+            seen.append(mark)
+            if trace is not None:
+                trace.record_loss(number, loss)
             return loss
 
         given = [(fingerprint_batch(m.batch), m.scale) for m in micros]
         engine = self.engines[prefix]
-        out = engine.step(recorded, micros, factor, mark)
+        with self._arithmetic():
+            out = engine.step(recorded, micros, factor, mark)
         if trace is not None:
             self.traced = trace.rows
         rates = engine.learning_rates()

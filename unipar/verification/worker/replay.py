@@ -1,4 +1,4 @@
-"""Replay: one process that does what several ranks would, with each rank's share of the gradient kept apart."""
+"""Replay: one process that does what several ranks would, with the gradient of each share of a batch kept apart."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ GradientList = list[Tensor | None]
 """Gradients of all trained parameters, in order; None for one that got none."""
 
 ADDITION_ORDERS: dict[str, Literal["shares", "micros"]] = {
-    "shares": "shares",  # each rank adds its microbatches, then the ranks are added
-    "micros": "micros",  # each microbatch is added over the ranks, then the microbatches
+    "shares": "shares",  # each share adds its microbatches, then the shares are added
+    "micros": "micros",  # each microbatch is added over the shares, then the microbatches
 }
 """Orders in which a replay can add gradients."""
 
 
 @final
 class ReplayEngine(WrapperEngine):
-    """Engine of a replay; it takes the microbatches of all ranks: the first of each rank, then the second of each."""
+    """Engine of a replay; it takes the microbatches of all shares: the first of each, then the second of each.
 
-    def __init__(self, part: Part, config: Config, world: World, ranks: int, order: str, *, apart: bool) -> None:
+    A share is what one rank trains on, or several ranks that split the work on the same samples.
+    """
+
+    def __init__(self, part: Part, config: Config, world: World, count: int, order: str, *, apart: bool) -> None:
         broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
-        self.ranks, self.order, self.divisor = ranks, ADDITION_ORDERS[order], float(ranks)
+        self.count, self.order, self.divisor = count, ADDITION_ORDERS[order], float(count)
         self._names = {id(p): n for n, p in part.module.named_parameters()}
         self._apart, self._sketches = apart, TensorSketcher()
         self._begin()
         self.shares: list[dict[str, Any]] = []
-        """Sketch of each microbatch's gradient and norm of each rank's share, by step; empty unless `apart`."""
+        """Sketch of each microbatch's gradient and norm of each share, by step; empty unless `apart`."""
 
     def _begin(self) -> None:
-        self._count = 0
+        self._number = 0
         self._sums: list[GradientList] = []
         self._total: GradientList | None = None
         self._parts: dict[str, dict[str, Tensor]] = {}
@@ -51,27 +54,27 @@ class ReplayEngine(WrapperEngine):
     @contextmanager
     def sync(self, micros: int, *, last: bool) -> Generator[None]:
         yield
-        micro, rank = divmod(self._count, self.ranks)
-        self._count += 1
+        micro, share = divmod(self._number, self.count)
+        self._number += 1
         grads: GradientList = [p.grad for p in self.trained]
         for p in self.trained:
             p.grad = None
         if self._apart:
-            self._parts[f"{micro}.{rank}"] = {
-                self._names[id(p)]: sketch_whole_tensor(self._sketches, self._names[id(p)], g / self.ranks)
+            self._parts[f"{micro}.{share}"] = {
+                self._names[id(p)]: sketch_whole_tensor(self._sketches, self._names[id(p)], g / self.count)
                 for p, g in zip(self.trained, grads, strict=True)
                 if g is not None
             }
         if self.order == "micros":
             self._sums.append(grads)
-            if rank == self.ranks - 1:
-                added = self._over_ranks(self._sums)
+            if share == self.count - 1:
+                added = self._over_shares(self._sums)
                 self._total = added if self._total is None else _add_gradients(self._total, added)
                 self._sums = []
         elif micro == 0:
             self._sums.append(grads)
         else:
-            self._sums[rank] = _add_gradients(self._sums[rank], grads)
+            self._sums[share] = _add_gradients(self._sums[share], grads)
 
     @override
     def extra_holdings(self) -> Iterator[Holding]:
@@ -87,21 +90,21 @@ class ReplayEngine(WrapperEngine):
             for g in self.base.param_groups
         ]
 
-    def _over_ranks(self, ranks: list[GradientList]) -> GradientList:
-        total = _map_gradients(ranks[0], self._divided)
-        for other in ranks[1:]:
+    def _over_shares(self, shares: list[GradientList]) -> GradientList:
+        total = _map_gradients(shares[0], self._divided)
+        for other in shares[1:]:
             total = _add_gradients(total, _map_gradients(other, self._divided))
         return total
 
     def _divided(self, grad: Tensor) -> Tensor:
-        return grad / self.ranks
+        return grad / self.count
 
     @override
     def finish_reduction(self) -> None:
         if self._apart:
             norms = [_norm(share) for share in self._sums] if self.order == "shares" else []
             self.shares.append({"parts": self._parts, "norms": norms})
-        total = self._over_ranks(self._sums) if self._total is None else self._total
+        total = self._over_shares(self._sums) if self._total is None else self._total
         for p, g in zip(self.trained, total, strict=True):
             p.grad = g
         self._begin()
@@ -120,14 +123,14 @@ def _norm(grads: GradientList) -> float:
 
 
 def replay_builder(
-    ranks: int, order: str, *, apart: bool, perturbed: bool = False
+    count: int, order: str, *, apart: bool, perturbed: bool = False
 ) -> Callable[[Part, Config, World], ReplayEngine]:
-    """Return a function that builds a replay engine for a part, with these settings."""
+    """Return a function that builds an engine for a part, which replays so many shares, with these settings."""
 
     def build(part: Part, config: Config, world: World) -> ReplayEngine:
         if perturbed:
             change_last_place(part.module, config.train.seed)
-        return ReplayEngine(part, config, world, ranks, order, apart=apart)
+        return ReplayEngine(part, config, world, count, order, apart=apart)
 
     return build
 

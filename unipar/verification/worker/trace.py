@@ -23,10 +23,10 @@ class StepTrace:
         self._calls: Counter[tuple[int, str]] = Counter()
 
     @contextmanager
-    def record_modules(self, model: nn.Module, call: int) -> Generator[None]:
-        """Context manager: record the modules while the `call`-th loss of this step is computed on this rank."""
+    def record_modules(self, model: nn.Module, number: int) -> Generator[None]:
+        """Context manager: record the modules while the loss of the microbatch of this number is computed."""
         handles = [
-            module.register_forward_hook(partial(self._forward, name or "(the model)", call))
+            module.register_forward_hook(partial(self._forward, name or "(the model)", number))
             for name, module in model.named_modules()
         ]
         try:
@@ -35,27 +35,30 @@ class StepTrace:
             for handle in handles:
                 handle.remove()
 
-    def record_loss(self, call: int, loss: Any) -> None:
-        """Record what the loss function returned for the `call`-th microbatch."""
+    def record_loss(self, number: int, loss: Any) -> None:
+        """Record what the loss function returned for the microbatch of this number."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             value = loss.detach().double().reshape(1).cpu()
-            self.rows.append({"way": "loss", "module": "", "at": "loss", "call": call, "sketch": value})
+            self.rows.append(
+                {"way": "loss", "module": "", "at": "loss", "number": number, "shape": (), "sketch": value}
+            )
 
-    def _forward(self, name: str, call: int, module: nn.Module, given: Any, out: Any) -> None:
-        self._calls[call, name] += 1
+    def _forward(self, name: str, number: int, module: nn.Module, given: Any, out: Any) -> None:
+        self._calls[number, name] += 1
         for i, tensor in enumerate(t for t in collect_tensors(out) if t.is_floating_point()):
-            at = f"{name}#{self._calls[call, name]}.{i}"
-            self._note("forward", name, at, call, tensor)
+            at = f"{name}#{self._calls[number, name]}.{i}"
+            self._note("forward", name, at, number, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._note, "backward", name, at, call))
+                tensor.register_hook(partial(self._note, "backward", name, at, number))
 
-    def _note(self, way: str, name: str, at: str, call: int, tensor: Tensor) -> None:
+    def _note(self, way: str, name: str, at: str, number: int, tensor: Tensor) -> None:
         self.rows.append(
             {
                 "way": way,
                 "module": name,
                 "at": at,
-                "call": call,
+                "number": number,
+                "shape": tuple(tensor.shape),
                 "sketch": sketch_whole_tensor(self._sketches, at, tensor.detach()),
             }
         )

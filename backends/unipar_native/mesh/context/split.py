@@ -39,9 +39,8 @@ class SequenceSplit:
     ) -> None:
         """Take the blocks of this rank, in the order in which they run.
 
-        `enters`: the first of them takes whole hidden states, which are cut. If not, a hook that is registered after
-        `arm` replaces them by this rank's part; until then they are whole, and tell the length. `leaves`: the last of
-        them puts out whole hidden states.
+        `enters`: the first of them takes whole hidden states, which are cut; if not, it takes this rank's part, and
+        `whole_length` tells the length. `leaves`: the last of them puts out whole hidden states.
         """
         if not blocks:
             raise TaskError(
@@ -51,6 +50,9 @@ class SequenceSplit:
         self.names, self.blocks = list(blocks), [model.get_submodule(name) for name in blocks]
         self.group, self.enters, self.leaves = group, enters, leaves
         self.attention: Way = attention
+        self.whole_length = 0
+        """Length of the whole sequence, told before each pass where `enters` is false."""
+
         self._examined: set[tuple[str, bool]] = set()
         self._run: Pass | None = None
         self._inside: InsideBlock | None = None
@@ -107,11 +109,12 @@ class SequenceSplit:
             if index == 0:
                 if self._run is not None:
                     raise self._out_of_order(name)
-                self._run = Pass(self.layout(hidden.shape[1]), hidden.shape[0])
+                length = hidden.shape[1] if self.enters else self.whole_length
+                self._run = Pass(self.layout(length), hidden.shape[0])
             run = self._run
             if run is None or run.due != index:
                 raise self._out_of_order(name)
-            whole = index == 0
+            whole = index == 0 and self.enters
             if not whole and hidden.shape[1] != run.layout.count():
                 raise TaskError(
                     f"parallel.context: {name} is given {hidden.shape[1]} positions where this rank has "
@@ -121,7 +124,7 @@ class SequenceSplit:
 
             def cut(tensor: Tensor, where: str) -> Tensor:
                 if tensor is hidden:
-                    return self._cut(run, tensor, 1) if whole and self.enters else tensor
+                    return self._cut(run, tensor, 1) if whole else tensor
                 if any(tensor is other for other in run.ours):
                     return tensor
                 dimension = position_dimension(tensor, hidden, run.layout, where)

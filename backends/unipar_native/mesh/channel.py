@@ -1,0 +1,88 @@
+"""Channel between neighbouring stages: hidden states of any shape forward, their gradients back."""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unipar_native.mesh.stage import Arrival, generator_state
+
+_DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HEADER_NUMBERS: Final = 10
+"""Numbers in a header: dimensions, dtype, and up to eight sizes."""
+
+_FORWARD_TAG, _BACKWARD_TAG = 1, 2
+
+
+@final
+class Channel:
+    """Messages of one rank to and from the same seat in the stages before and behind it.
+
+    Messages of one direction arrive in the order in which they are sent. A header precedes hidden states, as their
+    shape may change from microbatch to microbatch; a gradient has the shape of what was sent.
+    """
+
+    def __init__(
+        self,
+        forward_group: dist.ProcessGroup,
+        backward_group: dist.ProcessGroup,
+        *,
+        before: int | None,
+        behind: int | None,
+        device: torch.device,
+    ) -> None:
+        """Take ranks of the neighbours. NCCL knows no tags, so that the two directions need a group each."""
+        self._forward_group, self._backward_group = forward_group, backward_group
+        self._before, self._behind, self._device = before, behind, device
+        self._state_bytes = generator_state(device).numel()
+        self._works: dict[tuple[str, int], list[tuple[Any, Tensor]]] = {}
+
+    def send_hidden(self, micro: int, hidden: Tensor) -> None:
+        """Send hidden states of a microbatch, and the generator's state, to the next stage."""
+        assert self._behind is not None
+        if hidden.ndim > _HEADER_NUMBERS - 2 or hidden.dtype not in _DTYPES:
+            raise ValueError(f"a stage cannot send hidden states of {hidden.ndim} dimensions and {hidden.dtype}")
+        numbers = torch.zeros(_HEADER_NUMBERS, dtype=torch.int64)
+        numbers[: 2 + hidden.ndim] = torch.tensor([hidden.ndim, _DTYPES.index(hidden.dtype), *hidden.shape])
+        header = torch.cat([numbers.view(torch.uint8), generator_state(self._device).cpu()]).to(self._device)
+        for message in (header, hidden.detach().contiguous()):
+            work = dist.isend(message, self._behind, group=self._forward_group, tag=_FORWARD_TAG)
+            self._works.setdefault(("hidden", micro), []).append((work, message))
+
+    def receive_hidden(self, *, gradient: bool) -> Arrival:
+        """Return the next hidden states of the stage before, a leaf that takes a gradient if asked for."""
+        header = torch.empty(_HEADER_NUMBERS * 8 + self._state_bytes, dtype=torch.uint8, device=self._device)
+        dist.recv(header, self._before, group=self._forward_group, tag=_FORWARD_TAG)
+        header = header.cpu()
+        dimensions, kind, *sizes = header[: _HEADER_NUMBERS * 8].view(torch.int64).tolist()
+        hidden = torch.empty(sizes[:dimensions], dtype=_DTYPES[kind], device=self._device)
+        dist.recv(hidden, self._before, group=self._forward_group, tag=_FORWARD_TAG)
+        return Arrival(hidden.requires_grad_(gradient), header[_HEADER_NUMBERS * 8 :].clone())
+
+    def send_gradient(self, micro: int, gradient: Tensor) -> None:
+        """Send the gradient of what the stage before had sent."""
+        assert self._before is not None
+        message = gradient.contiguous()
+        work = dist.isend(message, self._before, group=self._backward_group, tag=_BACKWARD_TAG)
+        self._works["gradient", micro] = [(work, message)]
+        self.wait("gradient", micro - 2)  # the stage before has taken it, as it has gone on since
+
+    def receive_gradient(self, micro: int, sent: Tensor) -> Tensor:
+        """Return the gradient of the hidden states that were sent for a microbatch."""
+        gradient = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)
+        dist.recv(gradient, self._behind, group=self._backward_group, tag=_BACKWARD_TAG)
+        self.wait("hidden", micro)
+        return gradient
+
+    def wait(self, what: str, micro: int) -> None:
+        """Wait until messages of a microbatch are sent, and let their tensors go."""
+        for work, _ in self._works.pop((what, micro), ()):
+            work.wait()
+
+    def wait_for_all(self) -> None:
+        """Wait until everything is sent."""
+        for what, micro in list(self._works):
+            self.wait(what, micro)

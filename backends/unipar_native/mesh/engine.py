@@ -1,0 +1,370 @@
+"""Engine of one mesh: stages of a pipeline, blocks split over `tensor`, sequences over `context`, FSDP2 beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from typing_extensions import override
+
+from unipar.backend import Fn, LossFn, Mark, Micro, Part, Region
+from unipar.backend.precision import batch_dtype
+from unipar.config import Config
+from unipar.distributed.mesh import Mesh
+from unipar.distributed.world import World
+from unipar.engines.batch import cast_floats, map_tensors, to_device
+from unipar.engines.forward import OpaqueBatch
+from unipar.engines.gradients import scale_loss
+from unipar.engines.state import is_first_copy, local_part
+from unipar.errors import TaskError
+from unipar.planning.pipeline import microbatch_order
+from unipar_native.fsdp2 import ShardedEngine
+from unipar_native.mesh.birth import Placement, place_model
+from unipar_native.mesh.channel import Channel
+from unipar_native.mesh.context import SequenceSplit
+from unipar_native.mesh.probe import (
+    ModelFacts,
+    WholeModel,
+    kind_of_block,
+    look_at_model,
+    names_in_several,
+    whole_gradients,
+)
+from unipar_native.mesh.proof import prove
+from unipar_native.mesh.stage import Arrival, Stage, hidden_of_input
+from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
+from unipar_native.mesh.tensor_parallel import arm_block
+from unipar_native.mesh.tensor_plan import derive_block_plan
+from unipar_native.mesh.words import kinds_in_block, nothing_to_split, refuse_part
+
+
+class _Look(NamedTuple):
+    """Sample, facts of the model, and plans of its blocks: what all ranks need to split it alike."""
+
+    batch: Any
+    facts: ModelFacts
+    plans: Mapping[str, BlockPlan]
+
+
+@final
+class MeshEngine(ShardedEngine):
+    """Engine whose rank has some blocks of the model, a part of their matrices, and a shard of that."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        self.axes, self.mesh = config.parallel.axes, world.mesh
+        self._stage_seat, self._stages = world.mesh.seat["pipeline"], self.axes.pipeline
+        refuse_part(part, config)
+        world.groups.devices  # noqa: B018 - made here by all ranks together
+        told, whole = self._look(part, config, world)
+        batch, facts, plans = told
+        self._blocks = facts.blocks
+        self._needs, self._buffer_stages, self._cuts = facts.needs, facts.buffer_stages, facts.cuts
+        self._shared = dict(names_in_several(facts.needs))
+        self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
+        self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
+        self._parts = self._cut_parameters(part, plans)
+        first, end = self._cuts[self._stage_seat : self._stage_seat + 2]
+        own = facts.blocks[first:end]
+        self.once = config.parallel.shard in ("nothing", "optimizer")
+        shell = place_model(part.module, own, self._placement(config, world), world.device)
+        super().__init__(part, config, world)
+        if not self.trained:
+            raise TaskError(
+                f"stage {self._stage_seat} of the pipeline has no trained parameter (its blocks are {', '.join(own)}): "
+                "name other cuts in the task's cuts(stages), or leave parallel.pipeline out"
+            )
+        shell.autocast, shell.cast = self.call.autocast, self.call.cast
+        self.call = self.wrapped = shell
+        self.divisor = float(world.shares)
+        self._owner_groups = self._groups_of_owners(world)
+        names = {id(p): name for name, p in self.kept.items()}
+        self._counted = [self.speaks_for(names[id(p)], p) for p in self.trained]
+        for name in own:
+            if (plan := plans.get(name)) is not None:
+                arm_block(part.module.get_submodule(name), plan, world.groups.group("tensor"))
+        self._stage = Stage(part.module, facts.blocks, first, end, facts.tuples) if self._stages > 1 else None
+        self._split_sequences(part, own, world)
+        if self._stage is not None:
+            self._stage.enter()
+            self._channel = self._open_channel(world)
+        if world.device.type == "cuda":
+            batch = to_device(batch, world.device)
+        assert part.loss is not None
+        prove(self, part.loss, batch, whole)
+
+    # Set-up
+
+    def _look(self, part: Part, config: Config, world: World) -> tuple[_Look, WholeModel | None]:
+        """Return what rank 0 finds out about the whole model; on rank 0, its loss and gradients as well."""
+        assert part.loss is not None
+        assert part.sample is not None
+        whole: WholeModel | None = None
+        told: list[Any] = [None]
+        if world.rank == 0:
+            try:
+                batch = part.sample()
+                cast_to = batch_dtype(config.train.precision)
+                given = batch if cast_to is None else cast_floats(batch, cast_to)
+                facts = look_at_model(part.module, part.blocks, part.loss, given, self._stages, part.cuts)
+                plans = self._plan_tensor(part, facts, world)
+                whole = whole_gradients(part.module, part.loss, given)
+                told = [_Look(batch, replace(facts, block_inputs={}), plans)]
+            except TaskError as e:
+                told = [e]
+        self.broadcast_objects(told)
+        if isinstance(told[0], TaskError):
+            raise told[0]
+        return told[0], whole
+
+    def _plan_tensor(self, part: Part, facts: ModelFacts, world: World) -> dict[str, BlockPlan]:
+        """Return the plan of each block; those of one kind are tried once."""
+        if self.axes.tensor == 1:
+            return {}
+        mesh = world.groups.devices["tensor"]
+        kinds: dict[Any, BlockPlan] = {}
+        for name, (args, kwargs) in facts.block_inputs.items():
+            block = part.module.get_submodule(name)
+            given = kinds_in_block(part.tensor or {}, name, block)
+            kinds[kind_of_block(block)] = derive_block_plan(block, args, kwargs, mesh, given)
+        if not any(plan.cuts for plan in kinds.values()):
+            raise TaskError(nothing_to_split(self.axes.tensor, kinds.values()))
+        blocks = {name: part.module.get_submodule(name) for name in facts.blocks}
+        return {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
+
+    def _cut_parameters(self, part: Part, plans: Mapping[str, BlockPlan]) -> dict[str, ParameterCut]:
+        """Return how each parameter is cut, by its name in the model."""
+        cuts = {
+            f"{block}.{name}": cut
+            for block, plan in plans.items()
+            for name, cut in cut_parameters(part.module.get_submodule(block), plan).items()
+        }
+        return {name: cuts[name] for name, _ in part.module.named_parameters() if name in cuts}
+
+    def _split_sequences(self, part: Part, own: Sequence[str], world: World) -> None:
+        if self.axes.context == 1:
+            return
+        first, last = own[0] == self._blocks[0], own[-1] == self._blocks[-1]
+        split = SequenceSplit(part.module, own, world.groups.group("context"), enters=first, leaves=last)
+        split.arm()
+
+        def tell_length(block: nn.Module, args: Any, kwargs: Any) -> None:
+            split.whole_length = hidden_of_input(args, kwargs).shape[1]
+
+        before_all = part.module.get_submodule(self._blocks[0])
+        before_all.register_forward_pre_hook(tell_length, with_kwargs=True, prepend=True)
+        if self._stage is not None and not last:
+            self._stage.widen = lambda hidden: hidden.new_zeros((len(hidden), split.whole_length, *hidden.shape[2:]))
+
+    @staticmethod
+    def broadcast_objects(objects: list[Any]) -> None:
+        """Replace the list's objects by rank 0's, on all ranks."""
+        dist.broadcast_object_list(objects, 0)
+
+    def _placement(self, config: Config, world: World) -> Placement:
+        needed = self._needs[self._stage_seat]
+        ranks = world.shares * self.axes.context
+        settings: dict[str, Any] = {"reshard_after_forward": config.parallel.shard == "parameters"}
+        mesh = None
+        if ranks > 1:
+            over = config.parallel.shard_over or world.shares
+            shards = 1 if config.parallel.shard == "nothing" else over * self.axes.context
+            mesh = world.groups.copies_and_shards(shards)
+        return Placement(frozenset(self._shapes) - needed, self._parts, self.mesh.seat["tensor"], mesh, settings)
+
+    def _groups_of_owners(self, world: World) -> Mapping[tuple[int, ...], dist.ProcessGroup]:
+        """Return this rank's group for each set of stages that share parameters; all ranks make all groups."""
+        mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for stages in sorted(set(self._shared.values())):
+            groups = {
+                tuple(Mesh.of(rank, world.size, **self.axes.sizes).rank_at(pipeline=stage) for stage in stages)
+                for rank in range(world.size)
+            }
+            for ranks in sorted(groups):
+                group = dist.new_group(list(ranks))
+                if world.rank in ranks:
+                    mine[stages] = cast("dist.ProcessGroup", group)
+                    world.groups.axis_of_group[mine[stages].group_name] = "pipeline"
+        return mine
+
+    def _open_channel(self, world: World) -> Channel:
+        seat, last = self._stage_seat, self._stages - 1
+        return Channel(
+            world.groups.group("pipeline"),
+            world.groups.second_group("pipeline"),
+            before=self.mesh.rank_at(pipeline=seat - 1) if seat > 0 else None,
+            behind=self.mesh.rank_at(pipeline=seat + 1) if seat < last else None,
+            device=world.device,
+        )
+
+    @property
+    def split_words(self) -> str:
+        """How the model is split, for errors."""
+        cuts = ", ".join(self._blocks[i] for i in self._cuts[1:-1])
+        return f"{self.axes}" + (f", with stages that begin at {cuts}" if cuts else "")
+
+    # Steps
+
+    @override
+    def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
+        stage = self._stage
+        if stage is None:
+            return super().run_microbatches(fn, micros, divisor, mark)
+        live: dict[int, tuple[Tensor, Tensor | None]] = {}
+        share: Tensor | None = None
+        count = len(micros)
+        for turn in microbatch_order(self.axes.schedule, self._stages, self._stage_seat, count):
+            if turn.way == "forward":
+                mark("forward")
+                out, hidden = self._forward_stage(stage, fn, micros[turn.micro], turn.micro)
+                if stage.is_last:
+                    out, share = scale_loss(out, micros[turn.micro].scale, divisor, share)
+                live[turn.micro] = out, hidden
+                continue
+            mark("backward")
+            out, hidden = live.pop(turn.micro)
+            gradient = None if stage.is_last else self._channel.receive_gradient(turn.micro, out)
+            with self.sync(count, last=turn.micro == count - 1):
+                if stage.is_last:
+                    self.backward(out)
+                elif out.requires_grad:
+                    torch.autograd.backward(out, gradient)
+            if hidden is not None:
+                self._channel.send_gradient(turn.micro, zeros_if_none(hidden.grad, hidden))
+        self._channel.wait_for_all()
+        return torch.zeros((), device=self.world.device) if share is None else share
+
+    def _forward_stage(self, stage: Stage, fn: LossFn, micro: Micro, number: int) -> tuple[Tensor, Tensor | None]:
+        """Run a microbatch through this stage; return its output, and the hidden states that it got."""
+        got: list[Tensor] = []
+
+        def receive() -> Arrival:
+            arrival = self._channel.receive_hidden(gradient=True)
+            got.append(arrival.hidden)
+            return arrival
+
+        stage.inlet = None if stage.is_first else receive
+        bound = micro.bind(fn)
+        out = self.wrapped(partial(stage.run, bound), OpaqueBatch(micro.batch))
+        if not stage.is_last:
+            self._channel.send_hidden(number, out)
+        return out, got[0] if got else None
+
+    @override
+    def run_forward(self, fn: Fn, batch: Any) -> Any:
+        stage = self._stage
+        if stage is None:
+            return super().run_forward(fn, batch)
+        passes = iter(range(-1, -1_000_000_000, -1))
+        stage.inlet = None if stage.is_first else lambda: self._channel.receive_hidden(gradient=False)
+        stage.outlet = None if stage.is_last else lambda hidden: self._channel.send_hidden(next(passes), hidden)
+        stage.repeats = True
+        try:
+            out = self.wrapped(partial(stage.run, fn), OpaqueBatch(batch))
+        finally:
+            stage.outlet, stage.repeats = None, False
+        self._channel.wait_for_all()
+        told = [map_tensors(out, lambda t: t.cpu()) if stage.is_last else None]
+        last = self.mesh.rank_at(pipeline=self._stages - 1)
+        dist.broadcast_object_list(told, last, group=self.world.groups.group("pipeline"))
+        return to_device(told[0], self.world.device)
+
+    @override
+    def finish_reduction(self) -> None:
+        """Add up the gradients of what several stages use: all of them have one and the same."""
+        for name, stages in self._shared.items():
+            if self._stage_seat in stages and (p := self.kept[name]).requires_grad:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                dist.all_reduce(local_part(p.grad), group=self._owner_groups[stages])
+
+    # Norm: each element counts once
+
+    @override
+    def norm(self) -> Tensor:
+        grads = self._counted_grads()
+        norms = torch._foreach_norm(grads) if grads else []  # pyright: ignore[reportPrivateUsage]
+        total = torch.stack(norms).double().square().sum() if norms else self._zero()
+        return self._clip(total).to(self.dtype)
+
+    @override
+    def norm_in_fp64(self) -> Tensor:
+        total = self._zero()
+        for gradient in self._counted_grads():
+            total += gradient.double().square().sum()
+        return self._clip(total)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.world.device)
+
+    def _counted_grads(self) -> list[Tensor]:
+        return [
+            local_part(p.grad)
+            for p, mine in zip(self.trained, self._counted, strict=True)
+            if mine and p.grad is not None
+        ]
+
+    def _clip(self, total: Tensor) -> Tensor:
+        """Scale all gradients to the limit; return their norm, of which `total` is this rank's part, squared."""
+        norm = self.world.sum(total).sqrt()
+        if self.limit < inf:
+            factor = (self.limit / (norm + 1e-6)).clamp(max=1.0).to(self.dtype)
+            torch._foreach_mul_(self._local_grads()[0], factor)  # pyright: ignore[reportPrivateUsage]
+        return norm
+
+    # State: who holds what of the whole model
+
+    @override
+    def whole_shape(self, name: str, t: Tensor) -> tuple[int, ...]:
+        return self._shapes[name] if t.ndim else ()
+
+    @override
+    def local_regions(self, name: str, t: Tensor) -> Iterator[tuple[Region, Tensor]]:
+        part = self._parts.get(name)
+        if part is None or t.ndim == 0:
+            yield from super().local_regions(name, t)
+            return
+        local, first = local_part(t), 0
+        if isinstance(t, DTensor):
+            _, (first, *_) = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+        regions = part.regions(self.mesh.seat["tensor"], first, len(local))
+        for region, (rows, *columns) in regions:
+            yield region, local[(slice(rows.start - first, rows.stop - first), *columns)]
+        if not regions:
+            yield Region(0, 0), local.view(-1)
+
+    @override
+    def speaks_for(self, name: str, t: Tensor) -> bool:
+        seat = self.mesh.seat
+        if self._shared.get(name, (self._stage_seat,))[0] != self._stage_seat:
+            return False
+        if seat["tensor"] != 0 and (name not in self._parts or t.ndim == 0):
+            return False
+        return is_first_copy(t, self.world) if isinstance(t, DTensor) else seat["data"] == 0 and seat["context"] == 0
+
+    @override
+    def buffers_to_save(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in self.model.named_buffers():
+            if self.world.rank == self._home_of_buffer(name):
+                yield name, buffer
+
+    @override
+    def share_buffers(self) -> None:
+        if self.world.size > 1:
+            for name, buffer in self.model.named_buffers():
+                dist.broadcast(buffer, self._home_of_buffer(name))
+
+    def _home_of_buffer(self, name: str) -> int:
+        return self.mesh.rank_at(pipeline=self._buffer_stages[name], data=0, context=0, tensor=0)
+
+
+def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return a gradient, or zeros where nothing depended on the tensor."""
+    return torch.zeros_like(like) if gradient is None else gradient

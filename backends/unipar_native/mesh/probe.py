@@ -1,0 +1,284 @@
+"""Look at the whole model before it is split, on the one rank that has it: what a mesh must know of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from unipar.backend import Fn
+from unipar.errors import TaskError, UniparError
+from unipar.training.fingerprint import TensorSketcher, sketch_whole_tensor
+from unipar_native.mesh.balance import balanced_cuts, cuts_at
+from unipar_native.mesh.stage import Arrival, Stage, hidden_of_output
+from unipar_native.mesh.state_kept import kept_attributes, unchanged
+
+_TIMED_RUNS = 3
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Loss and gradients of the whole model on the sample, with which the split one must agree."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    """Sketch of each parameter's gradient."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of a model that all ranks need to split it, found by running it on one microbatch."""
+
+    blocks: Sequence[str]
+    """Blocks between which a pipeline may cut, in the order in which they run."""
+
+    tuples: Sequence[int]
+    """Length of the tuple that each block returns; 0 for a tensor."""
+
+    cuts: Sequence[int]
+    """Number of the block with which each stage begins, and the number of blocks."""
+
+    needs: Sequence[frozenset[str]]
+    """Names of the parameters that each stage uses."""
+
+    buffer_stages: Mapping[str, int]
+    """Stage whose value of a buffer is the right one."""
+
+    seconds: Sequence[float] = ()
+    """Time of the forward of each stage."""
+
+    block_inputs: Mapping[str, tuple[Any, Any]] = field(default_factory=dict[str, Any])
+    """Arguments that the first block of each kind got."""
+
+
+@final
+class _Run:
+    """Record of one run of the loss: the order of blocks, what they get and return, how long they take."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        self.order: list[str] = []
+        self.inputs: dict[str, tuple[Any, Any]] = {}
+        self.tuples: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+        self.buffers: dict[str, int] = {}
+        """Number of blocks that have begun when a module with buffers is first called, by the module's name."""
+
+        self.end = 0.0
+        self._begun = 0.0
+        self._blocks = blocks
+        self._model = model
+
+    @contextmanager
+    def recorded(self) -> Generator[None]:
+        handles = [
+            handle
+            for name in self._blocks
+            for block in [self._model.get_submodule(name)]
+            for handle in (
+                block.register_forward_pre_hook(self._enter(name), with_kwargs=True),
+                block.register_forward_hook(self._leave(name)),
+            )
+        ]
+        for name, module in self._model.named_modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                handles.append(module.register_forward_pre_hook(self._note(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> Any:
+        def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
+            self.order.append(name)
+            self.inputs.setdefault(name, (args, kwargs))
+            self._begun = time.perf_counter()
+
+        return hook
+
+    def _leave(self, name: str) -> Any:
+        def hook(block: nn.Module, args: Any, out: Any) -> None:
+            self.end = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.end - self._begun
+            self.tuples[name] = len(out) if isinstance(out, tuple | list) else 0
+
+        return hook
+
+    def _note(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.buffers.setdefault(name, len(self.order))
+
+        return hook
+
+
+def look_at_model(
+    model: nn.Module, blocks: Sequence[str], fn: Fn, batch: Any, stages: int, given_cuts: Sequence[str] | None = None
+) -> ModelFacts:
+    """Return the facts of a model that is whole, by running the task's loss on one microbatch."""
+    with unchanged(model, fn):
+        runs: list[tuple[_Run, float]] = []
+        for _ in range(_TIMED_RUNS):
+            run = _Run(model, blocks)
+            with torch.no_grad(), run.recorded(), unchanged(model, fn):
+                fn(model, batch)
+            runs.append((run, time.perf_counter() - run.end))
+        run = runs[0][0]
+        if stages == 1:
+            first = {kind_of_block(model.get_submodule(name)): name for name in reversed(blocks) if name in run.inputs}
+            every = frozenset(name for name, _ in model.named_parameters())
+            buffers = {name: 0 for name, _ in model.named_buffers()}
+            inputs = {name: run.inputs[name] for name in first.values()}
+            return ModelFacts(blocks, [0] * len(blocks), [0, len(blocks)], [every], buffers, block_inputs=inputs)
+        blocks = _blocks_in_line(model, run.order, blocks)
+        seconds = _seconds_of_blocks(model, blocks, [run for run, _ in runs])
+        numbers = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks]
+        rest = sum(p.numel() for p in model.parameters()) - sum(numbers)
+        after = median(behind for _, behind in runs)
+        cuts = (
+            balanced_cuts(stages, seconds, numbers, last_seconds=after, last_numbers=rest)
+            if given_cuts is None
+            else cuts_at(given_cuts, blocks, stages)
+        )
+        tuples = [run.tuples[name] for name in blocks]
+        needs = _needed_parameters(model, blocks, cuts, tuples, fn, batch)
+    first = {kind_of_block(model.get_submodule(name)): name for name in reversed(blocks)}
+    return ModelFacts(
+        blocks,
+        tuples,
+        cuts,
+        needs,
+        _stages_of_buffers(model, blocks, cuts, run.buffers),
+        seconds=[sum(seconds[i:j]) + (after if j == len(blocks) else 0.0) for i, j in pairwise(cuts)],
+        block_inputs={name: run.inputs[name] for name in first.values()},
+    )
+
+
+def kind_of_block(block: nn.Module) -> tuple[Any, ...]:
+    """Return what equal blocks have in common: their class, and names and shapes of their parameters."""
+    return type(block), tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+
+
+def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:
+    """Return loss and gradients of the whole model in evaluation mode, which draws no random numbers."""
+    with unchanged(model, fn):
+        model.eval()
+        loss = fn(model, batch)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    sketches = TensorSketcher(keep=False)
+    known = {
+        name: sketch_whole_tensor(sketches, name, gradient)
+        for name, gradient in zip(named, cast("tuple[Tensor | None, ...]", gradients), strict=True)
+        if gradient is not None
+    }
+    return WholeModel(float(loss.detach()), known)
+
+
+def _blocks_in_line(model: nn.Module, order: Sequence[str], blocks: Sequence[str]) -> Sequence[str]:
+    """Return the blocks that a pipeline can cut between: all, or those that train if a frozen model has some as well.
+
+    Raise TaskError if the loss does not run them once, in order.
+    """
+    trained = [name for name in blocks if any(p.requires_grad for p in model.get_submodule(name).parameters())]
+    for line in (list(blocks), trained):
+        if [name for name in order if name in line] == line:
+            return line
+    both = zip([*order, "no further block"], [*blocks, "no further block"], strict=False)
+    name, due = next((name, due) for name, due in both if name != due)
+    raise TaskError(
+        f"parallel.pipeline cuts between blocks, and the loss must run each once, in order; it ran {name!r} where "
+        f"{due!r} was due: put blocks that belong together into one (model.blocks, or the task's blocks()), or leave "
+        "parallel.pipeline out"
+    )
+
+
+def _seconds_of_blocks(model: nn.Module, blocks: Sequence[str], runs: Sequence[_Run]) -> list[float]:
+    """Return the time of each block; those of one kind take equally long."""
+    each = {name: median(run.seconds[name] for run in runs) for name in blocks}
+    kinds: dict[Any, list[str]] = {}
+    for name in blocks:
+        kinds.setdefault(kind_of_block(model.get_submodule(name)), []).append(name)
+    means = {name: mean(each[other] for other in alike) for alike in kinds.values() for name in alike}
+    return [means[name] for name in blocks]
+
+
+def _needed_parameters(
+    model: nn.Module, blocks: Sequence[str], cuts: Sequence[int], tuples: Sequence[int], fn: Fn, batch: Any
+) -> list[frozenset[str]]:
+    """Return the parameters that each stage uses: those of its blocks, and others with a gradient from its output.
+
+    A parameter outside of blocks that has none, such as an expert that got no sample, is in the first and last stage.
+    """
+    model.eval()
+    for p in model.parameters():
+        p.requires_grad_(p.is_floating_point())
+    owner = {
+        id(p): stage
+        for stage, (first, end) in enumerate(pairwise(cuts))
+        for name in blocks[first:end]
+        for p in model.get_submodule(name).parameters()
+    }
+    named = dict(model.named_parameters())
+    floating = {name: p for name, p in named.items() if p.requires_grad}
+    found: list[set[str]] = [{n for n, p in named.items() if owner.get(id(p)) == s} for s in range(len(cuts) - 1)]
+    hidden: Tensor | None = None
+    for number, (first, end) in enumerate(pairwise(cuts)):
+        stage = Stage(model, blocks, first, end, tuples)
+        if hidden is not None:
+            arrived = Arrival(hidden, None)
+            stage.inlet = lambda arrived=arrived: arrived
+        try:
+            with kept_attributes([getattr(fn, "__self__", None)]):
+                out: Any = stage.enter().run(fn, model, batch)
+        except UniparError:
+            raise
+        except Exception as e:
+            raise TaskError(
+                f"parallel.pipeline runs the loss with only some of the blocks on each stage, and it fails with "
+                f"{', '.join(blocks[first:end])} alone ({type(e).__name__}: {e}): let it use the blocks' outputs by "
+                "calling the model, or leave parallel.pipeline out"
+            ) from e
+        finally:
+            stage.leave()
+        out = hidden_of_output(out)
+        gradients = cast(
+            "tuple[Tensor | None, ...]",
+            torch.autograd.grad(out.sum(), list(floating.values()), allow_unused=True),
+        )
+        found[number] |= {name for name, gradient in zip(floating, gradients, strict=True) if gradient is not None}
+        hidden = out.detach().requires_grad_(out.is_floating_point())
+    unused = set(named) - set().union(*found)
+    found[0] |= unused
+    found[-1] |= unused
+    return [frozenset(names) for names in found]
+
+
+def _stages_of_buffers(
+    model: nn.Module, blocks: Sequence[str], cuts: Sequence[int], called: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the stage that has the right value of each buffer: its block's, else by when its module is called."""
+    stages = {name: s for s, (i, j) in enumerate(pairwise(cuts)) for name in blocks[i:j]}
+
+    def of(buffer: str) -> int:
+        inside = [stage for name, stage in stages.items() if buffer.startswith(f"{name}.")]
+        if inside:
+            return inside[0]
+        begun = called.get(buffer.rpartition(".")[0], 0)
+        return len(cuts) - 2 if begun == len(blocks) else 0
+
+    return {name: of(name) for name, _ in model.named_buffers()}
+
+
+def names_in_several(needs: Sequence[frozenset[str]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield each parameter that several stages use, with these stages."""
+    for name in sorted(frozenset().union(*needs)):
+        stages = tuple(stage for stage, names in enumerate(needs) if name in names)
+        if len(stages) > 1:
+            yield name, stages

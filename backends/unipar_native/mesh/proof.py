@@ -1,0 +1,89 @@
+"""Proof before the first step: loss and gradients of the split model are those of the whole one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unipar.backend import Fn, Micro
+from unipar.engines.state import local_part
+from unipar.errors import TaskError
+from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar_native.mesh.state_kept import kept_attributes
+
+if TYPE_CHECKING:
+    from unipar_native.mesh.engine import MeshEngine
+    from unipar_native.mesh.probe import WholeModel
+
+_TOLERANCES = {torch.float64: 1e-10}
+_TOLERANCE = 2e-4
+"""Largest difference, as a share of the loss or of a gradient's length, that rounding explains in fp32."""
+
+_FLOOR = 1e-3
+"""Share of the longest gradient's length below which a shorter one is measured by that share."""
+
+
+def prove(engine: MeshEngine, fn: Fn, batch: Any, whole: WholeModel | None) -> None:
+    """Raise TaskError unless the split model has the whole one's loss and gradients on this microbatch.
+
+    `whole` is given on rank 0. All ranks of the data get the same microbatch; nothing is drawn, and no autocast is on.
+    """
+    names, losses, expected = _from_first_rank(engine, whole)
+    loss, sketches = _split_gradients(engine, fn, batch, names)
+    small = _TOLERANCES.get(engine.dtype, _TOLERANCE)
+    lengths = expected.norm(dim=1)
+    off = (sketches - expected).norm(dim=1) / (lengths + _FLOOR * lengths.max()).clamp(min=1e-300)
+    off = torch.where(off.isfinite(), off, torch.inf)
+    worst = int(off.argmax())
+    loss_off = abs(loss - losses) / max(1.0, abs(losses))
+    if loss_off <= small and float(off[worst]) <= small:
+        return
+    raise TaskError(
+        f"split as planned, the model is another: a loss of {loss:.9g} for {losses:.9g}, and the gradient of "
+        f"{names[worst]} is off by {float(off[worst]):.1e} of its length; {engine.split_words}. "
+        f"{'A value that skips a block cannot cross a cut between stages. ' if engine.axes.pipeline > 1 else ''}"
+        "Leave one of the axes out, or say in the task's tensor(model) or cuts(stages) what must stay together"
+    )
+
+
+def _from_first_rank(engine: MeshEngine, whole: WholeModel | None) -> tuple[list[str], float, torch.Tensor]:
+    told: list[Any] = [None]
+    if whole is not None:
+        rows = [whole.gradients[name].tolist() for name in whole.gradients]
+        told = [(list(whole.gradients), whole.loss, rows)]
+    engine.broadcast_objects(told)
+    names, loss, rows = told[0]
+    return names, loss, torch.tensor(rows, dtype=torch.float64).view(-1, SKETCH_NUMBERS)
+
+
+def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -> tuple[float, torch.Tensor]:
+    """Return the split model's loss, and the sketches of its gradients, on every rank."""
+    modes = [(module, module.training) for module in engine.wrapped.modules()]
+    autocast, engine.call.autocast = engine.call.autocast, None
+    engine.wrapped.eval()
+    try:
+        with torch.random.fork_rng(), kept_attributes([getattr(fn, "__self__", None)]):
+            share = engine.run_microbatches(
+                lambda model, given, number: fn(model, given),
+                [Micro(batch, 1.0 / engine.world.shares)],
+                engine.divisor,
+                lambda phase: None,
+            )
+        engine.finish_reduction()
+    finally:
+        engine.call.autocast = autocast
+        for module, mode in modes:
+            module.training = mode
+    engine.before_state_access()
+    world = engine.world
+    loss = torch.full((), float(share) if world.leads else 0.0, dtype=torch.float64, device=world.device)
+    rows = torch.zeros((len(names), SKETCH_NUMBERS), dtype=torch.float64)
+    sketcher, places = TensorSketcher(keep=False), {name: i for i, name in enumerate(names)}
+    for name, p in engine.local_parameters():
+        if name in places and p.grad is not None and engine.speaks_for(name, p.grad):
+            numel = torch.Size(engine.whole_shape(name, p)).numel()
+            for where, mine in engine.local_regions(name, p.grad):
+                rows[places[name]] += sketcher.sketch_region(name, numel, where, local_part(mine))
+    engine.optimizer.zero_grad()
+    return float(world.sum(loss)), world.sum(rows.to(world.device)).cpu()

@@ -1,0 +1,67 @@
+"""Tensors of a trial that are cut: DTensors that remember which projections they come from."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from unipar_native.mesh.tensor.cuts import Cut
+
+
+def place_of(x: DTensor) -> tuple[int, int]:
+    """Return the dimension along which a tensor is cut, and in how many groups."""
+    placement: Any = x.placements[0]
+    return placement.dim % x.ndim, getattr(placement, "split_factor", 1)
+
+
+def sources_of(x: Any) -> tuple[str, ...]:
+    """Return the projections that led to a tensor."""
+    return getattr(x, "_unipar_sources", ())
+
+
+def sizes_behind(x: Any) -> tuple[int, ...] | None:
+    """Return the sizes of groups that differ, right behind the projection."""
+    return getattr(x, "_unipar_sizes", None)
+
+
+def mark_sources(x: Any, sources: tuple[str, ...]) -> None:
+    """Note further projections that led to a tensor."""
+    x._unipar_sources = tuple(dict.fromkeys((*sources_of(x), *sources)))
+
+
+def part_of(x: Tensor, dim: int, groups: int, ranks: int) -> Tensor:
+    """Return the first rank's part of a whole tensor."""
+    parts = [x.narrow(dim, *span) for span in Cut("column", groups).spans(x.shape[dim], 0, ranks)]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def cut_tensor(local: Tensor, mesh: DeviceMesh, whole: Tensor | None, dim: int, groups: int) -> DTensor:
+    """Return a DTensor that is cut along `dim`, of which this is one part."""
+    local = local.contiguous()
+    placement: Any = Shard(dim) if groups == 1 else _StridedShard(dim, split_factor=groups)
+    shape = torch.Size(n * mesh.size() if d == dim else n for d, n in enumerate(local.shape))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+@final
+class CollectiveCounter(TorchDispatchMode):
+    """Mode that counts collectives: DTensor adds them where a call needs more than a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it comes again as calls on parts
+        self.times += func.namespace in ("_c10d_functional", "c10d", "c10d_functional", "_dtensor")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,202 @@
+"""Calls in a block's forward, made on parts: literal sizes divided, whole tensors cut, masks of one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from unipar_native.mesh.tensor.collectives import enter
+from unipar_native.mesh.tensor.cuts import Cut, Rewrite
+from unipar_native.mesh.tensor.rules import (
+    bound_arguments,
+    name_of_call,
+    numbers_of,
+    place_in_index,
+    with_numbers,
+)
+from unipar_native.mesh.tensor.sites import BLOCK, frames_to, key_of, site_of
+
+
+class PartCalls(TorchFunctionMode):
+    """Mode in which the calls at a plan's sites are made on this rank's part."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        sites: Mapping[str, tuple[Rewrite, ...]],
+        rank: int,
+        ranks: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        self._names = {id(m): n for n, m in block.named_modules()}
+        self._sites, self._functions = sites, functions_at(sites)
+        self._rank, self._ranks, self._group = rank, ranks, group
+        self._known: dict[tuple[Any, ...], tuple[Rewrite, ...]] = {}
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in self._functions:
+            frames = frames_to(BLOCK)
+            key = key_of(frames)
+            rewrites = self._known.get(key)
+            if rewrites is None:
+                rewrites = self._known[key] = self._sites.get(site_of(func, frames, self._names), ())
+            if rewrites:
+                return self._made(func, args, kwargs, rewrites)
+        return func(*args, **kwargs)
+
+    def _made(self, func: Any, args: Any, kwargs: Any, rewrites: tuple[Rewrite, ...]) -> Any:
+        name = name_of_call(func)
+        attention = None
+        for rewrite in rewrites:
+            match rewrite.kind:
+                case "size":
+                    return self._size(name, func, args, kwargs, rewrite.dim)
+                case "sizes":
+                    args, kwargs = self._divided(name, args, kwargs, rewrite.dim)
+                case "pieces":
+                    args, kwargs = self._piece(name, args, kwargs, rewrite.dim)
+                case "part":
+                    for way, dim in rewrite.arguments:
+                        args, kwargs = _with(args, kwargs, way, partial(self._part, dim=dim, groups=rewrite.groups))
+                case "dropout":
+                    return self._dropout(func, args, kwargs, rewrite)
+                case _:
+                    attention = rewrite
+        if attention is not None and float(bound_arguments(args, kwargs)["dropout_p"]) > 0:
+            return self._attention(bound_arguments(args, kwargs), attention.dim)
+        return func(*args, **kwargs)
+
+    def _size(self, name: str, func: Any, args: Any, kwargs: Any, dim: int) -> Any:
+        """Return sizes of the whole."""
+        x: Tensor = args[0]
+        whole = self._whole_shape(x, dim)
+        if name in ("numel", "nelement"):
+            return math.prod(whole)
+        if name == "__len__":
+            return whole[0]
+        along = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return whole if along is None else whole[along]
+
+    def _whole_shape(self, x: Tensor, dim: int) -> torch.Size:
+        dim += x.ndim
+        return torch.Size(n * self._ranks if d == dim else n for d, n in enumerate(x.shape))
+
+    def _divided(self, name: str, args: Any, kwargs: Any, place: int) -> Any:
+        numbers, _ = numbers_of(name, args, kwargs) or ([], False)
+        if numbers[place] != -1:
+            numbers[place] //= self._ranks
+        return with_numbers(name, args, kwargs, numbers)
+
+    def _piece(self, name: str, args: Any, kwargs: Any, dim: int) -> Any:
+        n = self._ranks
+        if name == "__getitem__":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            place = place_in_index(index, args[0].ndim, dim + args[0].ndim)
+            assert place is not None
+            old = index[place]
+            start, stop = (None if i is None else int(i / n) for i in (old.start, old.stop))
+            return (args[0], (*index[:place], slice(start, stop), *index[place + 1 :])), kwargs
+        if name == "narrow":
+            given = {"dim": dim, **dict(zip(("dim", "start", "length"), args[1:], strict=False)), **kwargs}
+            return (args[0], given["dim"], given["start"] // n, given["length"] // n), {}
+        for key in ("split_size", "split_size_or_sections", "split_sizes", "indices_or_sections", "indices"):
+            if key in kwargs:
+                return args, {**kwargs, key: _over(kwargs[key], n, name)}
+        return (args[0], _over(args[1], n, name), *args[2:]), kwargs
+
+    def _part(self, x: Tensor, dim: int | None, groups: int) -> Tensor:
+        x = enter(x, self._group)
+        if dim is None:
+            return x
+        parts = [x.narrow(dim, *s) for s in Cut("column", groups).spans(x.shape[dim], self._rank, self._ranks)]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+    def _mask(self, shape: torch.Size, like: Tensor, dim: int, groups: int, p: float, order: list[int]) -> Tensor:
+        """Return this rank's part of the mask that one process draws; kept elements are scaled."""
+        ones = torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device).fill_(1.0)
+        mask, dim = F.dropout(ones, p, True), dim + len(shape)
+        parts = [mask.narrow(dim, *s) for s in Cut("column", groups).spans(shape[dim], self._rank, self._ranks)]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+    def _dropout(self, func: Any, args: Any, kwargs: Any, rewrite: Rewrite) -> Tensor:
+        names = ("input", "p", "training" if func is F.dropout else "train", "inplace")
+        given: dict[str, Any] = {
+            "p": 0.5,
+            names[2]: True,
+            "inplace": False,
+            **dict(zip(names, args, strict=False)),
+            **kwargs,
+        }
+        x: Tensor = given["input"]
+        if not given[names[2]] or given["p"] == 0.0 or x.numel() == 0:
+            return func(*args, **kwargs)
+        order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), d))  # as `empty_like` lays out its mask
+        if torch.empty_permuted(x.shape, order, device="meta").stride() != x.stride():
+            order = list(range(x.ndim))
+        mask = self._mask(self._whole_shape(x, rewrite.dim), x, rewrite.dim, rewrite.groups, given["p"], order)
+        inplace = given["inplace"] or func.__name__ == "dropout_"
+        return x.mul_(mask) if inplace else x * mask
+
+    def _attention(self, given: dict[str, Any], dim: int) -> Tensor:
+        """Return attention by products, with the part of the mask that one process's products draw."""
+        q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
+        castable = q.device.type != "meta" and q.dtype != torch.float64  # as autocast has it
+        if castable and torch.is_autocast_enabled(q.device.type):
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        if given["enable_gqa"]:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+        scores = (q * math.sqrt(scale)) @ (k * math.sqrt(scale)).transpose(-2, -1)
+        if given["is_causal"]:
+            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(mask.logical_not(), -math.inf)
+        elif mask is not None:
+            scores = scores + mask
+        weights = scores.softmax(-1)
+        if mask is not None and mask.dtype == torch.bool:
+            weights = weights.masked_fill(weights.isnan(), 0.0)  # rows in which nothing is allowed
+        shape = self._whole_shape(weights, dim)
+        weights = weights * self._mask(shape, weights, dim, 1, given["dropout_p"], list(range(len(shape))))
+        return weights.to(v.dtype) @ v
+
+
+def _over(given: Any, ranks: int, name: str) -> Any:
+    """Return sizes or places divided by the ranks; a number of sections stays."""
+    if isinstance(given, int):
+        return given if name == "tensor_split" else given // ranks
+    return [n // ranks for n in given]
+
+
+def _with(args: Any, kwargs: Any, way: tuple[str | int, ...], change: Any) -> tuple[Any, Any]:
+    """Return arguments of which the one at `way` is changed."""
+
+    def changed(value: Any, rest: tuple[str | int, ...]) -> Any:
+        if not rest:
+            return change(value) if isinstance(value, Tensor) else value
+        if isinstance(value, dict):
+            return {k: changed(v, rest[1:]) if k == rest[0] else v for k, v in value.items()}
+        return [changed(v, rest[1:]) if i == rest[0] else v for i, v in enumerate(value)]
+
+    first, *rest = way
+    if isinstance(first, str):
+        return args, {**kwargs, first: changed(kwargs[first], tuple(rest))}
+    return tuple(changed(v, tuple(rest)) if i == first else v for i, v in enumerate(args)), kwargs
+
+
+def functions_at(sites: Iterable[str]) -> frozenset[str]:
+    """Return the names under which a mode sees the functions that are called at these sites."""
+    found = {site.partition("@")[0] for site in sites}
+    return frozenset(found - {"shape"} | ({"__get__"} if "shape" in found else set()))

@@ -1,0 +1,157 @@
+"""Tensor parallelism of one block at run time: plain local parameters, and two sums in forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unipar_native.mesh.tensor.attention import attend
+from unipar_native.mesh.tensor.collectives import enter, leave
+from unipar_native.mesh.tensor.cuts import BlockPlan, is_transposed
+from unipar_native.mesh.tensor.rewrites import PartCalls
+from unipar_native.mesh.tensor.sites import run_block
+
+
+@final
+class Handle:
+    """One change to a module that can be taken back."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo = undo
+
+    def remove(self) -> None:
+        """Take the change back."""
+        self._undo()
+
+
+def arm_block(
+    block: nn.Module,
+    plan: BlockPlan,
+    group: dist.ProcessGroup | None,
+    *,
+    rank: int | None = None,
+    watch: Callable[[nn.Module, Any], Any] | None = None,
+) -> list[Handle]:
+    """Make a block, whose cut parameters are this rank's parts already, compute what the whole block does.
+
+    Forward and backward then communicate over `group`. `watch`: another maker of the mode (a trial's).
+    """
+    seat = dist.get_rank(group) if rank is None else rank
+    entered = _Entered(group)
+    handles: list[Handle] = []
+    for name, cut in plan.cuts.items():
+        module: Any = block.get_submodule(name)
+        if isinstance(module, nn.MultiheadAttention):
+            handles.append(_replace(module, _attention(module, group, plan.ranks, seat)))
+        elif isinstance(block.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            continue  # the output projection of the one above
+        elif cut.kind == "column":
+            if is_transposed(module):
+                handles.append(_set(module, "nf", module.nf // plan.ranks))
+            handles.append(_replace(module, _column(module, entered)))
+        else:
+            handles.append(_replace(module, _row(module, group)))
+    mode = PartCalls(block, plan.sites, seat, plan.ranks, group) if plan.sites or watch else None
+    if watch is not None:
+        mode = watch(block, mode)
+    handles.append(_wrap(block, entered, mode))
+    return handles
+
+
+@final
+class _Entered:
+    """Whole inputs of this forward that columns have taken: those that several take are summed up once."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, x: Tensor) -> Tensor:
+        known = self._known.get(id(x))
+        if known is None or known[0] is not x:
+            known = self._known[id(x)] = (x, enter(x, self._group))
+        return known[1]
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+def _column(module: Any, entered: _Entered) -> Callable[[Tensor], Tensor]:
+    plain = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return plain(entered.of(x))
+
+    return forward
+
+
+def _row(module: Any, group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    plain, transposed = module.forward, is_transposed(module)
+
+    def forward(x: Tensor) -> Tensor:
+        bias = module._parameters.get("bias")
+        if transposed:
+            return _biased(leave(x @ module.weight, group), bias)
+        module._parameters["bias"] = None  # every rank would add it
+        try:
+            out = plain(x)
+        finally:
+            module._parameters["bias"] = bias
+        return _biased(leave(out, group), bias)
+
+    return forward
+
+
+def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def _attention(module: Any, group: dist.ProcessGroup | None, ranks: int, rank: int) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return attend(module, group, ranks, rank, *args, **kwargs)
+
+    return forward
+
+
+def _replace(module: Any, forward: Callable[..., Any]) -> Handle:
+    return _set(module, "forward", forward)
+
+
+def _set(module: Any, name: str, value: Any) -> Handle:
+    had, before = name in module.__dict__, module.__dict__.get(name)
+    setattr(module, name, value)
+
+    def undo() -> None:
+        if had:
+            setattr(module, name, before)
+        else:
+            delattr(module, name)
+
+    return Handle(undo)
+
+
+def _wrap(block: Any, entered: _Entered, mode: PartCalls | None) -> Handle:
+    """Wrap the block's forward, inside what recomputes or compiles it."""
+    outer = block.__dict__.get("forward")
+    inner: list[Callable[..., Any]] | None = getattr(outer, "unipar_inner", None)
+    plain: Callable[..., Any] = block.forward if inner is None else inner[0]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            stack.callback(entered.clear)
+            if mode is not None:
+                stack.enter_context(mode)
+            return run_block(plain, args, kwargs)
+
+    if inner is None:
+        return _replace(block, forward)
+    inner[0] = forward
+
+    def undo() -> None:
+        inner[0] = plain
+
+    return Handle(undo)

@@ -1,0 +1,260 @@
+"""Tensor parallelism of one block: which matrices are cut and how, found by trying it on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from unipar.errors import TaskError
+from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, Rewrite, cut_parameters, is_linear, is_transposed
+from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
+from unipar_native.mesh.tensor.rewrites import PartCalls
+from unipar_native.mesh.tensor.sites import BLOCK, frames_to, site_of
+from unipar_native.mesh.tensor.trial import WHOLE, CannotCut, OtherGroups, Trial
+from unipar_native.mesh.tensor_parallel import arm_block
+
+KINDS = ("column", "row", "whole")
+SHAPES = {"size", "sizes", "pieces"}
+"""Kinds of rewrites that change sizes alone: a block that asks for no literal sizes needs none of them."""
+
+
+def derive_block_plan(
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: DeviceMesh,
+    given: Mapping[str, str] | None = None,
+) -> BlockPlan:
+    """Return how the ranks of a mesh of one dimension can cut a block that is called with these arguments.
+
+    No values are needed, and no communication. `given`: kinds by pattern of names in the block, which win.
+    """
+    return _Derivation(meta_block(block), *meta_arguments(args, kwargs), mesh, given or {}).plan()
+
+
+@final
+class _Derivation:
+    def __init__(self, block: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh, given: Mapping[str, str]) -> None:
+        self.block, self.args, self.kwargs, self.mesh, self.ranks = block, args, kwargs, mesh, mesh.size()
+        own = [n for n, m in block.named_modules() if isinstance(m, nn.MultiheadAttention)]
+        self.matrices: dict[str, Any] = {
+            n: m
+            for n, m in block.named_modules()
+            if n and (n in own or (is_linear(m) and n.rpartition(".")[0] not in own))
+        }
+        self.ways: dict[str, tuple[int, ...]] = {}
+        self.tried: dict[str, set[tuple[int, ...]]] = {}
+        self.reasons: dict[str, str] = {}
+        self.trials = 0
+        self.wanted = self._wanted(given)
+
+    def _wanted(self, given: Mapping[str, str]) -> dict[str, str]:
+        wanted: dict[str, str] = {}
+        for pattern, kind in given.items():
+            if kind not in KINDS:
+                raise TaskError(f"tensor() says {kind!r} for {pattern!r}; it is one of {', '.join(KINDS)}")
+            wanted |= {n: kind for n in self.matrices if fnmatchcase(n, pattern)}
+        for name, kind in wanted.items():
+            if kind == "whole":
+                self._keep_whole(name, "the task's tensor() says so")
+        return wanted
+
+    def _keep_whole(self, name: str, reason: str) -> None:
+        if self.wanted_kind(name) in ("column", "row"):
+            raise TaskError(f"tensor() says {self.wanted_kind(name)} for {name}, which cannot be: {reason}")
+        self.ways[name] = WHOLE
+        self.reasons.setdefault(name, reason)
+
+    def wanted_kind(self, name: str) -> str | None:
+        return getattr(self, "wanted", {}).get(name)
+
+    def plan(self) -> BlockPlan:
+        for name, module in self.matrices.items():
+            width = self._width(module)
+            if width % self.ranks:
+                what = "heads" if isinstance(module, nn.MultiheadAttention) else "outputs"
+                self.reasons[name] = f"{self.ranks} does not divide its {width} {what}"
+                if isinstance(module, nn.MultiheadAttention):
+                    self._keep_whole(name, self.reasons[name])
+        while True:
+            try:
+                found = self._tried()
+                break
+            except OtherGroups as e:
+                self._regroup(e)
+            except CannotCut as e:
+                self._give_up_one(e)
+        for name in self.matrices:
+            kind = self.wanted_kind(name)
+            cut = found.cuts.get(name)
+            if kind in ("column", "row") and (cut is None or cut.kind != kind):
+                fed = (
+                    "a row needs an input that is cut" if kind == "row" else "its input is cut or T does not divide it"
+                )
+                raise TaskError(f"tensor() says {kind} for {name}, which cannot be: {fed}")
+            if cut is None and name not in self.reasons:
+                self.reasons[name] = "the block did not call it"
+        return BlockPlan(found.cuts, self._whole(found.cuts), self.trials, self.ranks, found.sites)
+
+    def _width(self, module: Any) -> int:
+        if isinstance(module, nn.MultiheadAttention):
+            return module.num_heads
+        return module.weight.shape[1 if is_transposed(module) else 0]
+
+    def _whole(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
+        """Return every matrix that is not cut, by name, with the reason."""
+        whole = {n: self.reasons.get(n, "") for n in self.matrices if n not in cuts}
+        parts = cut_parameters(self.block, BlockPlan(cuts, {}, 0, self.ranks))
+        for name, p in self.block.named_parameters():
+            module = name.rpartition(".")[0]
+            if p.ndim >= 2 and name not in parts and not any(module == n or module.startswith(f"{n}.") for n in whole):
+                whole[name] = "it is not the weight of a linear layer"
+        return whole
+
+    def _give_up_one(self, e: CannotCut) -> None:
+        """Try the last column that led to this in other groups, else leave it whole."""
+        columns = [n for n in e.sources if self.ways.get(n) != WHOLE]
+        if not columns:
+            raise TaskError(f"tensor: the block cannot be tried on meta tensors: {e.reason}") from e
+        # the one without which a trial comes furthest; of equal ones the last
+        best = columns[-1] if len(columns) == 1 else max(reversed(columns), key=self._progress_without)
+        self._next_way(best, e.reason)
+
+    def _progress_without(self, name: str) -> float:
+        """Return how many calls a trial makes before it fails, if one matrix stays whole."""
+        ways = {**self.ways, name: WHOLE}
+        while True:
+            trial = Trial(meta_block(self.block), self.mesh, ways, training=True)
+            self.trials += 1
+            try:
+                trial.run(*self._arguments())
+            except CannotCut:
+                return trial.calls
+            except OtherGroups as e:
+                sizes = tuple(b - a for a, b in zip(e.bounds, e.bounds[1:], strict=False))
+                if any(n % self.ranks for n in sizes) or ways.get(e.name) == sizes:
+                    return trial.calls
+                ways[e.name] = sizes
+            else:
+                return float("inf")
+
+    def _next_way(self, name: str, reason: str) -> None:
+        module = self.matrices[name]
+        self.reasons.setdefault(name, reason)
+        width = self._width(module)
+        tried = self.tried.setdefault(name, set())
+        tried.add(self.ways.get(name, (width,)))
+        if not isinstance(module, nn.MultiheadAttention):
+            inputs = module.weight.numel() // width
+            for groups in dict.fromkeys((width // inputs if width % inputs == 0 else 0, 3, 2)):
+                way = (width // groups,) * groups if groups > 1 and width % (groups * self.ranks) == 0 else WHOLE
+                if way != WHOLE and way not in tried:
+                    self.ways[name] = way
+                    return
+        self._keep_whole(name, self.reasons[name])
+
+    def _regroup(self, e: OtherGroups) -> None:
+        sizes = tuple(b - a for a, b in zip(e.bounds, e.bounds[1:], strict=False))
+        odd = [n for n in sizes if n % self.ranks]
+        known = self.tried.setdefault(e.name, set())
+        known.add(self.ways.get(e.name, (sum(sizes),)))
+        if odd or sizes in known:
+            reason = f"{self.ranks} does not divide the {odd[0]} outputs of one of its parts" if odd else "taken apart"
+            self._keep_whole(e.name, reason)
+        else:
+            self.ways[e.name] = sizes
+
+    def _tried(self) -> BlockPlan:
+        """Return a plan that holds in training and evaluation, or raise what is in its way."""
+        merged: dict[str, tuple[Rewrite, ...]] = {}
+        trials = list[Trial]()
+        for training in (True, False):
+            trial = Trial(meta_block(self.block), self.mesh, self.ways, training=training)
+            self.trials += training
+            trial.run(*self._arguments())
+            unused = [n for n, c in trial.cuts.items() if c.kind == "column" and n not in trial.used]
+            if unused:
+                raise CannotCut("no other matrix takes its output", unused[-1:])
+            if trials and trial.cuts != trials[0].cuts:
+                odd = [n for n in trial.cuts | trials[0].cuts if trial.cuts.get(n) != trials[0].cuts.get(n)]
+                raise CannotCut("training and evaluation use it in different ways", odd[-1:])
+            for key, rewrites in trial.sites.items():
+                merged[key] = tuple(dict.fromkeys((*merged.get(key, ()), *rewrites)))
+            trials.append(trial)
+        cuts = trials[0].cuts
+        failed: CannotCut | None = None
+        for without in (SHAPES, {"size"}, set[str]()):
+            kept = {k: tuple(r for r in rs if r.kind not in without) for k, rs in merged.items()}
+            plan = BlockPlan(cuts, {}, 0, self.ranks, {k: rs for k, rs in kept.items() if rs})
+            try:
+                for trial, training in zip(trials, (True, False), strict=True):
+                    self._rehearse(plan, trial, training=training)
+            except CannotCut as e:
+                failed = e
+            else:
+                return plan
+        assert failed is not None
+        raise failed
+
+    def _arguments(self) -> tuple[Any, Any]:
+        return meta_arguments(self.args, self.kwargs)
+
+    def _rehearse(self, plan: BlockPlan, trial: Trial, *, training: bool) -> None:
+        """Run the block on one rank's parts, and raise CannotCut where a shape is not that of the trial's part."""
+        block = meta_block(self.block).train(training)
+        for name, cut in cut_parameters(block, plan).items():
+            owner, _, key = name.rpartition(".")
+            module: Any = block.get_submodule(owner)
+            old = module._parameters[key]
+            part = torch.empty(cut.local_shape(), dtype=old.dtype, device="meta")
+            module._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
+        watched = list[_Rehearsal]()
+
+        def watch(armed: nn.Module, mode: PartCalls) -> Any:
+            watched.append(_Rehearsal(armed, mode, trial))
+            return watched[0]
+
+        arm_block(block, plan, None, rank=0, watch=watch)
+        args, kwargs = self._arguments()
+        try:
+            block(*args, **kwargs)
+        except CannotCut:
+            raise
+        except Exception as e:
+            text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
+            raise CannotCut(f"its part does not fit: {text}", watched[0].last or tuple(plan.cuts)[-1:]) from e
+
+
+@final
+class _Rehearsal(TorchFunctionMode):
+    """Mode of a run on parts, which compares every result's shape with that of the trial."""
+
+    def __init__(self, block: nn.Module, mode: PartCalls, trial: Trial) -> None:
+        super().__init__()
+        self._names = {id(m): n for n, m in block.named_modules()}
+        self._mode, self._trial = mode, trial
+        self._left = {key: list(shapes) for key, shapes in trial.shapes.items()}
+        self.last: tuple[str, ...] = ()
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = site_of(func, frames_to(BLOCK), self._names)
+        blame = self._trial.blame.get(key, ())
+        self.last = blame or self.last
+        out = self._mode.__torch_function__(func, types, args, kwargs)
+        if key in self._left:
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor):
+                    expected = self._left[key].pop(0) if self._left[key] else None
+                    if expected != tuple(x.shape):
+                        text = f"{self._trial.lines.get(key, func.__name__)} gives {tuple(x.shape)} for {expected}"
+                        raise CannotCut(text, blame or self.last)
+        return out

@@ -1,0 +1,71 @@
+"""Order of microbatches on the stages of a pipeline, and its bubble."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from unipar.config.sections.cell import Axes, PipelineSchedule
+from unipar.planning.pipeline import bubble, describe_bubble, microbatch_order, microbatches_in_flight, place_turns
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "order", "in_flight"),
+    [
+        ("gpipe", 0, "F0 F1 F2 F3 B0 B1 B2 B3", 4),
+        ("gpipe", 1, "F0 F1 F2 F3 B0 B1 B2 B3", 4),
+        ("1f1b", 0, "F0 F1 F2 B0 F3 B1 B2 B3", 3),
+        ("1f1b", 1, "F0 F1 B0 F2 B1 F3 B2 B3", 2),
+        ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3", 1),
+    ],
+)
+def test_order_of_four_microbatches(schedule: PipelineSchedule, stage: int, order: str, in_flight: int) -> None:
+    """Three stages; under 1f1b the last one alternates from the beginning."""
+    turns = microbatch_order(schedule, 3, stage, 4)
+    assert " ".join(f"{turn.way[0].upper()}{turn.micro}" for turn in turns) == order
+    assert microbatches_in_flight(turns) == in_flight
+
+
+def test_fewer_microbatches_than_stages() -> None:
+    """Each runs forward and backward once; no more than there are is in flight."""
+    turns = microbatch_order("1f1b", 4, 0, 2)
+    assert turns == [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
+
+
+def test_bubble() -> None:
+    """(p-1)/(m+p-1) under 1f1b and gpipe; interleaved shortens it by its chunks."""
+    assert bubble("1f1b", 4, 4) == bubble("gpipe", 4, 4) == 3 / 7
+    assert bubble("1f1b", 2, 8) == 1 / 9
+    assert bubble("interleaved", 4, 4, chunks=2) == 3 / 11
+
+
+def test_bubble_in_words() -> None:
+    """With the formula and its numbers; zero-bubble schedules have less than 1f1b, and how much less is not told."""
+    assert describe_bubble(Axes(pipeline=4), 1) == (
+        "75.0 % of a step, if all stages take equally long: (p - 1) / (m + p - 1) = 3 / 4, p = 4 stages, "
+        "m = 1 microbatch"
+    )
+    assert describe_bubble(Axes(pipeline=4, schedule="interleaved"), 4, chunks=2) == (
+        "27.3 % of a step, if all stages take equally long: (p - 1) / (v m + p - 1) = 3 / 11, p = 4 stages, "
+        "m = 4 microbatches, v = 2 pieces of the model on each"
+    )
+    assert describe_bubble(Axes(pipeline=2, schedule="zerobubble"), 8) == (
+        "less than 11.1 % of a step, which is what 1f1b waits: (p - 1) / (m + p - 1) = 1 / 9, p = 2 stages, "
+        "m = 8 microbatches"
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "micros"), [(2, 8), (4, 4), (4, 12), (3, 1), (4, 2)])
+def test_turns_in_time_wait_as_the_formula_says(schedule: PipelineSchedule, stages: int, micros: int) -> None:
+    """Each stage runs every microbatch once each way, one after another, and waits for the rest of the step."""
+    placed = place_turns(schedule, stages, micros)
+    total = max(turn.end for turn in placed)
+    for stage in range(stages):
+        own = [turn for turn in placed if turn.stage == stage]
+        assert [turn.turn for turn in own] == microbatch_order(schedule, stages, stage, micros)
+        assert all(after.start >= before.end for before, after in itertools.pairwise(own))
+        busy = sum(turn.end - turn.start for turn in own)
+        assert busy == 3 * micros
+        assert 1 - busy / total == pytest.approx(bubble(schedule, stages, micros))
