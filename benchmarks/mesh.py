@@ -1,6 +1,6 @@
 """Models that others wrote, split over a mesh and verified: `python -m benchmarks.mesh [MODEL ...] [--cells CELL]`.
 
-With `--write` the table replaces the one in docs/mesh-models.md. Exit 1: a cell disagrees, or fails instead of refusing.
+With `--write` the table replaces that of docs/mesh-models.md. Exit 1: a cell disagrees, or fails without a refusal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,20 +66,19 @@ def _here(name: str, imports: str = "torch", **more: Any) -> Subject:
     return Subject(f"{ROOT}/benchmarks/mesh_models.py:{name}", imports=imports, **more)
 
 
+GPT2, LLAMA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama"))
 SUBJECTS: dict[str, Subject] = {
     "gpt": Subject(f"{ROOT}/examples/char_gpt.py:CharGPT", {"layers": 4, "width": 32, "heads": 4, "context": 16}),
-    "gpt2": _here("GPT2", "transformers.models.gpt2.modeling_gpt2"),
-    "llama": _here("Llama", "transformers.models.llama.modeling_llama"),
+    "gpt2": _here("GPT2", GPT2),
+    "llama": _here("Llama", LLAMA),
     "bert": _here("Bert", "transformers.models.bert.modeling_bert"),
     "t5": _here("T5", "transformers.models.t5.modeling_t5"),
     "vit": _here("ViT", "transformers.models.vit.modeling_vit"),
     "encoder": _here("Encoder"),
     "translator": _here("Translator"),
     "lora": _here("LoRA", "peft"),
-    "gpt2-dropout": _here("GPT2", "transformers.models.gpt2.modeling_gpt2", args={"dropout": 0.1}, trained=True),
-    "llama-bf16": _here(
-        "Llama", "transformers.models.llama.modeling_llama", settings={"train.precision": "bf16-mixed"}
-    ),
+    "gpt2-dropout": _here("GPT2", GPT2, args={"dropout": 0.1}, trained=True),
+    "llama-bf16": _here("Llama", LLAMA, settings={"train.precision": "bf16-mixed"}),
 }
 """Models by the names that the command takes."""
 
@@ -190,9 +189,13 @@ def shared_server(subjects: Sequence[Subject]) -> Generator[None]:
     entries = ["unipar.verification.worker.entry", *starters.ENTRY_MODULES]
     modules = starters.modules_to_import([registry.find_backend("native")], entries)
     models = dict.fromkeys(s.imports for s in subjects if missing_library(s) is None)
+
+    def lend(*_: object) -> AbstractContextManager[ForkServer]:
+        return nullcontext(server)
+
     with (
         ForkServer([*modules, *models], {"HF_HUB_OFFLINE": "1"}) as server,
-        patch.object(starters, "ForkServer", lambda *_: nullcontext(server)),
+        patch.object(starters, "ForkServer", lend),
         patch.object(early, "begin_imports", lambda: None),
     ):
         server.wait_until_ready()

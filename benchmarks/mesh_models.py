@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -58,9 +59,8 @@ class _Texts(unipar.Task):
 
 def _made(name: str, config: str, **sizes: Any) -> Any:
     """Return a model of transformers by the names of its class and config."""
-    import transformers
-
-    make: Any = getattr(transformers, name)
+    transformers: Any = import_module("transformers")
+    make = getattr(transformers, name)
     return make(getattr(transformers, config)(**sizes))
 
 
@@ -92,8 +92,7 @@ class LoRA(Llama):
 
     @override
     def model(self) -> nn.Module:
-        import peft
-
+        peft: Any = import_module("peft")
         base: Any = super().model()
         made: Any = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], lora_dropout=0.0)
         return peft.get_peft_model(base, made)
