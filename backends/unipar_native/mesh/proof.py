@@ -10,6 +10,7 @@ from unipar.backend import Fn, Micro
 from unipar.engines.state import local_part
 from unipar.errors import TaskError
 from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar_native.mesh.state_kept import kept_attributes
 
 if TYPE_CHECKING:
     from unipar_native.mesh.engine import MeshEngine
@@ -41,6 +42,7 @@ def prove(engine: MeshEngine, fn: Fn, batch: Any, whole: WholeModel | None) -> N
     raise TaskError(
         f"split as planned, the model is another: a loss of {loss:.9g} for {losses:.9g}, and the gradient of "
         f"{names[worst]} is off by {float(off[worst]):.1e} of its length; {engine.split_words}. "
+        f"{'A value that skips a block cannot cross a cut between stages. ' if engine.axes.pipeline > 1 else ''}"
         "Leave one of the axes out, or say in the task's tensor(model) or cuts(stages) what must stay together"
     )
 
@@ -61,7 +63,7 @@ def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -
     autocast, engine.call.autocast = engine.call.autocast, None
     engine.wrapped.eval()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), kept_attributes([getattr(fn, "__self__", None)]):
             share = engine.run_microbatches(
                 lambda model, given, number: fn(model, given),
                 [Micro(batch, 1.0 / engine.world.shares)],

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
@@ -22,6 +23,7 @@ from unipar.engines.gradients import scale_loss
 from unipar.errors import TaskError
 from unipar_native.mesh.channel import Channel
 from unipar_native.mesh.stage import Arrival, Stage, generator_state
+from unipar_native.mesh.state_kept import kept_attributes
 
 _CLASSES: Final[Mapping[str, Any]] = {
     "interleaved": ScheduleInterleaved1F1B,
@@ -184,7 +186,8 @@ class TorchScheduleExecutor:
 
     def _find_shapes(self, batch: Any) -> dict[int, Shape]:
         seen: dict[int, Shape] = {}
-        with torch.random.fork_rng(), eval_mode(self._shell):
+        owners = [*self._shell.model.modules(), getattr(self._loss, "__self__", None)]
+        with torch.random.fork_rng(), kept_attributes(owners), eval_mode(self._shell):
             self._pass(self._loss, batch, seen)
         return seen
 
@@ -267,16 +270,22 @@ class _ContiguousGradient(torch.autograd.Function):
         return gradient.contiguous()
 
 
-def refuse_number_of_microbatches(axes: Axes, count: int) -> str | None:
-    """Return why torch's schedule cannot run so many microbatches, or None."""
-    rounds = max(1, count // axes.pipeline)
-    if axes.pieces == 1 or count % rounds == 0:
-        return None
-    return (
-        f"parallel.schedule: {axes.schedule} runs microbatches in equal rounds of at least one for each of "
-        f"{axes.pipeline} ranks: a step has {count}, which make no {rounds} equal rounds; take a multiple of "
-        f"{axes.pipeline} (batch.total = data x micro x accumulate), or schedule 1f1b"
-    )
+def average_over_copies(parameters: Sequence[nn.Parameter], world: World) -> None:
+    """Replace gradients by their mean over the ranks that train the same parameters on other samples.
+
+    zerobubble needs this: it adds to gradients of weights outside of the backward in which FSDP2 would reduce them.
+    """
+    if world.shares == 1:
+        return
+    group = world.groups.copies_and_shards(1).get_group("copies")
+    works: list[Any] = []
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        works.append(dist.all_reduce(p.grad, group=group, async_op=True))
+    for work in works:
+        work.wait()
+    torch._foreach_div_([p.grad for p in parameters if p.grad is not None], float(world.shares))  # pyright: ignore[reportPrivateUsage]
 
 
 def _fsdp_modules(shell: ForwardCall, stages: Sequence[Stage]) -> Iterator[tuple[FSDPModule, int | None]]:
