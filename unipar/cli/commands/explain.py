@@ -179,7 +179,7 @@ def explain_config(
         source.label,
         values,
         list(_derived_values(config, sizes, own, depth)),
-        [_explain_cell(config, cell, own, parameters, ranks.number) for cell in asked or [own]],
+        [_explain_cell(config, cell, own, parameters, ranks.number, deep=deep) for cell in asked or [own]],
     )
 
 
@@ -304,7 +304,9 @@ def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
     return ExplainedValue("full learning rate", lr * scale.factor(sizes.total), f"derived: train.optimizer.lr {how}")
 
 
-def _explain_cell(config: Config, cell: Cell, own: Cell, parameters: int | None, ranks: int) -> CellExplanation:
+def _explain_cell(
+    config: Config, cell: Cell, own: Cell, parameters: int | None, ranks: int, *, deep: bool
+) -> CellExplanation:
     from unipar.backend import cells, checks, registry
     from unipar.errors import UniparError
 
@@ -318,6 +320,12 @@ def _explain_cell(config: Config, cell: Cell, own: Cell, parameters: int | None,
     except UniparError as e:
         return CellExplanation(str(cell), str(e), {}, {})
     axes = list(_explain_axes(at, cell, ranks)) if cell.axes.ranks > 1 else []
+    if deep and cell.axes.tensor > 1:
+        from unipar.training.task_facts import describe_split
+
+        sizes = at.batch.settle(ranks // cell.axes.ranks)
+        said = describe_split(at, sizes, backend)
+        axes += [ExplainedValue("split of blocks", sentence, "derived on tensors without values") for sentence in said]
     return CellExplanation(str(cell), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters), axes)
 
 
