@@ -172,7 +172,7 @@ def build_run(
             loss=task.loss,
             sample=partial(first_microbatch, task, config, sizes),
             tensor=task.tensor(module),
-            cuts=task.cuts(config.parallel.pipeline),
+            cuts=task.cuts(config.parallel.axes.stages),
         )
         with _explain_import_error(backend):
             engine = (build or backend.build)(part, own, world)

@@ -57,6 +57,10 @@ class ModelFacts:
     block_inputs: Mapping[str, tuple[Any, Any]] = field(default_factory=dict[str, Any])
     """Arguments that the first block of each kind got."""
 
+    def needs_of_ranks(self, ranks: int) -> list[frozenset[str]]:
+        """Return the names of the parameters that each rank of the pipeline uses; stage k is on rank k mod `ranks`."""
+        return [frozenset[str]().union(*self.needs[rank::ranks]) for rank in range(ranks)]
+
 
 @final
 class _Run:

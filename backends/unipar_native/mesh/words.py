@@ -52,10 +52,13 @@ def refuse_part(part: Part, config: Config) -> None:
     refuse_shared_parameters(part, cell)
     if config.parallel.data != 1 or axes.context > 1:
         refuse_scalar_parameters(part.module, cell)
-    if axes.pipeline > len(part.blocks):
+    if axes.stages > len(part.blocks):
+        of_ranks = f" ({axes.pieces} on each of {axes.pipeline} ranks, by {axes.schedule})" if axes.pieces > 1 else ""
+        other = ", take schedule 1f1b" if axes.pieces > 1 else ""
         raise TaskError(
-            f"parallel.pipeline: {axes.pipeline} stages need a block each, and the model has {len(part.blocks)} "
-            f"({', '.join(part.blocks)}): lower pipeline, or name smaller blocks in model.blocks"
+            f"parallel.pipeline: {axes.stages} stages{of_ranks} need a block each, and the model has "
+            f"{len(part.blocks)} ({', '.join(part.blocks)}): lower pipeline{other}, or name smaller blocks in "
+            "model.blocks"
         )
     for axis in ("tensor", "context"):
         for name in part.blocks if axes.sizes.get(axis, 1) > 1 else ():
