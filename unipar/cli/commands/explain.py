@@ -49,7 +49,8 @@ def explain(
 ) -> None:
     """Show every value of the config, and where it came from.
 
-    Then, for each cell, the settings that its library will get, and the dtype of parameters, gradients and so on.
+    Then, for each cell, the settings that its library will get, and the dtype of parameters, gradients and so on; with
+    further axes of the mesh (native/nothing+pipeline2) its share of the batch, and how long a stage waits.
 
     \b
     unipar explain configs/char_gpt.yaml
