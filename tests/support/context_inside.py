@@ -295,21 +295,26 @@ def _bias(x: Tensor) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[], Any]] = {
     **{f"char gpt, {way}, {length}": lambda way=way, length=length: beside(models.char_gpt(), length, way=way)
-       for way in ("gather", "ring") for length in (24, 29, 4, 2)},
-    **{f"{name}, {way}": lambda case=case, way=way: beside(case(), 21, way=way)
-       for way in ("gather", "ring")
-       for name, case in {
-           "gpt2 with a cache and dropout": lambda: models.gpt2(drop=0.1),
-           "gpt2, padded": lambda: models.gpt2(mask=True),
-           "llama": models.llama,
-           "llama, padded": lambda: models.llama(mask=True),
-           "llama, positions given": lambda: models.llama(places=True),
-           "bert, padded, with dropout": models.bert,
-           "vit": models.vit,
-           "torch's encoder layers with dropout": models.transformer,
-           "a learned bias": lambda: stack(models.Biased, _bias),
-           "no attention, dropout of flat tokens": lambda: stack(models.Flat),
-       }.items()},
+       for way in ("gather", "ring") for length in (24, 29, 2)},
+    **{f"{name}, gather": lambda case=case: beside(case(), 21) for name, case in {
+        "gpt2 with a cache and dropout": lambda: models.gpt2(drop=0.1),
+        "gpt2, padded": lambda: models.gpt2(mask=True),
+        "llama": models.llama,
+        "llama, padded": lambda: models.llama(mask=True),
+        "llama, positions given": lambda: models.llama(places=True),
+        "bert, padded, with dropout": models.bert,
+        "vit": models.vit,
+        "torch's encoder layers with dropout": models.transformer,
+        "a learned bias": lambda: stack(models.Biased, _bias),
+        "one head": lambda: stack(models.OneHead),
+        "another sequence": lambda: stack(models.Crossing, lambda x: {"other": x[:, :5].sin()}),
+        "no attention, dropout of flat tokens": lambda: stack(models.Flat),
+    }.items()},
+    "llama, ring": lambda: beside(models.llama(), 21, way="ring"),
+    "llama, padded, ring": lambda: beside(models.llama(mask=True), 21, way="ring"),
+    "bert, padded, with dropout, ring": lambda: beside(models.bert(), 21, way="ring"),
+    "vit, ring": lambda: beside(models.vit(), 21, way="ring"),
+    "a mask of its own": lambda: beside(stack(models.Remembering)),
     "gpt2, recomputed": lambda: beside(models.gpt2(drop=0.1, cache=False), recompute="blocks"),
     "gpt2, recomputed, ring": lambda: beside(models.gpt2(drop=0.1, cache=False), recompute="blocks", way="ring"),
     "char gpt, recomputed in part": lambda: beside(models.char_gpt(), 29, recompute="selective", way="ring"),
@@ -345,7 +350,6 @@ CASES: dict[str, Callable[[], Any]] = {
 OF_FOUR = (
     "char gpt, gather, 29",
     "char gpt, ring, 29",
-    "char gpt, gather, 4",
     "gpt2 with a cache and dropout, gather",
     "llama, padded, ring",
     "llama, ring",

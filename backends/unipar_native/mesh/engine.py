@@ -209,7 +209,9 @@ class MeshEngine(ShardedEngine):
     def split_words(self) -> str:
         """How the model is split, for errors."""
         cuts = ", ".join(self._blocks[i] for i in self._cuts[1:-1])
-        return f"{self.axes}" + (f", with stages that begin at {cuts}" if cuts else "")
+        return f"{self.axes}" + (
+            f", with stages that begin at {cuts} (a value that skips a block cannot cross such a cut)" if cuts else ""
+        )
 
     # Steps
 

@@ -134,13 +134,14 @@ def look_at_model(
                 fn(model, batch)
             runs.append((run, time.perf_counter() - run.end))
         run = runs[0][0]
+        blocks = _without_frozen_models(model, blocks)
         if stages == 1:
             first = {kind_of_block(model.get_submodule(name)): name for name in reversed(blocks) if name in run.inputs}
             every = frozenset(name for name, _ in model.named_parameters())
             buffers = {name: 0 for name, _ in model.named_buffers()}
             inputs = {name: run.inputs[name] for name in first.values()}
             return ModelFacts(blocks, [0] * len(blocks), [0, len(blocks)], [every], buffers, block_inputs=inputs)
-        blocks = _blocks_in_line(model, run.order, blocks)
+        _check_order(run.order, blocks)
         seconds = _seconds_of_blocks(model, blocks, [run for run, _ in runs])
         numbers = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks]
         rest = sum(p.numel() for p in model.parameters()) - sum(numbers)
@@ -185,15 +186,18 @@ def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:
     return WholeModel(float(loss.detach()), known)
 
 
-def _blocks_in_line(model: nn.Module, order: Sequence[str], blocks: Sequence[str]) -> Sequence[str]:
-    """Return the blocks that a pipeline can cut between: all, or those that train if a frozen model has some as well.
-
-    Raise TaskError if the loss does not run them once, in order.
-    """
+def _without_frozen_models(model: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
+    """Return the blocks that lie beside one that trains: a frozen teacher's blocks are not the model's own."""
     trained = [name for name in blocks if any(p.requires_grad for p in model.get_submodule(name).parameters())]
-    for line in (list(blocks), trained):
-        if [name for name in order if name in line] == line:
-            return line
+    beside = {name.rpartition(".")[0] for name in trained}
+    return [name for name in blocks if name.rpartition(".")[0] in beside]
+
+
+def _check_order(order: Sequence[str], blocks: Sequence[str]) -> None:
+    """Raise TaskError if the loss does not run the blocks once, in order."""
+    order = [name for name in order if name in blocks]
+    if order == list(blocks):
+        return
     both = zip([*order, "no further block"], [*blocks, "no further block"], strict=False)
     name, due = next((name, due) for name, due in both if name != due)
     raise TaskError(

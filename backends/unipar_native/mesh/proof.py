@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,18 +32,29 @@ def prove(engine: MeshEngine, fn: Fn, batch: Any, whole: WholeModel | None) -> N
     """
     names, losses, expected = _from_first_rank(engine, whole)
     loss, sketches = _split_gradients(engine, fn, batch, names)
-    small = _TOLERANCES.get(engine.dtype, _TOLERANCE)
+    refuse_difference(names, (loss, losses), (sketches, expected), engine.dtype, engine.split_words)
+
+
+def refuse_difference(
+    names: Sequence[str],
+    losses: tuple[float, float],
+    sketches: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
+    words: str,
+) -> None:
+    """Raise TaskError if loss or gradients differ; pairs are of the split model and of the whole one."""
+    (loss, expected_loss), (found, expected) = losses, sketches
+    small = _TOLERANCES.get(dtype, _TOLERANCE)
     lengths = expected.norm(dim=1)
-    off = (sketches - expected).norm(dim=1) / (lengths + _FLOOR * lengths.max()).clamp(min=1e-300)
+    off = (found - expected).norm(dim=1) / (lengths + _FLOOR * lengths.max()).clamp(min=1e-300)
     off = torch.where(off.isfinite(), off, torch.inf)
     worst = int(off.argmax())
-    loss_off = abs(loss - losses) / max(1.0, abs(losses))
+    loss_off = abs(loss - expected_loss) / max(1.0, abs(expected_loss))
     if loss_off <= small and float(off[worst]) <= small:
         return
     raise TaskError(
-        f"split as planned, the model is another: a loss of {loss:.9g} for {losses:.9g}, and the gradient of "
-        f"{names[worst]} is off by {float(off[worst]):.1e} of its length; {engine.split_words}. "
-        f"{'A value that skips a block cannot cross a cut between stages. ' if engine.axes.pipeline > 1 else ''}"
+        f"split as planned, the model is another: a loss of {loss:.9g} for {expected_loss:.9g}, and the gradient of "
+        f"{names[worst]} is off by {float(off[worst]):.1e} of its length; {words}. "
         "Leave one of the axes out, or say in the task's tensor(model) or cuts(stages) what must stay together"
     )
 

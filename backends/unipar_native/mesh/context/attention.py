@@ -374,6 +374,7 @@ def attend_over_ranks(
         q, k, v = (t.to(wanted) for t in (q, k, v))
         mask = mask.to(wanted) if mask is not None and mask.is_floating_point() else mask
     if not dropout and not (mask is not None and mask.requires_grad):
+        q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels read rows
         given = _Given(_Parts(layout, group, way), causal, by, mask)
         return _Attention.apply(q, k, v, given)  # pyright: ignore[reportReturnType]
     heads = q.shape[1] // k.shape[1]
