@@ -263,7 +263,7 @@ def prove_split(
     sketches = world.sum(sketches.to(world.device)).cpu()
     mean = world.sum(loss.detach().double()) / world.size
     dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
-    refuse_difference(names, (float(mean), expected_loss), (sketches, expected), dtype, str(config.parallel.axes))
+    refuse_difference(names, (float(mean), expected_loss), (sketches, expected), dtype, f"{config.parallel.axes}. ")
 
 
 def clip_counted(grads: list[Tensor], counted: list[Tensor], limit: float, world: World) -> Tensor:

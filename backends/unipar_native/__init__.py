@@ -172,6 +172,8 @@ class Native(Backend):
             )
         if options_of(config).wrapper == "dp":
             yield from _data_parallel_refusals(config)
+        if config.parallel.axes.ranks > 1:
+            yield from _mesh_refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -293,6 +295,33 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
             f"batch: total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} leaves some of {wanted} "
             "GPUs without a microbatch; lower batch.micro, or say device: cuda:0"
         )
+
+
+def _mesh_refusals(config: Config) -> Iterator[str]:
+    """Yield a sentence for each key that has no meaning, or none yet, beside the mesh's axes."""
+    axes, model = config.parallel.axes, config.model
+    if options_of(config).wrapper == "dp":
+        yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
+    if config.train.precision == "bf16-master":
+        yield f"train.precision: bf16-master is not available with {axes}: take bf16-mixed, which keeps fp32 weights"
+    if config.train.sync_every is not None:
+        yield f"train.sync_every: {config.train.sync_every} is not available with {axes}: these ranks train one model"
+    if model.offload != "none":
+        yield f"model.offload: {model.offload} is not available with {axes}: leave it out"
+    if model.sync_batchnorm:
+        yield (
+            f"model.sync_batchnorm: true is not available with {axes}: its statistics would cover the same samples "
+            "several times, or blocks that other ranks do not run"
+        )
+    if (compiling := model.compiling) is not None:
+        if axes.tensor > 1 or axes.context > 1:
+            yield f"model.compile is not available with {axes}: calls inside blocks are changed; leave it out"
+        elif compiling.what == "model":
+            yield "model.compile: model is not available with pipeline: a stage leaves the model; compile blocks"
+    if axes.sequence:
+        yield "parallel.sequence: true is not available yet: leave it out"
+    if axes.schedule not in ("1f1b", "gpipe"):
+        yield f"parallel.schedule: {axes.schedule} is not available yet: take 1f1b, or gpipe"
 
 
 def _meet(config: Config, place: Place) -> World:

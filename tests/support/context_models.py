@@ -25,11 +25,11 @@ class Case:
     blocks: tuple[str, ...]
 
 
-def char_gpt() -> Case:
+def char_gpt(longest: int = LONGEST) -> Case:
     def loss(model: Any, words: Tensor) -> Tensor:
         return F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
 
-    return Case(lambda: GPT(WORDS, 2, 16, 4, LONGEST), loss, ("layers.0", "layers.1"))
+    return Case(lambda: GPT(WORDS, 2, 16, 4, longest), loss, ("layers.0", "layers.1"))
 
 
 def gpt2(*, drop: float = 0.0, attention: str = "sdpa", mask: bool = False, cache: bool = True) -> Case:

@@ -23,7 +23,6 @@ from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, map_tensors, to_device
 from unipar.engines.forward import OpaqueBatch
 from unipar.engines.gradients import scale_loss
-from unipar.engines.placement import refuse_scalar_parameters, refuse_shared_parameters
 from unipar.engines.state import is_first_copy, local_part
 from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
@@ -44,7 +43,7 @@ from unipar_native.mesh.stage import Arrival, Stage, hidden_of_input
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.words import kinds_in_block, nothing_to_split
+from unipar_native.mesh.words import kinds_in_block, nothing_to_split, refuse_part
 
 
 class _Look(NamedTuple):
@@ -62,18 +61,18 @@ class MeshEngine(ShardedEngine):
     def __init__(self, part: Part, config: Config, world: World) -> None:
         self.axes, self.mesh = config.parallel.axes, world.mesh
         self._stage_seat, self._stages = world.mesh.seat["pipeline"], self.axes.pipeline
-        _refuse(part, config)
+        refuse_part(part, config)
         world.groups.devices  # noqa: B018 - made here by all ranks together
         told, whole = self._look(part, config, world)
         batch, facts, plans = told
-        self._blocks = part.blocks
+        self._blocks = facts.blocks
         self._needs, self._buffer_stages, self._cuts = facts.needs, facts.buffer_stages, facts.cuts
         self._shared = dict(names_in_several(facts.needs))
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
         self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
         self._parts = self._cut_parameters(part, plans)
         first, end = self._cuts[self._stage_seat : self._stage_seat + 2]
-        own = part.blocks[first:end]
+        own = facts.blocks[first:end]
         self.once = config.parallel.shard in ("nothing", "optimizer")
         shell = place_model(part.module, own, self._placement(config, world), world.device)
         super().__init__(part, config, world)
@@ -91,7 +90,7 @@ class MeshEngine(ShardedEngine):
         for name in own:
             if (plan := plans.get(name)) is not None:
                 arm_block(part.module.get_submodule(name), plan, world.groups.group("tensor"))
-        self._stage = Stage(part.module, part.blocks, first, end, facts.tuples) if self._stages > 1 else None
+        self._stage = Stage(part.module, facts.blocks, first, end, facts.tuples) if self._stages > 1 else None
         self._split_sequences(part, own, world)
         if self._stage is not None:
             self._stage.enter()
@@ -137,7 +136,7 @@ class MeshEngine(ShardedEngine):
             kinds[kind_of_block(block)] = derive_block_plan(block, args, kwargs, mesh, given)
         if not any(plan.cuts for plan in kinds.values()):
             raise TaskError(nothing_to_split(self.axes.tensor, kinds.values()))
-        blocks = {name: part.module.get_submodule(name) for name in part.blocks}
+        blocks = {name: part.module.get_submodule(name) for name in facts.blocks}
         return {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
 
     def _cut_parameters(self, part: Part, plans: Mapping[str, BlockPlan]) -> dict[str, ParameterCut]:
@@ -152,14 +151,14 @@ class MeshEngine(ShardedEngine):
     def _split_sequences(self, part: Part, own: Sequence[str], world: World) -> None:
         if self.axes.context == 1:
             return
-        first, last = own[0] == part.blocks[0], own[-1] == part.blocks[-1]
+        first, last = own[0] == self._blocks[0], own[-1] == self._blocks[-1]
         split = SequenceSplit(part.module, own, world.groups.group("context"), enters=first, leaves=last)
         split.arm()
 
         def tell_length(block: nn.Module, args: Any, kwargs: Any) -> None:
             split.whole_length = hidden_of_input(args, kwargs).shape[1]
 
-        before_all = part.module.get_submodule(part.blocks[0])
+        before_all = part.module.get_submodule(self._blocks[0])
         before_all.register_forward_pre_hook(tell_length, with_kwargs=True, prepend=True)
         if self._stage is not None and not last:
             self._stage.widen = lambda hidden: hidden.new_zeros((len(hidden), split.whole_length, *hidden.shape[2:]))
@@ -369,20 +368,3 @@ class MeshEngine(ShardedEngine):
 def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
     """Return a gradient, or zeros where nothing depended on the tensor."""
     return torch.zeros_like(like) if gradient is None else gradient
-
-
-def _refuse(part: Part, config: Config) -> None:
-    """Raise TaskError for what no mesh can split."""
-    cell = f"parallel ({config.parallel.axes})"
-    refuse_scalar_parameters(part.module, cell)
-    refuse_shared_parameters(part, cell)
-    stages = config.parallel.pipeline
-    if not part.blocks:
-        raise TaskError(
-            f"{cell} splits blocks, and the model has none: name them in model.blocks or in the task's blocks()"
-        )
-    if stages > len(part.blocks):
-        raise TaskError(
-            f"parallel.pipeline: {stages} stages need a block each, and the model has {len(part.blocks)} "
-            f"({', '.join(part.blocks)}): lower pipeline, or name smaller blocks in model.blocks"
-        )

@@ -11,6 +11,7 @@ from unipar.backend import Fn, Micro
 from unipar.engines.state import local_part
 from unipar.errors import TaskError
 from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar_native.mesh.state_kept import kept_attributes
 
 if TYPE_CHECKING:
     from unipar_native.mesh.engine import MeshEngine
@@ -31,7 +32,9 @@ def prove(engine: MeshEngine, fn: Fn, batch: Any, whole: WholeModel | None) -> N
     """
     names, losses, expected = _from_first_rank(engine, whole)
     loss, sketches = _split_gradients(engine, fn, batch, names)
-    refuse_difference(names, (loss, losses), (sketches, expected), engine.dtype, engine.split_words)
+    skips = "A value that skips a block cannot cross a cut between stages. " if engine.axes.pipeline > 1 else ""
+    words = f"{engine.split_words}. {skips}"
+    refuse_difference(names, (loss, losses), (sketches, expected), engine.dtype, words)
 
 
 def refuse_difference(
@@ -53,7 +56,7 @@ def refuse_difference(
         return
     raise TaskError(
         f"split as planned, the model is another: a loss of {loss:.9g} for {expected_loss:.9g}, and the gradient of "
-        f"{names[worst]} is off by {float(off[worst]):.1e} of its length; {words}. "
+        f"{names[worst]} is off by {float(off[worst]):.1e} of its length; {words}"
         "Leave one of the axes out, or say in the task's tensor(model) or cuts(stages) what must stay together"
     )
 
@@ -74,7 +77,7 @@ def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -
     autocast, engine.call.autocast = engine.call.autocast, None
     engine.wrapped.eval()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), kept_attributes([getattr(fn, "__self__", None)]):
             share = engine.run_microbatches(
                 lambda model, given, number: fn(model, given),
                 [Micro(batch, 1.0 / engine.world.shares)],
