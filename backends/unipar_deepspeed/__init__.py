@@ -59,6 +59,7 @@ class DeepSpeed(Backend):
         },
         gaps={(shard, "fp64"): _NO_FP64 for shard in _SPLITTING_SHARDS},
         also={"model.offload": _SPLITTING_SHARDS},
+        axes={"tensor": SHARDS},
         launchers=(
             Launcher(
                 name="deepspeed",
@@ -106,6 +107,8 @@ class DeepSpeed(Backend):
         }
         if config.train.precision == "bf16-master":
             settings["bf16"] = {"enabled": True}
+        if (tensor := config.parallel.tensor) > 1:
+            settings["tensor_parallel"] = {"autotp_size": tensor, "partition_config": "derived when the run starts"}
         return settings
 
     @override

@@ -37,6 +37,16 @@ from unipar_deepspeed.holdings import zero_holdings
 from unipar_deepspeed.offload import cpu_optimizer_for
 from unipar_deepspeed.options import options_of, remove_offload_files
 from unipar_deepspeed.partitions import ZeroPartitions, keep_exact_values
+from unipar_deepspeed.tensor import (
+    clip_counted,
+    finish_split,
+    forget_groups,
+    keep_sizes,
+    let_sizes,
+    plan_tensor,
+    prove_split,
+    use_groups,
+)
 
 InitializeEngine = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
 """Function that calls `deepspeed.initialize`, itself or through a library that wraps it, and returns the engine."""
@@ -61,8 +71,13 @@ class ZeroEngine(Engine):
         self.limit = inf if clip is None else float(clip.max)
         self.fp64 = clip is not None and clip.norm == "fp64"
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
-        parameters = sum(p.numel() for p in part.module.parameters())
+        split, whole = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
+        use_groups(world)
+        named = part.module.named_parameters()
+        parameters = sum(p.numel() if split is None else split.numel(name, p) for name, p in named)
         settings = backend.native_config(config, parameters)
+        if split is not None:
+            settings["tensor_parallel"] = split.section("model.")
         masters = keep_exact_values(part.module, config, world)  # before DeepSpeed rounds the parameters to bf16
         if self.stage == 3:
             low = torch.bfloat16 if config.train.precision == "bf16-master" else None
@@ -79,27 +94,33 @@ class ZeroEngine(Engine):
                 "backend: native"
             )
         self.rates = BaseRates(optimizer)
-        self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
         self.call = ForwardCall(part.module, world.device, autocast=autocast_dtype(config.train.precision))
         self.call.cast = batch_dtype(config.train.precision)
         if config.train.precision == "fp64":
             _allow_fp64()
+        marked = [] if split is None else keep_sizes(part.module, split)
         self.engine: Any = start(self.call, optimizer, settings)
+        let_sizes(marked)
+        if split is not None:
+            finish_split(part, split, self.engine, world)
+        self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
         if config.train.precision == "fp64":
             self.engine.communication_data_type = torch.float64
         self.zero, self.base = self.engine.optimizer, self.engine.basic_optimizer
         self.bare = self.zero is self.base  # stage 0 in full precision: gradients are in `p.grad`
         world.local_closers.append(lambda: remove_offload_files(config, [world.rank]))
         self.swapped = options_of(config).offload_optimizer == "disk"
-        self.holder = ZeroPartitions(self.model, self.engine, self.stage, world, swapped=self.swapped)
+        self.holder = ZeroPartitions(self.model, self.engine, self.stage, world, split=split, swapped=self.swapped)
         self.holder.forget_first_step()
         if masters is not None:
             self.holder.put("weight", masters)
+        if split is not None:
+            prove_split(part, split, self.call, world, whole, config)
 
     @override
     def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         engine, share, count = self.engine, None, len(micros)
-        divisor = self.world.size * (1.0 if self.scaler is None else self.scaler.scale)
+        divisor = self.world.shares * (1.0 if self.scaler is None else self.scaler.scale)
         for i, micro in enumerate(micros, 1):
             engine.set_gradient_accumulation_boundary(i == count)
             mark("forward")
@@ -113,6 +134,8 @@ class ZeroEngine(Engine):
         self.rates.set(self.base, factor)
         norm = self._clip()
         assert share is not None
+        if not self.world.leads:
+            share = torch.zeros_like(share)  # another rank of `tensor` trained on the same samples
         if self.stage == 0 and self.scaler is not None:
             assert norm is not None
             if self.scaler.overflowed(norm):
@@ -136,6 +159,9 @@ class ZeroEngine(Engine):
             grads = [p.grad for p in self.trained if p.grad is not None]
             if self.scaler is not None:
                 self.scaler.unscale(grads)
+            if self.holder.split is not None and (self.fp64 or self.bare):
+                counted = [p.grad for p in self.trained if self.holder.counts(p) and p.grad is not None]
+                return clip_counted(grads, counted if self.world.share == 0 else [], self.limit, self.world)
             if self.fp64:
                 return clip_in_fp64((grads, False), self.limit, self.world)
             return clip_gradients(self.trained, self.limit) if self.bare else None
@@ -146,6 +172,8 @@ class ZeroEngine(Engine):
         partition = [g for held in self.zero.averaged_gradients.values() for g in held or []]  # padding is zero
         if self.scaler is not None:
             self.scaler.unscale(partition)
+        if self.holder.split is not None:
+            return clip_counted(partition, list(self.holder.counted_gradients()), self.limit, self.world)
         return clip_in_fp64((partition, True), self.limit, self.world)
 
     @override
@@ -206,6 +234,7 @@ def join(config: Config, place: Place) -> World:
 
 def _reset_deepspeed() -> None:
     """Drop the process groups that DeepSpeed keeps: the next run in this process has others."""
+    forget_groups()
     deepspeed.comm.destroy_process_group()
     deepspeed.comm.comm.cdb = None
 
@@ -221,7 +250,8 @@ def _partition_parameters(module: nn.Module, settings: dict[str, Any], world: Wo
         else:
             holder: Any = nn.Module()
             holder.p = new
-            deepspeed.zero.Init(module=holder, config_dict_or_path=settings)
+            among = world.groups.group("data") if world.shares < world.size else None
+            deepspeed.zero.Init(module=holder, data_parallel_group=among, config_dict_or_path=settings)
             first.append(new)
         return new
 

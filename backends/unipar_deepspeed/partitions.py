@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import deepspeed
 import torch
@@ -14,6 +14,9 @@ from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_tensor
 
+if TYPE_CHECKING:
+    from unipar_deepspeed.tensor import TensorSplit
+
 ReadRegion = Callable[[str, Region], Tensor]
 
 
@@ -21,11 +24,24 @@ ReadRegion = Callable[[str, Region], Tensor]
 class ZeroPartitions:
     """Access to the weights and moments that this rank keeps."""
 
-    def __init__(self, model: nn.Module, engine: Any, stage: int, world: World, *, swapped: bool = False) -> None:
-        """Remember the engine; with `swapped`, masters and moments are on the disk and are read for each access."""
-        self.model, self.stage, self.world, self.swapped = model, stage, world, swapped
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Any,
+        stage: int,
+        world: World,
+        *,
+        split: TensorSplit | None = None,
+        swapped: bool = False,
+    ) -> None:
+        """Remember the engine; with `swapped`, masters and moments are on the disk and are read for each access.
+
+        With `split`, parameters are parts of whole ones, and ranges are ranges of these parts.
+        """
+        self.model, self.stage, self.world, self.swapped, self.split = model, stage, world, swapped, split
         self.zero, self.base = engine.optimizer, engine.basic_optimizer
         self.master = self._masters()
+        self._cut_ids = {id(p) for name, p in model.named_parameters() if self.is_cut(name)}
 
     def _masters(self) -> dict[int, Tensor]:
         """Return the fp32 masters by the id of their bf16 parameter; only stage 0 with bf16 parameters has any."""
@@ -66,13 +82,42 @@ class ZeroPartitions:
             at = part.lp_fragment_address
             return Region(at.start, at.numel), part.get_hp_fragment(key)
         size = p.ds_tensor.ds_numel
-        start = min(self.world.rank * size, p.ds_numel)
+        start = min(self.world.share * size, p.ds_numel)
         stop = min(start + size, p.ds_numel)
         master = self.zero._get_fp32_opt_state_partition
         flat = master(p, True, key)[0] if p.requires_grad else p.ds_tensor.data
         if self.swapped:
             flat = flat.clone()  # DeepSpeed reads the next one into the same memory
         return Region(start, stop - start), flat.view(-1)[: stop - start]
+
+    def regions(self, name: str, p: Any, kind: str) -> Iterator[tuple[Region, Tensor]]:
+        """Yield each region of the whole parameter that this rank keeps in full precision, and its storage."""
+        if (mine := self.local_range(p, kind)) is not None:
+            yield from self._regions_of(name, *mine)
+
+    def _regions_of(self, name: str, where: Region, tensor: Tensor) -> Iterator[tuple[Region, Tensor]]:
+        if self.split is None or name not in self.split.cuts:
+            yield where, tensor
+            return
+        for region, local in self.split.regions(name, where.start, where.numel):
+            yield region, local.of(tensor)
+
+    def is_cut(self, name: str) -> bool:
+        """Return whether each rank of `tensor` has another part of this parameter."""
+        return self.split is not None and name in self.split.cuts
+
+    def counts(self, p: nn.Parameter) -> bool:
+        """Return whether this rank counts its part of a gradient, among those of `tensor`: each element counts once."""
+        return self.world.mesh.seat["tensor"] == 0 or id(p) in self._cut_ids
+
+    def counted_gradients(self) -> Iterator[Tensor]:
+        """Yield this rank's parts of gradients that no other rank has, under stages 1 to 3."""
+        groups = self.zero.fp16_groups if self.stage == 3 else self.zero.params_in_partition
+        for number, held in self.zero.averaged_gradients.items():
+            real = [g for g in held or [] if not getattr(g, "_zero_padding", False)]
+            for p, gradient in zip(groups[number], real, strict=False):
+                if self.counts(p):
+                    yield gradient
 
     def relink(self) -> None:
         """Link fragments to optimizer states, which DeepSpeed itself does only after the first group's step."""
@@ -85,21 +130,31 @@ class ZeroPartitions:
         states = [s for s in self.base.state.values() if s]
         moments = sorted({k for s in states for k, v in s.items() if isinstance(v, Tensor)} - {"step"})
         steps = [s["step"] for s in states if "step" in s]
+        seat = self.world.mesh.seat
         for name, p in self.model.named_parameters():
-            shape = tuple(getattr(p, "ds_shape", p.shape))
+            cut = self.is_cut(name)
+            shape = self.whole_shape(name, p)
             for kind in ("weight", *(moments if p.requires_grad else ())):
-                mine = self.local_range(p, kind)
-                if mine is not None and not (self.whole(p) and self.world.rank):
-                    yield Piece(name, kind, shape, *mine)
+                first = (cut or seat["tensor"] == 0) and not (self.whole(p) and self.world.share)
+                for where, tensor in self.regions(name, p, kind) if first else ():
+                    yield Piece(name, kind, shape, where, tensor)
             if steps and p.requires_grad and self.world.rank == 0:
                 yield Piece(name, "step", (), Region(0, 1), torch.as_tensor(steps[0], dtype=torch.float32))
+
+    def whole_shape(self, name: str, p: Any) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        if self.split is not None and name in self.split.cuts:
+            return self.split.cuts[name].shape
+        return tuple(getattr(p, "ds_shape", p.shape))
 
     @torch.no_grad()
     def restore(self, read: Read) -> None:
         named = list(self.model.named_parameters())
         for name, p in named:  # the working copy: whole, one at a time
             with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=self.stage == 3):
-                p.data.copy_(read(name, "weight", Region(0, p.numel())).view(p.shape))
+                flat = p.data.view(-1)
+                for where, tensor in self._regions_of(name, Region(0, p.numel()), flat):
+                    tensor.copy_(read(name, "weight", where).view(tensor.shape))
         trained = [name for name, p in named if p.requires_grad]
         kinds = {k for name in trained for k in read.kinds(name)} - {"weight"}
         if kinds:
@@ -123,9 +178,9 @@ class ZeroPartitions:
     def put(self, kind: str, source: ReadRegion) -> None:
         """Fill this rank's range of every trained parameter from `source`."""
         for name, p in self.model.named_parameters():
-            if p.requires_grad and (mine := self.local_range(p, kind)) is not None:
-                where, tensor = mine
-                tensor.view(-1).copy_(source(name, where).view(-1))
+            if p.requires_grad:
+                for where, tensor in self.regions(name, p, kind):
+                    tensor.copy_(source(name, where).view(tensor.shape))
 
 
 def keep_exact_values(module: nn.Module, config: Config, world: World) -> ReadRegion | None:

@@ -172,6 +172,8 @@ class Native(Backend):
             )
         if options_of(config).wrapper == "dp":
             yield from _data_parallel_refusals(config)
+        if config.parallel.axes.ranks > 1:
+            yield from _mesh_refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -292,6 +294,61 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
         yield (
             f"batch: total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} leaves some of {wanted} "
             "GPUs without a microbatch; lower batch.micro, or say device: cuda:0"
+        )
+
+
+def _mesh_refusals(config: Config) -> Iterator[str]:
+    """Yield a sentence for each key that has no meaning, or none yet, beside the mesh's axes."""
+    axes, model = config.parallel.axes, config.model
+    if options_of(config).wrapper == "dp":
+        yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
+    if config.train.precision == "bf16-master":
+        yield f"train.precision: bf16-master is not available with {axes}: take bf16-mixed, which keeps fp32 weights"
+    if config.train.sync_every is not None:
+        yield f"train.sync_every: {config.train.sync_every} is not available with {axes}: these ranks train one model"
+    if model.offload != "none":
+        yield f"model.offload: {model.offload} is not available with {axes}: leave it out"
+    if model.sync_batchnorm:
+        yield (
+            f"model.sync_batchnorm: true is not available with {axes}: its statistics would cover the same samples "
+            "several times, or blocks that other ranks do not run"
+        )
+    if (compiling := model.compiling) is not None:
+        if axes.tensor > 1 or axes.context > 1:
+            yield f"model.compile is not available with {axes}: calls inside blocks are changed; leave it out"
+        elif compiling.what == "model":
+            yield "model.compile: model is not available with pipeline: a stage leaves the model; compile blocks"
+    if axes.sequence:
+        yield "parallel.sequence: true is not available yet: leave it out"
+    if axes.pieces > 1:
+        yield from _refusals_of_torch_schedules(config)
+
+
+def _refusals_of_torch_schedules(config: Config) -> Iterator[str]:
+    """Yield a sentence for each key that interleaved and zerobubble, which are torch's schedules, do not allow."""
+    axes, shard = config.parallel.axes, config.parallel.shard
+    name = f"parallel.schedule: {axes.schedule}"
+    if config.data.ragged == "weigh":
+        yield (
+            f"{name} needs microbatches of one shape, and data.ragged: weigh makes the last batch of an epoch smaller: "
+            "set data.ragged: drop, or take schedule 1f1b or gpipe"
+        )
+    if isinstance(config.parallel.data, int):
+        count = config.batch.settle(config.parallel.data).accumulate
+        rounds = max(1, count // axes.pipeline)
+        if count % rounds:
+            yield (
+                f"{name} runs the microbatches of a step in equal rounds of {axes.pipeline} or more, one for each rank "
+                f"of the pipeline; there are {count}, which are not {rounds} equal rounds: take a multiple of "
+                f"{axes.pipeline} (batch.total = data x micro x accumulate), or schedule 1f1b"
+            )
+    if axes.context > 1:
+        yield f"{name} is not available with context: {axes.context}; take schedule 1f1b or gpipe"
+    if axes.schedule == "zerobubble" and shard != "nothing":
+        yield (
+            f"{name} is not available with parallel.shard: {shard}: it computes gradients of weights apart from the "
+            "backward in which FSDP2 would reduce them, so that they would stay empty; take shard nothing, or another "
+            "schedule"
         )
 
 

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, final
 
+from torch import Tensor
 from typing_extensions import override
 
-from unipar.backend import Part
+from unipar.backend import LossFn, Micro, Part
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.placement import broadcast_model
+from unipar.engines.placement import broadcast_model, broadcast_tensor, place_tensors
 from unipar.engines.wrapper import WrapperEngine
+from unipar.model.create import device_in_place, devices_by_hand
 
 _NULL_CONTEXT = nullcontext()
 
 
 @final
 class SingleEngine(WrapperEngine):
-    """Engine of one process, without a wrapper."""
+    """Engine of one process, without a wrapper; a model that its author has spread over devices stays where it is."""
 
     divisor = 1.0
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        broadcast_model(part.module, world.device)
+        self._by_hand = bool(devices_by_hand(part.module, world.device))
+        if self._by_hand:
+            stays = partial(device_in_place, device=world.device)
+            place_tensors(part.module, lambda p: broadcast_tensor(p, stays(p)), stays)
+        else:
+            broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
+
+    @override
+    def forward_loss(self, fn: LossFn, micro: Micro) -> Tensor:
+        loss = super().forward_loss(fn, micro)
+        return loss.to(self.world.device) if self._by_hand else loss  # it is where the author has put the last part
 
     @override
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:

@@ -72,13 +72,16 @@ class Case:
     cells: tuple[str, ...] = ("*",)
     """Where it is played, if not everywhere."""
 
+    axes: bool = True
+    """Played in cells with axes of the mesh too: not if its loss counts its own calls, as there are more of them."""
+
     @property
     def several(self) -> bool:
         return self.name.startswith("several parts")
 
     def on(self, cell: Cell) -> bool:
         """Return whether it is played in this cell."""
-        return any(fnmatchcase(str(cell), pattern) for pattern in self.cells)
+        return (self.axes or cell.axes.ranks == 1) and any(fnmatchcase(str(cell), pattern) for pattern in self.cells)
 
     def config(self, cell: Cell, size: int) -> Config:
         accumulate = 1 if self.accumulate == 1 else self.accumulate
@@ -170,8 +173,8 @@ CASES = {
         Case("three forwards", tasks.Thrice),
         Case("shared lists", tasks.Sharing),
         Case("unused", tasks.Unused),
-        Case("unused at times", tasks.AtTimes, accumulate=1, options=_FIND_UNUSED),
-        Case("unused at times, unsaid", tasks.AtTimes, accumulate=1),
+        Case("unused at times", tasks.AtTimes, accumulate=1, options=_FIND_UNUSED, axes=False),
+        Case("unused at times, unsaid", tasks.AtTimes, accumulate=1, axes=False),
         Case("unused on one rank", tasks.OneRank, accumulate=1, options=_FIND_UNUSED, micro=True, sizes=(2,),
              apart=True, more={"launch": {"heartbeat": 6.0, "timeout": 8.0}}),  # elsewhere ranks wait in vain
         Case("scalar parameter", tasks.Scalar),
@@ -224,7 +227,10 @@ SHORT_CASES = ("four microbatches", "token weights, ragged", "several parts", "s
 EVERYWHERE = ("four microbatches", "token weights, ragged", "state out and in")
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
-MESH_CELLS = ("native/nothing+pipeline2", "native/parameters+pipeline2")
+MESH_CELLS = (
+    "native/nothing+pipeline2", "native/nothing+tensor2", "native/nothing+context2", "native/parameters+pipeline2",
+    "native/parameters+tensor2", "native/nothing+tensor2+pipeline2+gpipe",
+)  # fmt: skip
 """Cells with axes of the mesh, whose sizes are open, that the suite plays."""
 
 MESH_CASES = (

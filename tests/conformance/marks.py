@@ -39,7 +39,28 @@ class Mark:
 ZERO = ("deepspeed/optimizer*", "deepspeed/gradients*", "deepspeed/parameters*", "accelerate/*+zero")
 FSDP2 = ("native/gradients", "native/parameters", "accelerate/gradients", "accelerate/parameters")
 
+PIPELINES = ("native/*+pipeline*", "native/*+tensor*+pipeline*")
+AXES = (*PIPELINES, "native/*+tensor*", "native/*+context*")
+
 MARKS = (
+    Mark("never", PIPELINES, ("three forwards", "frozen teacher"), "TaskError",
+         "a stage runs its blocks once in each loss"),
+    Mark("never", PIPELINES, ("shared lists",), "TaskError",
+         "what a block leaves for the loss to read is on that block's stage"),
+    Mark("never", AXES, ("several parts", "several parts, *[!r]"), "TaskError", "a mesh splits one model"),
+    Mark("never", AXES, ("*bf16-master*",), "Unsupported",
+         "the mesh has no fp32 masters beside bf16 parameters"),
+    Mark("never", ("native/*+tensor*",), ("convolution",), "TaskError", "only matrices of linear layers are cut"),
+    Mark("never", ("native/*+tensor*",), ("block read in the loss",), "TaskError",
+         "what reads a matrix outside of its block's forward sees a part of it"),
+    Mark("never", ("native/*+context*",), ("convolution",), "TaskError", "its hidden states have no sequence"),
+    Mark("notyet", ("native/*+context*", "native/parameters+*"), ("scalar parameter",), "TaskError",
+         "FSDP2 does not take parameters without dimensions"),
+    Mark("never", ("native/*+context*",), ("shared lists",), "TaskError",
+         "what a block leaves for the loss to read is a part of the sequence"),
+    Mark("never", PIPELINES, ("model compiled",), "Unsupported", "a stage leaves the model in the middle"),
+    Mark("notimpl", ("native/*+tensor*", "native/*+context*"), ("*compiled",), "Unsupported",
+         "calls inside blocks are changed, which a compiled block does not see"),
     Mark("never", ("native/parameters", "accelerate/parameters"), ("block read in the loss",), "TaskError",
          "FSDP2 gathers a block's parameters for that block's forward alone"),
     Mark("notyet", (*FSDP2, "deepspeed/*", "accelerate/*+zero"), ("scalar parameter",), "TaskError",

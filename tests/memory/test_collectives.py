@@ -153,6 +153,7 @@ def test_a_world_with_one_axis_has_no_other_name() -> None:
     """All ranks are those of the data."""
     assert axis_of_ranks(Mesh.of(1, 2), [0, 1]) == "data"
     assert axis_of_ranks(Mesh.of(1, 2, pipeline=2), [0, 1]) == "pipeline"
+    assert axis_of_ranks(Mesh.of(1, 4, context=2), [0, 1, 2, 3]) == "data x context"
 
 
 NO_HOROVOD = registry.why_not_installed(registry.find_backend("horovod"))
@@ -313,6 +314,21 @@ def test_the_table_shows_bytes_by_axis() -> None:
         "",
     ]
     assert any(line.startswith("sent: payload bytes of one step by axis of the mesh") for line in lines)
+
+
+def test_a_peak_of_the_set_up_is_said_to_be_that() -> None:
+    """Rank 0 tries the whole model before it is split, once; the steps need less."""
+    built = PhasePeak(name="built", peak=9 * 2**20, held={})
+    step = PhasePeak(name="backward", peak=3 * 2**20, held={})
+    rows = hybrid().rows
+    memory = [account.model_copy(update={"phases": (step, built)[: 2 - account.rank]}) for account in rows[2].memory]
+    found = replace(hybrid(), rows=[*rows[:2], replace(rows[2], memory=memory)])
+    said = (
+        "native/nothing+pipeline2: its peak is of the set-up, in which rank 0 tries the whole model; in the steps the "
+        "largest rank holds 3.0 MiB"
+    )
+    assert said in found.remarks()
+    assert not [line for line in hybrid().remarks() if "set-up" in line]
 
 
 def test_without_axes_the_table_is_as_before() -> None:

@@ -20,6 +20,7 @@ from tests.support.run_folders import plain
 from tests.support.scalings import two_cells
 from tests.support.verifications import disagreeing_verdicts
 from unipar.config.sections.cell import Axes
+from unipar.report.charts.svg import fit_name
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.pipeline import PipelineFacts
 from unipar.report.data.run import RunPageData
@@ -199,6 +200,29 @@ def test_labels_of_many_cells_can_be_read(
     sections = "".join(f"<section>{text.partition('</section>')[0]}</section>" for text in figures)
     found = looked_at(html_page("-", "", [sections]), tmp_path, width, *flags)
     assert (found["wrong"], found["labels"]) == ([], 4 + 12 + 25)
+
+
+LONGEST_NAME = "native/parameters+tensor2+pipeline2+context2+sequence+interleaved"
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.sweep)])
+def test_long_names_of_cells_can_be_read(tmp_path: Path, width: int) -> None:
+    """With all axes of a mesh a name is wider than a phone: figures shorten it, and text breaks it."""
+    folder = write_example_comparison(tmp_path / "run")
+    (file,) = folder.rglob("compare.json")
+    text = file.read_text("utf-8").replace('"native/parameters"', f'"{LONGEST_NAME}"')
+    file.write_text(text.replace('"native/nothing"', '"native/parameters+tensor2+pipeline2"'), encoding="utf-8")
+    found = looked_at(render_comparison(ComparisonPageData.read(folder)), tmp_path, width)
+    assert found["wrong"] == []
+
+
+def test_names_in_figures_are_shortened_where_they_must_be() -> None:
+    """Axes get the short names that the field uses; what is too long then is cut."""
+    assert fit_name(LONGEST_NAME, 500) == LONGEST_NAME
+    assert fit_name(LONGEST_NAME, 350) == "native/parameters+tp2+pp2+cp2+sp+interleaved"
+    assert fit_name(LONGEST_NAME, 100) == "native/param…"
+    assert fit_name("deepspeed/gradients+library", 190) == "deepspeed/gradients+libra…"
 
 
 @needs_browser

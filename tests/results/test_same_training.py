@@ -138,6 +138,28 @@ def test_what_is_unlike_is_a_sentence(changed: dict[str, Any], said: str) -> Non
     assert describe_training_difference(marks(**changed), {"single": marks()}) == said
 
 
+def test_a_parameter_that_no_rank_holds_is_named() -> None:
+    """Each element is on one rank at least; ranks may hold different parameters, as stages of a pipeline do."""
+    parts = ({"a": "01"}, {"b": "02", "c": "03"})
+    assert describe_training_difference(marks(values=parts[0] | parts[1]), {"single": marks()}) == ""
+    said = "b (and 1 other parameter) is trained in single, and none of the ranks here holds it"
+    assert describe_training_difference(marks(values=parts[0]), {"single": marks()}) == said
+    more = marks(values={"a": "01", "b": "02", "c": "03", "d": "04"})
+    said = "d is trained here, and none of the ranks of single holds it"
+    assert describe_training_difference(more, {"single": marks()}) == said
+
+
+def test_marks_of_ranks_that_hold_different_parameters(tmp_path: Path) -> None:
+    """Values of all ranks are put together; samples are those of the ranks that lead."""
+    told = {"kept": ["float32"], "computed": ["float32"], "readers": 0, "total": 8, "precision": "fp32"}
+    for rank, values in enumerate(({"a": 1, "tied": 5}, {"b": 2})):
+        read = {"batches": [["x", "y"]], "samples": [(8, 10)], "leads": rank == 1}
+        rank_marks_path(tmp_path, rank).write_text(json.dumps(told | read | {"values": values}), encoding="utf-8")
+    found = TrainingMarks.read(tmp_path, 2)
+    assert found.values == {"a": f"{1:016x}", "tied": f"{5:016x}", "b": f"{2:016x}"}
+    assert (found.samples, found.batches) == (((8, f"{10:016x}"),), (("x", "y"),))
+
+
 def test_worlds_with_other_batches_are_held_to_their_like() -> None:
     """In weak scaling the batch grows: values are those of all, samples those of its own kind."""
     grown = marks(total=16, samples=((16, "0d"),))

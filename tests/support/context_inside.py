@@ -7,13 +7,16 @@ import socket
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from unipar_native.mesh.context import SequenceSplit
+from torch.distributed.fsdp import fully_shard
+from unipar_native.mesh.context import SequenceSplit, attention
 
 from tests.support import context_models as models
 from tests.support.context_models import Case, stack
@@ -152,6 +155,98 @@ def stages() -> dict[str, float]:
     return {"loss": float((loss - whole).abs()), "gradient": _worst(model, wanted), "random": 0.0}
 
 
+def sharded(recompute: str) -> dict[str, float]:
+    """Return how far FSDP2 over the same ranks is from one process: its average is 1 / ranks of the gradients' sum."""
+    torch.manual_seed(0)
+    case = models.gpt2(drop=0.1, cache=False)
+    model: Any = case.model().double()
+    words = torch.randint(0, models.WORDS, (3, 21))
+    torch.manual_seed(7)
+    whole = case.loss(model, words)
+    whole.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    apply_transforms(model, case.blocks, Config.model_validate(CONFIG | {"model": {"recompute": recompute}}))
+    for name in case.blocks:
+        fully_shard(model.get_submodule(name))
+    fully_shard(model)
+    split = SequenceSplit(model, case.blocks, dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    split.arm()
+    case.loss(model, words).backward()  # a second pass begins where the first one ended
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss = case.loss(model, words)
+    loss.backward()
+    split.disarm()
+    off = [(p.grad.full_tensor() - wanted[name]).abs().max() for name, p in model.named_parameters()]
+    longest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    return {"loss": float((loss - whole).abs()), "gradient": float(torch.stack(off).max()) / longest, "random": 0.0}
+
+
+def costs() -> dict[str, int]:
+    """Return bytes that two blocks keep for the backward, whole and cut, and that a rank sends in each direction."""
+    case = models.char_gpt(longest=512)
+    words = torch.randint(0, models.WORDS, (2, 512))
+    return {
+        f"{way}: {name}": number
+        for way in ("whole", "gather", "ring")
+        for name, number in _costs_of(way, case, words).items()
+    }
+
+
+def _costs_of(way: Any, case: Case, words: Tensor) -> dict[str, int]:
+    model: Any = case.model()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    others = dist.get_world_size() - 1
+    kept: dict[int, int] = {}
+    sent: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                return plain(*args)
+
+        return forward
+
+    def gather(plain: Any, whole: Tensor, mine: Tensor, group: Any) -> None:
+        sent.append(mine.nbytes * others)
+        plain(whole, mine, group=group)
+
+    def scatter(plain: Any, mine: Tensor, whole: Tensor, group: Any) -> None:
+        sent.append(mine.nbytes * others)
+        plain(mine, whole, group=group)
+
+    def pass_on(plain: Any, both: list[Any]) -> Any:
+        sent.append(both[0].tensor.nbytes)
+        return plain(both)
+
+    for layer in model.layers:
+        layer.forward = watched(layer.forward)
+    split = SequenceSplit(model, case.blocks, dist.group.WORLD, attention=way)  # pyright: ignore[reportArgumentType]
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "whole":
+            split.arm()
+        model(words[:, :16]).sum().backward()  # the trial of each block
+        kept.clear()
+        for place, name, instead in (
+            (attention, "_ALL_GATHER", gather),
+            (attention, "_REDUCE_SCATTER", scatter),
+            (dist, "batch_isend_irecv", pass_on),
+        ):
+            patch.setattr(place, name, partial(instead, vars(place)[name]))
+        result = model(words).sum()
+        forward = sum(sent)
+        result.backward()
+    split.disarm()
+    return {"kept": sum(kept.values()), "forward": forward, "backward": sum(sent) - forward}
+
+
 def skips_a_block() -> dict[str, float]:
     case = models.char_gpt()
 
@@ -200,21 +295,26 @@ def _bias(x: Tensor) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[], Any]] = {
     **{f"char gpt, {way}, {length}": lambda way=way, length=length: beside(models.char_gpt(), length, way=way)
-       for way in ("gather", "ring") for length in (24, 29, 4, 2)},
-    **{f"{name}, {way}": lambda case=case, way=way: beside(case(), 21, way=way)
-       for way in ("gather", "ring")
-       for name, case in {
-           "gpt2 with a cache and dropout": lambda: models.gpt2(drop=0.1),
-           "gpt2, padded": lambda: models.gpt2(mask=True),
-           "llama": models.llama,
-           "llama, padded": lambda: models.llama(mask=True),
-           "llama, positions given": lambda: models.llama(places=True),
-           "bert, padded, with dropout": models.bert,
-           "vit": models.vit,
-           "torch's encoder layers with dropout": models.transformer,
-           "a learned bias": lambda: stack(models.Biased, _bias),
-           "no attention, dropout of flat tokens": lambda: stack(models.Flat),
-       }.items()},
+       for way in ("gather", "ring") for length in (24, 29, 2)},
+    **{f"{name}, gather": lambda case=case: beside(case(), 21) for name, case in {
+        "gpt2 with a cache and dropout": lambda: models.gpt2(drop=0.1),
+        "gpt2, padded": lambda: models.gpt2(mask=True),
+        "llama": models.llama,
+        "llama, padded": lambda: models.llama(mask=True),
+        "llama, positions given": lambda: models.llama(places=True),
+        "bert, padded, with dropout": models.bert,
+        "vit": models.vit,
+        "torch's encoder layers with dropout": models.transformer,
+        "a learned bias": lambda: stack(models.Biased, _bias),
+        "one head": lambda: stack(models.OneHead),
+        "another sequence": lambda: stack(models.Crossing, lambda x: {"other": x[:, :5].sin()}),
+        "no attention, dropout of flat tokens": lambda: stack(models.Flat),
+    }.items()},
+    "llama, ring": lambda: beside(models.llama(), 21, way="ring"),
+    "llama, padded, ring": lambda: beside(models.llama(mask=True), 21, way="ring"),
+    "bert, padded, with dropout, ring": lambda: beside(models.bert(), 21, way="ring"),
+    "vit, ring": lambda: beside(models.vit(), 21, way="ring"),
+    "a mask of its own": lambda: beside(stack(models.Remembering)),
     "gpt2, recomputed": lambda: beside(models.gpt2(drop=0.1, cache=False), recompute="blocks"),
     "gpt2, recomputed, ring": lambda: beside(models.gpt2(drop=0.1, cache=False), recompute="blocks", way="ring"),
     "char gpt, recomputed in part": lambda: beside(models.char_gpt(), 29, recompute="selective", way="ring"),
@@ -225,6 +325,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "as many heads as positions of a rank": lambda: beside(models.llama(), 8),
     "logits": logits,
     "two stages": stages,
+    "bytes": costs,
+    "under FSDP2": lambda: sharded("none"),
+    "under FSDP2, recomputed": lambda: sharded("blocks"),
     "refused: eager": lambda: beside(models.gpt2(attention="eager")),
     "refused: positions": lambda: beside(stack(models.Positioned)),
     "refused: own mask": lambda: beside(stack(models.MasksItself)),
@@ -247,10 +350,10 @@ CASES: dict[str, Callable[[], Any]] = {
 OF_FOUR = (
     "char gpt, gather, 29",
     "char gpt, ring, 29",
-    "char gpt, gather, 4",
     "gpt2 with a cache and dropout, gather",
     "llama, padded, ring",
     "llama, ring",
+    "bytes",
     "refused: too short",
 )
 """Cases that are played by four ranks, too."""

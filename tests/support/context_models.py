@@ -25,11 +25,11 @@ class Case:
     blocks: tuple[str, ...]
 
 
-def char_gpt() -> Case:
+def char_gpt(longest: int = LONGEST) -> Case:
     def loss(model: Any, words: Tensor) -> Tensor:
         return F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
 
-    return Case(lambda: GPT(WORDS, 2, 16, 4, LONGEST), loss, ("layers.0", "layers.1"))
+    return Case(lambda: GPT(WORDS, 2, 16, 4, longest), loss, ("layers.0", "layers.1"))
 
 
 def gpt2(*, drop: float = 0.0, attention: str = "sdpa", mask: bool = False, cache: bool = True) -> Case:
@@ -148,6 +148,38 @@ class Biased(Attending):
     @override
     def forward(self, x: Tensor, bias: Tensor, gate: Tensor, scale: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return x + gate * self.joined(F.scaled_dot_product_attention(*self.split(x), attn_mask=bias)) * scale, bias
+
+
+class Remembering(Attending):
+    """Has its mask from the start, for 24 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Buffer(torch.ones(24, 24, dtype=torch.bool).tril(), persistent=False)
+
+    @override
+    def forward(self, x: Tensor) -> Any:
+        return x + self.joined(F.scaled_dot_product_attention(*self.split(x), attn_mask=self.seen))
+
+
+class Crossing(Attending):
+    """Looks at another sequence, whose gradient has a part from each rank, besides its own."""
+
+    @override
+    def forward(self, x: Tensor, other: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, k, v = self.split(other)
+        x = super().forward(x)
+        return x + self.joined(F.scaled_dot_product_attention(self.split(x)[0], k, v))
+
+
+class OneHead(Attending):
+    """Calls attention without a dimension for heads, on queries that lie by columns."""
+
+    @override
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5))
 
 
 class Positioned(Attending):

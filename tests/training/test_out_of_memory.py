@@ -257,6 +257,18 @@ def test_ranks_that_split_sequences_share_parameters() -> None:
     assert estimate_kept_bytes(config, 8, size) == {"parameters": 600, "gradients": 600, "optimizer": 1200}
 
 
+@pytest.mark.parametrize(
+    ("total", "way"),
+    [(4, "batch.micro: 2 is what can be less"), (2, "batch.micro is 1 already")],
+)
+def test_a_model_that_is_tried_before_it_is_split(total: int, way: str) -> None:
+    """Rank 0 holds all of it then, with gradients and activations of one microbatch."""
+    config = given(parallel={"data": 1, "pipeline": 2}, batch={"total": total, "accumulate": 2})
+    assert suggest_what_fits(config, config.batch.settle(1), ModelSize(0), "start") == (
+        f"rank 0 builds the whole model, and tries it on one microbatch, before it is split: {way}"
+    )
+
+
 def test_a_cell_with_the_same_axes_is_named_first() -> None:
     """Two stages on four ranks: sharding each stage over its two ranks of the data is the smallest change."""
     config = given(parallel={"data": 2, "pipeline": 2})

@@ -39,7 +39,7 @@ def clip_in_fp64(grads: tuple[list[Tensor], bool], limit: float, world: World, c
     mine, split = grads
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for g in mine:
-        total += g.double().square().sum()
+        total += g.double().square().sum().to(total.device)  # a model may be spread over devices by hand
     if split:
         world.sum(total)
         total /= copies

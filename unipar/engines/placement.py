@@ -46,11 +46,15 @@ def broadcast_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def place_tensors(
-    root: nn.Module, place: PlaceParameter, device: torch.device, origin: Mapping[int, nn.Parameter] | None = None
+    root: nn.Module,
+    place: PlaceParameter,
+    device: torch.device | Callable[[Tensor], torch.device],
+    origin: Mapping[int, nn.Parameter] | None = None,
 ) -> None:
     """Place each parameter by `place`, and broadcast each buffer and plain tensor; tied or shared ones stay so.
 
     Tensors in lists, dicts and tuples are placed too; lists and dicts are changed in place, as modules may share them.
+    `device` is that of buffers and plain tensors, or a function that returns it for each.
     `origin` maps the id of a parameter that was replaced, but may still be referenced, to its replacement in `root`.
     """
     done: dict[int, Any] = {}
@@ -73,7 +77,7 @@ def place_tensors(
             return done[id(value)]
         keep.append(value)
         if isinstance(value, Tensor):
-            done[id(value)] = broadcast_tensor(value, device)
+            done[id(value)] = broadcast_tensor(value, device(value) if callable(device) else device)
         elif isinstance(value, tuple):
             parts = [place_value(v) for v in value]
             changed = any(new is not old for new, old in zip(parts, value, strict=True))

@@ -202,7 +202,7 @@ class WrapperEngine(Engine):
                     value: Tensor = p
                 else:
                     value = torch.zeros((), dtype=torch.float32) if kind == "step" else torch.zeros_like(p)
-                    state[p][kind] = value = self._on_its_device(kind, value)
+                    state[p][kind] = value = self._on_its_device(kind, value, p.device)
                 for where, local in self.local_regions(name, value):
                     local.copy_(read(name, kind, where).view(local.shape))
         restore_buffers(self.model, read)
@@ -230,7 +230,7 @@ class WrapperEngine(Engine):
         """Yield tensors that only this library keeps: gathered parameters, buckets."""
         yield from ()
 
-    def _on_its_device(self, kind: str, value: Tensor) -> Tensor:
-        """Move a step count to the parameters' device if the optimizer is fused or capturable."""
+    def _on_its_device(self, kind: str, value: Tensor, device: torch.device) -> Tensor:
+        """Move a step count to its parameter's device if the optimizer is fused or capturable."""
         fused = any(g.get("fused") or g.get("capturable") for g in self.base.param_groups)
-        return value.to(self.world.device) if kind == "step" and fused else value
+        return value.to(device) if kind == "step" and fused else value

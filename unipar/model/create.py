@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unipar.backend.precision import parameter_dtype
-from unipar.config import Config
+from unipar.config import Cell, Config
 from unipar.distributed.world import World
 from unipar.errors import ConfigError, TaskError
 from unipar.utils.seeding import seed_all
@@ -91,6 +92,32 @@ def check_part_names(config: Config, parts: Mapping[str, nn.Module]) -> None:
 def cast_if_float(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a floating-point tensor as `dtype`, any other unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def devices_by_hand(module: nn.Module, device: torch.device) -> list[torch.device]:
+    """Return the devices over which the model's author has spread it, or [] if all of it is on one device.
+
+    What is on the CPU counts as on `device`, the run's own, to which it will be moved.
+    """
+    tensors = chain(module.parameters(), module.buffers())
+    found = {device_in_place(t, device) for t in tensors if t.device.type != "meta"}
+    return sorted(found, key=str) if len(found) > 1 else []
+
+
+def device_in_place(tensor: Tensor, device: torch.device) -> torch.device:
+    """Return where a tensor stays in a model that its author has spread over devices: the CPU's go to `device`."""
+    return device if tensor.device.type == "cpu" else tensor.device
+
+
+def refuse_devices_by_hand(module: nn.Module, device: torch.device, cell: Cell) -> None:
+    """Raise TaskError if the model's author has spread it over devices: only one process trains it as it is."""
+    if devices := devices_by_hand(module, device):
+        names = ", ".join(map(str, devices))
+        raise TaskError(
+            f"model() spreads its parameters over {len(devices)} devices ({names}), and {cell} places them itself: "
+            f"set backend: single, which trains such a model as it is in one process; or take the devices out of "
+            f"model() and its forward, and set parallel.pipeline: {len(devices)}, which cuts any model into stages"
+        )
 
 
 def _create_model(make_model: Callable[[], Any]) -> Any:

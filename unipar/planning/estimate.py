@@ -97,6 +97,10 @@ def suggest_what_fits(
     `moving` is the number of bytes that grows with the microbatch, `lack` the number that was missing. If they are
     unknown, the sentence names what needs less memory, without the claim that it fits.
     """
+    if not model.parameters and config.parallel.axes.ranks > 1:
+        return "rank 0 builds the whole model, and tries it on one microbatch, before it is split: " + (
+            f"batch.micro: {sizes.micro} is what can be less" if sizes.micro > 1 else "batch.micro is 1 already"
+        )
     if not model.parameters:
         return "no other cell or batch size needs less: the whole model is built before it is split"
     ways = [

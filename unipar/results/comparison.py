@@ -18,9 +18,11 @@ from unipar.results.memory_tables import (
     SENT_REMARK,
     describe_memory_columns,
     describe_peak_ranges,
+    describe_setup_peaks,
     format_memory_tables,
     format_sent_table,
     largest_peak_bytes,
+    sent_axes,
 )
 from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
 from unipar.results.same_training import TrainingMarks, describe_training_difference
@@ -192,7 +194,7 @@ class Comparison(TurnResults):
         if max(len(line) for block in blocks for line in block) <= width:
             return blocks
         narrow = [row[:3] + row[4:] for row in rows]
-        return format_table_rows(narrow[0], narrow[1:], right=(2, 3, 4), width=width)
+        return format_table_rows(narrow[0], narrow[1:], right=(2, 3, 4), width=width, fold=True)
 
     def _shown(self, row: CellResult) -> tuple[str, ...]:
         if not row.timed_seconds or row.outcome not in ("ran", "waits"):
@@ -229,7 +231,8 @@ class Comparison(TurnResults):
         if self._has_memory:
             lines += describe_memory_columns([account for row in self.rows for account in row.memory])
             lines += table_remarks(*describe_peak_ranges([(row.cell, row.memory) for row in self.rows if row.memory]))
-            lines.append(SENT_REMARK)
+            lines += table_remarks(*describe_setup_peaks([(row.cell, row.memory) for row in self.rows if row.memory]))
+            lines += [SENT_REMARK] if sent_axes(account for row in self.rows for account in row.memory) else []
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append(RSS)
         return [*lines, *table_remarks(self.unwatched, self.answer, self.unkept, self.note)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from unipar.config import Cell
 from unipar.memory.account import SENT_AXES, MemoryAccount, PhasePeak
 from unipar.memory.cuda_total import total_on_cuda
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
@@ -70,6 +71,20 @@ def describe_peak_ranges(cells: Iterable[tuple[str, Sequence[MemoryAccount]]]) -
     return [f"peaks of the recorded steps: {', '.join(texts)}{rest}"] if texts else []
 
 
+def describe_setup_peaks(cells: Iterable[tuple[str, Sequence[MemoryAccount]]]) -> list[str]:
+    """Return what cells with further axes need in their steps, if their peak is of the set-up."""
+    lines: list[str] = []
+    for cell, accounts in cells:
+        first, peak = largest_account(accounts), largest_account(accounts).peak
+        later = [phase.peak for account in accounts for phase in account.phases if phase.name != "built"]
+        if "+" in cell and Cell.parse(cell).axes.ranks > 1 and peak.name == "built" and later:
+            lines.append(
+                f"{cell}: its peak is of the set-up, in which rank {first.rank} tries the whole model; in the steps "
+                f"the largest rank holds {format_size(max(later))}"
+            )
+    return lines
+
+
 def describe_counting(accounts: Iterable[MemoryAccount]) -> str:
     """Return what the figures include, which depends on the method of recording."""
     notes = sorted({_COUNTING_NOTES.get(a.method.partition(",")[0], f"counted by: {a.method}") for a in accounts})
@@ -93,12 +108,14 @@ def format_memory_tables(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]
         header = ("memory", "fullest in", "allocated", "reserved", "gaps", "on CUDA", "host")
         rows = [_cuda_memory_row(*cell) for cell in cells]
     lines = [
-        line for block in format_table_rows(header, rows, right=range(2, len(header)), width=width) for line in block
+        line
+        for block in format_table_rows(header, rows, right=range(2, len(header)), width=width, fold=True)
+        for line in block
     ]
     parts = [("MiB", *_CATEGORIES_BY_COLUMN), *(_category_row(cell, accounts) for cell, _, accounts in cells)]
     right = range(1, len(_CATEGORIES_BY_COLUMN) + 1)
-    by_category = [line for block in format_table_rows(parts[0], parts[1:], right=right, width=width) for line in block]
-    return [*lines, "", *by_category]
+    by_category = format_table_rows(parts[0], parts[1:], right=right, width=width, fold=True)
+    return [*lines, "", *(line for block in by_category for line in block)]
 
 
 def _host_memory_row(cell: str, ranks: int, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
@@ -168,7 +185,7 @@ def format_sent_table(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]]],
     if not axes:
         return []
     rows = [(cell, *(_sent_text(accounts, axis) for axis in axes)) for cell, ranks, accounts in cells if ranks > 1]
-    blocks = format_table_rows(("sent", *axes), rows, right=range(1, len(axes) + 1), width=width)
+    blocks = format_table_rows(("sent", *axes), rows, right=range(1, len(axes) + 1), width=width, fold=True)
     return ["", *(line for block in blocks for line in block)]
 
 

@@ -112,10 +112,18 @@ def describe_training_difference(
 
 def _compare_initial_values(mine: TrainingMarks, theirs: TrainingMarks, other: str) -> str:
     names = [name for name, mark in mine.values.items() if theirs.values.get(name, mark) != mark]
-    if not names:
-        return ""
-    more = f" (and {count_of(len(names) - 1, 'other parameter')})" if len(names) > 1 else ""
-    return f"{names[0]}{more} starts with other values than in {other}: model() must depend on train.seed only"
+    if names:
+        begins = f"{_first_of(names)} starts with other values than in {other}"
+        return f"{begins}: model() must depend on train.seed only"
+    if missing := [name for name in theirs.values if name not in mine.values]:
+        return f"{_first_of(missing)} is trained in {other}, and none of the ranks here holds it"
+    if more := [name for name in mine.values if name not in theirs.values]:
+        return f"{_first_of(more)} is trained here, and none of the ranks of {other} holds it"
+    return ""
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] + (f" (and {count_of(len(names) - 1, 'other parameter')})" if len(names) > 1 else "")
 
 
 def _compare_samples(mine: TrainingMarks, theirs: TrainingMarks, other: str) -> str:

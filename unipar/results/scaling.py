@@ -184,9 +184,9 @@ class Scaling(TurnResults):
         header = ("cell", "ranks", "scaling", "step ms", "samples/s", "speed-up", "efficiency")
         last = () if any(row.memory for row in self.rows) else ("RSS",)
         blocks: list[list[str]] = []
-        for narrow, more in ((False, last), (True, last), (True, ())):
+        for narrow, more, fold in ((False, last, False), (True, last, False), (True, (), True)):
             rows = [self._shown(world, narrow=narrow, rss=bool(more)) for world in self.worlds]
-            blocks = format_table_rows((*header, *more), rows, right=(1, 3, 4, 5, 6, 7), width=width)
+            blocks = format_table_rows((*header, *more), rows, right=(1, 3, 4, 5, 6, 7), width=width, fold=fold)
             if max(len(line) for block in blocks for line in block) <= width:
                 break
         return blocks
@@ -204,7 +204,7 @@ class Scaling(TurnResults):
             for world, of in accounts.items()
         ]
         header = ("memory", "ranks", "scaling", "allocated", second, "on CUDA")
-        blocks = format_table_rows(header, rows, right=(1, 3, 4, 5), width=width)
+        blocks = format_table_rows(header, rows, right=(1, 3, 4, 5), width=width, fold=True)
         return ["", *(line for lines in blocks for line in lines)]
 
     def _shown(self, world: ScaledCell, *, narrow: bool, rss: bool) -> tuple[str, ...]:

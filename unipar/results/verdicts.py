@@ -56,6 +56,9 @@ class Finding:
     backward: str = ""
     """First module in the backward that is given another gradient, with rank and microbatch; empty if none is."""
 
+    traced: bool = True
+    """Whether modules were compared; false for a cell that differs with dropout only."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CutDependence:
@@ -322,7 +325,7 @@ def describe_verdict(row: Verdict) -> list[str]:
         lines += [
             f"  first module {w}: {m}" for w, m in (("forward", found.forward), ("backward", found.backward)) if m
         ]
-    else:
+    elif found.traced:
         lines.append("  first module: none; forward and backward equal those of one process, the fault is after them")
     if found.parameter:
         more = f", and {found.parameters - 1} more" if found.parameters > 1 else ""

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unipar.backend import Backend, Engine, Part
+from unipar.backend.cells import ONE
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.distributed.place import Place
 from unipar.distributed.world import World, leave_current_world
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.model.blocks import find_blocks
-from unipar.model.create import combine_parts, create_parts
+from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
 from unipar.model.optimizer import optimizer_factory, parameter_groups
 from unipar.model.pretrained import load_weights
 from unipar.model.transforms import apply_transforms
@@ -147,6 +148,8 @@ def build_run(
     base = anonymous_memory()
     modules = create_parts(task.model, config, world)
     whole = combine_parts(modules)
+    if settled.cell != ONE:
+        refuse_devices_by_hand(whole, world.device, settled.cell)
     wanted = config.model.loading
     # on rank 0 only: the other ranks get the values from it when tensors are placed
     loaded = load_weights(whole, wanted) if wanted is not None and world.rank == 0 else None
@@ -169,7 +172,7 @@ def build_run(
             loss=task.loss,
             sample=partial(first_microbatch, task, config, sizes),
             tensor=task.tensor(module),
-            cuts=task.cuts(config.parallel.pipeline),
+            cuts=task.cuts(config.parallel.axes.stages),
         )
         with _explain_import_error(backend):
             engine = (build or backend.build)(part, own, world)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 COLUMN_GAP = "  "
 
@@ -39,15 +40,49 @@ def format_table(
 
 
 def format_table_rows(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = 80
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[int] = (),
+    width: int = 80,
+    fold: bool = False,
 ) -> list[list[str]]:
-    """Return the table of `format_table` as lists of lines, one list for the header and one for each row."""
+    """Return the table of `format_table` as lists of lines, one list for the header and one for each row.
+
+    `fold`: where the table is too wide, long names in the first column go on in further lines, from a `+` on.
+    """
     full_rows = [row for row in [header, *rows] if len(row) == len(header)]
     widths = [max(len(row[i]) for row in full_rows) for i in range(len(header))]
     for row in rows:
         for i, text in enumerate(row[:-1]):
             widths[i] = max(widths[i], len(text))
-    return [_row_lines(row, widths, right, width) for row in [header, *rows]]
+    further: list[list[str]] = [[] for _ in range(len(rows) + 1)]
+    most = widths[0] - (sum(widths) + len(COLUMN_GAP) * (len(widths) - 1) - width)
+    if fold and most < widths[0]:
+        names = [_fold_name(row[0], max(most, NARROWEST_CELL)) for row in rows]
+        rows = [[name[0], *row[1:]] for name, row in zip(names, rows, strict=True)]
+        further[1:] = [name[1:] for name in names]
+        widths[0] = max(len(line) for name in [[header[0]], *names] for line in name)
+    lines = [_row_lines(row, widths, right, width) for row in [header, *rows]]
+    return [list(_overlay(block, names)) for block, names in zip(lines, further, strict=True)]
+
+
+def _overlay(lines: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """Yield a row's lines, with the further lines of its name before the second line and those that follow it."""
+    for name, line in zip_longest(["", *names], lines, fillvalue=""):
+        yield name + line[len(name) :]
+
+
+def _fold_name(name: str, most: int) -> list[str]:
+    """Return the lines of a name, each of at most so many characters if that is possible with breaks before `+`."""
+    first, *words = name.split("+")
+    lines = [first]
+    for word in words:
+        if len(lines[-1]) + 1 + len(word) <= most:
+            lines[-1] += f"+{word}"
+        else:
+            lines.append(f"  +{word}")
+    return lines
 
 
 def _row_lines(row: Sequence[str], widths: Sequence[int], right: Collection[int], width: int) -> list[str]:

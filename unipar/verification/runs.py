@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unipar.backend.cells import ONE, config_in_cell
@@ -188,6 +188,20 @@ class RunPlan:
             jobs.append(self._run(RunKey("cell", name), settled))
             jobs.append(self._run(RunKey("cell", name, bitwise=True), with_bitwise_arithmetic(settled)))
         return jobs
+
+    def dropout_jobs(self, cells: Sequence[str]) -> tuple[list[Job], list[Job]]:
+        """Return the jobs that run cells with dropout: the replays, and the cells."""
+        one, exactly = self.one_process_config(), self.one_process_config(self.exact_precision)
+        keys = {key: None for name in cells for key in self.dropout_replays(self.cells[name])}
+        replays = [self.replay_job(key, exactly if key.precision else one) for key in keys]
+        return replays, [self._run(RunKey("cell", name, dropout=True), self.cells[name]) for name in cells]
+
+    def dropout_replays(self, cell: SettledConfig) -> list[RunKey]:
+        """Return the keys of the replays with dropout: as configured, in the finest precision, and in parts."""
+        shares = cell.sizes.ranks
+        keys = self.replays(shares)
+        every = [keys.configured_shares, self.exact_shares(shares), *keys.in_parts(cell.cell.axes)]
+        return list(dict.fromkeys(replace(key, dropout=True) for key in every))
 
     def replay_job(self, key: RunKey, settled: SettledConfig, *, apart: bool = False) -> Job:
         """Return a replay that adds in the order `key.kind`, up to `key.step`, or all steps if that is None."""

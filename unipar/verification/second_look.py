@@ -10,6 +10,7 @@ from unipar.config.settled import SettledConfig
 from unipar.errors import UniparError
 from unipar.results.verdicts import Finding
 from unipar.verification.diagnosis import faults
+from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, whole_gradient
 from unipar.verification.diagnosis.gradients import fit_gradient_mix
 from unipar.verification.diagnosis.modules import ModuleDifference, find_loss_differences, find_module_differences
 from unipar.verification.judgement.judge import Judgement
@@ -42,7 +43,7 @@ class SecondLook:
         replays = self._replays({(self._shares_of(key), _first_bad_step(found)) for key, found in judgements.items()})
         jobs = [self._rerun_job(key, _first_bad_step(judgement)) for key, judgement in judgements.items()]
         again = self._worlds.run_jobs(group_jobs_by_library(jobs), self._show_result)
-        cases: dict[RunKey, tuple[faults.FaultCase, faults.Fault | None, Finding]] = {}
+        cases: dict[RunKey, tuple[FaultCase, Fault | None, Finding]] = {}
         for key, judgement in judgements.items():
             result = again[key]
             step, tolerance = _first_bad_step(judgement), tolerance_of(key)
@@ -55,9 +56,10 @@ class SecondLook:
             settled = self._settled_of(key)
             shares = settled.sizes.ranks
             differences = find_module_differences(run, own, exact, shares, settled.cell.axes)
-            case = faults.FaultCase(
+            case = FaultCase(
                 run,
                 tolerance.base,
+                own,
                 exact,
                 judgement,
                 settled,
@@ -95,7 +97,7 @@ class SecondLook:
         return Job(key=key, kind="run", settled=self._settled_of(key), steps=step, trace_at=step)
 
     def _resolve_factors(
-        self, cases: Mapping[RunKey, tuple[faults.FaultCase, faults.Fault | None, Finding]]
+        self, cases: Mapping[RunKey, tuple[FaultCase, Fault | None, Finding]]
     ) -> Iterator[tuple[RunKey, Finding]]:
         """Yield all findings; if two factors fit (as many shares as microbatches), rerun to tell which one."""
         others = {key: 1 if case.accumulate > 1 else 2 for key, (case, _, _) in cases.items()}
@@ -128,14 +130,14 @@ def _record_or_raise(result: JobResult) -> RunRecord:
     return combine_ranks(result)
 
 
-def _gradient_factor(case: faults.FaultCase, step: int) -> float:
+def _gradient_factor(case: FaultCase, step: int) -> float:
     """Return the factor between the run's whole gradient and that of one process; NaN if it cannot be computed."""
-    gradient, whole = faults.run_gradient(case, step), faults.whole_gradient(case, step)
+    gradient, whole = run_gradient(case, step), whole_gradient(case, step)
     mix = fit_gradient_mix(gradient, {(0, 0): whole}, {}, sorted(gradient))
     return float("nan") if mix is None else mix.parts[0, 0]
 
 
-def _of_kind(finding: Finding, kind: faults.Fault | None) -> Finding:
+def _of_kind(finding: Finding, kind: Fault | None) -> Finding:
     """Return the finding with the kind of fault that fits, or unchanged if none does."""
     return finding if kind is None else replace(finding, kind=kind.name, says=kind.says, candidates=kind.candidates)
 

@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from unipar.config.sections.cell import Axes
+from unipar.config.settled import SettledConfig
 from unipar.errors import Stopped, UniparError
 from unipar.results.agreement import measure_agreement
-from unipar.results.verdicts import CutDependence, CutKind, Verdict, Verdicts
+from unipar.results.verdicts import CutDependence, CutKind, Finding, Verdict, Verdicts
 from unipar.utils.text import first_few
 from unipar.verification import second_look
+from unipar.verification.diagnosis.mesh_faults import classify_masks
 from unipar.verification.judgement.judge import Judgement, judge
 from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise
-from unipar.verification.judgement.tolerance import Tolerance, measure_tolerance
+from unipar.verification.judgement.tolerance import Tolerance, measure_tolerance, widen
 from unipar.verification.runs import (
     BASE_RUN_NAME,
     TASK_PROBE_NAME,
@@ -38,6 +40,9 @@ CUT_WAYS_OUT: dict[CutKind, str] = {
     "with one another, keep batch.micro fixed and report it with the result",
 }
 """Way out for each kind of dependence on how a batch is cut."""
+
+DROPOUT_REMARK = "dropout is set to 0 for this verification"
+"""Beginning of the remark on a task with dropout."""
 
 ShowProgress = Callable[[Verdicts, str], None]
 """Function that shows the verdicts so far and one line of progress."""
@@ -63,6 +68,7 @@ class VerificationSession:
             self._references()
             if not self.verdicts.stopped:
                 self._cells()
+                self._dropout()
                 self._second_look()
         except (KeyboardInterrupt, Stopped):
             self.verdicts = replace(self.verdicts, interrupted=True)
@@ -170,19 +176,19 @@ class VerificationSession:
         records, keys = self._records, self._runs.replays(shares)
         base, exact = records[self._base_run(shares)], records[self._runs.exact_run]
         replays = [keys.bitwise_shares, keys.bitwise_micros, *keys.in_parts(axes)]
-        others = [records[key] for key in replays if key in records]
+        alike = [records[key] for key in replays if key in records]
+        others = list(alike)
         if self._cut_matters:
             exact = records[self._runs.exact_shares(shares)]
-            others.append(exact)
-            if keys.configured_micros in records:
-                others.append(records[keys.configured_micros])
+            alike += [base, exact, *(records[k] for k in (keys.configured_micros,) if k in records)]
+            others = list(alike)
         else:
             others += self._other_cuts
             if self._runs.config.train.precision != self._runs.precision:
                 others.append(exact)  # another precision stands in: its own rounding counts as well
         if not self._runs.fp64:
             others.append(records[keys.perturbed])
-        measured = measure_tolerance(base, others, exact, self._runs.config.train.precision)
+        measured = measure_tolerance(base, others, exact, self._runs.config.train.precision, alike)
         self._tolerances[shares, axes] = measured
         return measured
 
@@ -252,6 +258,45 @@ class VerificationSession:
         )
         self._show(self.verdicts, f"{row.cell} {line}")
 
+    def _dropout(self) -> None:
+        """Run cells whose ranks share the work once more with dropout: its masks must be those of one process."""
+        agreeing = [row.cell for row in self.verdicts.rows if row.outcome == "agrees"]
+        cells = [name for name in agreeing if self._runs.cells[name].cell.axes.ranks > 1]
+        if not (cells and self._task_facts["quiet"]):
+            return
+        replays, runs = self._runs.dropout_jobs(cells)
+        self._worlds.run_jobs([replays], self._take_reference)
+        self._worlds.run_jobs(group_jobs_by_library(runs), self._take_dropout_result)
+        was = next(remark for remark in self.verdicts.remarks if remark.startswith(DROPOUT_REMARK))
+        now = f"{was}; cells whose ranks share the work on the same samples were run once more with it"
+        remarks = [now if remark == was else remark for remark in self.verdicts.remarks]
+        self.verdicts = replace(self.verdicts, remarks=remarks)
+
+    def _dropout_keys(self, settled: SettledConfig) -> list[RunKey]:
+        """Return the keys of the replays with dropout that drew the same masks: as configured, finest, and others."""
+        first, *others = self._runs.dropout_replays(settled)
+        records = self._records
+        same = [key for key in others if key in records and records[key].masks == records[first].masks]
+        return [first, *(same or [first])]
+
+    def _take_dropout_result(self, key: RunKey, result: JobResult) -> None:
+        row = self._verdict(key)
+        if isinstance(result, UniparError):
+            note = f"with dropout: {result}"
+            self._replace_row(replace(row, outcome="failed", note=note), f"failed {note.splitlines()[0]}")
+            return
+        record, settled = combine_ranks(result), self._runs.cells[key.cell]
+        replay, exact, *others = [self._records[k] for k in self._dropout_keys(settled)]
+        own = measure_tolerance(replay, [exact, *others], exact, settled.config.train.precision, [replay, exact])
+        judgement = judge(record, widen(own, self._tolerance_of(key)), replay)
+        if judgement.first is not None:
+            fault = classify_masks(record, replay)
+            first = judgement.first
+            finding = Finding(step=first.step, what=first.what, kind=fault.name, says=fault.says, traced=False)
+            worst = f"with dropout, {judgement.worst.says}"
+            row = replace(row, outcome="disagrees", worst=worst, share=judgement.worst.share, finding=finding, bits="")
+        self._replace_row(row, f"with dropout {row.outcome}")
+
     # Cells that disagree
 
     def _second_look(self) -> None:
@@ -272,7 +317,7 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
     """Return the facts about the task that matter for the comparison, as sentences."""
     remarks: list[str] = []
     if quiet := facts["quiet"]:
-        remarks.append(f"dropout is set to 0 for this verification: {first_few(quiet)}")
+        remarks.append(f"{DROPOUT_REMARK}: {first_few(quiet)}")
     if facts["stream"]:
         remarks.append(
             "data() returns a stream: its first samples were read once and kept, and every cell takes its samples from "

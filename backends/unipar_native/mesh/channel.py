@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unipar.config.sections.cell import Axes
+from unipar.distributed.world import World
 from unipar_native.mesh.stage import Arrival, generator_state
 
 _DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -86,3 +88,15 @@ class Channel:
         """Wait until everything is sent."""
         for what, micro in list(self._works):
             self.wait(what, micro)
+
+
+def open_channel(world: World, axes: Axes) -> Channel:
+    """Return this rank's channel to its neighbours in the pipeline, a ring where a rank has several stages."""
+    seat, ranks, ring = world.mesh.seat["pipeline"], axes.pipeline, axes.pieces > 1
+    return Channel(
+        world.groups.group("pipeline"),
+        world.groups.second_group("pipeline"),
+        before=world.mesh.rank_at(pipeline=(seat - 1) % ranks) if seat > 0 or ring else None,
+        behind=world.mesh.rank_at(pipeline=(seat + 1) % ranks) if seat < ranks - 1 or ring else None,
+        device=world.device,
+    )

@@ -23,13 +23,12 @@ from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, map_tensors, to_device
 from unipar.engines.forward import OpaqueBatch
 from unipar.engines.gradients import scale_loss
-from unipar.engines.placement import refuse_scalar_parameters, refuse_shared_parameters
 from unipar.engines.state import is_first_copy, local_part
 from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
 from unipar_native.fsdp2 import ShardedEngine
 from unipar_native.mesh.birth import Placement, place_model
-from unipar_native.mesh.channel import Channel
+from unipar_native.mesh.channel import open_channel
 from unipar_native.mesh.context import SequenceSplit
 from unipar_native.mesh.probe import (
     ModelFacts,
@@ -44,7 +43,8 @@ from unipar_native.mesh.stage import Arrival, Stage, hidden_of_input
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.words import kinds_in_block, nothing_to_split
+from unipar_native.mesh.torch_schedules import TorchScheduleExecutor, average_over_copies
+from unipar_native.mesh.words import kinds_in_block, nothing_to_split, refuse_part
 
 
 class _Look(NamedTuple):
@@ -62,18 +62,19 @@ class MeshEngine(ShardedEngine):
     def __init__(self, part: Part, config: Config, world: World) -> None:
         self.axes, self.mesh = config.parallel.axes, world.mesh
         self._stage_seat, self._stages = world.mesh.seat["pipeline"], self.axes.pipeline
-        _refuse(part, config)
+        refuse_part(part, config)
         world.groups.devices  # noqa: B018 - made here by all ranks together
         told, whole = self._look(part, config, world)
         batch, facts, plans = told
-        self._blocks = part.blocks
-        self._needs, self._buffer_stages, self._cuts = facts.needs, facts.buffer_stages, facts.cuts
-        self._shared = dict(names_in_several(facts.needs))
+        self._blocks = facts.blocks
+        self._buffer_stages, self._cuts = facts.buffer_stages, facts.cuts
+        self._needs = facts.needs_of_ranks(self._stages)
+        self._shared = dict(names_in_several(self._needs))
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
         self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
         self._parts = self._cut_parameters(part, plans)
-        first, end = self._cuts[self._stage_seat : self._stage_seat + 2]
-        own = part.blocks[first:end]
+        ranges = [self._cuts[stage : stage + 2] for stage in range(self._stage_seat, self.axes.stages, self._stages)]
+        own = [name for first, end in ranges for name in facts.blocks[first:end]]
         self.once = config.parallel.shard in ("nothing", "optimizer")
         shell = place_model(part.module, own, self._placement(config, world), world.device)
         super().__init__(part, config, world)
@@ -91,11 +92,20 @@ class MeshEngine(ShardedEngine):
         for name in own:
             if (plan := plans.get(name)) is not None:
                 arm_block(part.module.get_submodule(name), plan, world.groups.group("tensor"))
-        self._stage = Stage(part.module, part.blocks, first, end, facts.tuples) if self._stages > 1 else None
+        stages = [Stage(part.module, facts.blocks, first, end, facts.tuples) for first, end in ranges]
+        self._stage = stages[0] if self._stages > 1 and self.axes.pieces == 1 else None
         self._split_sequences(part, own, world)
+        self._executor: TorchScheduleExecutor | None = None
+        if self._stages > 1:
+            self._channel = open_channel(world, self.axes)
         if self._stage is not None:
             self._stage.enter()
-            self._channel = self._open_channel(world)
+        elif self._stages > 1:
+            assert part.loss is not None
+            needs = facts.needs[self._stage_seat :: self._stages]
+            self._executor = TorchScheduleExecutor(
+                shell, stages, needs, part.loss, self.axes, world, self._channel, once=self.once
+            )
         if world.device.type == "cuda":
             batch = to_device(batch, world.device)
         assert part.loss is not None
@@ -114,7 +124,7 @@ class MeshEngine(ShardedEngine):
                 batch = part.sample()
                 cast_to = batch_dtype(config.train.precision)
                 given = batch if cast_to is None else cast_floats(batch, cast_to)
-                facts = look_at_model(part.module, part.blocks, part.loss, given, self._stages, part.cuts)
+                facts = look_at_model(part.module, part.blocks, part.loss, given, self.axes.stages, part.cuts)
                 plans = self._plan_tensor(part, facts, world)
                 whole = whole_gradients(part.module, part.loss, given)
                 told = [_Look(batch, replace(facts, block_inputs={}), plans)]
@@ -137,7 +147,7 @@ class MeshEngine(ShardedEngine):
             kinds[kind_of_block(block)] = derive_block_plan(block, args, kwargs, mesh, given)
         if not any(plan.cuts for plan in kinds.values()):
             raise TaskError(nothing_to_split(self.axes.tensor, kinds.values()))
-        blocks = {name: part.module.get_submodule(name) for name in part.blocks}
+        blocks = {name: part.module.get_submodule(name) for name in facts.blocks}
         return {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
 
     def _cut_parameters(self, part: Part, plans: Mapping[str, BlockPlan]) -> dict[str, ParameterCut]:
@@ -152,14 +162,14 @@ class MeshEngine(ShardedEngine):
     def _split_sequences(self, part: Part, own: Sequence[str], world: World) -> None:
         if self.axes.context == 1:
             return
-        first, last = own[0] == part.blocks[0], own[-1] == part.blocks[-1]
+        first, last = own[0] == self._blocks[0], own[-1] == self._blocks[-1]
         split = SequenceSplit(part.module, own, world.groups.group("context"), enters=first, leaves=last)
         split.arm()
 
         def tell_length(block: nn.Module, args: Any, kwargs: Any) -> None:
             split.whole_length = hidden_of_input(args, kwargs).shape[1]
 
-        before_all = part.module.get_submodule(part.blocks[0])
+        before_all = part.module.get_submodule(self._blocks[0])
         before_all.register_forward_pre_hook(tell_length, with_kwargs=True, prepend=True)
         if self._stage is not None and not last:
             self._stage.widen = lambda hidden: hidden.new_zeros((len(hidden), split.whole_length, *hidden.shape[2:]))
@@ -174,7 +184,7 @@ class MeshEngine(ShardedEngine):
         ranks = world.shares * self.axes.context
         settings: dict[str, Any] = {"reshard_after_forward": config.parallel.shard == "parameters"}
         mesh = None
-        if ranks > 1:
+        if ranks > 1 and self.axes.schedule != "zerobubble":
             over = config.parallel.shard_over or world.shares
             shards = 1 if config.parallel.shard == "nothing" else over * self.axes.context
             mesh = world.groups.copies_and_shards(shards)
@@ -195,27 +205,21 @@ class MeshEngine(ShardedEngine):
                     world.groups.axis_of_group[mine[stages].group_name] = "pipeline"
         return mine
 
-    def _open_channel(self, world: World) -> Channel:
-        seat, last = self._stage_seat, self._stages - 1
-        return Channel(
-            world.groups.group("pipeline"),
-            world.groups.second_group("pipeline"),
-            before=self.mesh.rank_at(pipeline=seat - 1) if seat > 0 else None,
-            behind=self.mesh.rank_at(pipeline=seat + 1) if seat < last else None,
-            device=world.device,
-        )
-
     @property
     def split_words(self) -> str:
         """How the model is split, for errors."""
         cuts = ", ".join(self._blocks[i] for i in self._cuts[1:-1])
-        return f"{self.axes}" + (f", with stages that begin at {cuts}" if cuts else "")
+        return f"{self.axes}" + (
+            f", with stages that begin at {cuts} (a value that skips a block cannot cross such a cut)" if cuts else ""
+        )
 
     # Steps
 
     @override
     def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
         stage = self._stage
+        if self._executor is not None:
+            return self._executor.run(fn, micros, divisor, mark)
         if stage is None:
             return super().run_microbatches(fn, micros, divisor, mark)
         live: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -260,9 +264,18 @@ class MeshEngine(ShardedEngine):
 
     @override
     def run_forward(self, fn: Fn, batch: Any) -> Any:
-        stage = self._stage
-        if stage is None:
+        if self._stages == 1:
             return super().run_forward(fn, batch)
+        out = self._forward_alone(fn, batch) if self._executor is None else self._executor.forward(fn, batch)
+        last = self._stages - 1
+        told = [map_tensors(out, lambda t: t.cpu()) if self._stage_seat == last else None]
+        dist.broadcast_object_list(told, self.mesh.rank_at(pipeline=last), group=self.world.groups.group("pipeline"))
+        return to_device(told[0], self.world.device)
+
+    def _forward_alone(self, fn: Fn, batch: Any) -> Any:
+        """Return what `fn` returns on this rank: in the last stage, the answer."""
+        stage = self._stage
+        assert stage is not None
         passes = iter(range(-1, -1_000_000_000, -1))
         stage.inlet = None if stage.is_first else lambda: self._channel.receive_hidden(gradient=False)
         stage.outlet = None if stage.is_last else lambda hidden: self._channel.send_hidden(next(passes), hidden)
@@ -272,10 +285,7 @@ class MeshEngine(ShardedEngine):
         finally:
             stage.outlet, stage.repeats = None, False
         self._channel.wait_for_all()
-        told = [map_tensors(out, lambda t: t.cpu()) if stage.is_last else None]
-        last = self.mesh.rank_at(pipeline=self._stages - 1)
-        dist.broadcast_object_list(told, last, group=self.world.groups.group("pipeline"))
-        return to_device(told[0], self.world.device)
+        return out
 
     @override
     def finish_reduction(self) -> None:
@@ -285,6 +295,8 @@ class MeshEngine(ShardedEngine):
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
                 dist.all_reduce(local_part(p.grad), group=self._owner_groups[stages])
+        if self.axes.schedule == "zerobubble":
+            average_over_copies(self.trained, self.world)
 
     # Norm: each element counts once
 
@@ -363,26 +375,10 @@ class MeshEngine(ShardedEngine):
                 dist.broadcast(buffer, self._home_of_buffer(name))
 
     def _home_of_buffer(self, name: str) -> int:
-        return self.mesh.rank_at(pipeline=self._buffer_stages[name], data=0, context=0, tensor=0)
+        seat = self._buffer_stages[name] % self._stages
+        return self.mesh.rank_at(pipeline=seat, data=0, context=0, tensor=0)
 
 
 def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
     """Return a gradient, or zeros where nothing depended on the tensor."""
     return torch.zeros_like(like) if gradient is None else gradient
-
-
-def _refuse(part: Part, config: Config) -> None:
-    """Raise TaskError for what no mesh can split."""
-    cell = f"parallel ({config.parallel.axes})"
-    refuse_scalar_parameters(part.module, cell)
-    refuse_shared_parameters(part, cell)
-    stages = config.parallel.pipeline
-    if not part.blocks:
-        raise TaskError(
-            f"{cell} splits blocks, and the model has none: name them in model.blocks or in the task's blocks()"
-        )
-    if stages > len(part.blocks):
-        raise TaskError(
-            f"parallel.pipeline: {stages} stages need a block each, and the model has {len(part.blocks)} "
-            f"({', '.join(part.blocks)}): lower pipeline, or name smaller blocks in model.blocks"
-        )

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from unipar.backend import Fn
-from unipar.engines.placement import plain_attributes
-from unipar.errors import TaskError
+from unipar.errors import TaskError, UniparError
 from unipar.training.fingerprint import TensorSketcher, sketch_whole_tensor
 from unipar_native.mesh.balance import balanced_cuts, cuts_at
 from unipar_native.mesh.stage import Arrival, Stage, hidden_of_output
+from unipar_native.mesh.state_kept import kept_attributes, unchanged
 
 _TIMED_RUNS = 3
 
@@ -35,6 +35,9 @@ class WholeModel:
 @dataclass(frozen=True)
 class ModelFacts:
     """Facts of a model that all ranks need to split it, found by running it on one microbatch."""
+
+    blocks: Sequence[str]
+    """Blocks between which a pipeline may cut, in the order in which they run."""
 
     tuples: Sequence[int]
     """Length of the tuple that each block returns; 0 for a tensor."""
@@ -54,47 +57,9 @@ class ModelFacts:
     block_inputs: Mapping[str, tuple[Any, Any]] = field(default_factory=dict[str, Any])
     """Arguments that the first block of each kind got."""
 
-
-@contextmanager
-def unchanged(model: nn.Module) -> Generator[None]:
-    """Context manager: afterwards the model is as before, and so are random numbers.
-
-    That is its buffers, `requires_grad`, modes, and what its code keeps on modules, lists and dicts included.
-    """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    learns = [(p, p.requires_grad) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    kept = [(module, plain_attributes(module)) for module in model.modules()]
-    contents: dict[int, tuple[Any, Any]] = {}
-    for _, values in kept:
-        _copy_contents(list(values.values()), contents)
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        for p, wanted in learns:
-            p.requires_grad_(wanted)
-            p.grad = None
-        for module, mode in modes:
-            module.training = mode
-        for module, values in kept:
-            for name in plain_attributes(module).keys() - values.keys():
-                delattr(module, name)
-            vars(module).update(values)
-        for container, content in contents.values():
-            container.clear()
-            container.update(content) if isinstance(container, dict) else container.extend(content)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-
-def _copy_contents(values: Sequence[Any], contents: dict[int, tuple[Any, Any]]) -> None:
-    """Add each list and dict among the values, and inside them, with a copy of its content."""
-    for value in values:
-        if isinstance(value, list | dict) and id(value) not in contents:
-            contents[id(value)] = value, value.copy()
-            _copy_contents(list(value.values() if isinstance(value, dict) else value), contents)
+    def needs_of_ranks(self, ranks: int) -> list[frozenset[str]]:
+        """Return the names of the parameters that each rank of the pipeline uses; stage k is on rank k mod `ranks`."""
+        return [frozenset[str]().union(*self.needs[rank::ranks]) for rank in range(ranks)]
 
 
 @final
@@ -161,20 +126,21 @@ def look_at_model(
     model: nn.Module, blocks: Sequence[str], fn: Fn, batch: Any, stages: int, given_cuts: Sequence[str] | None = None
 ) -> ModelFacts:
     """Return the facts of a model that is whole, by running the task's loss on one microbatch."""
-    with unchanged(model):
+    with unchanged(model, fn):
         runs: list[tuple[_Run, float]] = []
         for _ in range(_TIMED_RUNS):
             run = _Run(model, blocks)
-            with torch.no_grad(), run.recorded():
+            with torch.no_grad(), run.recorded(), unchanged(model, fn):
                 fn(model, batch)
             runs.append((run, time.perf_counter() - run.end))
         run = runs[0][0]
+        blocks = _without_frozen_models(model, blocks)
         if stages == 1:
             first = {kind_of_block(model.get_submodule(name)): name for name in reversed(blocks) if name in run.inputs}
             every = frozenset(name for name, _ in model.named_parameters())
             buffers = {name: 0 for name, _ in model.named_buffers()}
             inputs = {name: run.inputs[name] for name in first.values()}
-            return ModelFacts([0] * len(blocks), [0, len(blocks)], [every], buffers, block_inputs=inputs)
+            return ModelFacts(blocks, [0] * len(blocks), [0, len(blocks)], [every], buffers, block_inputs=inputs)
         _check_order(run.order, blocks)
         seconds = _seconds_of_blocks(model, blocks, [run for run, _ in runs])
         numbers = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks]
@@ -189,6 +155,7 @@ def look_at_model(
         needs = _needed_parameters(model, blocks, cuts, tuples, fn, batch)
     first = {kind_of_block(model.get_submodule(name)): name for name in reversed(blocks)}
     return ModelFacts(
+        blocks,
         tuples,
         cuts,
         needs,
@@ -205,7 +172,7 @@ def kind_of_block(block: nn.Module) -> tuple[Any, ...]:
 
 def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:
     """Return loss and gradients of the whole model in evaluation mode, which draws no random numbers."""
-    with unchanged(model):
+    with unchanged(model, fn):
         model.eval()
         loss = fn(model, batch)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -219,16 +186,25 @@ def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:
     return WholeModel(float(loss.detach()), known)
 
 
+def _without_frozen_models(model: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
+    """Return the blocks that lie beside one that trains: a frozen teacher's blocks are not the model's own."""
+    trained = [name for name in blocks if any(p.requires_grad for p in model.get_submodule(name).parameters())]
+    beside = {name.rpartition(".")[0] for name in trained}
+    return [name for name in blocks if name.rpartition(".")[0] in beside]
+
+
 def _check_order(order: Sequence[str], blocks: Sequence[str]) -> None:
-    if list(order) == list(blocks):
+    """Raise TaskError if the loss does not run the blocks once, in order."""
+    order = [name for name in order if name in blocks]
+    if order == list(blocks):
         return
-    for name, due in zip([*order, "no further block"], [*blocks, "no further block"], strict=False):
-        if name != due:
-            raise TaskError(
-                f"parallel.pipeline cuts between blocks, and the loss must run each once, in order; it ran {name!r} "
-                f"where {due!r} was due: put blocks that belong together into one (model.blocks, or the task's "
-                "blocks()), or leave parallel.pipeline out"
-            )
+    both = zip([*order, "no further block"], [*blocks, "no further block"], strict=False)
+    name, due = next((name, due) for name, due in both if name != due)
+    raise TaskError(
+        f"parallel.pipeline cuts between blocks, and the loss must run each once, in order; it ran {name!r} where "
+        f"{due!r} was due: put blocks that belong together into one (model.blocks, or the task's blocks()), or leave "
+        "parallel.pipeline out"
+    )
 
 
 def _seconds_of_blocks(model: nn.Module, blocks: Sequence[str], runs: Sequence[_Run]) -> list[float]:
@@ -267,7 +243,16 @@ def _needed_parameters(
             arrived = Arrival(hidden, None)
             stage.inlet = lambda arrived=arrived: arrived
         try:
-            out: Any = stage.enter().run(fn, model, batch)
+            with kept_attributes([getattr(fn, "__self__", None)]):
+                out: Any = stage.enter().run(fn, model, batch)
+        except UniparError:
+            raise
+        except Exception as e:
+            raise TaskError(
+                f"parallel.pipeline runs the loss with only some of the blocks on each stage, and it fails with "
+                f"{', '.join(blocks[first:end])} alone ({type(e).__name__}: {e}): let it use the blocks' outputs by "
+                "calling the model, or leave parallel.pipeline out"
+            ) from e
         finally:
             stage.leave()
         out = hidden_of_output(out)

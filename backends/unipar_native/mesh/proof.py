@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from unipar.backend import Fn, Micro
 from unipar.engines.state import local_part
 from unipar.errors import TaskError
 from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar_native.mesh.state_kept import kept_attributes
 
 if TYPE_CHECKING:
     from unipar_native.mesh.engine import MeshEngine
@@ -30,17 +32,29 @@ def prove(engine: MeshEngine, fn: Fn, batch: Any, whole: WholeModel | None) -> N
     """
     names, losses, expected = _from_first_rank(engine, whole)
     loss, sketches = _split_gradients(engine, fn, batch, names)
-    small = _TOLERANCES.get(engine.dtype, _TOLERANCE)
+    refuse_difference(names, (loss, losses), (sketches, expected), engine.dtype, engine.split_words)
+
+
+def refuse_difference(
+    names: Sequence[str],
+    losses: tuple[float, float],
+    sketches: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
+    words: str,
+) -> None:
+    """Raise TaskError if loss or gradients differ; pairs are of the split model and of the whole one."""
+    (loss, expected_loss), (found, expected) = losses, sketches
+    small = _TOLERANCES.get(dtype, _TOLERANCE)
     lengths = expected.norm(dim=1)
-    off = (sketches - expected).norm(dim=1) / (lengths + _FLOOR * lengths.max()).clamp(min=1e-300)
+    off = (found - expected).norm(dim=1) / (lengths + _FLOOR * lengths.max()).clamp(min=1e-300)
     off = torch.where(off.isfinite(), off, torch.inf)
     worst = int(off.argmax())
-    loss_off = abs(loss - losses) / max(1.0, abs(losses))
+    loss_off = abs(loss - expected_loss) / max(1.0, abs(expected_loss))
     if loss_off <= small and float(off[worst]) <= small:
         return
     raise TaskError(
-        f"split as planned, the model is another: a loss of {loss:.9g} for {losses:.9g}, and the gradient of "
-        f"{names[worst]} is off by {float(off[worst]):.1e} of its length; {engine.split_words}. "
+        f"split as planned, the model is another: a loss of {loss:.9g} for {expected_loss:.9g}, and the gradient of "
+        f"{names[worst]} is off by {float(off[worst]):.1e} of its length; {words}. "
         "Leave one of the axes out, or say in the task's tensor(model) or cuts(stages) what must stay together"
     )
 
@@ -61,7 +75,7 @@ def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -
     autocast, engine.call.autocast = engine.call.autocast, None
     engine.wrapped.eval()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), kept_attributes([getattr(fn, "__self__", None)]):
             share = engine.run_microbatches(
                 lambda model, given, number: fn(model, given),
                 [Micro(batch, 1.0 / engine.world.shares)],

@@ -30,20 +30,22 @@ def derive_block_plan(
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | int,
     given: Mapping[str, str] | None = None,
 ) -> BlockPlan:
-    """Return how the ranks of a mesh of one dimension can cut a block that is called with these arguments.
+    """Return how so many ranks, or those of a mesh of one dimension, can cut a block that is called like this.
 
-    No values are needed, and no communication. `given`: kinds by pattern of names in the block, which win.
+    No values are needed, no process group and no other rank.
+    `given`: kinds by pattern of names in the block, which win.
     """
-    return _Derivation(meta_block(block), *meta_arguments(args, kwargs), mesh, given or {}).plan()
+    ranks = mesh if isinstance(mesh, int) else mesh.size()
+    return _Derivation(meta_block(block), *meta_arguments(args, kwargs), ranks, given or {}).plan()
 
 
 @final
 class _Derivation:
-    def __init__(self, block: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh, given: Mapping[str, str]) -> None:
-        self.block, self.args, self.kwargs, self.mesh, self.ranks = block, args, kwargs, mesh, mesh.size()
+    def __init__(self, block: nn.Module, args: Any, kwargs: Any, ranks: int, given: Mapping[str, str]) -> None:
+        self.block, self.args, self.kwargs, self.ranks = block, args, kwargs, ranks
         own = [n for n, m in block.named_modules() if isinstance(m, nn.MultiheadAttention)]
         self.matrices: dict[str, Any] = {
             n: m
@@ -53,6 +55,7 @@ class _Derivation:
         self.ways: dict[str, tuple[int, ...]] = {}
         self.tried: dict[str, set[tuple[int, ...]]] = {}
         self.reasons: dict[str, str] = {}
+        self.calls: dict[str, int] = {}
         self.trials = 0
         self.wanted = self._wanted(given)
 
@@ -74,9 +77,11 @@ class _Derivation:
         self.reasons.setdefault(name, reason)
 
     def wanted_kind(self, name: str) -> str | None:
+        """Return what the task says of a matrix."""
         return getattr(self, "wanted", {}).get(name)
 
     def plan(self) -> BlockPlan:
+        """Return the plan, once a trial has come to its end."""
         for name, module in self.matrices.items():
             width = self._width(module)
             if width % self.ranks:
@@ -84,14 +89,7 @@ class _Derivation:
                 self.reasons[name] = f"{self.ranks} does not divide its {width} {what}"
                 if isinstance(module, nn.MultiheadAttention):
                     self._keep_whole(name, self.reasons[name])
-        while True:
-            try:
-                found = self._tried()
-                break
-            except OtherGroups as e:
-                self._regroup(e)
-            except CannotCut as e:
-                self._give_up_one(e)
+        found = self._found()
         for name in self.matrices:
             kind = self.wanted_kind(name)
             cut = found.cuts.get(name)
@@ -103,6 +101,28 @@ class _Derivation:
             if cut is None and name not in self.reasons:
                 self.reasons[name] = "the block did not call it"
         return BlockPlan(found.cuts, self._whole(found.cuts), self.trials, self.ranks, found.sites)
+
+    def _found(self) -> BlockPlan:
+        while True:
+            try:
+                return self._tried()
+            except OtherGroups as e:
+                self._regroup(e)
+            except CannotCut as e:
+                if not self._gave_one_up(e):
+                    return self._nothing(e.reason)
+            except TaskError:
+                raise
+            except Exception as e:
+                text = (str(e).splitlines() or [""])[0][:160]
+                return self._nothing(f"the block does not run on meta tensors: {type(e).__name__}: {text}")
+
+    def _nothing(self, reason: str) -> BlockPlan:
+        """Return a plan in which all is whole."""
+        for name in self.matrices:
+            self.reasons[name] = reason
+            self._keep_whole(name, reason)
+        return BlockPlan({}, {}, self.trials, self.ranks)
 
     def _width(self, module: Any) -> int:
         if isinstance(module, nn.MultiheadAttention):
@@ -119,20 +139,22 @@ class _Derivation:
                 whole[name] = "it is not the weight of a linear layer"
         return whole
 
-    def _give_up_one(self, e: CannotCut) -> None:
-        """Try the last column that led to this in other groups, else leave it whole."""
+    def _gave_one_up(self, e: CannotCut) -> bool:
+        """Try a column that led to this in other groups, else leave it whole; return False if none is left."""
         columns = [n for n in e.sources if self.ways.get(n) != WHOLE]
+        columns = [n for n in columns if n not in self.wanted] or columns
         if not columns:
-            raise TaskError(f"tensor: the block cannot be tried on meta tensors: {e.reason}") from e
+            return False
         # the one without which a trial comes furthest; of equal ones the last
         best = columns[-1] if len(columns) == 1 else max(reversed(columns), key=self._progress_without)
-        self._next_way(best, e.reason)
+        self._next_way(best, e)
+        return True
 
     def _progress_without(self, name: str) -> float:
         """Return how many calls a trial makes before it fails, if one matrix stays whole."""
         ways = {**self.ways, name: WHOLE}
         while True:
-            trial = Trial(meta_block(self.block), self.mesh, ways, training=True)
+            trial = Trial(meta_block(self.block), self.ranks, ways, training=True)
             self.trials += 1
             try:
                 trial.run(*self._arguments())
@@ -146,9 +168,10 @@ class _Derivation:
             else:
                 return float("inf")
 
-    def _next_way(self, name: str, reason: str) -> None:
+    def _next_way(self, name: str, e: CannotCut) -> None:
         module = self.matrices[name]
-        self.reasons.setdefault(name, reason)
+        if e.calls >= self.calls.get(name, 0):  # the reason of the way that came furthest
+            self.reasons[name], self.calls[name] = e.reason, e.calls
         width = self._width(module)
         tried = self.tried.setdefault(name, set())
         tried.add(self.ways.get(name, (width,)))
@@ -177,7 +200,7 @@ class _Derivation:
         merged: dict[str, tuple[Rewrite, ...]] = {}
         trials = list[Trial]()
         for training in (True, False):
-            trial = Trial(meta_block(self.block), self.mesh, self.ways, training=training)
+            trial = Trial(meta_block(self.block), self.ranks, self.ways, training=training)
             self.trials += training
             trial.run(*self._arguments())
             unused = [n for n, c in trial.cuts.items() if c.kind == "column" and n not in trial.used]

@@ -1,4 +1,4 @@
-"""Plans of blocks in words, and what a task says about them."""
+"""Sentences of the mesh engine: what it refuses, and what a task says about its matrices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
+from unipar.backend import Part
+from unipar.config import Config
+from unipar.engines.placement import refuse_scalar_parameters, refuse_shared_parameters
+from unipar.errors import TaskError
+from unipar.model.create import ONLY_PART
 from unipar_native.mesh.tensor.cuts import BlockPlan
 
 
@@ -28,3 +34,37 @@ def nothing_to_split(ranks: int, plans: Iterable[BlockPlan]) -> str:
         f"parallel.tensor: {ranks} would split nothing of this model ({shown or 'its blocks have no matrices'}): "
         "leave tensor out, or name what it can split in the task's tensor(model)"
     )
+
+
+def refuse_part(part: Part, config: Config) -> None:
+    """Raise TaskError for what no mesh can split."""
+    axes = config.parallel.axes
+    cell = f"parallel ({axes})"
+    if part.name != ONLY_PART:
+        raise TaskError(
+            f"{cell} splits one model, and model() returned parts by name ({part.name!r} is one): use ranks of data "
+            "alone, with parallel.shard"
+        )
+    if not part.blocks:
+        raise TaskError(
+            f"{cell} splits blocks, and the model has none: name them in model.blocks or in the task's blocks()"
+        )
+    refuse_shared_parameters(part, cell)
+    if config.parallel.data != 1 or axes.context > 1:
+        refuse_scalar_parameters(part.module, cell)
+    if axes.stages > len(part.blocks):
+        of_ranks = f" ({axes.pieces} on each of {axes.pipeline} ranks, by {axes.schedule})" if axes.pieces > 1 else ""
+        other = ", take schedule 1f1b" if axes.pieces > 1 else ""
+        raise TaskError(
+            f"parallel.pipeline: {axes.stages} stages{of_ranks} need a block each, and the model has "
+            f"{len(part.blocks)} ({', '.join(part.blocks)}): lower pipeline{other}, or name smaller blocks in "
+            "model.blocks"
+        )
+    for axis in ("tensor", "context"):
+        for name in part.blocks if axes.sizes.get(axis, 1) > 1 else ():
+            for inner, module in part.module.get_submodule(name).named_modules():
+                if isinstance(module, _NormBase) and module.track_running_stats:
+                    raise TaskError(
+                        f"parallel.{axis}: {axes.sizes[axis]} splits what {name}.{inner} computes statistics of, a "
+                        f"{type(module).__name__}: replace it by LayerNorm or GroupNorm, or leave parallel.{axis} out"
+                    )

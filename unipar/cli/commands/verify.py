@@ -36,6 +36,8 @@ def verify(
 
     Runs some steps of your task in one process, in fp64 and as configured, with the batch split in several ways;
     then in every cell. For a cell that differs: the first step, module and parameter, and the kind of fault.
+    Cells with axes (native/nothing+tensor2) split a batch into fewer shares and are compared with one process that
+    does so too; their copies of parameters, buffers and dropout masks are checked as well.
     Exit 0 when all cells that ran agree. A loss that is a sum, or that combines samples, and BatchNorm without sync
     train another model on another number of ranks: the first line says so, and with --strict this is exit 1.
 

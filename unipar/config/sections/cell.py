@@ -44,6 +44,16 @@ class Axes:
         return self.tensor * self.pipeline * self.context
 
     @property
+    def pieces(self) -> int:
+        """Number of stages that each rank of the pipeline has: one, or two that are not neighbours."""
+        return 2 if self.schedule in ("interleaved", "zerobubble") else 1
+
+    @property
+    def stages(self) -> int:
+        """Number of stages into which the blocks are cut; stage k is on rank k mod `pipeline`."""
+        return self.pipeline * self.pieces
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Number of ranks by axis, without those of one rank."""
         return {name: size for name in AXES if (size := getattr(self, name)) > 1}

@@ -87,12 +87,14 @@ _group_by_name: Final[Callable[[str], Any]] = vars(distributed_c10d)["_resolve_p
 def axis_of_ranks(mesh: Mesh, ranks: list[int]) -> str | None:
     """Return the axis of the mesh along which a group of these ranks lies, or None if it is one rank.
 
-    A group along several axes is named by all of them, and one of all ranks `all ranks`, unless there is one axis only.
+    A group along several axes is named by all of them. One of all ranks is `all ranks` if it lies along tensor or
+    pipeline and others; ranks of data and context train the same parameters, and share their gradients.
     """
     if len(ranks) < 2:
         return None
     axes = mesh.axes_among(ranks)
-    return axes[0] if len(axes) == 1 else ALL_RANKS if len(ranks) == mesh.ranks else " x ".join(axes)
+    everywhere = len(ranks) == mesh.ranks and len(axes) > 1 and axes != ("data", "context")
+    return ALL_RANKS if everywhere else " x ".join(axes)
 
 
 def collective_of(operator: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES
-from unipar.report.charts.svg import AxisScale, Drawing, byte_unit_of, round_ticks, text_width
+from unipar.report.charts.svg import AxisScale, Drawing, byte_unit_of, fit_name, round_ticks, text_width
 from unipar.report.data.comparison import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS, category_differences, step_time_quartiles
 from unipar.utils.text import format_duration, format_size
@@ -39,7 +39,7 @@ class BarRows:
         """Draw the name of row `i`."""
         y = self.y(i)
         if self.small:
-            self.drawing.text(0, y - 5, self._names[i], "name")
+            self.drawing.text(0, y - 5, fit_name(self._names[i], self.drawing.width), "name")
         else:
             self.drawing.text(self.x.start - 12, y + 18, self._names[i], "name", "end")
 

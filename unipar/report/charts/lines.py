@@ -9,7 +9,7 @@ from statistics import median
 
 from unipar.memory.account import MemoryAccount
 from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
-from unipar.report.charts.svg import AxisScale, Drawing, round_ticks, text_width
+from unipar.report.charts.svg import AxisScale, Drawing, fit_name, round_ticks, text_width
 from unipar.report.data.comparison import CellPageData, ComparisonPageData
 from unipar.results.agreement import loss_tolerance
 from unipar.utils.text import format_size
@@ -44,7 +44,7 @@ def draw_memory_through_step(page: ComparisonPageData, before: ComparisonPageDat
         apart = tops[cell.cell] > common
         x = AxisScale(0, 1, left + column * (each + gap), left + column * (each + gap) + each)
         y = AxisScale(0, tops[cell.cell] if apart else common, row * (high + 46) + 34 + high, row * (high + 46) + 34)
-        drawing.text(x.start, y.end - 20, cell.cell, "name")
+        drawing.text(x.start, y.end - 20, fit_name(cell.cell, each), "name")
         _draw_phases(drawing, account, x, y)
         for value, words in [] if apart else byte_ticks(y.high, 3):
             drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
@@ -159,7 +159,10 @@ def draw_loss_differences(page: ComparisonPageData, width: int) -> str:
     allowed = loss_tolerance(page.comparison.precision)
     for i, (name, values) in enumerate(series):
         y = step * i + (18 if small else 0)
-        drawing.text(0 if small else left - 12, y - 5 if small else y + 15, name, "name", "start" if small else "end")
+        if small:
+            drawing.text(0, y - 5, fit_name(name, width), "name")
+        else:
+            drawing.text(left - 12, y + 15, name, "name", "end")
         for j in range(bins):
             first, last = j * count // bins, max((j + 1) * count // bins, j * count // bins + 1)
             if not values[first:last]:

@@ -14,6 +14,7 @@ from unipar.report.charts.svg import (
     Drawing,
     Point,
     byte_unit_of,
+    fit_name,
     power_of_two_ticks,
     round_ticks,
     text_width,
@@ -49,7 +50,7 @@ def draw_pareto(page: ComparisonPageData, before: ComparisonPageData | None, wid
     """Draw samples a second against memory; the line joins the cells that no other beats in both."""
     small = width < NARROW_BELOW_PIXELS
     values = _values(page, before)
-    words = {name: str(i) if small else name for i, name in enumerate(values.now, 1)}
+    words = {name: str(i) if small else fit_name(name, width / 3) for i, name in enumerate(values.now, 1)}
     x, y, labels = _place_points(values, words, width)
     listed = 18 * len(words) + 8 if small else 0
     drawing = Drawing(width, y.start + 50 + listed, "Samples a second against memory at the peak")
@@ -69,7 +70,7 @@ def draw_pareto(page: ComparisonPageData, before: ComparisonPageData | None, wid
     for name, label in labels.items():
         drawing.text(*label.text, words[name], "name label", label.anchor)
     for i, name in enumerate(words if small else ()):
-        drawing.text(0, y.start + 50 + 18 * i + 14, f"{words[name]}  {name}", "name")
+        drawing.text(0, y.start + 50 + 18 * i + 14, fit_name(f"{words[name]}  {name}", width), "name")
     return str(drawing)
 
 

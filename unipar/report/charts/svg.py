@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +24,20 @@ Point = tuple[float, float]
 def text_width(words: str) -> float:
     """Return the approximate largest width of a text, in pixels."""
     return LETTER_WIDTH * len(words)
+
+
+_SHORT_AXES = {"tensor": "tp", "pipeline": "pp", "context": "cp", "sequence": "sp"}
+
+
+def fit_name(name: str, width: float) -> str:
+    """Return a cell's name in at most so many pixels: with short names of axes (`tp2` for `tensor2`), or cut."""
+    if text_width(name) <= width:
+        return name
+    first, *words = name.split("+")
+    short = [re.sub(r"^[a-z]+", lambda axis: _SHORT_AXES.get(axis[0], axis[0]), word) for word in words]
+    name = "+".join((first, *short))
+    most = int(width / LETTER_WIDTH)
+    return name if len(name) <= most else f"{name[: max(most - 1, 1)]}…"
 
 
 class Drawing:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from unipar.backend import Category
+from unipar.config import Cell
+from unipar.errors import ConfigError
 from unipar.memory.account import CATEGORIES, MEMORY_PHASES
 from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory_bars, draw_rank_balance
 from unipar.report.charts.lines import cells_with_curves, draw_memory_through_step
@@ -10,10 +14,17 @@ from unipar.report.data.comparison import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS, baseline_with_memory, category_differences, cells_to_rank
 from unipar.report.pages.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
 from unipar.report.pages.library_defaults import library_default_note
-from unipar.results.memory_tables import bytes_along, sent_axes
+from unipar.results.memory_tables import bytes_along, describe_setup_peaks, sent_axes
 from unipar.utils.text import format_size
 
 _NO_VALUE = "–"
+
+_STAGES_DIFFER: Final = (
+    " Stages of a pipeline hold different things: other blocks, the first the embedding, the last the head and the "
+    "logits; and under 1f1b an earlier stage keeps the activations of more microbatches. In tables such a cell counts "
+    "with its fullest rank."
+)
+"""Explanation of differences between ranks that are in the nature of a pipeline."""
 
 
 def _key(page: ComparisonPageData) -> str:
@@ -45,6 +56,7 @@ def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) 
     table = html_table(
         ["cell", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)], rows, "Bytes by category at the peak", (0, 1)
     )
+    setup_peaks = describe_setup_peaks((c.cell, c.memory) for c in page.measured_cells)
     return html_section(
         "memory",
         title,
@@ -56,6 +68,7 @@ def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) 
         paragraph(_describe_cuts("A bar", page, before)),
         html_figure(lambda width: draw_memory_bars(page, before, width), table),
         *(paragraph(library_default_note(page, c), "own") for c in page.cells if c.is_library_default),
+        *(paragraph(f"{line}.", "own") for line in setup_peaks),
         paragraph(f"Not measured: {', '.join(missing)}." if missing else ""),
     )
 
@@ -136,13 +149,23 @@ def balance_section(page: ComparisonPageData) -> str:
     return html_section(
         "balance",
         "Balance between ranks",
-        paragraph("One dot per rank; at the right, how much more the fullest rank holds than the emptiest."),
+        paragraph(
+            "One dot per rank; at the right, how much more the fullest rank holds than the emptiest."
+            + _STAGES_DIFFER * any(_has_stages(c.cell) for c in page.measured_cells)
+        ),
         paragraph(_describe_cuts("A row", page, None)),
         html_figure(
             lambda width: draw_rank_balance(page, width),
             html_table(["cell", *(f"rank {r}" for r in ranks)], rows, "Peak by rank"),
         ),
     )
+
+
+def _has_stages(cell: str) -> bool:
+    try:
+        return Cell.parse(cell).axes.pipeline > 1
+    except ConfigError:  # a name from outside
+        return False
 
 
 def communication_section(page: ComparisonPageData) -> str:

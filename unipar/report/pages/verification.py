@@ -31,6 +31,12 @@ from unipar.results.verdicts import Verdict, describe_verdict, format_share
 from unipar.utils.text import count_of, first_few
 
 _NO_VALUE = "–"
+_PARTS = (
+    " Runs that add up matrix products, or sequences, in parts stand for ranks that split these, and widen what is "
+    "allowed for cells with such ranks only."
+)
+"""Explanation of the runs that only cells with axes need."""
+
 _REPLAY_ORDERS = {"shares": "share by share", "micros": "microbatch by microbatch", "": _NO_VALUE}
 _STEPS_IN_A_TABLE = 10
 _QUANTITY_TITLES: dict[StepQuantity, str] = {"loss": "Losses", "norm": "Norms of the gradient"}
@@ -244,6 +250,7 @@ def _one_process(page: VerificationPageData) -> str:
         paragraph(
             "Runs of one process that add in other orders. How far they are from one another is what rounding does on "
             "this task; a cell may differ by four times that."
+            + (_PARTS if any(" in " in name and " parts" in name for name in now.one) else "")
         ),
         html_table(["run", "loss", "norm of the gradient"], rows, "Largest difference from the reference", (0,)),
     )

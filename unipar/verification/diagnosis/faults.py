@@ -3,97 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from unipar.config import Config, Precision
-from unipar.config.settled import SettledConfig
-from unipar.verification.diagnosis.gradients import (
-    GradientMix,
-    GradientSketches,
-    StateRule,
-    find_unmoved_parameters,
-    fit_gradient_mix,
-    gradients_from_state,
-)
-from unipar.verification.diagnosis.modules import LossDifference, ModuleDifference, count_loss_ranks
-from unipar.verification.judgement.judge import Judgement, count_used_batches
-from unipar.verification.judgement.record import RunRecord, SketchVector
-
-FACTOR_TOLERANCE: dict[Precision, float] = {"fp64": 0.005, "fp32": 0.005}
-"""Relative tolerance between a measured factor and a known one, by precision."""
-
-COARSE_FACTOR_TOLERANCE = 0.03
-"""Relative tolerance of factors in all coarser precisions."""
+from unipar.verification.diagnosis import mesh_faults
+from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, share_gradients, whole_gradient
+from unipar.verification.diagnosis.gradients import GradientMix, find_unmoved_parameters, fit_gradient_mix
+from unipar.verification.diagnosis.modules import count_loss_ranks
+from unipar.verification.judgement.judge import count_used_batches
 
 ROUNDING_ERROR_RANGES = {"bf16": (4e-4, 6e-3), "fp16": (4e-5, 4e-4)}
 """Relative error of a gradient that was rounded once or twice to a precision: smallest and largest."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Kind of fault, and a sentence with the figures that indicate it."""
-
-    name: str
-    says: str
-    candidates: tuple[str, ...] = ()
-    """Kinds that fit equally well, if there are several; `name` lists them all."""
-
-    measured: str = ""
-    """Part of `says` that is true for every candidate."""
-
-
-@dataclass(frozen=True)
-class FaultCase:
-    """Run that disagrees, with everything that its classification needs."""
-
-    run: RunRecord
-    base: RunRecord
-    replay: RunRecord
-    """Replay in fp64 that keeps each microbatch's gradient apart."""
-
-    judgement: Judgement
-    settled: SettledConfig
-    """Config of the cell: how many shares a batch has, of how many microbatches each, and which ranks work on one."""
-
-    limit: float
-    """Largest relative difference between the ranks' norms that counts as rounding."""
-
-    module_differences: Mapping[str, ModuleDifference]
-    """First module that differs, by direction."""
-
-    loss_differences: Sequence[LossDifference]
-    """Microbatches of the step whose losses differ from those of one process."""
-
-    optimizer_uses_whole_tensors: bool | None
-    """Whether the task's own optimizer uses whole tensors; None if the task has no optimizer of its own."""
-
-    @property
-    def config(self) -> Config:
-        """Config of the cell."""
-        return self.settled.config
-
-    @property
-    def shares(self) -> int:
-        """Number of shares of a batch: ranks, unless some of them work on the same samples."""
-        return self.settled.sizes.ranks
-
-    @property
-    def accumulate(self) -> int:
-        """Number of microbatches of each share."""
-        return self.settled.sizes.accumulate
-
-    def groups(self, step: int) -> list[dict[str, Any]]:
-        """Return the parameter groups of the optimizer that takes this step."""
-        return [g for g in self.replay.groups if g["prefix"] == self.run.prefixes[step - 1]]
-
-    @property
-    def near(self) -> float:
-        """Relative tolerance of factors in the run's precision."""
-        return FACTOR_TOLERANCE.get(self.config.train.precision, COARSE_FACTOR_TOLERANCE)
 
 
 def classify_fault(case: FaultCase) -> Fault | None:
@@ -105,6 +27,8 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_samples(case, at)
     if first.what == "rate":
         return _classify_rate(case, at)
+    if case.settled.cell.axes.ranks > 1 and (found := mesh_faults.classify_before_update(case, at)) is not None:
+        return found
     if "forward" in case.module_differences:
         place = case.module_differences["forward"]
         return Fault(
@@ -117,7 +41,12 @@ def classify_fault(case: FaultCase) -> Fault | None:
     if case.optimizer_uses_whole_tensors is not None:
         # gradients cannot be computed from the state of an optimizer that the task makes
         return _classify_missing_update(case, at) or _classify_whole_tensor_optimizer(case, at)
-    return _classify_missing_update(case, at) or _classify_norms(case, at) or _classify_gradient(case, at)
+    return (
+        _classify_missing_update(case, at)
+        or _classify_norms(case, at)
+        or _classify_gradient(case, at)
+        or mesh_faults.classify_norm(case, at)
+    )
 
 
 def _classify_samples(case: FaultCase, step: int) -> Fault:
@@ -226,12 +155,12 @@ def _classify_norms(case: FaultCase, step: int) -> Fault | None:
         return None
     shown = ", ".join(f"{n:.5g}" for n in norms)
     of_shares: list[float] = case.replay.shares[step - 1]["norms"]
-    if all(_near(case, norm, of_shares[seat.share]) for norm, seat in zip(norms, case.run.seats, strict=True)):
+    if all(case.is_near(norm, of_shares[seat.share]) for norm, seat in zip(norms, case.run.seats, strict=True)):
         found = _classify_gradient(case, step)
         if found is not None and found.name == "not reduced":
             return found
         what = "each is the norm of that rank's own share of the batch, before the ranks are added"
-    elif _near(case, math.sqrt(sum(n * n for n in norms)), right):
+    elif case.is_near(math.sqrt(sum(n * n for n in norms)), right):
         what = "their squares add up to the square of the whole norm: each rank uses its own part of the gradient"
     else:
         what = "they should be equal"
@@ -243,7 +172,7 @@ def _classify_norms(case: FaultCase, step: int) -> Fault | None:
 def _classify_gradient(case: FaultCase, step: int) -> Fault | None:
     found = run_gradient(case, step)
     names = [n for n, _ in case.judgement.differing if n in found] or list(found)
-    parts = _share_gradients(case, step)
+    parts = share_gradients(case, step)
     stale = whole_gradient(case, step - 1) if step > 1 else {}
     mix = fit_gradient_mix(found, parts, stale, list(dict.fromkeys(names)))
     if mix is None:
@@ -251,38 +180,10 @@ def _classify_gradient(case: FaultCase, step: int) -> Fault | None:
     return _classify_mix(case, mix, step)
 
 
-def _share_gradients(case: FaultCase, step: int) -> dict[tuple[int, int], GradientSketches]:
-    shares: dict[tuple[int, int], GradientSketches] = {}
-    for text, grads in case.replay.shares[step - 1]["parts"].items():
-        micro, share = map(int, text.split("."))
-        shares[micro, share] = {name: sketch.numpy() for name, sketch in grads.items()}
-    return shares
-
-
-def run_gradient(case: FaultCase, step: int) -> dict[str, SketchVector]:
-    """Return the gradient of a step of the run, computed from its state."""
-    config = case.config.of_part(case.run.prefixes[step - 1].removesuffix("."))
-    return gradients_from_state(case.run, StateRule.of(config, case.groups(step)), step, _rate_by_parameter(case, step))
-
-
-def whole_gradient(case: FaultCase, step: int) -> GradientSketches:
-    """Return the gradient of a step in one process."""
-    whole: dict[str, Any] = {}
-    for grads in _share_gradients(case, step).values():
-        for name, sketch in grads.items():
-            whole[name] = whole[name] + sketch if name in whole else sketch
-    return whole
-
-
-def _rate_by_parameter(case: FaultCase, step: int) -> dict[str, float]:
-    rates = case.run.rates[step - 1][0]
-    return {n: rate for g, rate in zip(case.groups(step), rates, strict=False) for n in g["names"]}
-
-
 def _classify_mix(case: FaultCase, mix: GradientMix, step: int) -> Fault | None:
     values = np.array([[mix.parts[i, s] for s in range(case.shares)] for i in range(case.accumulate)])
     middle = float(np.median(values))
-    if abs(mix.stale) > 5 * case.near and _near(case, middle, 1.0):
+    if abs(mix.stale) > 5 * case.near and case.is_near(middle, 1.0):
         return Fault(
             "a stale gradient",
             f"the gradient of step {step} is its own plus {mix.stale:.3g} times that of the previous step",
@@ -303,8 +204,8 @@ def _classify_factor(case: FaultCase, factor: float, left: float, step: int) -> 
         1.0 / micros: ("divided twice by accumulation", f"divided by the {micros} microbatches once more"),
         float(micros): ("not divided by accumulation", f"a sum over the {micros} microbatches instead of the mean"),
     }
-    if not _near(case, factor, 1.0):
-        fits = [x for known in (by_world, by_micros) for value, x in known.items() if _near(case, factor, value)]
+    if not case.is_near(factor, 1.0):
+        fits = [x for known in (by_world, by_micros) for value, x in known.items() if case.is_near(factor, value)]
         if not fits:
             return Fault("a gradient off by a factor", measured)
         names, says = tuple(name for name, _ in fits), f"{measured}: {', or '.join(why for _, why in fits)}"
@@ -346,16 +247,12 @@ def _is_clipped_per_rank(case: FaultCase, by_share: Any, step: int) -> bool:
     return bool(np.abs(by_share / by_share.max() - wanted / wanted.max()).max() <= 2 * case.near)
 
 
-def _near(case: FaultCase, value: float, wanted: float) -> bool:
-    return abs(value - wanted) <= case.near * abs(wanted)
-
-
 def resolve_fault(case: FaultCase, kind: Fault, measured: float, micros: int) -> Fault:
     """Return which of two candidates fits, from the factor `measured` in a run with `micros` microbatches."""
     if len(kind.candidates) != 2:
         return kind
     ranks = case.shares
-    by_world = _near(case, measured, float(ranks)) or _near(case, measured, 1.0 / ranks)
+    by_world = case.is_near(measured, float(ranks)) or case.is_near(measured, 1.0 / ranks)
     name = kind.candidates[0 if by_world else 1]
     change = "stays the same" if by_world else "changes with them"
     counts = f"with {_count_microbatches(micros)} instead of {case.accumulate}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from unipar.utils.text import count_of
@@ -23,7 +23,8 @@ class Measurement:
     """Measured difference of one quantity, in one step or at the end."""
 
     what: str
-    """Quantity: samples, ranks' samples, sample weight, loss, norm, ranks' norms, rate, or a kind of state."""
+    """Quantity: samples, ranks' samples, sample weight, loss, norm, ranks' norms, rate, ranks' copies, buffer, or a
+    kind of state."""
 
     step: int
     off: float
@@ -113,6 +114,30 @@ def _measure_step(run: RunRecord, tolerance: Tolerance, replay: RunRecord, t: in
     for rank in run.rates[t]:
         for own, wanted in zip(rank, base.rates[t][0], strict=False):
             yield Measurement("rate", step, abs(own - wanted), FP64_TOLERANCE * wanted)
+    if run.copies:
+        yield from _measure_copies(run, tolerance, step)
+
+
+def _measure_copies(run: RunRecord, tolerance: Tolerance, step: int) -> Iterator[Measurement]:
+    """Yield the largest difference between copies of a parameter on ranks that work on the same samples."""
+    worst = Measurement("ranks' copies", step, 0.0, 0.0)
+    for key, copies in run.copies[step - 1].items():
+        allowed = SKETCH_FACTOR * tolerance.sketches[step].get(key, 0.0)
+        for off in copy_distances(run, copies).values():
+            measure = Measurement("ranks' copies", step, off, allowed, key[0])
+            worst = max(worst, measure, key=lambda m: m.share)
+    yield worst
+
+
+def copy_distances(run: RunRecord, copies: Mapping[int, SketchVector]) -> dict[tuple[int, int], float]:
+    """Return the distance of each rank's copy from that of the first rank with the same share, by both ranks."""
+    distances: dict[tuple[int, int], float] = {}
+    first: dict[int, int] = {}
+    for rank, mine in sorted(copies.items()):
+        one = first.setdefault(run.seats[rank].share, rank)
+        if one != rank:
+            distances[one, rank] = float(((mine - copies[one]) ** 2).sum() ** 0.5)
+    return distances
 
 
 def _nan_as_infinity(value: float) -> float:
@@ -162,3 +187,7 @@ def _measure_final_state(run: RunRecord, tolerance: Tolerance) -> Iterator[Measu
             yield Measurement(kind, last, tensor_distance(run.state[key], tensor), tolerance.state[key], name)
         elif kind == "exp_avg_sq":
             yield Measurement("gradient", last, gradient_share(run, name), NOISE_GRADIENT_SHARE, name)
+    if run.copies:
+        for name, (buffer, allowed) in tolerance.buffers.items():
+            off = tensor_distance(run.buffers[name], buffer) if name in run.buffers else math.nan
+            yield Measurement("buffer", last, off, allowed, name)

@@ -97,6 +97,18 @@ class RunRecord:
     seats: list[RankSeat]
     """Seat of each rank."""
 
+    copies: list[dict[StateKey, dict[int, SketchVector]]]
+    """Sketches of each tensor of the state by rank that has the whole of it, by step; only where ranks share work."""
+
+    masks: list[list[dict[int, list[str]]]]
+    """Fingerprints of dropout's masks in their order, by step, rank and number of the microbatch."""
+
+    buffers: dict[str, Tensor]
+    """Whole floating-point buffers at the end; only of a replay, and where ranks share the work."""
+
+    first_buffers: dict[str, Tensor]
+    """The same before the first step."""
+
     shares: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Gradient of each microbatch and norm of each share, by step; only of a replay that keeps them apart."""
 
@@ -119,6 +131,7 @@ def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
     steps = [list(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True)]
     seats = [_rank_seat(rank["seat"]) for rank in ranks]
     leaders = {seat.share: rank for rank, seat in enumerate(seats) if seat.leads}
+    state = _join_pieces([piece for rank in ranks for piece in rank["pieces"]])
     return RunRecord(
         losses=[sum(rank["loss"] for rank in step) for step in steps],
         norms=[[rank["norm"] for rank in step] for step in steps],
@@ -130,9 +143,13 @@ def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
         ],
         prefixes=[step[0]["prefix"] for step in steps],
         states=[_add_sketches(list(states)) for states in zip(*(rank["states"] for rank in ranks), strict=True)],
-        state=_join_pieces([piece for rank in ranks for piece in rank["pieces"]]),
+        state=state,
         traced=[rank["traced"] for rank in ranks],
         seats=seats,
+        copies=[_whole_copies(list(copies), state) for copies in zip(*(rank["copies"] for rank in ranks), strict=True)],
+        masks=[[rank["masks"] for rank in step] for step in steps],
+        buffers={name: buffer for rank in ranks for name, buffer in rank["buffers"].items()},
+        first_buffers={name: buffer for rank in ranks for name, buffer in rank["first_buffers"].items()},
         shares=ranks[0]["shares"],
         groups=ranks[0]["groups"],
     )
@@ -155,6 +172,18 @@ def _add_sketches(states: list[dict[str, Tensor]]) -> dict[StateKey, SketchVecto
             mine: SketchVector = sketch.numpy()
             whole[name, kind] = whole[name, kind] + mine if (name, kind) in whole else mine
     return whole
+
+
+def _whole_copies(
+    ranks: list[dict[str, tuple[int, Tensor]]], state: dict[StateKey, Tensor]
+) -> dict[StateKey, dict[int, SketchVector]]:
+    copies: dict[StateKey, dict[int, SketchVector]] = {}
+    for rank, kept in enumerate(ranks):
+        for text, (size, sketch) in kept.items():
+            name, _, kind = text.rpartition("|")
+            if (name, kind) in state and state[name, kind].numel() == size:
+                copies.setdefault((name, kind), {})[rank] = sketch.numpy()
+    return copies
 
 
 def _join_pieces(pieces: list[Any]) -> dict[StateKey, Tensor]:

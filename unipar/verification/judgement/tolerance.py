@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
+from torch import Tensor
 
 from unipar.config import Precision
 from unipar.verification.judgement.record import RunRecord, SketchVector, StateKey, tensor_distance
@@ -27,6 +28,13 @@ ROUNDING_UNITS: dict[Precision, float] = {
 """Relative size of the last place of the compared numbers, by precision; the least spread that is assumed."""
 
 
+_FEW_RUNS_FACTOR = 16.0
+"""Factor on a tolerance that was measured on few runs."""
+
+_BUFFER_ROUNDING = 4.0
+"""Units in the last place by which a buffer may always be off."""
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """Largest allowed differences: of loss and norm by step, of the final state by tensor, of sketches by both."""
@@ -41,11 +49,21 @@ class Tolerance:
     noise: frozenset[str]
     """Parameters whose gradient is rounding noise, which are judged by the size of their gradient."""
 
+    buffers: dict[str, tuple[Tensor, float]] = field(default_factory=dict[str, tuple[Tensor, float]])
+    """Each buffer at the end, and its largest allowed difference, for cells whose ranks share the work."""
+
 
 def measure_tolerance(
-    base: RunRecord, others: Sequence[RunRecord], exact: RunRecord, precision: Precision
+    base: RunRecord,
+    others: Sequence[RunRecord],
+    exact: RunRecord,
+    precision: Precision,
+    replays: Sequence[RunRecord] = (),
 ) -> Tolerance:
-    """Return the tolerances from one-process runs that add in other orders; `exact` is the fp64 run."""
+    """Return the tolerances from one-process runs that add in other orders; `exact` is the fp64 run.
+
+    `replays` are those runs that cut batches as the cells do: running statistics depend on that.
+    """
     runs = [base, *others]
     last = ROUNDING_UNITS[precision]
     losses = [_at_least(_spread([r.losses[t] for r in runs]), last * abs(base.losses[t])) for t in range(base.steps)]
@@ -58,6 +76,31 @@ def measure_tolerance(
         _state_tolerance(runs, last),
         [{} if t == 0 else _sketch_tolerance([r.states[t] for r in runs], last) for t in range(base.steps + 1)],
         noise,
+        _buffer_tolerance(replays, last),
+    )
+
+
+def widen(tolerance: Tolerance, other: Tolerance) -> Tolerance:
+    """Return a tolerance around the same run that allows several times what both allow.
+
+    It is for a run with dropout, with which few runs of one process can be compared: whether the masks are the same.
+    Other masks are off by thousands of times more.
+    """
+    times = _FEW_RUNS_FACTOR
+
+    def larger(one: dict[StateKey, float], two: dict[StateKey, float]) -> dict[StateKey, float]:
+        return {key: times * max(value, two.get(key, 0.0)) for key, value in one.items()}
+
+    return replace(
+        tolerance,
+        losses=[times * max(pair) for pair in zip(tolerance.losses, other.losses, strict=True)],
+        norms=[times * max(pair) for pair in zip(tolerance.norms, other.norms, strict=True)],
+        state=larger(tolerance.state, other.state),
+        sketches=[larger(*pair) for pair in zip(tolerance.sketches, other.sketches, strict=True)],
+        buffers={
+            name: (buffer, times * max(off, other.buffers.get(name, (buffer, 0.0))[1]))
+            for name, (buffer, off) in tolerance.buffers.items()
+        },
     )
 
 
@@ -85,6 +128,16 @@ def _state_tolerance(runs: Sequence[RunRecord], last: float) -> dict[StateKey, f
     }
     sizes = {k: float(t.double().norm()) for k, t in base.items()}
     return {k: SPREAD_FACTOR * x for k, x in _raise_to_median(apart, sizes, last).items()}
+
+
+def _buffer_tolerance(replays: Sequence[RunRecord], last: float) -> dict[str, tuple[Tensor, float]]:
+    """Return each buffer, and how far it may be off: its spread, or the rounding of the numbers that it averages."""
+    found: dict[str, tuple[Tensor, float]] = {}
+    for name, buffer in (replays[0].buffers if replays else {}).items():
+        apart = max(tensor_distance(buffer, other.buffers[name]) for other in replays)
+        least = _BUFFER_ROUNDING * last * float(buffer.double().norm())
+        found[name] = buffer, SPREAD_FACTOR * max(apart, least)
+    return found
 
 
 def _sketch_tolerance(states: Sequence[dict[StateKey, SketchVector]], last: float) -> dict[StateKey, float]:

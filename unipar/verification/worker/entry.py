@@ -79,7 +79,7 @@ def _run_job(
 ) -> dict[str, Any]:
     settled = job.settled
     task = ref.load()
-    dropout_names = disable_dropout(task) if job.calm else []
+    dropout_names = [] if job.key.dropout else disable_dropout(task)
     settled, again = fix_stream_samples(task, settled, job.steps)
     if job.kind == "probe":
         facts = {"quiet": dropout_names, "stream": again is not None, **probe_task(task, settled, world)}
@@ -92,10 +92,16 @@ def _run_job(
         live = build_run(
             settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, build=build
         )
-        recorder = RunRecorder(job.trace_at, partial(split_sums.sums_in_parts, job.key.tensor, job.key.context))
+        recorder = RunRecorder(
+            job.trace_at,
+            partial(split_sums.sums_in_parts, job.key.tensor, job.key.context),
+            shared=settled.cell.axes.ranks > 1,
+            masks=job.key.dropout,
+        )
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
         recorder.record_initial_state()
+        first_buffers = recorder.buffers(share=False)
         if job.kind == "replay":
             live.use_feed(_feed_of_all_shares(task, settled.config, job.shares))
         _train_steps(task, live, job.steps)
@@ -107,7 +113,12 @@ def _run_job(
             "traced": recorder.traced,
             "shares": _gradient_shares(recorder),
             "groups": [
-                {**group, "prefix": prefix, "names": [prefix + name for name in group["names"]]}
+                {
+                    "prefix": prefix,
+                    "decay": group["decay"],
+                    "names": [prefix + name for name in group["names"]],
+                    "tied": [prefix + name for name in group["tied"]],
+                }
                 for prefix, engine in recorder.engines.items()
                 if isinstance(engine, replay.ReplayEngine)
                 for group in engine.groups()
@@ -116,6 +127,9 @@ def _run_job(
                 (p.name, p.kind, p.shape, tuple(p.where), p.tensor.detach().flatten().cpu().clone())
                 for p in recorder.pieces()
             ],
+            "copies": recorder.copies,
+            "first_buffers": first_buffers,
+            "buffers": recorder.buffers() if job.kind == "replay" or settled.cell.axes.ranks > 1 else {},
         }
         for engine in recorder.engines.values():
             engine.close()
@@ -133,7 +147,11 @@ def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:
         return []
     rows = [(step["prefix"], next(shares[step["prefix"]])) for step in recorder.steps]
     return [
-        {**row, "parts": {k: {prefix + n: s for n, s in grads.items()} for k, grads in row["parts"].items()}}
+        {
+            "parts": {k: {prefix + n: s for n, s in grads.items()} for k, grads in row["parts"].items()},
+            "norms": row["norms"],
+            "lengths": {prefix + n: length for n, length in row["lengths"].items()},
+        }
         for prefix, row in rows
     ]
 

@@ -54,16 +54,20 @@ class RunKey:
     context: int = 1
     """Parts in which a replay adds up over positions, as ranks that split sequences do."""
 
+    dropout: bool = False
+    """Whether dropout is on: it is set to 0 in all other runs."""
+
     @override
     def __str__(self) -> str:
         if self.kind == "probe":
             return "task probe"
         if self.kind == "cell":
-            return f"{self.cell}, bitwise" if self.bitwise else self.cell
+            return self.cell + (", bitwise" if self.bitwise else ", with dropout" if self.dropout else "")
         if self.kind == "one process":
             micro = "" if self.micro is None else f", microbatches of {self.micro}"
             return f"one process{micro}" + (f", {self.precision}" if self.precision else "")
         replay = "a replay" if self.shares is None else f"a replay with {count_of(self.shares, 'share')}"
+        dropout = ", with dropout" if self.dropout else ""
         perturbed = ", weights changed in the last place" if self.perturbed else ""
         if self.step is not None:
             return f"{replay} up to step {self.step}" + (f", {self.precision}" if self.precision else "") + perturbed
@@ -71,7 +75,7 @@ class RunKey:
         how = "" if self.bitwise else f", {self.precision or 'as configured'}"
         parts = f", matrix products in {self.tensor} parts" if self.tensor > 1 else ""
         parts += f", sequences in {self.context} parts" if self.context > 1 else ""
-        return f"{replay}, {order}{how}{parts}{perturbed}"
+        return f"{replay}, {order}{how}{parts}{dropout}{perturbed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +99,6 @@ class Job:
 
     trace_at: int | None = None
     """Step in which every module is traced; None: no step."""
-
-    calm: bool = True
-    """Whether dropout is set to 0."""
 
     may_fail: bool = False
     """Whether an error of the task is a result, `unable`, and not the end of the world: in fp64, or with other sizes of

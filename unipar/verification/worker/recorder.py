@@ -13,17 +13,25 @@ from typing_extensions import override
 
 from unipar.backend import Engine, LossFn, Mark, Micro, Piece, Step
 from unipar.backend.engine import DelegatingEngine
-from unipar.training.fingerprint import TensorSketcher, fingerprint_batch
-from unipar.verification.worker.trace import StepTrace
+from unipar.training.fingerprint import TensorSketcher, fingerprint_batch, sketch_whole_tensor
+from unipar.verification.worker.trace import DropoutDraws, StepTrace
 
 
 class RunRecorder:
     """Record of all engines of a run, in the order of their steps: one engine, or one per part of the model."""
 
     def __init__(
-        self, trace_at: int | None = None, arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self,
+        trace_at: int | None = None,
+        arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        shared: bool = False,
+        masks: bool = False,
     ) -> None:
-        """`arithmetic`: context manager in which each step runs."""
+        """Record steps that run in `arithmetic`.
+
+        `shared`: ranks share the work on the same samples; `masks`: dropout is on.
+        """
         self.engines: dict[str, Engine] = {}
         """Engines by the prefix of their parameter names; "" if there is only one."""
 
@@ -36,7 +44,11 @@ class RunRecorder:
         self.states: list[dict[str, Tensor]] = []
         """Sketches of this rank's part of each tensor: before the first step, then after each step."""
 
-        self._trace_at, self._arithmetic = trace_at, arithmetic
+        self.copies: list[dict[str, tuple[int, Tensor]]] = []
+        """Size and sketch of each parameter, and of its state, that this rank keeps as one tensor, after each step, if
+        ranks share work: copies of a whole parameter must stay the same."""
+
+        self._trace_at, self._arithmetic, self._shared, self._masks = trace_at, arithmetic, shared, masks
         self._sketches = TensorSketcher()
 
     def record_engine(self, prefix: str, engine: Engine) -> RecordingEngine:
@@ -63,14 +75,43 @@ class RunRecorder:
             sketches[key] = sketches[key] + sketch if key in sketches else sketch  # a rank may hold several regions
         return sketches
 
+    def buffers(self, *, share: bool = True) -> dict[str, Tensor]:
+        """Return the floating-point buffers for which this rank speaks; all ranks call this, which shares them."""
+        found: dict[str, Tensor] = {}
+        for prefix, engine in self.engines.items():
+            if share:
+                engine.share_buffers()
+            for piece in engine.pieces():
+                if piece.kind == "buffer" and piece.tensor.is_floating_point():
+                    found[prefix + piece.name] = piece.tensor.detach().flatten().cpu().clone()
+        return found
+
+    def _copies(self) -> dict[str, tuple[int, Tensor]]:
+        copies: dict[str, tuple[int, Tensor]] = {}
+        for prefix, engine in self.engines.items():
+            for holding in engine.holdings():
+                name, _, kind = holding.name.rpartition(".")
+                if holding.category == "parameters":
+                    name, kind = holding.name, "weight"
+                elif holding.category != "optimizer" or kind == "step":
+                    continue
+                if holding.tensor.is_floating_point():
+                    sketch = sketch_whole_tensor(self._sketches, prefix + name, holding.tensor)
+                    copies[f"{prefix}{name}|{kind}"] = holding.tensor.numel(), sketch
+        return copies
+
     def step(self, prefix: str, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         """Run a step of the engine with this prefix, and record it."""
         seen: list[str] = []
+        masks: dict[int, list[str]] = {}
         trace = StepTrace() if len(self.steps) + 1 == self._trace_at else None
 
         def recorded(model: nn.Module, batch: Any, number: int) -> Any:
-            mark = fingerprint_batch(batch)
-            with nullcontext() if trace is None else trace.record_modules(model, number):
+            mark, draws = fingerprint_batch(batch), DropoutDraws(masks.setdefault(number, []))
+            with (
+                nullcontext() if trace is None else trace.record_modules(model, number),
+                draws if self._masks else nullcontext(),
+            ):
                 loss = fn(model, batch, number)  # a pipeline's stage leaves it by an exception, without a loss
             seen.append(mark)
             if trace is not None:
@@ -85,8 +126,10 @@ class RunRecorder:
             self.traced = trace.rows
         rates = engine.learning_rates()
         row = {"loss": float(out.loss), "norm": float(out.norm), "rates": rates, "given": given, "seen": seen}
-        self.steps.append({**row, "prefix": prefix})
+        self.steps.append({**row, "prefix": prefix, "masks": masks})
         self.states.append(self._state())
+        if self._shared:
+            self.copies.append(self._copies())
         return out
 
 

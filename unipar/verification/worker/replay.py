@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, final
@@ -39,10 +40,12 @@ class ReplayEngine(WrapperEngine):
         super().__init__(part, config, world)
         self.count, self.order, self.divisor = count, ADDITION_ORDERS[order], float(count)
         self._names = {id(p): n for n, p in part.module.named_parameters()}
+        self._uses = Counter(id(p) for _, p in part.module.named_parameters(remove_duplicate=False))
         self._apart, self._sketches = apart, TensorSketcher()
         self._begin()
         self.shares: list[dict[str, Any]] = []
-        """Sketch of each microbatch's gradient and norm of each share, by step; empty unless `apart`."""
+        """By step: sketch of each microbatch's gradient, norm of each share, and of each whole gradient; empty unless
+        `apart`."""
 
     def _begin(self) -> None:
         self._number = 0
@@ -53,9 +56,12 @@ class ReplayEngine(WrapperEngine):
     @override
     @contextmanager
     def sync(self, micros: int, *, last: bool) -> Generator[None]:
-        yield
         micro, share = divmod(self._number, self.count)
         self._number += 1
+        buffers = [(b, b.clone()) for b in self.model.buffers()] if share else []
+        yield
+        for buffer, was in buffers:
+            buffer.data.copy_(was)  # the ranks of the first share speak for all, and saw only its samples
         grads: GradientList = [p.grad for p in self.trained]
         for p in self.trained:
             p.grad = None
@@ -84,9 +90,13 @@ class ReplayEngine(WrapperEngine):
                     yield Holding("gradients", self._names[id(p)], g)
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups: names of their parameters, and weight decay."""
+        """Return the optimizer's groups: names of their parameters, of those that several modules have, and decay."""
         return [
-            {"names": [self._names[id(p)] for p in g["params"]], "decay": float(g["weight_decay"])}
+            {
+                "names": [self._names[id(p)] for p in g["params"]],
+                "decay": float(g["weight_decay"]),
+                "tied": [self._names[id(p)] for p in g["params"] if self._uses[id(p)] > 1],
+            }
             for g in self.base.param_groups
         ]
 
@@ -101,10 +111,11 @@ class ReplayEngine(WrapperEngine):
 
     @override
     def finish_reduction(self) -> None:
+        total = self._over_shares(self._sums) if self._total is None else self._total
         if self._apart:
             norms = [_norm(share) for share in self._sums] if self.order == "shares" else []
-            self.shares.append({"parts": self._parts, "norms": norms})
-        total = self._over_shares(self._sums) if self._total is None else self._total
+            lengths = {self._names[id(p)]: _norm([g]) for p, g in zip(self.trained, total, strict=True)}
+            self.shares.append({"parts": self._parts, "norms": norms, "lengths": lengths})
         for p, g in zip(self.trained, total, strict=True):
             p.grad = g
         self._begin()

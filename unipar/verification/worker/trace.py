@@ -1,4 +1,5 @@
-"""Trace of one step: a sketch of every module's output and of the gradient with respect to it, and every loss."""
+"""Trace of one step: a sketch of every module's inputs, of its output and of the gradient with respect to that; every
+loss; and what dropout drew."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
-from unipar.training.fingerprint import TensorSketcher, collect_tensors, sketch_whole_tensor
+from unipar.training.fingerprint import TensorSketcher, collect_tensors, fingerprint_batch, sketch_whole_tensor
 
 
 @final
@@ -26,7 +30,10 @@ class StepTrace:
     def record_modules(self, model: nn.Module, number: int) -> Generator[None]:
         """Context manager: record the modules while the loss of the microbatch of this number is computed."""
         handles = [
-            module.register_forward_hook(partial(self._forward, name or "(the model)", number))
+            # also of a block behind which another hook leaves the loss, as at the end of a pipeline's stage
+            module.register_forward_hook(
+                partial(self._forward, name or "(the model)", number), with_kwargs=True, always_call=True
+            )
             for name, module in model.named_modules()
         ]
         try:
@@ -43,11 +50,17 @@ class StepTrace:
                 {"way": "loss", "module": "", "at": "loss", "number": number, "shape": (), "sketch": value}
             )
 
-    def _forward(self, name: str, number: int, module: nn.Module, given: Any, out: Any) -> None:
+    def _forward(self, name: str, number: int, module: nn.Module, given: Any, named: Any, out: Any) -> None:
         self._calls[number, name] += 1
+        call = f"{name}#{self._calls[number, name]}"
+        for i, tensor in enumerate(t for t in collect_tensors((given, named)) if t.is_floating_point()):
+            self._note("input", name, f"{call}.{i}", number, tensor)
+        bias = getattr(module, "bias", None)
         for i, tensor in enumerate(t for t in collect_tensors(out) if t.is_floating_point()):
-            at = f"{name}#{self._calls[number, name]}.{i}"
+            at = f"{call}.{i}"
             self._note("forward", name, at, number, tensor)
+            if isinstance(bias, Tensor) and bias.shape == tensor.shape[-1:]:
+                self._note("bias", name, at, number, bias.expand(tensor.shape))
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note, "backward", name, at, number))
 
@@ -62,3 +75,25 @@ class StepTrace:
                 "sketch": sketch_whole_tensor(self._sketches, at, tensor.detach()),
             }
         )
+
+
+_DRAWS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p)
+
+
+@final
+class DropoutDraws(TorchDispatchMode):
+    """Mode that keeps a fingerprint of every mask that dropout draws, in order."""
+
+    def __init__(self, masks: list[str]) -> None:
+        """Add them to `masks`."""
+        super().__init__()
+        self.masks = masks
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _DRAWS:
+            self.masks.append(fingerprint_batch(out))
+        elif func is torch.ops.aten.native_dropout.default:
+            self.masks.append(fingerprint_batch(out[1]))
+        return out

@@ -290,7 +290,9 @@ class _Attention(torch.autograd.Function):
     @override
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: _Given) -> Tensor:
         exact = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=exact)
+        batch, heads, n = q.shape[:3]
+        out = q.new_zeros(batch, n, heads, v.shape[-1], dtype=exact).transpose(1, 2)  # as kernels put it out: heads
+        # joined again is then a view, and what follows keeps no copy
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=exact)
         for owner, part in given.parts.keys(_pack(k, v, given.parts.layout.most)):
             keys, values = _unpack(part, k.shape[-1], q.shape[1])
@@ -372,6 +374,7 @@ def attend_over_ranks(
         q, k, v = (t.to(wanted) for t in (q, k, v))
         mask = mask.to(wanted) if mask is not None and mask.is_floating_point() else mask
     if not dropout and not (mask is not None and mask.requires_grad):
+        q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels read rows
         given = _Given(_Parts(layout, group, way), causal, by, mask)
         return _Attention.apply(q, k, v, given)  # pyright: ignore[reportReturnType]
     heads = q.shape[1] // k.shape[1]

@@ -15,6 +15,11 @@ from typing_extensions import override
 from unipar_native.mesh.tensor.cuts import Cut
 
 
+def mesh_of(ranks: int) -> DeviceMesh:
+    """Return a mesh without process groups: a trial's tensors are cut over it, and nothing is ever sent."""
+    return DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("tensor",), _init_backend=False, _rank=0)
+
+
 def place_of(x: DTensor) -> tuple[int, int]:
     """Return the dimension along which a tensor is cut, and in how many groups."""
     placement: Any = x.placements[0]
@@ -52,7 +57,7 @@ def cut_tensor(local: Tensor, mesh: DeviceMesh, whole: Tensor | None, dim: int, 
 
 
 @final
-class CollectiveCounter(TorchDispatchMode):
+class SentByTensors(TorchDispatchMode):
     """Mode that counts collectives: DTensor adds them where a call needs more than a part."""
 
     def __init__(self) -> None:

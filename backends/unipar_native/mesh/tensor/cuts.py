@@ -133,7 +133,7 @@ def cut_dimension(cut: Cut, parameter: str, *, transposed: bool) -> int | None:
     return int((cut.kind == "row") != transposed)
 
 
-def local_part(cut: Cut, parameter: str, whole: Tensor, *, transposed: bool, rank: int, ranks: int) -> Tensor:
+def linear_part(cut: Cut, parameter: str, whole: Tensor, *, transposed: bool, rank: int, ranks: int) -> Tensor:
     """Return a rank's part of a linear layer's whole `weight` or `bias`, as a contiguous copy."""
     dim = cut_dimension(cut, parameter, transposed=transposed)
     return whole.clone() if dim is None else ParameterCut(tuple(whole.shape), dim, cut, ranks).local(whole, rank)

@@ -31,16 +31,19 @@ def _meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def meta_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def meta_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return copies of a call's arguments whose tensors have no values.
 
-    Which tensors take gradients is kept; if none does, all of floating point are taken to do so.
+    Which tensors take gradients is kept; if none does, all of floating point are taken to do so, unless
+    `gradients` is False.
     """
     tensors = list[Tensor]()
     memo: dict[int, Any] = {}
     copied: Any = _copied((args, dict(kwargs)), memo, tensors)
     floats = [t for t in tensors if t.is_floating_point()]
-    if not any(t.requires_grad for t in floats):
+    if gradients and not any(t.requires_grad for t in floats):
         for t in floats:
             t.requires_grad_(True)
     return copied

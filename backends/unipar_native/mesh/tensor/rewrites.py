@@ -23,7 +23,16 @@ from unipar_native.mesh.tensor.rules import (
     place_in_index,
     with_numbers,
 )
-from unipar_native.mesh.tensor.sites import BLOCK, frames_to, key_of, site_of
+from unipar_native.mesh.tensor.sites import (
+    BLOCK,
+    frames_to,
+    innermost_frame,
+    key_of,
+    leaf_of,
+    leaf_of_site,
+    module_of_site,
+    site_of,
+)
 
 
 class PartCalls(TorchFunctionMode):
@@ -41,19 +50,30 @@ class PartCalls(TorchFunctionMode):
         self._names = {id(m): n for n, m in block.named_modules()}
         self._sites, self._functions = sites, functions_at(sites)
         self._rank, self._ranks, self._group = rank, ranks, group
+        self._leaves: dict[tuple[int, int], bool] = {}
+        self._wanted = {leaf_of_site(site) for site in sites}
+        self.modules = {module_of_site(site) for site in sites}
+        """Names of the modules whose own methods make these calls."""
+
+        self.active = False
         self._known: dict[tuple[Any, ...], tuple[Rewrite, ...]] = {}
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.__name__ in self._functions:
-            frames = frames_to(BLOCK)
-            key = key_of(frames)
-            rewrites = self._known.get(key)
-            if rewrites is None:
-                rewrites = self._known[key] = self._sites.get(site_of(func, frames, self._names), ())
-            if rewrites:
-                return self._made(func, args, kwargs, rewrites)
+        if func.__name__ in self._functions and (frame := innermost_frame()) is not None:
+            leaf = (id(frame.f_code), frame.f_lasti)
+            is_leaf = self._leaves.get(leaf)
+            if is_leaf is None:  # once for each place: most are no site
+                is_leaf = self._leaves[leaf] = leaf_of(func, frame) in self._wanted
+            if is_leaf:
+                frames = frames_to(BLOCK)
+                key = key_of(frames)
+                rewrites = self._known.get(key)
+                if rewrites is None:
+                    rewrites = self._known[key] = self._sites.get(site_of(func, frames, self._names), ())
+                if rewrites:
+                    return self._made(func, args, kwargs, rewrites)
         return func(*args, **kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: Any, rewrites: tuple[Rewrite, ...]) -> Any:
@@ -198,5 +218,5 @@ def _with(args: Any, kwargs: Any, way: tuple[str | int, ...], change: Any) -> tu
 
 def functions_at(sites: Iterable[str]) -> frozenset[str]:
     """Return the names under which a mode sees the functions that are called at these sites."""
-    found = {site.partition("@")[0] for site in sites}
+    found = {leaf_of_site(site)[0] for site in sites}
     return frozenset(found - {"shape"} | ({"__get__"} if "shape" in found else set()))

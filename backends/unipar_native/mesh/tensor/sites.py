@@ -41,6 +41,14 @@ def frames_to(end: CodeType) -> list[FrameType]:
     return found
 
 
+def innermost_frame() -> FrameType | None:
+    """Return the frame of the program that makes the present call."""
+    frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and _is_quiet(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
 def key_of(frames: list[FrameType]) -> tuple[Any, ...]:
     """Return a key of these frames for this process: quick, and only valid in it."""
     module = innermost_module(frames)
@@ -60,9 +68,28 @@ def innermost_module(frames: list[FrameType]) -> nn.Module | None:
 
 def site_of(func: Any, frames: list[FrameType], names: dict[int, str]) -> str:
     """Return a name of this call that holds in every process; `names`: those of the block's modules, by id."""
-    module = innermost_module(frames)
-    chain = [f"{f.f_code.co_qualname}:{f.f_code.co_firstlineno}+{f.f_lasti}" for f in frames]
-    return "|".join([f"{name_of_call(func)}@{names.get(id(module), '?')}", *chain])
+    module = names.get(id(innermost_module(frames)), "?")
+    return "|".join([module, name_of_call(func), *(_place(frame) for frame in frames)])
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_qualname}:{frame.f_code.co_firstlineno}+{frame.f_lasti}"
+
+
+def leaf_of(func: Any, frame: FrameType) -> tuple[str, str]:
+    """Return the function and the place of its call, without the frames above."""
+    return name_of_call(func), _place(frame)
+
+
+def leaf_of_site(site: str) -> tuple[str, str]:
+    """Return what `leaf_of` says of a site's innermost frame."""
+    _, func, place, *_ = (*site.split("|"), "")
+    return func, place
+
+
+def module_of_site(site: str) -> str:
+    """Return the name of the module whose method makes the call; "?" for one outside the block."""
+    return site.partition("|")[0]
 
 
 def line_of(frames: list[FrameType]) -> str:

@@ -9,7 +9,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
@@ -17,15 +16,16 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, t
 from typing_extensions import override
 
 from unipar_native.mesh.tensor.cut_tensors import (
-    CollectiveCounter,
+    SentByTensors,
     cut_tensor,
     mark_sources,
+    mesh_of,
     part_of,
     place_of,
     sizes_behind,
     sources_of,
 )
-from unipar_native.mesh.tensor.cuts import Cut, Rewrite, is_linear, is_transposed, local_part
+from unipar_native.mesh.tensor.cuts import Cut, Rewrite, is_linear, is_transposed, linear_part
 from unipar_native.mesh.tensor.rules import (
     DROPOUTS,
     LITERALS,
@@ -52,6 +52,8 @@ class CannotCut(Exception):
     def __init__(self, reason: str, sources: Sequence[str] = ()) -> None:
         super().__init__(reason)
         self.reason, self.sources = reason, tuple(sources)
+        self.calls = 0
+        """How many calls were made before."""
 
 
 class OtherGroups(Exception):
@@ -66,12 +68,10 @@ class OtherGroups(Exception):
 class Trial(TorchFunctionMode):
     """One run of a block's forward on meta tensors, with its linear layers cut as it comes."""
 
-    def __init__(
-        self, block: nn.Module, mesh: DeviceMesh, ways: Mapping[str, tuple[int, ...]], *, training: bool
-    ) -> None:
+    def __init__(self, block: nn.Module, ranks: int, ways: Mapping[str, tuple[int, ...]], *, training: bool) -> None:
         """`block` is a copy on meta, whose linear layers get another forward here."""
         super().__init__()
-        self.block, self.mesh, self.ranks, self.ways = block, mesh, mesh.size(), ways
+        self.block, self.mesh, self.ranks, self.ways = block, mesh_of(ranks), ranks, ways
         self.names = {id(m): n for n, m in block.named_modules()}
         self.cuts: dict[str, Cut] = {}
         self.used: set[str] = set()
@@ -79,7 +79,7 @@ class Trial(TorchFunctionMode):
         self.shapes: dict[str, list[tuple[int, ...] | None]] = {}
         self.blame: dict[str, tuple[str, ...]] = {}
         self.lines: dict[str, str] = {}
-        self._sent = CollectiveCounter()
+        self._sent = SentByTensors()
         self.calls = 0
         block.train(training)
         own = [n for n, m in block.named_modules() if isinstance(m, nn.MultiheadAttention)]
@@ -91,11 +91,13 @@ class Trial(TorchFunctionMode):
 
     def run(self, args: Any, kwargs: Any) -> None:
         """Run it to its end; raise CannotCut or OtherGroups if the plan does not hold."""
-        with implicit_replication(), self._sent, self:
-            out = run_block(self.block.forward, args, kwargs)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, DTensor):
-                raise CannotCut("its output leaves the block", sources_of(leaf))
+        try:
+            with implicit_replication(), self._sent, self:
+                out = run_block(self.block.forward, args, kwargs)
+            _require_whole(out)
+        except CannotCut as e:
+            e.calls = self.calls
+            raise
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +132,8 @@ class Trial(TorchFunctionMode):
         text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
         if name in LITERALS and (odd := re.search(r"\(size (\d+)\) is not evenly divisible", text)):
             return f"{self.ranks} does not divide the {odd[1]} heads or parts that {name} at {line} makes of its output"
-        return f"{name} at {line} needs it whole: {text}"
+        asked = "DeviceMesh" in text or "group" in text  # for ranks to send to: the trial's mesh has none
+        return f"{name} at {line} needs it whole" + ("" if asked else f": {text}")
 
     def _note(self, key: str, out: Any, sources: tuple[str, ...]) -> None:
         """Keep the shape that a rank's own part of the result has."""
@@ -308,7 +311,7 @@ class Trial(TorchFunctionMode):
                 self._agree(name, cut)
                 self.used.update(sources_of(x))
                 with _unseen():
-                    local = local_part(cut, "weight", weight, transposed=transposed, rank=0, ranks=self.ranks)
+                    local = linear_part(cut, "weight", weight, transposed=transposed, rank=0, ranks=self.ranks)
                     y = x.to_local() @ (local if transposed else local.T)
                     return y if bias is None else y + bias
             sizes = self.ways.get(name, (rows,))
@@ -318,10 +321,10 @@ class Trial(TorchFunctionMode):
             cut = Cut("column", len(sizes), () if equal else sizes)
             self._agree(name, cut)
             with _unseen():
-                local = local_part(cut, "weight", weight, transposed=transposed, rank=0, ranks=self.ranks)
+                local = linear_part(cut, "weight", weight, transposed=transposed, rank=0, ranks=self.ranks)
                 y = x @ (local if transposed else local.T)
                 if bias is not None:
-                    y = y + local_part(cut, "bias", bias, transposed=transposed, rank=0, ranks=self.ranks)
+                    y = y + linear_part(cut, "bias", bias, transposed=transposed, rank=0, ranks=self.ranks)
                 out = cut_tensor(y, self.mesh, None, y.ndim - 1, len(sizes) if equal else 1)
             own: Any = out
             own._unipar_sources = (name,)
@@ -352,6 +355,12 @@ class Trial(TorchFunctionMode):
                 return whole_forward(*args, **kwargs)
 
         return forward
+
+
+def _require_whole(out: Any) -> None:
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, DTensor):
+            raise CannotCut("its output leaves the block", sources_of(leaf))
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

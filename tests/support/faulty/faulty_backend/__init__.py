@@ -37,6 +37,26 @@ FAULTS = (
 )
 
 
+MESH_FAULTS = (
+    "healthy-mesh",
+    "tied-not-summed",
+    "norm-counts-twice",
+    "same-masks",
+    "world-times",
+    "loss-of-each-rank",
+    "stale-statistics",
+    "skip-across-cut",
+    "other-samples",
+    "rows-not-added",
+    "columns-not-added",
+    "bias-of-each-rank",
+    "whole-added-up",
+    "other-columns",
+    "copies-apart",
+)
+"""Faults of ranks that share the work: of cells with axes, as in `faulty/nothing+tied-not-summed+pipeline2`."""
+
+
 class FaultyOptions(Section):
     fault: str = "none"
     """Which one."""
@@ -49,7 +69,11 @@ class Faulty(Backend):
     options: ClassVar[type[Section]] = FaultyOptions
     capabilities = Capabilities(
         shards=("nothing",),
-        variants={f: Variant(options={"fault": f}, shards=("nothing",), says=f"with the fault {f}") for f in FAULTS},
+        variants={
+            f: Variant(options={"fault": f}, shards=("nothing",), says=f"with the fault {f}")
+            for f in FAULTS + MESH_FAULTS
+        },
+        axes={"tensor": ("nothing",), "pipeline": ("nothing",), "context": ("nothing",)},
         devices=("cpu",),
     )
 
@@ -65,9 +89,13 @@ class Faulty(Backend):
 
     @override
     def build(self, part: Part, config: Config, world: World) -> Engine:
+        options = FaultyOptions.model_validate(config.options.get("faulty", {}))
+        if options.fault in MESH_FAULTS:
+            from faulty_backend.mesh import plant
+
+            return plant(options.fault, part, config, world)
         from faulty_backend.engine import KINDS
 
-        options = FaultyOptions.model_validate(config.options.get("faulty", {}))
         return KINDS[options.fault](part, config, world)
 
 

@@ -1,0 +1,279 @@
+"""DeepSpeed's tensor parallelism (AutoTP) by a plan derived from the model, and proved before the first step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups as deepspeed_groups
+from torch import Tensor, nn
+
+from unipar.backend import Part, Region
+from unipar.backend.precision import batch_dtype
+from unipar.config import Config
+from unipar.distributed.world import World
+from unipar.engines.batch import cast_floats, to_device
+from unipar.engines.forward import ForwardCall
+from unipar.engines.placement import refuse_shared_parameters
+from unipar.errors import TaskError
+from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar_native.mesh.probe import WholeModel, kind_of_block, look_at_model, whole_gradients
+from unipar_native.mesh.proof import refuse_difference
+from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters, is_transposed
+from unipar_native.mesh.tensor_parallel import arm_block
+from unipar_native.mesh.tensor_plan import derive_block_plan
+from unipar_native.mesh.words import kinds_in_block, nothing_to_split
+
+_NO_HEAD = ["(none)"]
+"""Names of output heads, which DeepSpeed would cut in a way of its own: no layer has such a name."""
+
+
+@final
+@dataclass(frozen=True)
+class TensorSplit:
+    """Plan of a model's blocks over the ranks of `tensor`, the same on all ranks."""
+
+    batch: Any
+    """Sample on which the model was tried."""
+
+    plans: Mapping[str, BlockPlan]
+    """Plans by name of the block."""
+
+    cuts: Mapping[str, ParameterCut]
+    """Cuts by name of the parameter."""
+
+    seat: int
+    """This rank's place in `tensor`: which part it has."""
+
+    def numel(self, name: str, p: Tensor) -> int:
+        """Return how many elements of a whole parameter one rank has."""
+        return torch.Size(self.cuts[name].local_shape()).numel() if name in self.cuts else p.numel()
+
+    def section(self, model_prefix: str) -> dict[str, Any]:
+        """Return DeepSpeed's section `tensor_parallel`."""
+        ranks = next(iter(self.plans.values())).ranks
+        specs = [
+            spec
+            for block, plan in self.plans.items()
+            for spec in _layer_specs(f"{model_prefix}{block}.", plan)
+        ]
+        layers = {"use_default_specs": False, "lm_head_patterns": _NO_HEAD, "layer_specs": specs}
+        return {"autotp_size": ranks, "partition_config": layers}
+
+    def regions(self, name: str, start: int, length: int) -> Iterator[tuple[Region, Region]]:
+        """Yield regions of the whole parameter that a range of this rank's part holds, and where in that range."""
+        yield from regions_of_range(self.cuts[name], self.seat, start, length)
+
+
+def _layer_specs(prefix: str, plan: BlockPlan) -> Iterator[dict[str, Any]]:
+    for name, cut in plan.cuts.items():
+        spec: dict[str, Any] = {"patterns": [re.escape(f"{prefix}{name}.weight") + "$"], "partition_type": cut.kind}
+        if cut.groups > 1:
+            spec |= {"shape": [list(cut.sizes) or cut.groups, -1], "partition_dim": 0}
+        yield spec
+
+
+def regions_of_range(cut: ParameterCut, seat: int, start: int, length: int) -> Iterator[tuple[Region, Region]]:
+    """Yield regions of a whole parameter held by a range of one rank's part, each with its place in that range.
+
+    The part is taken as a row of numbers, of which a rank of ZeRO may have any range.
+    """
+    inner = torch.Size(cut.shape[cut.dim + 1 :]).numel()
+    row = cut.shape[cut.dim] * inner
+    at, spans = 0, list[tuple[int, int, int]]()  # of a row: first element in the part, in the whole, length
+    for first, size in cut.cut.spans(cut.shape[cut.dim], seat, cut.ranks):
+        spans.append((at, first * inner, size * inner))
+        at += size * inner
+    width, stop = at, start + length
+    while start < stop:
+        number, begin = divmod(start, width)
+        rows = (stop - start) // width if begin == 0 else 0
+        end = width if rows else min(width, begin + stop - start)
+        rows = rows or 1
+        for at, whole, size in spans:
+            low, high = max(at, begin), min(at + size, end)
+            if low < high:
+                place = start - (stop - length) + low - begin
+                yield (
+                    _runs(number * row + whole + low - at, high - low, row, rows),
+                    _runs(place, high - low, width, rows),
+                )
+        start += (rows - 1) * width + end - begin
+
+
+def _runs(start: int, length: int, stride: int, runs: int) -> Region:
+    return Region(start, length, stride, runs) if runs > 1 else Region(start, length)
+
+
+def plan_tensor(part: Part, config: Config, world: World) -> tuple[TensorSplit, WholeModel | None]:
+    """Return how the model is split, found on rank 0 while it has it whole; there, its loss and gradients as well."""
+    assert part.loss is not None
+    assert part.sample is not None
+    ranks = config.parallel.axes.tensor
+    cell = f"parallel ({config.parallel.axes})"
+    refuse_shared_parameters(part, cell)
+    if not part.blocks:
+        raise TaskError(
+            f"{cell} splits blocks, and the model has none: name them in model.blocks or in the task's blocks()"
+        )
+    mesh = world.groups.devices["tensor"]
+    whole: WholeModel | None = None
+    told: list[Any] = [None]
+    if world.rank == 0:
+        try:
+            batch = part.sample()
+            cast_to = batch_dtype(config.train.precision)
+            given = batch if cast_to is None else cast_floats(batch, cast_to)
+            facts = look_at_model(part.module, part.blocks, part.loss, given, 1)
+            kinds: dict[Any, BlockPlan] = {}
+            for name, (args, kwargs) in facts.block_inputs.items():
+                block = part.module.get_submodule(name)
+                wanted = kinds_in_block(part.tensor or {}, name, block) | dict.fromkeys(_left_whole(block), "whole")
+                plan = derive_block_plan(block, args, kwargs, mesh, wanted)
+                kinds[kind_of_block(block)] = replace(plan, whole=plan.whole | _left_whole(block))
+            if not any(plan.cuts for plan in kinds.values()):
+                raise TaskError(nothing_to_split(ranks, kinds.values()))
+            blocks = {name: part.module.get_submodule(name) for name in part.blocks}
+            plans = {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
+            whole = whole_gradients(part.module, part.loss, given)
+            told = [(batch, plans)]
+        except TaskError as e:
+            told = [e]
+    dist.broadcast_object_list(told, 0)
+    if isinstance(told[0], TaskError):
+        raise told[0]
+    batch, plans = told[0]
+    cuts = {
+        f"{block}.{name}": cut
+        for block, plan in plans.items()
+        for name, cut in cut_parameters(part.module.get_submodule(block), plan).items()
+    }
+    return TensorSplit(batch, plans, cuts, world.mesh.seat["tensor"]), whole
+
+
+def _left_whole(block: nn.Module) -> dict[str, str]:
+    """Return the matrices of a block that DeepSpeed does not cut as they must be, each with the reason."""
+    found: dict[str, str] = {}
+    for name, module in block.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found[name] = "AutoTP replaces linear layers, and nn.MultiheadAttention keeps its projections itself"
+            found[f"{name}.out_proj"] = found[name]
+        elif is_transposed(module):
+            found[name] = "AutoTP cuts a Conv1D as if its weight had the output first"
+    return found
+
+
+def use_groups(world: World) -> None:
+    """Give DeepSpeed this world's groups along `tensor` and the data, in place of those of an earlier engine."""
+    split = world.mesh.sizes["tensor"] > 1
+    tensor = world.groups.group("tensor") if split else None
+    deepspeed_groups._TENSOR_MODEL_PARALLEL_GROUP = tensor
+    deepspeed_groups._MODEL_PARALLEL_GROUP = tensor
+    deepspeed_groups._DATA_PARALLEL_GROUP = world.groups.group("data") if split else None
+    deepspeed_groups.mpu = deepspeed_groups if split else None
+
+
+def forget_groups() -> None:
+    """Drop the groups that `use_groups` gave to DeepSpeed."""
+    for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"):
+        setattr(deepspeed_groups, name, None)
+
+
+def finish_split(part: Part, split: TensorSplit, engine: Any, world: World) -> None:
+    """Make the blocks, whose matrices DeepSpeed has cut, run on their parts.
+
+    DeepSpeed's layers communicate; what the user's code asks for between them, such as a number of heads, does not
+    know of parts.
+    """
+    engine.first_dataloader_check.remove()  # it would pickle the batch and the loss; unipar's ranks share a batch
+    for name, p in part.module.named_parameters():
+        shape = tuple(getattr(p, "ds_shape", p.shape))
+        if name in split.cuts and shape != split.cuts[name].local_shape():
+            raise TaskError(f"AutoTP made {shape} of {name}, whose part has the shape {split.cuts[name].local_shape()}")
+    for name, plan in split.plans.items():
+        arm_block(part.module.get_submodule(name), replace(plan, cuts={}), world.groups.group("tensor"))
+
+
+def keep_sizes(module: nn.Module, split: TensorSplit) -> list[nn.Module]:
+    """Mark modules so that DeepSpeed leaves their numbers, such as `num_heads`, alone; return them.
+
+    It would divide attributes by a list of names. The plan's rewrites divide what the block asks for, whatever its
+    name.
+    """
+    cut = {id(module.get_submodule(name.rpartition(".")[0])) for name in split.cuts}
+    marked = [m for m in module.modules() if id(m) not in cut]
+    for m in marked:
+        setattr(m, _SEEN, True)
+    return marked
+
+
+def let_sizes(marked: list[nn.Module]) -> None:
+    """Remove the marks of `keep_sizes`."""
+    for m in marked:
+        delattr(m, _SEEN)
+
+
+_SEEN = "replaced"
+"""Attribute by which DeepSpeed knows modules that it is done with."""
+
+
+def prove_split(
+    part: Part, split: TensorSplit, call: ForwardCall, world: World, whole: WholeModel | None, config: Config
+) -> None:
+    """Raise TaskError unless the split model has the whole one's loss and gradients on the sample."""
+    assert part.loss is not None
+    told: list[Any] = [None]
+    if whole is not None:
+        told = [(list(whole.gradients), whole.loss, [whole.gradients[name].tolist() for name in whole.gradients])]
+    dist.broadcast_object_list(told, 0)
+    names, expected_loss, rows = told[0]
+    expected = torch.tensor(rows, dtype=torch.float64).view(-1, SKETCH_NUMBERS)
+    batch = split.batch
+    if (cast_to := batch_dtype(config.train.precision)) is not None:
+        batch = cast_floats(batch, cast_to)
+    batch = to_device(batch, world.device)
+    modes = [(module, module.training) for module in call.modules()]
+    call.eval()
+    try:
+        with torch.random.fork_rng():
+            loss: Tensor = part.loss(part.module, batch)
+            named = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    sketches = torch.zeros((len(names), SKETCH_NUMBERS), dtype=torch.float64)
+    sketcher, places = TensorSketcher(keep=False), {name: i for i, name in enumerate(names)}
+    first = world.mesh.seat["data"] == 0
+    for (name, p), gradient in zip(named.items(), gradients, strict=True):
+        if gradient is None or name not in places or not first:
+            continue
+        flat = gradient.detach().contiguous().view(-1)
+        if name in split.cuts:
+            numel = torch.Size(split.cuts[name].shape).numel()
+            for where, local in split.regions(name, 0, flat.numel()):
+                sketches[places[name]] += sketcher.sketch_region(name, numel, where, local.of(flat))
+        elif split.seat == 0:
+            sketches[places[name]] += sketcher.sketch_region(name, flat.numel(), Region(0, flat.numel()), flat)
+    sketches = world.sum(sketches.to(world.device)).cpu()
+    mean = world.sum(loss.detach().double()) / world.size
+    dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
+    refuse_difference(names, (float(mean), expected_loss), (sketches, expected), dtype, str(config.parallel.axes))
+
+
+def clip_counted(grads: list[Tensor], counted: list[Tensor], limit: float, world: World) -> Tensor:
+    """Clip by the norm summed in fp64 and return it; `counted` are those that no other rank counts."""
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for g in counted:
+        total += g.double().square().sum()
+    norm = world.sum(total).sqrt()
+    if limit < inf and grads:
+        factor = min(limit / (norm.item() + 1e-6), 1.0)
+        if factor < 1.0:
+            torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateUsage]
+    return norm

@@ -1,0 +1,67 @@
+"""Trials that leave no trace: the model, the task and random numbers are afterwards as before."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from unipar.backend import Fn
+from unipar.engines.placement import plain_attributes
+
+
+@contextmanager
+def kept_attributes(owners: Sequence[Any]) -> Generator[None]:
+    """Context manager: afterwards these objects have the same attributes, and lists and dicts in them their content."""
+    kept = [(owner, _attributes(owner)) for owner in owners if hasattr(owner, "__dict__")]
+    contents: dict[int, tuple[Any, Any]] = {}
+    for _, values in kept:
+        _copy_contents(list(values.values()), contents)
+    try:
+        yield
+    finally:
+        for owner, values in kept:
+            for name in _attributes(owner).keys() - values.keys():
+                delattr(owner, name)
+            vars(owner).update(values)
+        for container, content in contents.values():
+            container.clear()
+            container.update(content) if isinstance(container, dict) else container.extend(content)
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    return plain_attributes(owner) if isinstance(owner, nn.Module) else dict(vars(owner))
+
+
+def _copy_contents(values: Sequence[Any], contents: dict[int, tuple[Any, Any]]) -> None:
+    """Add each list and dict among the values, and inside them, with a copy of its content."""
+    for value in values:
+        if isinstance(value, list | dict) and id(value) not in contents:
+            contents[id(value)] = value, value.copy()
+            _copy_contents(list(value.values() if isinstance(value, dict) else value), contents)
+
+
+@contextmanager
+def unchanged(model: nn.Module, fn: Fn) -> Generator[None]:
+    """Context manager: afterwards the model is as before, and so are random numbers.
+
+    That is its buffers, `requires_grad`, modes, and what its code and the task's keep, lists and dicts included.
+    """
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    learns = [(p, p.requires_grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.random.fork_rng(), kept_attributes([*model.modules(), getattr(fn, "__self__", None)]):
+            yield
+    finally:
+        for p, wanted in learns:
+            p.requires_grad_(wanted)
+            p.grad = None
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

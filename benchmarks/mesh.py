@@ -1,0 +1,265 @@
+"""Models that others wrote, split over a mesh and verified: `python -m benchmarks.mesh [MODEL ...] [--cells CELL]`.
+
+With `--write` the table replaces that of docs/mesh-models.md. Exit 1: a cell disagrees, or fails without a refusal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import unipar
+from unipar.backend import registry
+from unipar.backend.cells import config_in_cell
+from unipar.config import Cell, Config
+from unipar.config.source import load_given_config
+from unipar.errors import UniparError
+from unipar.launcher import early, starters
+from unipar.launcher.processes.forkserver import ForkServer
+from unipar.results.agreement import loss_tolerance, measure_agreement
+from unipar.results.verdicts import Verdict, format_share
+from unipar.utils.table import format_table
+from unipar.utils.text import count_of, format_duration
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "mesh-models.md"
+STEPS = 4
+CELLS = {
+    "native/nothing+tensor2": 2,
+    "native/nothing+pipeline2": 2,
+    "native/nothing+context2": 2,
+    "native/nothing+tensor2+pipeline2": 4,
+    "native/parameters+tensor2": 4,
+    "native/parameters+pipeline2": 4,
+}
+"""Ranks of each cell."""
+
+REFUSALS = ("parallel.", "parallel (", "split as planned")
+"""Beginnings of sentences that say why a model cannot be split; anything else is a failure."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model as it is trained here."""
+
+    task: str
+    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    trained: bool = False
+    """Whether its trainings are compared with one process, dropout included; `verify` would set that to 0."""
+
+    imports: str = "torch"
+    """Module that it is made from."""
+
+
+def _here(name: str, imports: str = "torch", **more: Any) -> Subject:
+    return Subject(f"{ROOT}/benchmarks/mesh_models.py:{name}", imports=imports, **more)
+
+
+GPT2, LLAMA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama"))
+SUBJECTS: dict[str, Subject] = {
+    "gpt": Subject(f"{ROOT}/examples/char_gpt.py:CharGPT", {"layers": 4, "width": 32, "heads": 4, "context": 16}),
+    "gpt2": _here("GPT2", GPT2),
+    "llama": _here("Llama", LLAMA),
+    "bert": _here("Bert", "transformers.models.bert.modeling_bert"),
+    "t5": _here("T5", "transformers.models.t5.modeling_t5"),
+    "vit": _here("ViT", "transformers.models.vit.modeling_vit"),
+    "encoder": _here("Encoder"),
+    "translator": _here("Translator"),
+    "lora": _here("LoRA", "peft"),
+    "gpt2-dropout": _here("GPT2", GPT2, args={"dropout": 0.1}, trained=True),
+    "llama-bf16": _here("Llama", LLAMA, settings={"train.precision": "bf16-mixed"}),
+}
+"""Models by the names that the command takes."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Outcome of one model in one cell."""
+
+    model: str
+    cell: str
+    agrees: bool
+    refused: bool
+    says: str
+    """Digits and the largest difference as a share of the allowed one; else why there are none."""
+
+    @property
+    def good(self) -> bool:
+        return self.agrees or self.refused
+
+
+def config_of(subject: Subject, ranks: int, out: str) -> Config:
+    """Return the config with which a model is trained by so many ranks."""
+    settings: dict[str, Any] = {
+        "task": {"use": subject.task, "args": dict(subject.args)},
+        "device": "cpu",
+        "parallel": {"data": ranks},
+        "batch": {"total": 16, "micro": 4},
+        "train": {"steps": STEPS, "optimizer": {"name": "adamw", "lr": 1e-3, "decay": "matrices"}, "clip": 1.0},
+        "log": {"every": 1},
+        "out": out,
+    }
+    return load_given_config(settings, subject.settings).config
+
+
+def verified_rows(name: str, subject: Subject, ranks: int, cells: Sequence[str]) -> Iterator[Row]:
+    """Yield the verdicts on a model in cells of so many ranks."""
+    with tempfile.TemporaryDirectory(prefix="unipar-mesh-") as folder:
+        verdicts = unipar.verify(config_of(subject, ranks, folder), cells=cells, world=ranks, steps=STEPS)
+    for verdict in verdicts.rows:
+        yield row_of_verdict(name, verdict, verdicts.stopped)
+
+
+def row_of_verdict(name: str, verdict: Verdict, stopped: str) -> Row:
+    """Return the row of one verdict."""
+    if verdict.outcome == "agrees":
+        digits = "same bits" if verdict.digits is None else count_of(verdict.digits, "digit")
+        exact = "; bit for bit the replay" if verdict.bits else ""
+        return Row(name, verdict.cell, True, False, f"{digits}, {format_share(verdict.share)} of allowed{exact}")
+    if verdict.outcome == "disagrees":
+        kind = verdict.finding.kind if verdict.finding is not None else ""
+        return Row(name, verdict.cell, False, False, f"DISAGREES: {kind or verdict.worst}")
+    why = verdict.note or stopped
+    return Row(name, verdict.cell, False, *_refused(why))
+
+
+def trained_rows(name: str, subject: Subject, ranks: int, cells: Sequence[str]) -> Iterator[Row]:
+    """Yield how the losses of whole trainings agree with those of one process, with the dropout of that."""
+    with tempfile.TemporaryDirectory(prefix="unipar-mesh-") as folder:
+        config = config_of(subject, ranks, folder)
+        one = losses_in(config, "single")
+        for cell in cells:
+            try:
+                found = losses_in(config, cell)
+            except UniparError as e:
+                yield Row(name, cell, False, *_refused(str(e)))
+                continue
+            allowed = loss_tolerance(config.train.precision)
+            agreement = measure_agreement(found, one, allowed)
+            share = agreement.off / (allowed * max(1.0, abs(one[agreement.step - 1])))
+            word = "" if agreement.within else "DISAGREES: "
+            yield Row(name, cell, agreement.within, False, f"{word}{agreement}, {format_share(share)} of allowed")
+
+
+def losses_in(config: Config, cell: str) -> list[float]:
+    """Return the losses of a training in a cell."""
+    report = unipar.launch(config_in_cell(config, Cell.parse(cell)), quiet=True)
+    return [loss for _, loss in report.losses]
+
+
+def _refused(why: str) -> tuple[bool, str]:
+    """Return whether a sentence is a refusal, and what the table says."""
+    lines = [line.strip() for line in why.splitlines()]
+    said = [line for line in lines if line.removeprefix("TaskError: ").startswith(REFUSALS)]
+    return (True, f"refused: {said[-1].removeprefix('TaskError: ')}") if said else (False, f"FAILED: {' '.join(lines)}")
+
+
+def rows_of(name: str, cells: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of one model."""
+    subject = SUBJECTS[name]
+    if (missing := missing_library(subject)) is not None:
+        print(f"{name} is left out: {missing} is not installed (pip install {missing})", file=sys.stderr)
+        return
+    for ranks in dict.fromkeys(CELLS[cell] for cell in cells):
+        here = [cell for cell in cells if CELLS[cell] == ranks]
+        rows = trained_rows if subject.trained else verified_rows
+        yield from rows(name, subject, ranks, here)
+
+
+def missing_library(subject: Subject) -> str | None:
+    """Return the library that a model needs and that is not installed."""
+    library = subject.imports.partition(".")[0]
+    return library if importlib.util.find_spec(library) is None else None
+
+
+@contextmanager
+def shared_server(subjects: Sequence[Subject]) -> Generator[None]:
+    """Context manager: all worlds are forks of one process that has imported transformers, which takes longest."""
+    entries = ["unipar.verification.worker.entry", *starters.ENTRY_MODULES]
+    modules = starters.modules_to_import([registry.find_backend("native")], entries)
+    models = dict.fromkeys(s.imports for s in subjects if missing_library(s) is None)
+
+    def lend(*_: object) -> AbstractContextManager[ForkServer]:
+        return nullcontext(server)
+
+    with (
+        ForkServer([*modules, *models], {"HF_HUB_OFFLINE": "1"}) as server,
+        patch.object(starters, "ForkServer", lend),
+        patch.object(early, "begin_imports", lambda: None),
+    ):
+        server.wait_until_ready()
+        yield
+
+
+def page_rows(rows: Sequence[Row]) -> str:
+    """Return the rows as Markdown: a model a line, a cell a column, refusals below."""
+    cells = list(dict.fromkeys(row.cell for row in rows))
+    notes: list[str] = []
+
+    def shown(row: Row | None) -> str:
+        if row is None or row.agrees:
+            return "-" if row is None else row.says.removesuffix(" of allowed")
+        if row.says not in notes:
+            notes.append(row.says)
+        return f"({notes.index(row.says) + 1})"
+
+    by = {(row.model, row.cell): row for row in rows}
+    lines = [
+        f"| `{model}` | {' | '.join(shown(by.get((model, cell))) for cell in cells)} |"
+        for model in dict.fromkeys(row.model for row in rows)
+    ]
+    head = [f"| model | {' | '.join(f'`{cell}`' for cell in cells)} |", f"|{'---|' * (len(cells) + 1)}"]
+    below = [f"{i}. {note}" for i, note in enumerate(notes, 1)]
+    return "\n".join([*head, *lines, *([""] if below else []), *below])
+
+
+def written(page: str, table: str) -> str:
+    """Return the page with another table."""
+    before, _, rest = page.partition("<!-- table -->\n")
+    _, _, after = rest.partition("<!-- end -->\n")
+    return f"{before}<!-- table -->\n{table}\n<!-- end -->\n{after}"
+
+
+def main(words: Sequence[str]) -> int:
+    """Verify the models and print the table; return 1 where a cell is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mesh", description=__doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(SUBJECTS))
+    parser.add_argument("--cells", action="append", default=[], metavar="CELL", help=", ".join(CELLS))
+    parser.add_argument("--write", action="store_true", help="write the table into docs/mesh-models.md")
+    given = parser.parse_args(words)
+    cells = [cell for text in given.cells for cell in text.split(",")] or list(CELLS)
+    if unknown := [*({*given.models} - {*SUBJECTS}), *({*cells} - {*CELLS})]:
+        parser.error(f"{', '.join(unknown)}: the models are {', '.join(SUBJECTS)}; the cells {', '.join(CELLS)}")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    names, rows = given.models or list(SUBJECTS), list[Row]()
+    with shared_server([SUBJECTS[name] for name in names]):
+        for name in names:
+            began = time.monotonic()
+            rows += rows_of(name, cells)
+            print(f"{name}: {format_duration(time.monotonic() - began)}", file=sys.stderr, flush=True)
+    print(format_table(("model", "cell", "against one process"), [(r.model, r.cell, r.says) for r in rows], width=120))
+    wrong = sum(not row.good for row in rows)
+    print(
+        f"\n{sum(r.agrees for r in rows)} of {count_of(len(rows), 'cell')} agree with one process over {STEPS} steps, "
+        f"{sum(r.refused for r in rows)} cannot be split and say why"
+        + (f"; {wrong} DISAGREE or FAILED" if wrong else "")
+    )
+    if given.write:
+        PAGE.write_text(written(PAGE.read_text("utf-8"), page_rows(rows)), "utf-8")
+        print(f"written: {PAGE.relative_to(ROOT)}")
+    return 1 if wrong or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""`FaultCase`: a run that disagrees, with everything that its classification needs; and `Fault`, the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unipar.config import Config, Precision
+from unipar.config.settled import SettledConfig
+from unipar.verification.diagnosis.gradients import GradientSketches, StateRule, gradients_from_state
+from unipar.verification.diagnosis.modules import LossDifference, ModuleDifference
+from unipar.verification.judgement.judge import Judgement
+from unipar.verification.judgement.record import RunRecord, SketchVector
+
+FACTOR_TOLERANCE: dict[Precision, float] = {"fp64": 0.005, "fp32": 0.005}
+"""Relative tolerance between a measured factor and a known one, by precision."""
+
+COARSE_FACTOR_TOLERANCE = 0.03
+"""Relative tolerance of factors in all coarser precisions."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Kind of fault, and a sentence with the figures that indicate it."""
+
+    name: str
+    says: str
+    candidates: tuple[str, ...] = ()
+    """Kinds that fit equally well, if there are several; `name` lists them all."""
+
+    measured: str = ""
+    """Part of `says` that is true for every candidate."""
+
+
+@dataclass(frozen=True)
+class FaultCase:
+    """Run that disagrees, with everything that its classification needs."""
+
+    run: RunRecord
+    base: RunRecord
+    own: RunRecord
+    """Replay in the run's own precision, up to the step that differs first."""
+
+    replay: RunRecord
+    """Replay in fp64 that keeps each microbatch's gradient apart."""
+
+    judgement: Judgement
+    settled: SettledConfig
+    """Config of the cell: how many shares a batch has, of how many microbatches each, and which ranks work on one."""
+
+    limit: float
+    """Largest relative difference between the ranks' norms that counts as rounding."""
+
+    module_differences: Mapping[str, ModuleDifference]
+    """First module that differs, by direction."""
+
+    loss_differences: Sequence[LossDifference]
+    """Microbatches of the step whose losses differ from those of one process."""
+
+    optimizer_uses_whole_tensors: bool | None
+    """Whether the task's own optimizer uses whole tensors; None if the task has no optimizer of its own."""
+
+    @property
+    def config(self) -> Config:
+        """Config of the cell."""
+        return self.settled.config
+
+    @property
+    def shares(self) -> int:
+        """Number of shares of a batch: ranks, unless some of them work on the same samples."""
+        return self.settled.sizes.ranks
+
+    @property
+    def accumulate(self) -> int:
+        """Number of microbatches of each share."""
+        return self.settled.sizes.accumulate
+
+    def groups(self, step: int) -> list[dict[str, Any]]:
+        """Return the parameter groups of the optimizer that takes this step."""
+        return [g for g in self.replay.groups if g["prefix"] == self.run.prefixes[step - 1]]
+
+    @property
+    def near(self) -> float:
+        """Relative tolerance of factors in the run's precision."""
+        return FACTOR_TOLERANCE.get(self.config.train.precision, COARSE_FACTOR_TOLERANCE)
+
+    def is_near(self, value: float, wanted: float) -> bool:
+        """Return whether a factor is the wanted one, up to rounding in the run's precision."""
+        return abs(value - wanted) <= self.near * abs(wanted)
+
+
+def share_gradients(case: FaultCase, step: int) -> dict[tuple[int, int], GradientSketches]:
+    """Return the gradient of each microbatch and share of a step in one process."""
+    shares: dict[tuple[int, int], GradientSketches] = {}
+    for text, grads in case.replay.shares[step - 1]["parts"].items():
+        micro, share = map(int, text.split("."))
+        shares[micro, share] = {name: sketch.numpy() for name, sketch in grads.items()}
+    return shares
+
+
+def run_gradient(case: FaultCase, step: int) -> dict[str, SketchVector]:
+    """Return the gradient of a step of the run, computed from its state."""
+    config = case.config.of_part(case.run.prefixes[step - 1].removesuffix("."))
+    return gradients_from_state(case.run, StateRule.of(config, case.groups(step)), step, _rate_by_parameter(case, step))
+
+
+def whole_gradient(case: FaultCase, step: int) -> GradientSketches:
+    """Return the gradient of a step in one process."""
+    whole: dict[str, Any] = {}
+    for grads in share_gradients(case, step).values():
+        for name, sketch in grads.items():
+            whole[name] = whole[name] + sketch if name in whole else sketch
+    return whole
+
+
+def _rate_by_parameter(case: FaultCase, step: int) -> dict[str, float]:
+    rates = case.run.rates[step - 1][0]
+    return {n: rate for g, rate in zip(case.groups(step), rates, strict=False) for n in g["names"]}
