@@ -39,7 +39,8 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[Any, Any], Loop]]] = {
 }
 """Ways to split the model over two ranks: keys of `parallel`, and the script written by hand."""
 
-LAYERS, WIDTH, HEADS, CONTEXT, MICRO, MICROS = 4, 256, 4, 128, 2, 4
+SIZES = {"layers": 4, "width": 256, "heads": 4, "context": 128}
+MICRO, MICROS = 2, 4
 ROUNDS, STEPS, WARM, END = 24, 1, 3, 1_000_000
 LIMIT = 1.05
 """Largest ratio of CPU time to the script written by hand."""
@@ -52,7 +53,7 @@ class EvenStages(CharGPT):
     """Task of the character GPT, cut into stages in the middle, as the script has it."""
 
     def cuts(self, stages: int) -> list[str]:  # pyright: ignore[reportImplicitOverride] - the base is an example
-        return [f"layers.{LAYERS // 2}"]
+        return [f"layers.{self.sizes[0] // 2}"]
 
 
 def config_of(parallel: dict[str, Any]) -> Config:
@@ -78,7 +79,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     """Measure the CPU time of both ranks in unipar's loop, in the script and in the script again; entry of workers."""
     asked = json.loads((run / "asked.json").read_text("utf-8"))
     parallel, script = WAYS[asked["way"]]
-    config, task = config_of(parallel), EvenStages(LAYERS, WIDTH, HEADS, CONTEXT)
+    config, task = config_of(parallel), EvenStages(**asked["sizes"])
     with open_run(settle(config, place.size), registry.find_backend("native"), task, place, run) as live:
         share = next(live.batches())
         micros = [micro.batch for micro in share.micros]
@@ -124,7 +125,7 @@ def benchmark_mesh(ways: Sequence[str] = tuple(WAYS), rounds: int = ROUNDS) -> t
     rows: list[tuple[str, ...]] = []
     good = True
     for way in ways:
-        told = run_ranks({"way": way, "rounds": rounds})
+        told = measure_way(way, rounds)
         names = ("unipar", "by hand", "by hand, again")
         mine, base, again = ([sum(t) for t in zip(*(each["times"][n] for each in told), strict=True)] for n in names)
         ratios = {
@@ -142,11 +143,13 @@ def benchmark_mesh(ways: Sequence[str] = tuple(WAYS), rounds: int = ROUNDS) -> t
     return found, good
 
 
-def run_ranks(asked: dict[str, Any]) -> list[dict[str, Any]]:
+def measure_way(way: str, rounds: int, sizes: Mapping[str, int] = SIZES) -> list[dict[str, Any]]:
     """Run `measure` on two new ranks of one thread each; return what each of them measured."""
     with tempfile.TemporaryDirectory(prefix="unipar-bench-") as folder:
         run = Path(folder)
-        (run / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+        (run / "asked.json").write_text(
+            json.dumps({"way": way, "rounds": rounds, "sizes": dict(sizes)}), encoding="utf-8"
+        )
         variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'backends'}", "OMP_NUM_THREADS": "1"}
         with WorkerGroup(run, 2, "benchmarks.mesh_time:measure", environment=variables) as group:
             group.wait()
