@@ -140,6 +140,7 @@ def stages() -> dict[str, float]:
     handle.remove()
     one.disarm()
     two = SequenceSplit(model, case.blocks[1:], dist.group.WORLD, enters=False)  # pyright: ignore[reportArgumentType]
+    two.whole_length = words.shape[1]
     two.arm()
     coming = kept[0].detach().requires_grad_()
 
