@@ -110,7 +110,7 @@ class MeshEngine(ShardedEngine):
         if world.device.type == "cuda":
             batch = to_device(batch, world.device)
         assert part.loss is not None
-        prove(self, part.loss, batch, whole)
+        prove(self, part.loss, batch, whole, dtype=self.dtype, words=self.split_words)
 
     # Set-up
 
@@ -131,7 +131,7 @@ class MeshEngine(ShardedEngine):
                 told = [_Look(batch, replace(facts, block_inputs={}), plans)]
             except TaskError as e:
                 told = [e]
-        self.broadcast_objects(told)
+        dist.broadcast_object_list(told, 0)
         if isinstance(told[0], TaskError):
             raise told[0]
         return told[0], whole
@@ -174,11 +174,6 @@ class MeshEngine(ShardedEngine):
         before_all.register_forward_pre_hook(tell_length, with_kwargs=True, prepend=True)
         if self._stage is not None and not last:
             self._stage.widen = lambda hidden: hidden.new_zeros((len(hidden), split.whole_length, *hidden.shape[2:]))
-
-    @staticmethod
-    def broadcast_objects(objects: list[Any]) -> None:
-        """Replace the list's objects by rank 0's, on all ranks."""
-        dist.broadcast_object_list(objects, 0)
 
     def _placement(self, config: Config, world: World) -> Placement:
         needed = self._needs[self._stage_seat]
