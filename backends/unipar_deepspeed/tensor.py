@@ -21,7 +21,7 @@ from unipar.engines.batch import cast_floats, to_device
 from unipar.engines.forward import ForwardCall
 from unipar.engines.placement import refuse_shared_parameters
 from unipar.errors import TaskError
-from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 from unipar_native.mesh.probe import WholeModel, kind_of_block, look_at_model, whole_gradients
 from unipar_native.mesh.proof import refuse_difference
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters, is_transposed

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unipar.backend import Fn, Micro
+from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 from unipar.engines.state import local_part
 from unipar.errors import TaskError
-from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
 from unipar_native.mesh.state_kept import kept_attributes
 
 if TYPE_CHECKING:
