@@ -12,7 +12,7 @@ from unipar.backend import Fn, Micro
 from unipar.engines.state import local_part
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
-from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 from unipar_native.mesh.probe import WholeModel
 from unipar_native.mesh.state_kept import kept_attributes
 
