@@ -13,8 +13,9 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from unipar_native.mesh.probe import WholeModel, kept_attributes, kind_of_block, look_at_model, whole_gradients
+from unipar_native.mesh.probe import WholeModel, kind_of_block, look_at_model, whole_gradients
 from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions
+from unipar_native.mesh.state_kept import kept_attributes
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters, is_transposed
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan

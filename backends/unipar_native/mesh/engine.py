@@ -28,8 +28,10 @@ from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
 from unipar_native.fsdp2 import ShardedEngine
 from unipar_native.mesh.birth import Placement, place_model
-from unipar_native.mesh.channel import open_channel
 from unipar_native.mesh.context import SequenceSplit
+from unipar_native.mesh.pipeline.channel import open_channel
+from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_input
+from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
 from unipar_native.mesh.probe import (
     ModelFacts,
     WholeModel,
@@ -39,11 +41,9 @@ from unipar_native.mesh.probe import (
     whole_gradients,
 )
 from unipar_native.mesh.proof import prove
-from unipar_native.mesh.stage import Arrival, Stage, hidden_of_input
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.torch_schedules import TorchScheduleExecutor, average_over_copies
 from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part
 
 
@@ -110,7 +110,7 @@ class MeshEngine(ShardedEngine):
         if world.device.type == "cuda":
             batch = to_device(batch, world.device)
         assert part.loss is not None
-        prove(self, part.loss, batch, whole)
+        prove(self, part.loss, batch, whole, dtype=self.dtype, words=self.split_words)
 
     # Set-up
 
@@ -131,7 +131,7 @@ class MeshEngine(ShardedEngine):
                 told = [_Look(batch, replace(facts, block_inputs={}), plans)]
             except TaskError as e:
                 told = [e]
-        self.broadcast_objects(told)
+        dist.broadcast_object_list(told, 0)
         if isinstance(told[0], TaskError):
             raise told[0]
         return told[0], whole
@@ -175,11 +175,6 @@ class MeshEngine(ShardedEngine):
         if self._stage is not None and not last:
             self._stage.widen = lambda hidden: hidden.new_zeros((len(hidden), split.whole_length, *hidden.shape[2:]))
 
-    @staticmethod
-    def broadcast_objects(objects: list[Any]) -> None:
-        """Replace the list's objects by rank 0's, on all ranks."""
-        dist.broadcast_object_list(objects, 0)
-
     def _placement(self, config: Config, world: World) -> Placement:
         needed = self._needs[self._stage_seat]
         ranks = world.shares * self.axes.context
@@ -208,7 +203,7 @@ class MeshEngine(ShardedEngine):
 
     @property
     def split_words(self) -> str:
-        """How the model is split, for errors."""
+        """Words for errors on how the model is split."""
         cuts = ", ".join(self._blocks[i] for i in self._cuts[1:-1])
         return f"{self.axes}" + (
             f", with stages that begin at {cuts} (a value that skips a block cannot cross such a cut)" if cuts else ""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from unipar.backend import Fn, Micro, Region
+from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 from unipar.engines.state import local_part
+from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
-from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar_native.mesh.probe import WholeModel
 from unipar_native.mesh.state_kept import kept_attributes
-
-if TYPE_CHECKING:
-    from unipar_native.mesh.engine import MeshEngine
-    from unipar_native.mesh.probe import WholeModel
 
 _TOLERANCES = {torch.float64: 1e-10}
 _TOLERANCE = 2e-4
@@ -26,14 +24,17 @@ _FLOOR = 1e-3
 """Share of the longest gradient's length below which a shorter one is measured by that share."""
 
 
-def prove(engine: MeshEngine, fn: Fn, batch: Any, whole: WholeModel | None) -> None:
+def prove(
+    engine: WrapperEngine, fn: Fn, batch: Any, whole: WholeModel | None, *, dtype: torch.dtype, words: str
+) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on this microbatch.
 
-    `whole` is given on rank 0. All ranks of the data get the same microbatch; nothing is drawn, and no autocast is on.
+    `whole` is given on rank 0, `words` say how the model is split. All ranks of the data get the same microbatch;
+    nothing is drawn, and no autocast is on.
     """
     names, losses, expected = share_whole_model(whole)
     loss, sketches = _split_gradients(engine, fn, batch, names)
-    refuse_difference(names, (loss, losses), (sketches, expected), engine.dtype, engine.split_words)
+    refuse_difference(names, (loss, losses), (sketches, expected), dtype, words)
 
 
 def refuse_difference(
@@ -81,7 +82,7 @@ def sketch_regions(names: Sequence[str], regions: Iterable[tuple[str, int, Regio
     return rows
 
 
-def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -> tuple[float, torch.Tensor]:
+def _split_gradients(engine: WrapperEngine, fn: Fn, batch: Any, names: list[str]) -> tuple[float, torch.Tensor]:
     """Return the split model's loss, and the sketches of its gradients, on every rank."""
     modes = [(module, module.training) for module in engine.wrapped.modules()]
     autocast, engine.call.autocast = engine.call.autocast, None
@@ -107,7 +108,7 @@ def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -
     return float(world.sum(loss)), world.sum(rows.to(world.device)).cpu()
 
 
-def _regions_of_gradients(engine: MeshEngine) -> Iterator[tuple[str, int, Region, torch.Tensor]]:
+def _regions_of_gradients(engine: WrapperEngine) -> Iterator[tuple[str, int, Region, torch.Tensor]]:
     for name, p in engine.local_parameters():
         if p.grad is not None and engine.speaks_for(name, p.grad):
             numel = torch.Size(engine.whole_shape(name, p)).numel()
