@@ -254,7 +254,7 @@ def test_the_core_imports_no_backend() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_fence_between_backends(backend: str) -> None:
-    """A backend imports its own parts and library, and floors 1 to 4; unipar_accelerate alone may reuse two others."""
+    """A backend imports its own parts and library, and floors 1 to 4; two may reuse parts of others (MAY_REUSE)."""
     mine = {module for module in LAYOUT.trees if module.partition(".")[0] == backend}
     assert mine
     names = {name for module in mine for name in imported(LAYOUT.trees[module])}

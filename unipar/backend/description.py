@@ -54,6 +54,9 @@ class Capabilities:
     axes: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict[str, Any])
     """Axes of the mesh that it has beside the data's (`tensor`), each with the shards for which it has it."""
 
+    axes_lacked: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Reasons why it does not have the other axes, by axis, each as a clause."""
+
     gaps: Mapping[tuple[Shard | None, Precision], str] = field(default_factory=dict[Any, str])
     """Unsupported pairs of shard (None: every shard) and precision, each with the reason as a sentence."""
 
