@@ -57,11 +57,7 @@ class TensorSplit:
     def section(self, model_prefix: str) -> dict[str, Any]:
         """Return DeepSpeed's section `tensor_parallel`."""
         ranks = next(iter(self.plans.values())).ranks
-        specs = [
-            spec
-            for block, plan in self.plans.items()
-            for spec in _layer_specs(f"{model_prefix}{block}.", plan)
-        ]
+        specs = [spec for block, plan in self.plans.items() for spec in _layer_specs(f"{model_prefix}{block}.", plan)]
         layers = {"use_default_specs": False, "lm_head_patterns": _NO_HEAD, "layer_specs": specs}
         return {"autotp_size": ranks, "partition_config": layers}
 

@@ -44,7 +44,13 @@ from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_paramete
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan
 from unipar_native.mesh.torch_schedules import TorchScheduleExecutor, average_over_copies
-from unipar_native.mesh.words import kinds_in_block, nothing_to_split, refuse_part
+from unipar_native.mesh.words import (
+    kinds_in_block,
+    nothing_to_split,
+    refuse_part,
+    refuse_unknown_patterns,
+    refuse_whole_optimizer,
+)
 
 
 class _Look(NamedTuple):
@@ -73,6 +79,8 @@ class MeshEngine(ShardedEngine):
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
         self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
         self._parts = self._cut_parameters(part, plans)
+        if matrices := [name for name in self._parts if len(self._shapes[name]) > 1]:
+            refuse_whole_optimizer(part, matrices, self.axes.tensor)
         ranges = [self._cuts[stage : stage + 2] for stage in range(self._stage_seat, self.axes.stages, self._stages)]
         own = [name for first, end in ranges for name in facts.blocks[first:end]]
         self.once = config.parallel.shard in ("nothing", "optimizer")
@@ -140,6 +148,7 @@ class MeshEngine(ShardedEngine):
         if self.axes.tensor == 1:
             return {}
         mesh = world.groups.devices["tensor"]
+        refuse_unknown_patterns(part.tensor or {}, part.module, facts.blocks)
         kinds: dict[Any, BlockPlan] = {}
         for name, (args, kwargs) in facts.block_inputs.items():
             block = part.module.get_submodule(name)

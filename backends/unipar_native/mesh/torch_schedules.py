@@ -169,9 +169,7 @@ class TorchScheduleExecutor:
         first = _shapes_of(micros[0].batch)
         for number, micro in enumerate(micros):
             if (shapes := _shapes_of(micro.batch)) != first:
-                mine, other = next(
-                    (a, b) for a, b in zip([*shapes, None], [*first, None], strict=False) if a != b
-                )
+                mine, other = next((a, b) for a, b in zip([*shapes, None], [*first, None], strict=False) if a != b)
                 raise TaskError(
                     f"parallel.schedule: {self._axes.schedule} needs microbatches of one shape: microbatch {number} of "
                     f"this step has {_words_of(mine)}, and microbatch 0 has {_words_of(other)}; pad them alike, or use "

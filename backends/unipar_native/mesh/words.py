@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from unipar.backend import Part
@@ -13,6 +13,8 @@ from unipar.config import Config
 from unipar.engines.placement import refuse_scalar_parameters, refuse_shared_parameters
 from unipar.errors import TaskError
 from unipar.model.create import ONLY_PART
+from unipar.model.optimizer import needs_whole_matrices
+from unipar.utils.text import first_few
 from unipar_native.mesh.tensor.cuts import BlockPlan
 
 
@@ -24,6 +26,29 @@ def kinds_in_block(given: Mapping[str, str], name: str, block: nn.Module) -> dic
         for inner, _ in block.named_modules()
         if inner and fnmatchcase(f"{name}.{inner}", pattern)
     }
+
+
+def refuse_unknown_patterns(given: Mapping[str, str], module: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise TaskError for a pattern of the task's tensor(model) that names nothing in any block."""
+    known = [f"{name}.{inner}" for name in blocks for inner, _ in module.get_submodule(name).named_modules() if inner]
+    for pattern in given:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            weights = [(name, getattr(module.get_submodule(name), "weight", None)) for name in known]
+            matrices = [name for name, weight in weights if isinstance(weight, Tensor) and weight.ndim > 1]
+            raise TaskError(
+                f"tensor() says {given[pattern]} for {pattern!r}, and no module of a block is called so; matrices are "
+                f"{first_few(matrices, most=8)}"
+            )
+
+
+def refuse_whole_optimizer(part: Part, matrices: Sequence[str], ranks: int) -> None:
+    """Raise TaskError for an optimizer that needs the matrices whole, of which a rank of `tensor` has a part."""
+    if needs_whole_matrices(part.optimizer, matrices):
+        raise TaskError(
+            f"parallel.tensor: {ranks} splits {len(matrices)} matrices ({first_few(matrices, most=2)}), and the task's "
+            "optimizer uses whole ones: a step on a matrix differs from steps on its halves. Use parallel.pipeline or "
+            "ranks of data instead, or an optimizer that works element by element"
+        )
 
 
 def nothing_to_split(ranks: int, plans: Iterable[BlockPlan]) -> str:
