@@ -12,6 +12,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
+from unipar_native.mesh.probe import WholeModel, kind_of_block, look_at_model, whole_gradients
+from unipar_native.mesh.proof import refuse_difference
+from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters, is_transposed
+from unipar_native.mesh.tensor_parallel import arm_block
+from unipar_native.mesh.tensor_plan import derive_block_plan
+from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans
 
 from unipar.backend import Part, Region
 from unipar.backend.precision import batch_dtype
@@ -21,13 +27,7 @@ from unipar.engines.batch import cast_floats, to_device
 from unipar.engines.forward import ForwardCall
 from unipar.engines.placement import refuse_shared_parameters
 from unipar.errors import TaskError
-from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
-from unipar_native.mesh.probe import WholeModel, kind_of_block, look_at_model, whole_gradients
-from unipar_native.mesh.proof import refuse_difference
-from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters, is_transposed
-from unipar_native.mesh.tensor_parallel import arm_block
-from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.words import kinds_in_block, nothing_to_split
+from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 
 _NO_HEAD = ["(none)"]
 """Names of output heads, which DeepSpeed would cut in a way of its own: no layer has such a name."""
@@ -132,8 +132,7 @@ def plan_tensor(part: Part, config: Config, world: World) -> tuple[TensorSplit, 
                 wanted = kinds_in_block(part.tensor or {}, name, block) | dict.fromkeys(_left_whole(block), "whole")
                 plan = derive_block_plan(block, args, kwargs, mesh, wanted)
                 kinds[kind_of_block(block)] = replace(plan, whole=plan.whole | _left_whole(block))
-            if not any(plan.cuts for plan in kinds.values()):
-                raise TaskError(nothing_to_split(ranks, kinds.values()))
+            refuse_empty_plans(ranks, kinds.values())
             blocks = {name: part.module.get_submodule(name) for name in part.blocks}
             plans = {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
             whole = whole_gradients(part.module, part.loss, given)
@@ -246,7 +245,7 @@ def prove_split(
     sketches = torch.zeros((len(names), SKETCH_NUMBERS), dtype=torch.float64)
     sketcher, places = TensorSketcher(keep=False), {name: i for i, name in enumerate(names)}
     first = world.mesh.seat["data"] == 0
-    for (name, p), gradient in zip(named.items(), gradients, strict=True):
+    for (name, _p), gradient in zip(named.items(), gradients, strict=True):
         if gradient is None or name not in places or not first:
             continue
         flat = gradient.detach().contiguous().view(-1)

@@ -195,12 +195,26 @@ class Native(Backend):
                 once = "the last microbatch"
                 settings |= {"reshard_after_backward": f"after {once}", "requires_gradient_sync": f"in {once}"}
             return {"mesh": str(axes), "fully_shard": settings}
+        if config.parallel.axes.ranks > 1:
+            return mesh_settings(config)
         if not uses_ddp(config):
             return {"fully_shard": fsdp_settings(config)}
         settings = {"DistributedDataParallel": ddp_settings(options_of(config))}
         return settings | (
             {"ZeroRedundancyOptimizer": ZERO_OPTIMIZER_SETTINGS} if config.parallel.shard == "optimizer" else {}
         )
+
+    @override
+    def plan_split(self, part: Part, config: Config) -> Iterator[str]:
+        from unipar_native.mesh.tensor_model import derive_model_plan
+
+        assert part.loss is not None
+        assert part.sample is not None
+        ranks = config.parallel.tensor
+        plan = derive_model_plan(part.module, part.blocks, part.loss, part.sample(), ranks, part.tensor)
+        yield from plan.sentences()
+        trials = sum(plan.blocks[name].trials for name in plan.tried)
+        yield f"found in {trials} trials of {len(plan.tried)} blocks, {plan.seconds:.1f} s of CPU"
 
     @override
     def join(self, config: Config, place: Place) -> World:
@@ -259,6 +273,25 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
         "offload_policy": "CPUOffloadPolicy" if config.model.offload == "parameters" else None,
         "blocks": config.model.blocks,
     }
+
+
+def mesh_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of the mesh engine in words, for `unipar explain`."""
+    axes, shard = config.parallel.axes, config.parallel.shard
+    told: dict[str, Any] = {"mesh": f"pipeline {axes.pipeline} x data x context {axes.context} x tensor {axes.tensor}"}
+    if axes.pipeline > 1:
+        told["stages"] = "cut between blocks, balanced by measured time and parameters, or the task's cuts(stages)"
+        told["schedule"] = axes.schedule
+    if axes.tensor > 1:
+        told["blocks over tensor"] = "columns and rows found by trying a block, or the task's tensor(model)"
+    if axes.context > 1:
+        told["sequences over context"] = "from the first block to the last; attention gathers keys and values"
+    beneath = {
+        "ranks": "data x context: with one such rank nothing is wrapped",
+        "split": "nothing, copies alone" if shard == "nothing" else "each copy over data x context",
+        "reshard_after_forward": shard == "parameters",
+    }
+    return told | {"fully_shard": beneath, "before step 1": "loss and gradients of one microbatch, split against whole"}
 
 
 def data_parallel_devices(config: Config) -> list[int]:

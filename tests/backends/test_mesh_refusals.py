@@ -55,14 +55,6 @@ def test_a_pipeline_is_cut_where_no_skip_crosses(tmp_path: Path) -> None:
         ),
         ("Skipping", {"pipeline": 2}, {"cuts": ["blocks.2"]}, "split as planned, the model is another: a loss of "),
         (
-            "Whole",
-            {"tensor": 2},
-            {},
-            "parallel.tensor: 2 splits 16 matrices (blocks.0.qkv.weight, blocks.0.out.weight and 14 more), and the "
-            "task's optimizer uses whole ones: a step on a matrix differs from steps on its halves. Use "
-            "parallel.pipeline or ranks of data instead, or an optimizer that works element by element",
-        ),
-        (
             "Misnamed",
             {"tensor": 2},
             {},

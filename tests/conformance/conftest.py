@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conformance import tasks
 from tests.conformance.cases import CASES
 from tests.conformance.inside import combine_pieces
 from tests.conformance.plain import Result, train_by_hand
@@ -44,7 +45,7 @@ class CellRunner:
     def __init__(self, folder: Path, forks: Forks) -> None:
         self._folder, self._forks = folder, forks
         self._done: dict[tuple[Cell, int, str], list[dict[str, Any]] | UniparError] = {}
-        self._plain: dict[tuple[str, int], Result] = {}
+        self._plain: dict[tuple[str, int, int], Result] = {}
         self.listens: dict[tuple[Cell, int], list[str]] = {}
         self.left_in_shared_memory: dict[tuple[Cell, int], set[str]] = {}
         self.wanted: dict[tuple[Cell, int], list[str]] = {}
@@ -106,10 +107,11 @@ class CellRunner:
                 return
         shutil.rmtree(run)
 
-    def plain(self, name: str, size: int) -> Result:
-        """One process, computed once for all cells."""
-        key = (name, size if CASES[name].micro else 1)
+    def plain(self, name: str, size: int, blocks: int) -> Result:
+        """One process, computed once for all cells whose models have so many blocks."""
+        key = (name, size if CASES[name].micro else 1, blocks)
         if key not in self._plain:
+            tasks.BLOCKS[0] = blocks
             self._plain[key] = train_by_hand(CASES[name], size)
         return self._plain[key]
 

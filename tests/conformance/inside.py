@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.conformance.cases import CASES, Case
+from tests.conformance import tasks
+from tests.conformance.cases import CASES, Case, blocks_for
 from unipar.backend import Piece, Region, registry
 from unipar.backend.checks import settle
 from unipar.config import Cell
@@ -36,6 +37,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     torch.set_num_threads(1)
     told = json.loads((folder / "cases.json").read_text("utf-8"))
     cell, names = Cell.parse(told["cell"]), told["cases"]
+    tasks.BLOCKS[0] = blocks_for(cell)
     first = CASES[names[0] if CASES[names[0]].apart else "one microbatch"].config(cell, told["size"])
     world = registry.load_backend(cell.backend).join(first, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))

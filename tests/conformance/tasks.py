@@ -17,6 +17,9 @@ import unipar
 
 V, D, T = 29, 16, 8
 
+BLOCKS = [2]
+"""Number of blocks of the models: a cell with more stages needs more."""
+
 
 class Batch(NamedTuple):
     tokens: Tensor
@@ -73,12 +76,12 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Two blocks; a buffer that is not saved and a plain tensor attribute, as rotary tables often are."""
+    """Blocks in a line; a buffer that is not saved and a plain tensor attribute, as rotary tables often are."""
 
     def __init__(self, *, teacher: bool = False, tied: bool = False, extra: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(V, D)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS[0]))
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(D, V, bias=False)
         if tied:
@@ -242,7 +245,7 @@ class Thrice(Plain):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         other = Batch(batch.tokens.flip(1), batch.lengths)
         flat = model(batch.tokens[:, :-1].roll(1, 1)).square().mean()
-        return 0.5 * super().loss(model, batch) + 0.5 * super().loss(model, other) + flat
+        return 0.5 * super().loss(model, batch) + 0.5 * super().loss(model, other) + 4 * flat
 
 
 class Unused(Plain):
@@ -371,7 +374,7 @@ class Regression(unipar.Task):
 
     @override
     def model(self) -> nn.Module:
-        blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU()) for _ in range(2)]
+        blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU()) for _ in range(BLOCKS[0])]
         return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Sequential(*blocks), nn.Flatten(), nn.Linear(4 * 36, 3))
 
     @override

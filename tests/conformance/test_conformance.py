@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conformance.cases import CASES, OURS, SIZES, select_cases
+from tests.conformance.cases import CASES, OURS, SIZES, blocks_for, select_cases
 from tests.conformance.conftest import CellRunner
 from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2
@@ -48,7 +48,7 @@ def test_agrees(hall: CellRunner, cell: Cell, size: int, case: str) -> None:
         assert near.params is not None
         assert all(torch.allclose(t, by_hand["params"][n], atol=near.params, rtol=0) for n, t in got.params.items())
         return
-    got, one = hall.result(cell, size, case), hall.plain(case, size)
+    got, one = hall.result(cell, size, case), hall.plain(case, size, blocks_for(cell))
     assert got.losses == pytest.approx(one.losses, abs=near.loss, rel=0)
     assert list(got.parts) == list(reversed(one.parts))  # as model() names them; by hand, as they step
     for part, losses in one.parts.items():

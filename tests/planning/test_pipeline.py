@@ -46,7 +46,7 @@ def test_bubble_in_words() -> None:
         "75.0 % of a step, if all stages take equally long: (p - 1) / (m + p - 1) = 3 / 4, p = 4 stages, "
         "m = 1 microbatch"
     )
-    assert describe_bubble(Axes(pipeline=4, schedule="interleaved"), 4, chunks=2) == (
+    assert describe_bubble(Axes(pipeline=4, schedule="interleaved"), 4) == (
         "27.3 % of a step, if all stages take equally long: (p - 1) / (v m + p - 1) = 3 / 11, p = 4 stages, "
         "m = 4 microbatches, v = 2 pieces of the model on each"
     )

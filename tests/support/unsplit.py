@@ -1,9 +1,8 @@
-"""Tasks that a mesh can split in few ways, or in none: skips, state kept on modules, an optimizer of whole matrices."""
+"""Tasks that a mesh can split in few ways, or in none: skips, values read inside blocks, a name that is none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,29 +44,6 @@ class Reading(Stacked):
     @override
     def model(self) -> nn.Module:
         return _AllRead(**self.settings)
-
-
-class Whole(Stacked):
-    """Its optimizer turns a matrix's gradient by the matrix."""
-
-    @override
-    def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        return Normed(groups)
-
-
-class Normed(torch.optim.Optimizer):
-    """Steps as long as the tensor they change."""
-
-    def __init__(self, groups: Any) -> None:
-        super().__init__(groups, {"lr": 0.1})
-
-    @override
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p -= group["lr"] * p.norm() / (p.grad.norm() + 1e-6) * p.grad
 
 
 class Misnamed(Stacked):

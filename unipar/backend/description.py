@@ -109,6 +109,10 @@ class Backend(ABC):
     def dtypes(self, config: Config) -> Dtypes:
         """Return the dtypes that the config's precision means in this backend."""
 
+    def plan_split(self, part: Part, config: Config) -> Iterator[str]:
+        """Yield sentences on how `parallel.tensor` would split the blocks of a part, whose model needs no values."""
+        yield from ()
+
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
         """Context manager: start servers in the parent, on loopback; yield environment variables for the workers."""
         return nullcontext({})

@@ -115,6 +115,32 @@ def optimizer_factory(
     return make
 
 
+def refuse_whole_matrices(own: MakeOptimizer, ranks: int) -> None:
+    """Raise TaskError if the task's optimizer updates a matrix otherwise than its halves, as `parallel.tensor` needs.
+
+    It is tried on one small matrix, whole and as two.
+    """
+    generator = torch.Generator().manual_seed(0)
+    whole, gradient = (torch.randn(6, 4, generator=generator) for _ in range(2))
+    settings = {"lr": 0.1, "weight_decay": 0.0}
+    updated: list[torch.Tensor] = []
+    for sizes in ([6], [3, 3]):
+        params = [nn.Parameter(part.clone()) for part in whole.split(sizes)]
+        for p, g in zip(params, gradient.split(sizes), strict=True):
+            p.grad = g.clone()
+        optimizer = own([{"params": params, **settings}])
+        if isinstance(optimizer, Optimizer):
+            optimizer.step()
+        updated.append(torch.cat([p.detach() for p in params]))
+    change = (updated[0] - whole).norm()
+    if float((updated[0] - updated[1]).norm()) > 1e-4 * float(change):
+        raise TaskError(
+            f"parallel.tensor: {ranks} gives each rank a part of each matrix, and the task's optimizer() updates a "
+            "matrix as a whole (two halves of one are updated otherwise): leave parallel.tensor out, or take an "
+            "optimizer that goes by elements"
+        )
+
+
 def _create_own_optimizer(
     own: MakeOptimizer, groups: list[dict[str, Any]], names: Mapping[str, nn.Parameter]
 ) -> Optimizer:
@@ -151,37 +177,3 @@ def _refuse_unused_settings(config: Config) -> None:
 
 _KEYS_WITH_EFFECT = ("name", "lr", "weight_decay", "decay", "fused", "foreach")
 """Keys that a task's own optimizer receives, or that only choose kernels."""
-
-
-def needs_whole_matrices(make: Callable[[nn.Module], Optimizer], names: Sequence[str]) -> bool:
-    """Return whether steps of an optimizer on matrices of these names differ from steps on their halves.
-
-    An optimizer that cannot be made of small matrices with these names is not examined.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(3))
-
-    def stepped(rows: slice) -> list[torch.Tensor]:
-        module = nn.Module()
-        matrices = [nn.Parameter(start[rows].clone()) for _ in names]
-        for name, matrix in zip(names, matrices, strict=True):
-            *path, last = name.split(".")
-            owner = module
-            for word in path:
-                if word not in dict(owner.named_children()):
-                    owner.add_module(word, nn.Module())
-                owner = owner.get_submodule(word)
-            owner.register_parameter(last, matrix)
-        optimizer: Any = make(module)
-        for gradient in gradients:
-            for matrix in matrices:
-                matrix.grad = gradient[rows].clone()
-            optimizer.step()
-        return [matrix.detach() for matrix in matrices]
-
-    try:
-        whole, first, second = (stepped(rows) for rows in (slice(8), slice(4), slice(4, 8)))
-    except Exception:
-        return False
-    halves = [torch.cat(pair) for pair in zip(first, second, strict=True)]
-    return any(not torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(whole, halves, strict=True))

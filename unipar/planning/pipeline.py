@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 
 from unipar.config.sections.cell import Axes, PipelineSchedule
 
-Way = Literal["forward", "backward"]
+TurnWay = Literal["forward", "backward"]
 
 
 class Turn(NamedTuple):
     """One forward or backward of one microbatch on one stage."""
 
-    way: Way
+    way: TurnWay
     micro: int
 
 
@@ -49,12 +49,12 @@ def bubble(schedule: PipelineSchedule, stages: int, micros: int, chunks: int = 1
     return waits / (micros + waits)
 
 
-def describe_bubble(axes: Axes, micros: int, chunks: int = 1) -> str:
+def describe_bubble(axes: Axes, micros: int) -> str:
     """Return the bubble of a pipeline in words, with its arithmetic."""
-    stages, v = axes.pipeline, chunks if axes.schedule == "interleaved" else 1
+    stages, v = axes.pipeline, axes.pieces if axes.schedule == "interleaved" else 1
     formula = "(p - 1) / (v m + p - 1)" if axes.schedule == "interleaved" else "(p - 1) / (m + p - 1)"
     ratio = f"{stages - 1} / {v * micros + stages - 1}"
-    share = f"{100 * bubble(axes.schedule, stages, micros, chunks):.1f} %"
+    share = f"{100 * bubble(axes.schedule, stages, micros, v):.1f} %"
     with_chunks = f", v = {v} pieces of the model on each" if axes.schedule == "interleaved" else ""
     where = f"p = {stages} stages, m = {micros} microbatch{'es' * (micros != 1)}{with_chunks}"
     if axes.schedule == "zerobubble":
@@ -71,7 +71,7 @@ class PlacedTurn(NamedTuple):
     end: int
 
 
-_TURN_TIMES: dict[Way, int] = {"forward": 1, "backward": 2}
+_TURN_TIMES: dict[TurnWay, int] = {"forward": 1, "backward": 2}
 """Time of a turn in units of a forward's: a backward computes gradients of inputs and of weights."""
 
 

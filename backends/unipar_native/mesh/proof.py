@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from unipar.backend import Fn, Micro
+from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 from unipar.engines.state import local_part
+from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
-from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar_native.mesh.probe import WholeModel
 from unipar_native.mesh.state_kept import kept_attributes
-
-if TYPE_CHECKING:
-    from unipar_native.mesh.engine import MeshEngine
-    from unipar_native.mesh.probe import WholeModel
 
 _TOLERANCES = {torch.float64: 1e-10}
 _TOLERANCE = 2e-4
@@ -25,14 +24,16 @@ _FLOOR = 1e-3
 """Share of the longest gradient's length below which a shorter one is measured by that share."""
 
 
-def prove(engine: MeshEngine, fn: Fn, batch: Any, whole: WholeModel | None) -> None:
+def prove(
+    engine: WrapperEngine, fn: Fn, batch: Any, whole: WholeModel | None, *, dtype: torch.dtype, words: str
+) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on this microbatch.
 
-    `whole` is given on rank 0. All ranks of the data get the same microbatch; nothing is drawn, and no autocast is on.
+    `whole` is given on rank 0, `words` say how the model is split. All ranks of the data get the same microbatch; nothing is drawn, and no autocast is on.
     """
-    names, losses, expected = _from_first_rank(engine, whole)
+    names, losses, expected = _from_first_rank(whole)
     loss, sketches = _split_gradients(engine, fn, batch, names)
-    refuse_difference(names, (loss, losses), (sketches, expected), engine.dtype, engine.split_words)
+    refuse_difference(names, (loss, losses), (sketches, expected), dtype, words)
 
 
 def refuse_difference(
@@ -59,17 +60,17 @@ def refuse_difference(
     )
 
 
-def _from_first_rank(engine: MeshEngine, whole: WholeModel | None) -> tuple[list[str], float, torch.Tensor]:
+def _from_first_rank(whole: WholeModel | None) -> tuple[list[str], float, torch.Tensor]:
     told: list[Any] = [None]
     if whole is not None:
         rows = [whole.gradients[name].tolist() for name in whole.gradients]
         told = [(list(whole.gradients), whole.loss, rows)]
-    engine.broadcast_objects(told)
+    dist.broadcast_object_list(told, 0)
     names, loss, rows = told[0]
     return names, loss, torch.tensor(rows, dtype=torch.float64).view(-1, SKETCH_NUMBERS)
 
 
-def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -> tuple[float, torch.Tensor]:
+def _split_gradients(engine: WrapperEngine, fn: Fn, batch: Any, names: list[str]) -> tuple[float, torch.Tensor]:
     """Return the split model's loss, and the sketches of its gradients, on every rank."""
     modes = [(module, module.training) for module in engine.wrapped.modules()]
     autocast, engine.call.autocast = engine.call.autocast, None

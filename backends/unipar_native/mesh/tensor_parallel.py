@@ -94,7 +94,7 @@ class _Entered:
     def of(self, x: Tensor) -> Tensor:
         known = self._known.get(id(x))
         if known is None or known[0] is not x:
-            known = self._known[id(x)] = (x, enter(x, self._group))
+            known = self._known[id(x)] = (x, enter(x, self._group, alone=True))
         return known[1]
 
     def clear(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from unipar.config import Config
 from unipar.engines.placement import refuse_scalar_parameters, refuse_shared_parameters
 from unipar.errors import TaskError
 from unipar.model.create import ONLY_PART
-from unipar.model.optimizer import needs_whole_matrices
 from unipar.utils.text import first_few
 from unipar_native.mesh.tensor.cuts import BlockPlan
 
@@ -41,21 +40,13 @@ def refuse_unknown_patterns(given: Mapping[str, str], module: nn.Module, blocks:
             )
 
 
-def refuse_whole_optimizer(part: Part, matrices: Sequence[str], ranks: int) -> None:
-    """Raise TaskError for an optimizer that needs the matrices whole, of which a rank of `tensor` has a part."""
-    if needs_whole_matrices(part.optimizer, matrices):
-        raise TaskError(
-            f"parallel.tensor: {ranks} splits {len(matrices)} matrices ({first_few(matrices, most=2)}), and the task's "
-            "optimizer uses whole ones: a step on a matrix differs from steps on its halves. Use parallel.pipeline or "
-            "ranks of data instead, or an optimizer that works element by element"
-        )
-
-
-def nothing_to_split(ranks: int, plans: Iterable[BlockPlan]) -> str:
-    """Return the sentence for a model none of whose matrices can be cut."""
+def refuse_empty_plans(ranks: int, plans: Collection[BlockPlan]) -> None:
+    """Raise TaskError if none of the blocks has a matrix that can be cut."""
+    if any(plan.cuts for plan in plans):
+        return
     reasons = {f"{name}: {why}" for plan in plans for name, why in plan.whole.items()}
     shown = "; ".join(sorted(reasons)[:3])
-    return (
+    raise TaskError(
         f"parallel.tensor: {ranks} would split nothing of this model ({shown or 'its blocks have no matrices'}): "
         "leave tensor out, or name what it can split in the task's tensor(model)"
     )
