@@ -24,10 +24,10 @@ from unipar.backend.precision import batch_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, to_device
+from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 from unipar.engines.forward import ForwardCall
 from unipar.engines.placement import refuse_shared_parameters
 from unipar.errors import TaskError
-from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 
 _NO_HEAD = ["(none)"]
 """Names of output heads, which DeepSpeed would cut in a way of its own: no layer has such a name."""

@@ -34,10 +34,10 @@ def test_fewer_microbatches_than_stages() -> None:
 
 
 def test_bubble() -> None:
-    """(p-1)/(m+p-1) under 1f1b and gpipe; interleaved shortens it by its chunks."""
+    """(p-1)/(m+p-1) under 1f1b and gpipe; under interleaved a rank has two stages, and its wait is half."""
     assert bubble("1f1b", 4, 4) == bubble("gpipe", 4, 4) == 3 / 7
     assert bubble("1f1b", 2, 8) == 1 / 9
-    assert bubble("interleaved", 4, 4, chunks=2) == 3 / 11
+    assert bubble("interleaved", 4, 4) == 3 / 11
 
 
 def test_bubble_in_words() -> None:
@@ -47,12 +47,12 @@ def test_bubble_in_words() -> None:
         "m = 1 microbatch"
     )
     assert describe_bubble(Axes(pipeline=4, schedule="interleaved"), 4) == (
-        "27.3 % of a step, if all stages take equally long: (p - 1) / (v m + p - 1) = 3 / 11, p = 4 stages, "
-        "m = 4 microbatches, v = 2 pieces of the model on each"
+        "27.3 % of a step, if all stages take equally long: (p - 1) / (2 m + p - 1) = 3 / 11, "
+        "p = 4 ranks with 2 stages each, m = 4 microbatches"
     )
     assert describe_bubble(Axes(pipeline=2, schedule="zerobubble"), 8) == (
-        "less than 11.1 % of a step, which is what 1f1b waits: (p - 1) / (m + p - 1) = 1 / 9, p = 2 stages, "
-        "m = 8 microbatches"
+        "less than 11.1 % of a step, which is what 1f1b waits: (p - 1) / (m + p - 1) = 1 / 9, "
+        "p = 2 ranks with 2 stages each, m = 8 microbatches"
     )
 
 

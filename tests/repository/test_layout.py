@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("unipar", "backends", "examples", "benchmarks", "tests")
 LIBRARIES = ("deepspeed", "horovod", "accelerate")
 BACKENDS = ("unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
-MAY_REUSE = {"unipar_accelerate": {"unipar_native", "unipar_deepspeed"}}
+MAY_REUSE = {"unipar_accelerate": {"unipar_native", "unipar_deepspeed"}, "unipar_deepspeed": {"unipar_native"}}
+"""Accelerate wraps both; DeepSpeed gets the plan of `parallel.tensor`, which is derived and proved by native's mesh."""
+
 HELP = {ROOT / "unipar/cli/app.py", *(ROOT / "unipar/cli/commands").glob("*.py")}
 """Files in which a text may name a library: `--help` teaches by example."""
 

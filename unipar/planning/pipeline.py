@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 
 from unipar.config.sections.cell import Axes, PipelineSchedule
 
-TurnWay = Literal["forward", "backward"]
+Way = Literal["forward", "backward"]
 
 
 class Turn(NamedTuple):
     """One forward or backward of one microbatch on one stage."""
 
-    way: TurnWay
+    way: Way
     micro: int
 
 
@@ -40,25 +40,23 @@ def microbatches_in_flight(order: Sequence[Turn]) -> int:
     return most
 
 
-def bubble(schedule: PipelineSchedule, stages: int, micros: int, chunks: int = 1) -> float:
-    """Return the share of a step in which a stage waits, if all blocks take equally long.
-
-    `chunks` is the number of pieces of the model that a stage has under `interleaved`.
-    """
-    waits = (stages - 1) / (chunks if schedule == "interleaved" else 1)
-    return waits / (micros + waits)
+def bubble(schedule: PipelineSchedule, ranks: int, micros: int) -> float:
+    """Return the share of a step in which a rank waits, if all stages take equally long; zerobubble: at most."""
+    pieces = Axes(schedule=schedule).pieces if schedule == "interleaved" else 1
+    return (ranks - 1) / (pieces * micros + ranks - 1)
 
 
 def describe_bubble(axes: Axes, micros: int) -> str:
     """Return the bubble of a pipeline in words, with its arithmetic."""
-    stages, v = axes.pipeline, axes.pieces if axes.schedule == "interleaved" else 1
-    formula = "(p - 1) / (v m + p - 1)" if axes.schedule == "interleaved" else "(p - 1) / (m + p - 1)"
-    ratio = f"{stages - 1} / {v * micros + stages - 1}"
-    share = f"{100 * bubble(axes.schedule, stages, micros, v):.1f} %"
-    with_chunks = f", v = {v} pieces of the model on each" if axes.schedule == "interleaved" else ""
-    where = f"p = {stages} stages, m = {micros} microbatch{'es' * (micros != 1)}{with_chunks}"
+    ranks, v = axes.pipeline, axes.pieces
+    ratio = f"{ranks - 1} / {(v if axes.schedule == 'interleaved' else 1) * micros + ranks - 1}"
+    share = f"{100 * bubble(axes.schedule, ranks, micros):.1f} %"
+    of_ranks = f"p = {ranks} stages" if v == 1 else f"p = {ranks} ranks with {v} stages each"
+    where = f"{of_ranks}, m = {micros} microbatch{'es' * (micros != 1)}"
     if axes.schedule == "zerobubble":
+        formula = "(p - 1) / (m + p - 1)"
         return f"less than {share} of a step, which is what 1f1b waits: {formula} = {ratio}, {where}"
+    formula = f"(p - 1) / ({v} m + p - 1)" if v > 1 else "(p - 1) / (m + p - 1)"
     return f"{share} of a step, if all stages take equally long: {formula} = {ratio}, {where}"
 
 
@@ -71,7 +69,7 @@ class PlacedTurn(NamedTuple):
     end: int
 
 
-_TURN_TIMES: dict[TurnWay, int] = {"forward": 1, "backward": 2}
+_TURN_TIMES: dict[Way, int] = {"forward": 1, "backward": 2}
 """Time of a turn in units of a forward's: a backward computes gradients of inputs and of weights."""
 
 

@@ -28,8 +28,10 @@ from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
 from unipar_native.fsdp2 import ShardedEngine
 from unipar_native.mesh.birth import Placement, place_model
-from unipar_native.mesh.channel import open_channel
 from unipar_native.mesh.context import SequenceSplit
+from unipar_native.mesh.pipeline.channel import open_channel
+from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_input
+from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
 from unipar_native.mesh.probe import (
     ModelFacts,
     WholeModel,
@@ -39,11 +41,9 @@ from unipar_native.mesh.probe import (
     whole_gradients,
 )
 from unipar_native.mesh.proof import prove
-from unipar_native.mesh.stage import Arrival, Stage, hidden_of_input
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.torch_schedules import TorchScheduleExecutor, average_over_copies
 from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part, refuse_unknown_patterns
 
 
@@ -204,7 +204,7 @@ class MeshEngine(ShardedEngine):
 
     @property
     def split_words(self) -> str:
-        """How the model is split, for errors."""
+        """Words for errors on how the model is split."""
         cuts = ", ".join(self._blocks[i] for i in self._cuts[1:-1])
         return f"{self.axes}" + (
             f", with stages that begin at {cuts} (a value that skips a block cannot cross such a cut)" if cuts else ""

@@ -29,7 +29,8 @@ def prove(
 ) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on this microbatch.
 
-    `whole` is given on rank 0, `words` say how the model is split. All ranks of the data get the same microbatch; nothing is drawn, and no autocast is on.
+    `whole` is given on rank 0, `words` say how the model is split. All ranks of the data get the same microbatch;
+    nothing is drawn, and no autocast is on.
     """
     names, losses, expected = _from_first_rank(whole)
     loss, sketches = _split_gradients(engine, fn, batch, names)

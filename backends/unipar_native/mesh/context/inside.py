@@ -16,7 +16,7 @@ from typing_extensions import override
 from unipar.errors import TaskError
 from unipar_native.mesh.context.attention import SequenceLayout, Way, attend_over_ranks
 
-RANDOM: frozenset[Any] = frozenset(
+RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
     {
         torch.rand_like,
         torch.randn_like,
@@ -35,7 +35,7 @@ RANDOM: frozenset[Any] = frozenset(
 """Functions that draw numbers in the shape of a tensor, and are not dropout of single elements."""
 
 
-DROPOUTS: frozenset[Any] = frozenset({F.dropout, torch.dropout, torch.dropout_})
+DROPOUT_FUNCTIONS: frozenset[Any] = frozenset({F.dropout, torch.dropout, torch.dropout_})
 """Functions that drop single elements."""
 
 
@@ -74,9 +74,9 @@ class InsideBlock(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head(args, kwargs)
-        if func in DROPOUTS:
+        if func in DROPOUT_FUNCTIONS:
             return self._dropout(func, *args, **kwargs)
-        if func in RANDOM:
+        if func in RANDOM_FUNCTIONS:
             tensor = args[0] if args else kwargs.get("input")
             if isinstance(tensor, Tensor) and self._rows_dimension(tensor) is not None:
                 raise TaskError(
@@ -224,6 +224,6 @@ class BetweenBlocks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (func in DROPOUTS or func in RANDOM) and (between := self._find()) is not None:
+        if (func in DROPOUT_FUNCTIONS or func in RANDOM_FUNCTIONS) and (between := self._find()) is not None:
             return between.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

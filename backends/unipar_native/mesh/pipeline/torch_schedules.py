@@ -21,8 +21,8 @@ from unipar.engines.batch import map_tensors
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import scale_loss
 from unipar.errors import TaskError
-from unipar_native.mesh.channel import Channel
-from unipar_native.mesh.stage import Arrival, Stage, generator_state
+from unipar_native.mesh.pipeline.channel import Channel
+from unipar_native.mesh.pipeline.stage import Arrival, Stage, generator_state
 from unipar_native.mesh.state_kept import kept_attributes
 
 _CLASSES: Final[Mapping[str, Any]] = {
@@ -64,6 +64,7 @@ class TorchScheduleExecutor:
         self._group = world.groups.group("pipeline")
         named = dict(shell.model.named_parameters())
         self._parameters = [[p for name, p in named.items() if name in names] for names in needs]
+        self._stem = _buffers_of_stem(shell.model, stages[0]) if stages[0].is_first else []
         self._fsdp = list(_fsdp_modules(shell, stages)) if once else []
         self._shapes: dict[Any, dict[int, Shape]] = {}
         """Shapes of hidden states by number of the stage that puts them out, for each shape of a batch."""
@@ -83,7 +84,7 @@ class TorchScheduleExecutor:
 
     def run(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
         """Run forward and backward on all microbatches; return this rank's share of the loss."""
-        self._refuse_other_shapes(micros)
+        refuse_other_shapes(self._axes.schedule, micros)
         key = _shapes_of(micros[0].batch), self._shell.autocast
         if key not in self._shapes:
             self._shapes[key] = self._find_shapes(micros[0].batch)
@@ -134,12 +135,16 @@ class TorchScheduleExecutor:
         stage, micro = self._stages[place], self._micros[number]
         stage.inlet = None if arrival is None else lambda: arrival
         bound = micro.bind(self._fn)
+        before = [buffer.clone() for buffer in self._stem] if place else []
         stage.enter()
         try:
             out: Tensor = self._shell(partial(stage.run, bound), OpaqueBatch(micro.batch))
         finally:
             stage.leave()
             stage.inlet = None
+        with torch.no_grad():
+            for buffer, value in zip(self._stem if place else [], before, strict=True):
+                buffer.copy_(value)  # what precedes the blocks counts once, though every stage runs it
         if stage.is_last:
             return _own_memory(out)
         expected = self._sizes[self._numbers()[place]]
@@ -164,17 +169,6 @@ class TorchScheduleExecutor:
                 wanted = last if home is None else last_of_stage
                 module.set_requires_gradient_sync(wanted, recurse=False)
                 module.set_reshard_after_backward(wanted, recurse=False)
-
-    def _refuse_other_shapes(self, micros: Sequence[Micro]) -> None:
-        first = _shapes_of(micros[0].batch)
-        for number, micro in enumerate(micros):
-            if (shapes := _shapes_of(micro.batch)) != first:
-                mine, other = next((a, b) for a, b in zip([*shapes, None], [*first, None], strict=False) if a != b)
-                raise TaskError(
-                    f"parallel.schedule: {self._axes.schedule} needs microbatches of one shape: microbatch {number} of "
-                    f"this step has {_words_of(mine)}, and microbatch 0 has {_words_of(other)}; pad them alike, or use "
-                    "schedule 1f1b or gpipe, which take any"
-                )
 
     # Evaluation
 
@@ -286,6 +280,25 @@ def average_over_copies(parameters: Sequence[nn.Parameter], world: World) -> Non
     torch._foreach_div_([p.grad for p in parameters if p.grad is not None], float(world.shares))  # pyright: ignore[reportPrivateUsage]
 
 
+def refuse_other_shapes(schedule: str, micros: Sequence[Micro]) -> None:
+    """Raise TaskError unless all microbatches have tensors of the same shapes."""
+    first = _shapes_of(micros[0].batch)
+    for number, micro in enumerate(micros):
+        if (shapes := _shapes_of(micro.batch)) != first:
+            mine, other = next((a, b) for a, b in zip([*shapes, None], [*first, None], strict=False) if a != b)
+            raise TaskError(
+                f"parallel.schedule: {schedule} needs microbatches of one shape: microbatch {number} of this step has "
+                f"{_words_of(mine)}, and microbatch 0 has {_words_of(other)}; pad them alike, or use schedule 1f1b or "
+                "gpipe, which take any"
+            )
+
+
+def _buffers_of_stem(model: nn.Module, stage: Stage) -> list[Tensor]:
+    """Return the buffers outside of blocks: statistics there change in what the first stage runs."""
+    prefixes = tuple(f"{name}." for name in stage.blocks)
+    return [buffer for name, buffer in model.named_buffers() if not name.startswith(prefixes)]
+
+
 def _fsdp_modules(shell: ForwardCall, stages: Sequence[Stage]) -> Iterator[tuple[FSDPModule, int | None]]:
     """Yield what FSDP2 shards by itself, with the place of its stage, or None if all of them use it."""
     model: nn.Module = shell.model
@@ -312,7 +325,7 @@ def _shapes_of(batch: Any) -> tuple[Shape, ...]:
 
 
 def _words_of(shape: Shape | None) -> str:
-    return "no such tensor" if shape is None else f"a tensor of shape {shape[0]}"
+    return "no such tensor" if shape is None else f"{shape[0]} of {shape[1]}"
 
 
 def _state(device: torch.device) -> Tensor:

@@ -1,0 +1,98 @@
+"""Schedules interleaved and zerobubble: what they refuse, before a process starts and in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from unipar_native.mesh.pipeline.torch_schedules import refuse_other_shapes
+from unipar_native.mesh.words import refuse_part
+
+from unipar.backend import Micro, Part, registry
+from unipar.config import Config
+from unipar.errors import TaskError
+
+
+def config_of(**sections: Any) -> Config:
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "backend": "native",
+        "parallel": {"data": 1, "pipeline": 2, "schedule": "interleaved"},
+        "batch": {"total": 8, "micro": 2},
+        "data": {"ragged": "drop"},
+        "train": {"steps": 1, "optimizer": {"lr": 0.1}},
+    }
+    return Config.model_validate(given | sections)
+
+
+def refusals(**sections: Any) -> list[str]:
+    return list(registry.load_backend("native").refuse(config_of(**sections)))
+
+
+def test_what_they_run() -> None:
+    """Four microbatches on two ranks under both, and three on four ranks, which are one round."""
+    assert refusals() == []
+    assert (
+        refusals(parallel={"data": 2, "pipeline": 2, "schedule": "zerobubble"}, batch={"total": 16, "micro": 2}) == []
+    )
+    assert (
+        refusals(parallel={"data": 1, "pipeline": 4, "schedule": "interleaved"}, batch={"total": 6, "micro": 2}) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        (
+            {"data": {"ragged": "weigh"}},
+            "parallel.schedule: interleaved needs microbatches of one shape, and data.ragged: weigh makes the last "
+            "batch of an epoch smaller: set data.ragged: drop, or take schedule 1f1b or gpipe",
+        ),
+        (
+            {"batch": {"total": 10, "micro": 2}},
+            "parallel.schedule: interleaved runs the microbatches of a step in equal rounds of 2 or more, one for each "
+            "rank of the pipeline; there are 5, which are not 2 equal rounds: take a multiple of 2 (batch.total = data "
+            "x micro x accumulate), or schedule 1f1b",
+        ),
+        (
+            {"parallel": {"data": 1, "pipeline": 2, "context": 2, "schedule": "interleaved"}},
+            "parallel.schedule: interleaved is not available with context: 2; take schedule 1f1b or gpipe",
+        ),
+        (
+            {"parallel": {"data": 1, "pipeline": 2, "shard": "parameters", "schedule": "zerobubble"}},
+            "parallel.schedule: zerobubble is not available with parallel.shard: parameters: it computes gradients of "
+            "weights apart from the backward in which FSDP2 would reduce them, so that they would stay empty; take "
+            "shard nothing, or another schedule",
+        ),
+    ],
+)
+def test_refused_before_a_start(sections: dict[str, Any], sentence: str) -> None:
+    """With the numbers, and what to do instead."""
+    assert refusals(**sections) == [sentence]
+
+
+def test_microbatches_of_other_shapes() -> None:
+    """Torch receives into buffers of a fixed shape, where another one would end the rank."""
+    micros = [Micro({"ids": torch.zeros(size, dtype=torch.int64)}, 0.5) for size in ((2, 8), (2, 8), (2, 6))]
+    refuse_other_shapes("zerobubble", micros[:2])
+    with pytest.raises(TaskError) as caught:
+        refuse_other_shapes("zerobubble", micros)
+    assert str(caught.value) == (
+        "parallel.schedule: zerobubble needs microbatches of one shape: microbatch 2 of this step has (2, 6) of "
+        "torch.int64, and microbatch 0 has (2, 8) of torch.int64; pad them alike, or use schedule 1f1b or gpipe, which "
+        "take any"
+    )
+
+
+def test_fewer_blocks_than_stages() -> None:
+    """A rank has two stages, so that two ranks need four blocks."""
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    part = Part("model", module, lambda m: torch.optim.SGD(m.parameters(), 0.1), ["0", "1", "2"])
+    with pytest.raises(TaskError) as caught:
+        refuse_part(part, config_of())
+    assert str(caught.value) == (
+        "parallel.pipeline: 4 stages (2 on each of 2 ranks, by interleaved) need a block each, and the model has 3 "
+        "(0, 1, 2): lower pipeline, take schedule 1f1b, or name smaller blocks in model.blocks"
+    )
