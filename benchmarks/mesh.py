@@ -156,7 +156,7 @@ def trained_rows(name: str, subject: Subject, ranks: int, cells: Sequence[str]) 
 
 def losses_in(config: Config, cell: str) -> list[float]:
     """Return the losses of a training in a cell."""
-    report = unipar.launch(config_in_cell(config, Cell.parse(cell)), quiet=True)
+    report = unipar.launch(config_in_cell(config, Cell.parse(cell)), overwrite=True, quiet=True)
     return [loss for _, loss in report.losses]
 
 
