@@ -10,7 +10,18 @@ from torch import nn
 from typing_extensions import override
 from unipar_native.mesh.tensor.sites import BLOCK, frames_to, run_block, site_of
 
-from benchmarks.mesh import Row, main, page_rows, row_of_verdict, written
+from benchmarks.mesh import (
+    CELLS,
+    SUBJECTS,
+    Row,
+    main,
+    missing_library,
+    page_rows,
+    row_of_verdict,
+    rows_of,
+    shared_server,
+    written,
+)
 from unipar.results.verdicts import Finding, Verdict
 
 TENSOR, PIPELINE = "native/nothing+tensor2", "native/nothing+pipeline2"
@@ -106,3 +117,16 @@ def test_a_call_is_found_again_after_fully_shard() -> None:
     assert before.startswith("block|")
     assert before.count("wrapper") == 1
     assert run_block(block, (), {}) == before
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", list(SUBJECTS))
+def test_models_in_all_cells(name: str) -> None:
+    """Every cell agrees with one process, or says why it cannot be: these."""
+    if missing_library(SUBJECTS[name]) is not None:
+        pytest.skip("peft is not installed")
+    with shared_server([SUBJECTS[name]]):
+        rows = list(rows_of(name, list(CELLS)))
+    assert [row.says for row in rows if not row.good] == []
+    refused = ["native/nothing+context2"] if name in ("t5", "translator") else []
+    assert [row.cell for row in rows if row.refused] == refused
