@@ -211,7 +211,7 @@ def page_rows(rows: Sequence[Row]) -> str:
 
     def shown(row: Row | None) -> str:
         if row is None or row.agrees:
-            return "-" if row is None else row.says.removesuffix(" of allowed")
+            return "-" if row is None else row.says.replace(" of allowed", "")
         if row.says not in notes:
             notes.append(row.says)
         return f"({notes.index(row.says) + 1})"
