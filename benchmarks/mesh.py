@@ -117,6 +117,8 @@ def verified_rows(name: str, subject: Subject, ranks: int, cells: Sequence[str])
     """Yield the verdicts on a model in cells of so many ranks."""
     with tempfile.TemporaryDirectory(prefix="unipar-mesh-") as folder:
         verdicts = unipar.verify(config_of(subject, ranks, folder), cells=cells, world=ranks, steps=STEPS)
+    if verdicts.interrupted:
+        raise KeyboardInterrupt
     for verdict in verdicts.rows:
         yield row_of_verdict(name, verdict, verdicts.stopped)
 
@@ -154,7 +156,7 @@ def trained_rows(name: str, subject: Subject, ranks: int, cells: Sequence[str]) 
 
 def losses_in(config: Config, cell: str) -> list[float]:
     """Return the losses of a training in a cell."""
-    report = unipar.launch(config_in_cell(config, Cell.parse(cell)), quiet=True)
+    report = unipar.launch(config_in_cell(config, Cell.parse(cell)), overwrite=True, quiet=True)
     return [loss for _, loss in report.losses]
 
 
@@ -209,7 +211,7 @@ def page_rows(rows: Sequence[Row]) -> str:
 
     def shown(row: Row | None) -> str:
         if row is None or row.agrees:
-            return "-" if row is None else row.says.removesuffix(" of allowed")
+            return "-" if row is None else row.says.replace(" of allowed", "")
         if row.says not in notes:
             notes.append(row.says)
         return f"({notes.index(row.says) + 1})"
@@ -246,7 +248,9 @@ def main(words: Sequence[str]) -> int:
     with shared_server([SUBJECTS[name] for name in names]):
         for name in names:
             began = time.monotonic()
-            rows += rows_of(name, cells)
+            for row in rows_of(name, cells):
+                rows.append(row)
+                print(f"{row.model} {row.cell}: {row.says}", file=sys.stderr, flush=True)
             print(f"{name}: {format_duration(time.monotonic() - began)}", file=sys.stderr, flush=True)
     print(format_table(("model", "cell", "against one process"), [(r.model, r.cell, r.says) for r in rows], width=120))
     wrong = sum(not row.good for row in rows)
@@ -262,4 +266,7 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

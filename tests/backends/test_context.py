@@ -54,7 +54,7 @@ def test_four_ranks_give_the_numbers_of_one_process(said: dict[int, dict[str, An
     assert off["random"] == 0.0
 
 
-@pytest.mark.parametrize("name", ["char gpt, bf16", "char gpt, bf16, ring"])
+@pytest.mark.parametrize("name", ["char gpt, bf16", "llama, mask, bf16", "char gpt, bf16, ring"])
 def test_autocast_differs_by_rounding_only(said: dict[int, dict[str, Any]], name: str) -> None:
     off = said[2][name]
     assert off["loss"] < 2e-3

@@ -80,6 +80,7 @@ def test_no_python(system: Path) -> None:
         "test",
         "lint",
         "bench",
+        "mesh",
         "chaos",
         "sweeps",
         "conformance",

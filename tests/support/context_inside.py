@@ -320,6 +320,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "gpt2, recomputed, ring": lambda: beside(models.gpt2(drop=0.1, cache=False), recompute="blocks", way="ring"),
     "char gpt, recomputed in part": lambda: beside(models.char_gpt(), 29, recompute="selective", way="ring"),
     "char gpt, bf16": lambda: beside(models.char_gpt(), 29, autocast=True),
+    "llama, mask, bf16": lambda: beside(models.llama(mask=True), autocast=True),
     "char gpt, bf16, ring": lambda: beside(models.char_gpt(), 29, autocast=True, way="ring"),
     "llama, evaluated": lambda: beside(models.llama(), 29, training=False),
     "as many samples as positions": lambda: beside(models.llama(), 24, batch=24),

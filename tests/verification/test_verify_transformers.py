@@ -27,7 +27,7 @@ def server() -> Generator[ForkServer]:
 
 
 @pytest.fixture
-def prove(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Verdicts]:
+def prove(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdicts]:
     """Function that verifies a model over three steps of eight samples."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -37,17 +37,24 @@ def prove(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(starters, "ForkServer", lend)
 
-    def proved(name: str) -> Verdicts:
+    def proved(name: str, cells: Sequence[str] = CELLS) -> Verdicts:
         config = {
             "device": "cpu",
             "batch": {"total": 8, "micro": 2},
             "train": {"steps": 20, "optimizer": {"name": "adamw", "lr": 1e-3}, "clip": 1.0},
             "out": str(tmp_path),
-            "task": {"use": f"tests.support.transformer_models:{name}"},
+            "task": {"use": name if ":" in name else f"tests.support.transformer_models:{name}"},
         }
-        return verify(config, cells=CELLS, world=2, steps=3)
+        return verify(config, cells=cells, world=2, steps=3)
 
     return proved
+
+
+def test_llama_in_parts(prove: Callable[..., Verdicts]) -> None:
+    """Its blocks split over two ranks, and shared out among two: rotary tables and masks come by keyword."""
+    model = str(Path(__file__).parents[2] / "benchmarks" / "mesh_models.py:Llama")
+    found = prove(model, ("native/nothing+tensor2", "native/nothing+pipeline2"))
+    assert [(row.outcome, row.note) for row in found.rows] == [("agrees", ""), ("agrees", "")]
 
 
 def test_gpt2(prove: Callable[[str], Verdicts]) -> None:

@@ -44,7 +44,7 @@ from unipar_native.mesh.proof import prove
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part
+from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part, refuse_unknown_patterns
 
 
 class _Look(NamedTuple):
@@ -141,6 +141,7 @@ class MeshEngine(ShardedEngine):
         if self.axes.tensor == 1:
             return {}
         mesh = world.groups.devices["tensor"]
+        refuse_unknown_patterns(part.tensor or {}, part.module, facts.blocks)
         kinds: dict[Any, BlockPlan] = {}
         for name, (args, kwargs) in facts.block_inputs.items():
             block = part.module.get_submodule(name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any, cast, final
@@ -16,11 +17,15 @@ from torch import Tensor, nn
 from unipar.backend import Fn
 from unipar.engines.fingerprint import TensorSketcher, sketch_whole_tensor
 from unipar.errors import TaskError, UniparError
+from unipar.utils.text import count_of
 from unipar_native.mesh.pipeline.balance import balanced_cuts, cuts_at
 from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_output
 from unipar_native.mesh.state_kept import kept_attributes, unchanged
 
 _TIMED_RUNS = 3
+
+_SAME_LOSS = 1e-5
+"""Difference of a loss, relative to it if it is above 1, up to which the stages one after another give the same."""
 
 
 @dataclass(frozen=True)
@@ -146,17 +151,17 @@ def look_at_model(
         numbers = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks]
         rest = sum(p.numel() for p in model.parameters()) - sum(numbers)
         after = median(behind for _, behind in runs)
-        cuts = (
-            balanced_cuts(stages, seconds, numbers, last_seconds=after, last_numbers=rest)
-            if given_cuts is None
-            else cuts_at(given_cuts, blocks, stages)
-        )
-        tuples = [run.tuples[name] for name in blocks]
-        needs = _needed_parameters(model, blocks, cuts, tuples, fn, batch)
+        balance = partial(balanced_cuts, stages, seconds, numbers, last_seconds=after, last_numbers=rest)
+        cuts = balance() if given_cuts is None else cuts_at(given_cuts, blocks, stages)
+        trial = _CutTrial(model, blocks, [run.tuples[name] for name in blocks], fn, batch)
+        needs, right = trial.run(cuts)
+        if given_cuts is None and not right:
+            cuts = balance(places=trial.places(stages))
+            needs, _ = trial.run(cuts)
     first = {kind_of_block(model.get_submodule(name)): name for name in reversed(blocks)}
     return ModelFacts(
         blocks,
-        tuples,
+        trial.tuples,
         cuts,
         needs,
         _stages_of_buffers(model, blocks, cuts, run.buffers),
@@ -217,55 +222,93 @@ def _seconds_of_blocks(model: nn.Module, blocks: Sequence[str], runs: Sequence[_
     return [means[name] for name in blocks]
 
 
-def _needed_parameters(
-    model: nn.Module, blocks: Sequence[str], cuts: Sequence[int], tuples: Sequence[int], fn: Fn, batch: Any
-) -> list[frozenset[str]]:
-    """Return the parameters that each stage uses: those of its blocks, and others with a gradient from its output.
+@dataclass
+class _CutTrial:
+    """Runs of the loss, stage after stage, on the one process that has the whole model, in evaluation mode."""
 
-    A parameter outside of blocks that has none, such as an expert that got no sample, is in the first and last stage.
-    """
-    model.eval()
-    for p in model.parameters():
-        p.requires_grad_(p.is_floating_point())
-    owner = {
-        id(p): stage
-        for stage, (first, end) in enumerate(pairwise(cuts))
-        for name in blocks[first:end]
-        for p in model.get_submodule(name).parameters()
-    }
-    named = dict(model.named_parameters())
-    floating = {name: p for name, p in named.items() if p.requires_grad}
-    found: list[set[str]] = [{n for n, p in named.items() if owner.get(id(p)) == s} for s in range(len(cuts) - 1)]
-    hidden: Tensor | None = None
-    for number, (first, end) in enumerate(pairwise(cuts)):
-        stage = Stage(model, blocks, first, end, tuples)
-        if hidden is not None:
-            arrived = Arrival(hidden, None)
-            stage.inlet = lambda arrived=arrived: arrived
+    model: nn.Module
+    blocks: Sequence[str]
+    tuples: Sequence[int]
+    fn: Fn
+    batch: Any
+    _loss: float | None = None
+
+    def run(self, cuts: Sequence[int]) -> tuple[list[frozenset[str]], bool]:
+        """Return the parameters that each stage uses, and whether the loss is that of the whole model.
+
+        A stage uses those of its blocks, and others with a gradient from its output. A parameter outside of blocks
+        that has none, such as an expert that got no sample, is in the first and last stage.
+        """
+        model, blocks = self.model, self.blocks
+        model.eval()
+        for p in model.parameters():
+            p.requires_grad_(p.is_floating_point())
+        owner = {
+            id(p): stage
+            for stage, (first, end) in enumerate(pairwise(cuts))
+            for name in blocks[first:end]
+            for p in model.get_submodule(name).parameters()
+        }
+        named = dict(model.named_parameters())
+        floating = {name: p for name, p in named.items() if p.requires_grad}
+        found: list[set[str]] = [{n for n, p in named.items() if owner.get(id(p)) == s} for s in range(len(cuts) - 1)]
+        out = torch.empty(())
+        for number, (first, end) in enumerate(pairwise(cuts)):
+            arrived = None if number == 0 else out.detach().requires_grad_(out.is_floating_point())
+            out = self._stage_output(first, end, arrived)
+            gradients = cast(
+                "tuple[Tensor | None, ...]",
+                torch.autograd.grad(out.sum(), list(floating.values()), allow_unused=True),
+            )
+            found[number] |= {name for name, gradient in zip(floating, gradients, strict=True) if gradient is not None}
+        unused = set(named) - set().union(*found)
+        found[0] |= unused
+        found[-1] |= unused
+        whole, split = self._whole_loss(), float(out.detach().sum())
+        return [frozenset(names) for names in found], abs(split - whole) <= _SAME_LOSS * max(1.0, abs(whole))
+
+    def places(self, stages: int) -> list[int]:
+        """Return the numbers of the blocks with which a stage may begin; raise TaskError if they are too few."""
+        allowed: list[int] = []
+        for place in range(1, len(self.blocks)):
+            with suppress(UniparError):
+                if self.run([0, place, len(self.blocks)])[1]:
+                    allowed.append(place)
+        if len(allowed) >= stages - 1:
+            return allowed
+        found = f" (before {', '.join(self.blocks[place] for place in allowed)})" if allowed else ""
+        raise TaskError(
+            f"parallel.pipeline: {count_of(stages, 'stage')} need {count_of(stages - 1, 'cut')} between blocks, and "
+            f"this model allows {len(allowed)}{found}: elsewhere what blocks before the cut compute also reaches those "
+            "behind it in other ways than the hidden states (a skip, an encoder's output, state kept on modules). "
+            "Lower pipeline, put blocks that belong together into one (model.blocks, or the task's blocks()), or leave "
+            "parallel.pipeline out"
+        )
+
+    def _whole_loss(self) -> float:
+        if self._loss is None:
+            with torch.no_grad(), kept_attributes([getattr(self.fn, "__self__", None)]):
+                self._loss = float(self.fn(self.model, self.batch))
+        return self._loss
+
+    def _stage_output(self, first: int, end: int, arrived: Tensor | None) -> Tensor:
+        stage = Stage(self.model, self.blocks, first, end, self.tuples)
+        if arrived is not None:
+            arrival = Arrival(arrived, None)
+            stage.inlet = lambda: arrival
         try:
-            with kept_attributes([getattr(fn, "__self__", None)]):
-                out: Any = stage.enter().run(fn, model, batch)
+            with kept_attributes([getattr(self.fn, "__self__", None)]):
+                return hidden_of_output(stage.enter().run(self.fn, self.model, self.batch))
         except UniparError:
             raise
         except Exception as e:
             raise TaskError(
                 f"parallel.pipeline runs the loss with only some of the blocks on each stage, and it fails with "
-                f"{', '.join(blocks[first:end])} alone ({type(e).__name__}: {e}): let it use the blocks' outputs by "
-                "calling the model, or leave parallel.pipeline out"
+                f"{', '.join(self.blocks[first:end])} alone ({type(e).__name__}: {e}): let it use the blocks' outputs "
+                "by calling the model, or leave parallel.pipeline out"
             ) from e
         finally:
             stage.leave()
-        out = hidden_of_output(out)
-        gradients = cast(
-            "tuple[Tensor | None, ...]",
-            torch.autograd.grad(out.sum(), list(floating.values()), allow_unused=True),
-        )
-        found[number] |= {name for name, gradient in zip(floating, gradients, strict=True) if gradient is not None}
-        hidden = out.detach().requires_grad_(out.is_floating_point())
-    unused = set(named) - set().union(*found)
-    found[0] |= unused
-    found[-1] |= unused
-    return [frozenset(names) for names in found]
 
 
 def _stages_of_buffers(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from unipar.backend import Part
@@ -13,6 +13,7 @@ from unipar.config import Config
 from unipar.engines.placement import refuse_scalar_parameters, refuse_shared_parameters
 from unipar.errors import TaskError
 from unipar.model.create import ONLY_PART
+from unipar.utils.text import first_few
 from unipar_native.mesh.tensor.cuts import BlockPlan
 
 
@@ -24,6 +25,19 @@ def kinds_in_block(given: Mapping[str, str], name: str, block: nn.Module) -> dic
         for inner, _ in block.named_modules()
         if inner and fnmatchcase(f"{name}.{inner}", pattern)
     }
+
+
+def refuse_unknown_patterns(given: Mapping[str, str], module: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise TaskError for a pattern of the task's tensor(model) that names nothing in any block."""
+    known = [f"{name}.{inner}" for name in blocks for inner, _ in module.get_submodule(name).named_modules() if inner]
+    for pattern in given:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            weights = [(name, getattr(module.get_submodule(name), "weight", None)) for name in known]
+            matrices = [name for name, weight in weights if isinstance(weight, Tensor) and weight.ndim > 1]
+            raise TaskError(
+                f"tensor() says {given[pattern]} for {pattern!r}, and no module of a block is called so; matrices are "
+                f"{first_few(matrices, most=8)}"
+            )
 
 
 def refuse_empty_plans(ranks: int, plans: Collection[BlockPlan]) -> None:

@@ -164,9 +164,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     if kernel == "efficient":
         out, lse = _ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
         return out, lse[..., : q.shape[-2]]  # the kernel pads rows to a multiple of 32
-    scores = _scores(q, k, mask, causal, scale)
-    lse = scores.logsumexp(-1)
-    return _share(scores, lse.unsqueeze(-1)) @ v, lse
+    dtype = q.dtype
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = _wide(q, k, v)
+        scores = _scores(q, k, mask, causal, scale)
+        lse = scores.logsumexp(-1)
+        return (_share(scores, lse.unsqueeze(-1)) @ v).to(dtype), lse
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors in which kernels add up: fp32 for bf16 and fp16."""
+    return [t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors]
 
 
 def attend_backward(
@@ -200,10 +208,13 @@ def attend_backward(
         return _ATEN._scaled_dot_product_efficient_attention_backward(
             gradient, q, k, v, None, out, lse, none, none, 0.0, [True, True, True, False], causal, scale=scale
         )[:3]
+    dtype = q.dtype
+    gradient, q, k, v, out = _wide(gradient, q, k, v, out)
     weights = _share(_scores(q, k, mask, causal, scale), lse.unsqueeze(-1))
     towards = gradient @ v.transpose(-1, -2)
     scores = weights * (towards - (gradient * out).sum(-1, keepdim=True))
-    return (scores @ k) * scale, (scores.transpose(-1, -2) @ q) * scale, weights.transpose(-1, -2) @ gradient
+    dq, dk, dv = (scores @ k) * scale, (scores.transpose(-1, -2) @ q) * scale, weights.transpose(-1, -2) @ gradient
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 @dataclass(frozen=True)

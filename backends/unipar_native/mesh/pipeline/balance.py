@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 from unipar.errors import TaskError
@@ -12,16 +12,25 @@ _SLOWER_BY = 1.05
 
 
 def balanced_cuts(
-    stages: int, seconds: Sequence[float], numbers: Sequence[int], *, last_seconds: float, last_numbers: int
+    stages: int,
+    seconds: Sequence[float],
+    numbers: Sequence[int],
+    *,
+    last_seconds: float,
+    last_numbers: int,
+    places: Collection[int] | None = None,
 ) -> list[int]:
     """Return the number of the block with which each stage begins, and the number of all blocks.
 
     `seconds` and `numbers` are time and parameters of each block; the last stage has what follows the blocks as well.
+    `places`: the blocks with which a stage may begin, at least one for each stage but the first; None: all.
     """
     if stages == 1:
         return [0, len(seconds)]
 
     def slowness(first: int, end: int) -> float:
+        if places is not None and not {first, end} <= {0, *places, len(seconds)}:
+            return float("inf")
         return sum(seconds[first:end]) + (last_seconds if end == len(seconds) else 0.0)
 
     def size(first: int, end: int) -> float:

@@ -35,10 +35,18 @@ def frames_to(end: CodeType) -> list[FrameType]:
     """Return the frames of the program from the calling one up to that of `end`, innermost first."""
     frame, found = sys._getframe(1), list[FrameType]()  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code is not end:
-        if not _is_quiet(frame.f_code):
+        if not _is_quiet(frame.f_code) and not (found and _wraps(frame, found[-1])):
             found.append(frame)
         frame = frame.f_back
     return found
+
+
+def _wraps(outer: FrameType, inner: FrameType) -> bool:
+    """Return whether both are one wrapper of the same module's method.
+
+    fully_shard makes a subclass of each block's class, and transformers wraps `forward` of every subclass once more.
+    """
+    return outer.f_code is inner.f_code and outer.f_locals.get("self", outer) is inner.f_locals.get("self", inner)
 
 
 def innermost_frame() -> FrameType | None:

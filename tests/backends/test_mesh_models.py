@@ -1,0 +1,132 @@
+"""Models that others wrote in cells with axes: the table of `make mesh`, and, as a sweep, all of its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+from unipar_native.mesh.tensor.sites import BLOCK, frames_to, run_block, site_of
+
+from benchmarks.mesh import (
+    CELLS,
+    SUBJECTS,
+    Row,
+    main,
+    missing_library,
+    page_rows,
+    row_of_verdict,
+    rows_of,
+    shared_server,
+    written,
+)
+from unipar.results.verdicts import Finding, Verdict
+
+TENSOR, PIPELINE = "native/nothing+tensor2", "native/nothing+pipeline2"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "says", "good"),
+    [
+        (Verdict(cell=TENSOR, outcome="agrees", digits=6, share=0.51), "6 digits, 0.51 of allowed", True),
+        (
+            Verdict(cell=TENSOR, outcome="agrees", share=0.2, bits="shares"),
+            "same bits, 0.20 of allowed; bit for bit the replay",
+            True,
+        ),
+        (
+            Verdict(cell=TENSOR, outcome="failed", note="parallel.tensor: 2 would split nothing of this model"),
+            "refused: parallel.tensor: 2 would split nothing of this model",
+            True,
+        ),
+        (
+            Verdict(cell=TENSOR, outcome="failed", note="rank 1 failed\n  TaskError: split as planned, another\n  log"),
+            "refused: split as planned, another",
+            True,
+        ),
+        (Verdict(cell=TENSOR, outcome="failed", note="IndexError: 3"), "FAILED: IndexError: 3", False),
+        (Verdict(cell=TENSOR, outcome="waits"), "FAILED: random data", False),
+        (
+            Verdict(cell=TENSOR, outcome="disagrees", share=9.0, finding=Finding(step=1, what="loss", kind="stale")),
+            "DISAGREES: stale",
+            False,
+        ),
+    ],
+)
+def test_a_row_tells_a_refusal_from_a_failure(verdict: Verdict, says: str, good: bool) -> None:
+    """A sentence that says why a model cannot be split is an answer; any other end is not."""
+    row = row_of_verdict("gpt", verdict, "random data")
+    assert (row.says, row.good) == (says, good)
+
+
+def test_the_page_quotes_each_refusal_once() -> None:
+    """A model a line, a cell a column; what was not run is a dash."""
+    rows = [
+        Row("t5", TENSOR, True, False, "6 digits, 0.51 of allowed"),
+        Row("t5", PIPELINE, False, True, "refused: a skip"),
+        Row("bert", PIPELINE, False, True, "refused: a skip"),
+    ]
+    table = page_rows(rows)
+    assert table.splitlines() == [
+        f"| model | `{TENSOR}` | `{PIPELINE}` |",
+        "|---|---|---|",
+        "| `t5` | 6 digits, 0.51 | (1) |",
+        "| `bert` | - | (1) |",
+        "",
+        "1. refused: a skip",
+    ]
+    page = "a\n<!-- table -->\nold\n<!-- end -->\nb\n"
+    assert written(page, table) == f"a\n<!-- table -->\n{table}\n<!-- end -->\nb\n"
+
+
+def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """With those that exist."""
+    with pytest.raises(SystemExit):
+        main(["gtp2"])
+    assert "gtp2: the models are gpt, gpt2, llama, bert, t5, vit, encoder," in capsys.readouterr().err
+
+
+class Wrapped(nn.Module):
+    """Block of a library that wraps the forward of each subclass, as transformers does to recompute it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        plain: Any = cls.forward
+
+        def wrapper(self: Any, *args: Any) -> Any:
+            return plain(self, *args)
+
+        cls.forward = wrapper
+
+
+class Sited(Wrapped):
+    """Block that tells where a call of its forward is made."""
+
+    @override
+    def forward(self) -> str:
+        return site_of(torch.add, frames_to(BLOCK), {id(self): "block"})
+
+
+def test_a_call_is_found_again_after_fully_shard() -> None:
+    """That gives the block another class, whose forward is wrapped once more: the place of a call is the same."""
+    block: Any = Sited()
+    before = run_block(block, (), {})
+    block.__class__ = type("FSDPSited", (Sited,), {})
+    assert before.startswith("block|")
+    assert before.count("wrapper") == 1
+    assert run_block(block, (), {}) == before
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", list(SUBJECTS))
+def test_models_in_all_cells(name: str) -> None:
+    """Every cell agrees with one process, or says why it cannot be: these."""
+    if missing_library(SUBJECTS[name]) is not None:
+        pytest.skip("peft is not installed")
+    with shared_server([SUBJECTS[name]]):
+        rows = list(rows_of(name, list(CELLS)))
+    assert [row.says for row in rows if not row.good] == []
+    refused = ["native/nothing+context2"] if name in ("t5", "translator") else []
+    assert [row.cell for row in rows if row.refused] == refused

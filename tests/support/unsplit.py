@@ -1,0 +1,52 @@
+"""Tasks that a mesh can split in few ways, or in none: skips, values read inside blocks, a name that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from tests.support.stacked import Stack, Stacked
+
+
+class Skipping(Stacked):
+    """The first block's output is read by the last: only the cut right behind the first block is possible."""
+
+    def __init__(self, cuts: Sequence[str] | None = None) -> None:
+        super().__init__(skip=True)
+        self.given = cuts
+
+    @override
+    def cuts(self, stages: int) -> Sequence[str] | None:
+        return self.given
+
+
+class _AllRead(Stack):
+    """What is inside each block is read at the model's end."""
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        read: list[Tensor] = []
+        hooks = [
+            block.get_submodule("out").register_forward_hook(lambda _, args, out: read.append(out.mean()))
+            for block in self.blocks
+        ]
+        try:
+            return super().forward(tokens) * (1 + torch.stack(read).sum())
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class Reading(Stacked):
+    @override
+    def model(self) -> nn.Module:
+        return _AllRead(**self.settings)
+
+
+class Misnamed(Stacked):
+    @override
+    def tensor(self, model: nn.Module) -> Mapping[str, str]:
+        return {"blocks.*.query": "column"}
