@@ -344,6 +344,16 @@ def _refusals_of_torch_schedules(config: Config) -> Iterator[str]:
             )
     if axes.context > 1:
         yield f"{name} is not available with context: {axes.context}; take schedule 1f1b or gpipe"
+    if axes.schedule == "zerobubble" and config.model.recompute == "selective":
+        yield (
+            f"{name} is not available with model.recompute: selective: it runs two backwards through each block, one "
+            "for gradients of inputs and one for those of weights, and torch allows one there; take recompute: blocks"
+        )
+    if axes.schedule == "zerobubble" and config.model.compiling is not None:
+        yield (
+            f"{name} is not available with model.compile: torch cannot split the backward of what is compiled into "
+            "gradients of inputs and of weights; leave it out, or take schedule interleaved"
+        )
     if axes.schedule == "zerobubble" and shard != "nothing":
         yield (
             f"{name} is not available with parallel.shard: {shard}: it computes gradients of weights apart from the "
