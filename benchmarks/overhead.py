@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.mesh_time import benchmark_mesh
 from benchmarks.peers import benchmark_peers
 from benchmarks.start import benchmark_second_step, benchmark_ten_starts
 from benchmarks.timing import interval
@@ -176,6 +177,7 @@ def main(parts: list[str]) -> int:
         "run": benchmark_second_step,
         "cells": benchmark_ten_starts,
         "peers": benchmark_peers,
+        "mesh": benchmark_mesh,
     }
     wrong = [name for name in parts if name not in known]
     if wrong:

@@ -51,6 +51,13 @@ class Accelerate(Backend):
                 says="through DeepSpeed's ZeRO",
             )
         },
+        axes_lacked={
+            "tensor": "Accelerate's ParallelismConfig refuses to start on the CPU, and its tensor parallelism takes "
+            "only models that transformers has split already",
+            "pipeline": "Accelerate runs pipelines for inference alone",
+            "context": "Accelerate's ParallelismConfig refuses to start on the CPU, and on GPUs the loop would have to "
+            "wrap each step in its own context manager, with the buffers to cut",
+        },
         gaps={
             ("nothing", "bf16-master"): "Accelerate's DDP keeps one copy of the parameters, so there is no fp32 master "
             "beside bf16 ones; use accelerate/parameters, native/parameters or deepspeed/*",

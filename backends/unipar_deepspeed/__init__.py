@@ -14,7 +14,13 @@ from unipar.backend.precision import default_dtypes
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
-from unipar_deepspeed.options import DeepSpeedOptions, deepspeed_option_refusals, remove_offload_files, zero_settings
+from unipar_deepspeed.options import (
+    DeepSpeedOptions,
+    deepspeed_option_refusals,
+    options_of,
+    remove_offload_files,
+    zero_settings,
+)
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
@@ -60,6 +66,11 @@ class DeepSpeed(Backend):
         gaps={(shard, "fp64"): _NO_FP64 for shard in _SPLITTING_SHARDS},
         also={"model.offload": _SPLITTING_SHARDS},
         axes={"tensor": SHARDS},
+        axes_lacked={
+            "pipeline": "DeepSpeed's PipelineModule takes a list of layers, so the model would have to be rewritten; "
+            "with a clip and ZeRO-0 it was 2e-3 off one process, and it refuses ZeRO-2 and ZeRO-3",
+            "context": "DeepSpeed's Ulysses is an attention layer, which has to be written into the model",
+        },
         launchers=(
             Launcher(
                 name="deepspeed",
@@ -80,6 +91,8 @@ class DeepSpeed(Backend):
     @override
     def refuse(self, config: Config) -> Iterator[str]:
         yield from deepspeed_option_refusals(config)
+        if config.parallel.tensor > 1:
+            yield from _tensor_refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -134,6 +147,26 @@ class DeepSpeed(Backend):
         from unipar_deepspeed.engine import ZeroEngine
 
         return ZeroEngine(part, config, world, backend)
+
+
+def _tensor_refusals(config: Config) -> Iterator[str]:
+    if config.parallel.sequence:
+        yield (
+            "parallel.sequence: true is not available: DeepSpeed's AutoTP keeps activations whole between the matrices "
+            "that it cuts; leave it out, or use backend: native"
+        )
+    if config.train.precision == "bf16-master":
+        yield (
+            "train.precision: bf16-master is not available with parallel.tensor: DeepSpeed keeps bf16 copies of the "
+            "parameters, with which the split model cannot be proved equal to the whole one; use fp32 or bf16-mixed, "
+            "or backend: native"
+        )
+    options = options_of(config)
+    if options.offload_optimizer != "none" or options.offload_parameters != "none":
+        yield (
+            "offloading is not available with parallel.tensor: no run of DeepSpeed's AutoTP with offloaded state has "
+            "been compared with one process; leave one of them out"
+        )
 
 
 _CPU_ACCELERATOR = {"DS_ACCELERATOR": "cpu"}

@@ -116,6 +116,8 @@ class ZeroEngine(Engine):
             self.holder.put("weight", masters)
         if split is not None:
             prove_split(part, split, self.call, world, whole, config)
+            if self.stage == 3:
+                self.zero._partition_all_parameters()  # the proof's backward ended before the hooks that do it
 
     @override
     def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:

@@ -31,6 +31,14 @@ def script(outline: Outline) -> Script:
     precision, stage = config.train.precision, SHARDS.index(config.parallel.shard)
     cell = f"deepspeed/{config.parallel.shard}"
     refuse_uncarried_options("deepspeed", cell, config.options.get("deepspeed", {}), _CARRIED_OPTIONS)
+    if config.parallel.axes.ranks > 1:
+        raise Unsupported(
+            cell,
+            [
+                f"parallel ({config.parallel.axes}): unipar finds the partition_config of DeepSpeed's AutoTP when a "
+                "run starts, and adapts the calls between the layers, which a plain script cannot; leave tensor out"
+            ],
+        )
     if precision == "fp64":
         raise Unsupported(cell, ["train.precision: a ds_config.json has no key for fp64; use fp32"])
     if precision == "bf16-master" and stage == 0:

@@ -12,6 +12,14 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from unipar_native.mesh.probe import WholeModel, kind_of_block, look_at_model, whole_gradients
+from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions
+from unipar_native.mesh.state_kept import kept_attributes
+from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters, is_transposed
+from unipar_native.mesh.tensor_parallel import arm_block
+from unipar_native.mesh.tensor_plan import derive_block_plan
+from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part
 
 from unipar.backend import Part, Region
 from unipar.backend.precision import batch_dtype
@@ -19,15 +27,7 @@ from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, to_device
 from unipar.engines.forward import ForwardCall
-from unipar.engines.placement import refuse_shared_parameters
 from unipar.errors import TaskError
-from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
-from unipar_native.mesh.probe import WholeModel, kind_of_block, look_at_model, whole_gradients
-from unipar_native.mesh.proof import refuse_difference
-from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters, is_transposed
-from unipar_native.mesh.tensor_parallel import arm_block
-from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.words import kinds_in_block, nothing_to_split
 
 _NO_HEAD = ["(none)"]
 """Names of output heads, which DeepSpeed would cut in a way of its own: no layer has such a name."""
@@ -57,11 +57,7 @@ class TensorSplit:
     def section(self, model_prefix: str) -> dict[str, Any]:
         """Return DeepSpeed's section `tensor_parallel`."""
         ranks = next(iter(self.plans.values())).ranks
-        specs = [
-            spec
-            for block, plan in self.plans.items()
-            for spec in _layer_specs(f"{model_prefix}{block}.", plan)
-        ]
+        specs = [spec for block, plan in self.plans.items() for spec in _layer_specs(f"{model_prefix}{block}.", plan)]
         layers = {"use_default_specs": False, "lm_head_patterns": _NO_HEAD, "layer_specs": specs}
         return {"autotp_size": ranks, "partition_config": layers}
 
@@ -112,36 +108,13 @@ def _runs(start: int, length: int, stride: int, runs: int) -> Region:
 
 def plan_tensor(part: Part, config: Config, world: World) -> tuple[TensorSplit, WholeModel | None]:
     """Return how the model is split, found on rank 0 while it has it whole; there, its loss and gradients as well."""
-    assert part.loss is not None
-    assert part.sample is not None
-    ranks = config.parallel.axes.tensor
-    cell = f"parallel ({config.parallel.axes})"
-    refuse_shared_parameters(part, cell)
-    if not part.blocks:
-        raise TaskError(
-            f"{cell} splits blocks, and the model has none: name them in model.blocks or in the task's blocks()"
-        )
+    refuse_part(part, config)
     mesh = world.groups.devices["tensor"]
     whole: WholeModel | None = None
     told: list[Any] = [None]
     if world.rank == 0:
         try:
-            batch = part.sample()
-            cast_to = batch_dtype(config.train.precision)
-            given = batch if cast_to is None else cast_floats(batch, cast_to)
-            facts = look_at_model(part.module, part.blocks, part.loss, given, 1)
-            kinds: dict[Any, BlockPlan] = {}
-            for name, (args, kwargs) in facts.block_inputs.items():
-                block = part.module.get_submodule(name)
-                wanted = kinds_in_block(part.tensor or {}, name, block) | dict.fromkeys(_left_whole(block), "whole")
-                plan = derive_block_plan(block, args, kwargs, mesh, wanted)
-                kinds[kind_of_block(block)] = replace(plan, whole=plan.whole | _left_whole(block))
-            if not any(plan.cuts for plan in kinds.values()):
-                raise TaskError(nothing_to_split(ranks, kinds.values()))
-            blocks = {name: part.module.get_submodule(name) for name in part.blocks}
-            plans = {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
-            whole = whole_gradients(part.module, part.loss, given)
-            told = [(batch, plans)]
+            told[0], whole = _try_model(part, config, mesh)
         except TaskError as e:
             told = [e]
     dist.broadcast_object_list(told, 0)
@@ -156,7 +129,28 @@ def plan_tensor(part: Part, config: Config, world: World) -> tuple[TensorSplit, 
     return TensorSplit(batch, plans, cuts, world.mesh.seat["tensor"]), whole
 
 
-def _left_whole(block: nn.Module) -> dict[str, str]:
+def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, WholeModel]:
+    """Return a sample with the plans of all blocks, and loss and gradients of the model, which is whole here."""
+    assert part.loss is not None
+    assert part.sample is not None
+    batch = part.sample()
+    cast_to = batch_dtype(config.train.precision)
+    given = batch if cast_to is None else cast_floats(batch, cast_to)
+    facts = look_at_model(part.module, part.blocks, part.loss, given, 1)
+    kinds: dict[Any, BlockPlan] = {}
+    for name, (args, kwargs) in facts.block_inputs.items():
+        block = part.module.get_submodule(name)
+        not_by_library = matrices_left_whole(block)
+        wanted = kinds_in_block(part.tensor or {}, name, block) | dict.fromkeys(not_by_library, "whole")
+        plan = derive_block_plan(block, args, kwargs, mesh, wanted)
+        kinds[kind_of_block(block)] = replace(plan, whole={**plan.whole, **not_by_library})
+    refuse_empty_plans(config.parallel.tensor, kinds.values())
+    blocks = {name: part.module.get_submodule(name) for name in part.blocks}
+    plans = {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
+    return (batch, plans), whole_gradients(part.module, part.loss, given)
+
+
+def matrices_left_whole(block: nn.Module) -> dict[str, str]:
     """Return the matrices of a block that DeepSpeed does not cut as they must be, each with the reason."""
     found: dict[str, str] = {}
     for name, module in block.named_modules():
@@ -170,18 +164,25 @@ def _left_whole(block: nn.Module) -> dict[str, str]:
 
 def use_groups(world: World) -> None:
     """Give DeepSpeed this world's groups along `tensor` and the data, in place of those of an earlier engine."""
-    split = world.mesh.sizes["tensor"] > 1
-    tensor = world.groups.group("tensor") if split else None
-    deepspeed_groups._TENSOR_MODEL_PARALLEL_GROUP = tensor
-    deepspeed_groups._MODEL_PARALLEL_GROUP = tensor
-    deepspeed_groups._DATA_PARALLEL_GROUP = world.groups.group("data") if split else None
-    deepspeed_groups.mpu = deepspeed_groups if split else None
+    forget_groups()
+    if world.mesh.sizes["tensor"] > 1:
+        for name, axis in _AXIS_OF_GROUP.items():
+            setattr(deepspeed_groups, name, world.groups.group(axis))
+        deepspeed_groups.mpu = deepspeed_groups
 
 
 def forget_groups() -> None:
     """Drop the groups that `use_groups` gave to DeepSpeed."""
-    for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"):
+    for name in (*_AXIS_OF_GROUP, "mpu"):
         setattr(deepspeed_groups, name, None)
+
+
+_AXIS_OF_GROUP = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+    "_MODEL_PARALLEL_GROUP": "tensor",
+    "_DATA_PARALLEL_GROUP": "data",
+}
+"""DeepSpeed's variables of process groups, and the axis along which each lies."""
 
 
 def finish_split(part: Part, split: TensorSplit, engine: Any, world: World) -> None:
@@ -227,12 +228,7 @@ def prove_split(
 ) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on the sample."""
     assert part.loss is not None
-    told: list[Any] = [None]
-    if whole is not None:
-        told = [(list(whole.gradients), whole.loss, [whole.gradients[name].tolist() for name in whole.gradients])]
-    dist.broadcast_object_list(told, 0)
-    names, expected_loss, rows = told[0]
-    expected = torch.tensor(rows, dtype=torch.float64).view(-1, SKETCH_NUMBERS)
+    names, expected_loss, expected = share_whole_model(whole)
     batch = split.batch
     if (cast_to := batch_dtype(config.train.precision)) is not None:
         batch = cast_floats(batch, cast_to)
@@ -240,30 +236,30 @@ def prove_split(
     modes = [(module, module.training) for module in call.modules()]
     call.eval()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), kept_attributes([getattr(part.loss, "__self__", None)]):
             loss: Tensor = part.loss(part.module, batch)
             named = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
-            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            gradients: Any = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     finally:
         for module, mode in modes:
             module.training = mode
-    sketches = torch.zeros((len(names), SKETCH_NUMBERS), dtype=torch.float64)
-    sketcher, places = TensorSketcher(keep=False), {name: i for i, name in enumerate(names)}
-    first = world.mesh.seat["data"] == 0
-    for (name, p), gradient in zip(named.items(), gradients, strict=True):
-        if gradient is None or name not in places or not first:
-            continue
-        flat = gradient.detach().contiguous().view(-1)
-        if name in split.cuts:
-            numel = torch.Size(split.cuts[name].shape).numel()
-            for where, local in split.regions(name, 0, flat.numel()):
-                sketches[places[name]] += sketcher.sketch_region(name, numel, where, local.of(flat))
-        elif split.seat == 0:
-            sketches[places[name]] += sketcher.sketch_region(name, flat.numel(), Region(0, flat.numel()), flat)
+    mine = zip(named.items(), gradients, strict=True)
+    held = {name: g.contiguous().view(-1) for (name, _), g in mine if g is not None and world.share == 0}
+    sketches = sketch_regions(names, _regions_of_parts(split, held))
     sketches = world.sum(sketches.to(world.device)).cpu()
     mean = world.sum(loss.detach().double()) / world.size
     dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
     refuse_difference(names, (float(mean), expected_loss), (sketches, expected), dtype, str(config.parallel.axes))
+
+
+def _regions_of_parts(split: TensorSplit, held: Mapping[str, Tensor]) -> Iterator[tuple[str, int, Region, Tensor]]:
+    for name, flat in held.items():
+        if name in split.cuts:
+            numel = torch.Size(split.cuts[name].shape).numel()
+            for where, local in split.regions(name, 0, flat.numel()):
+                yield name, numel, where, local.of(flat)
+        elif split.seat == 0:
+            yield name, flat.numel(), Region(0, flat.numel()), flat
 
 
 def clip_counted(grads: list[Tensor], counted: list[Tensor], limit: float, world: World) -> Tensor:

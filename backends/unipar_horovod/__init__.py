@@ -13,6 +13,7 @@ from typing_extensions import override
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
 from unipar.backend.precision import default_dtypes
 from unipar.config import Config, Section
+from unipar.config.sections.cell import AXES
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
@@ -59,6 +60,7 @@ class Horovod(Backend):
     options: ClassVar[type[Section]] = HorovodOptions
     capabilities = Capabilities(
         shards=("nothing",),
+        axes_lacked=dict.fromkeys(AXES, "Horovod sums tensors over ranks and has no part that splits a model"),
         gaps={
             (None, "bf16-master"): "Horovod has no bf16 tensors; use bf16-mixed, native/parameters or deepspeed/*",
         },

@@ -14,6 +14,7 @@ from unipar.config import SHARDS, Config, Section
 from unipar.distributed import gpus
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
+from unipar_native.schedule_refusals import refusals_of_torch_schedules
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
@@ -195,12 +196,26 @@ class Native(Backend):
                 once = "the last microbatch"
                 settings |= {"reshard_after_backward": f"after {once}", "requires_gradient_sync": f"in {once}"}
             return {"mesh": str(axes), "fully_shard": settings}
+        if config.parallel.axes.ranks > 1:
+            return mesh_settings(config)
         if not uses_ddp(config):
             return {"fully_shard": fsdp_settings(config)}
         settings = {"DistributedDataParallel": ddp_settings(options_of(config))}
         return settings | (
             {"ZeroRedundancyOptimizer": ZERO_OPTIMIZER_SETTINGS} if config.parallel.shard == "optimizer" else {}
         )
+
+    @override
+    def plan_split(self, part: Part, config: Config) -> Iterator[str]:
+        from unipar_native.mesh.tensor_model import derive_model_plan
+
+        assert part.loss is not None
+        assert part.sample is not None
+        ranks = config.parallel.tensor
+        plan = derive_model_plan(part.module, part.blocks, part.loss, part.sample(), ranks, part.tensor)
+        yield from plan.sentences()
+        trials = sum(plan.blocks[name].trials for name in plan.tried)
+        yield f"found in {trials} trials of {len(plan.tried)} blocks, {plan.seconds:.1f} s of CPU"
 
     @override
     def join(self, config: Config, place: Place) -> World:
@@ -259,6 +274,25 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
         "offload_policy": "CPUOffloadPolicy" if config.model.offload == "parameters" else None,
         "blocks": config.model.blocks,
     }
+
+
+def mesh_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of the mesh engine in words, for `unipar explain`."""
+    axes, shard = config.parallel.axes, config.parallel.shard
+    told: dict[str, Any] = {"mesh": f"pipeline {axes.pipeline} x data x context {axes.context} x tensor {axes.tensor}"}
+    if axes.pipeline > 1:
+        told["stages"] = "cut between blocks, balanced by measured time and parameters, or the task's cuts(stages)"
+        told["schedule"] = axes.schedule
+    if axes.tensor > 1:
+        told["blocks over tensor"] = "columns and rows found by trying a block, or the task's tensor(model)"
+    if axes.context > 1:
+        told["sequences over context"] = "from the first block to the last; attention gathers keys and values"
+    beneath = {
+        "ranks": "data x context: with one such rank nothing is wrapped",
+        "split": "nothing, copies alone" if shard == "nothing" else "each copy over data x context",
+        "reshard_after_forward": shard == "parameters",
+    }
+    return told | {"fully_shard": beneath, "before step 1": "loss and gradients of one microbatch, split against whole"}
 
 
 def data_parallel_devices(config: Config) -> list[int]:
@@ -321,45 +355,7 @@ def _mesh_refusals(config: Config) -> Iterator[str]:
     if axes.sequence:
         yield "parallel.sequence: true is not available yet: leave it out"
     if axes.pieces > 1:
-        yield from _refusals_of_torch_schedules(config)
-
-
-def _refusals_of_torch_schedules(config: Config) -> Iterator[str]:
-    """Yield a sentence for each key that interleaved and zerobubble, which are torch's schedules, do not allow."""
-    axes, shard = config.parallel.axes, config.parallel.shard
-    name = f"parallel.schedule: {axes.schedule}"
-    if config.data.ragged == "weigh":
-        yield (
-            f"{name} needs microbatches of one shape, and data.ragged: weigh makes the last batch of an epoch smaller: "
-            "set data.ragged: drop, or take schedule 1f1b or gpipe"
-        )
-    if isinstance(config.parallel.data, int):
-        count = config.batch.settle(config.parallel.data).accumulate
-        rounds = max(1, count // axes.pipeline)
-        if count % rounds:
-            yield (
-                f"{name} runs the microbatches of a step in equal rounds of {axes.pipeline} or more, one for each rank "
-                f"of the pipeline; there are {count}, which are not {rounds} equal rounds: take a multiple of "
-                f"{axes.pipeline} (batch.total = data x micro x accumulate), or schedule 1f1b"
-            )
-    if axes.context > 1:
-        yield f"{name} is not available with context: {axes.context}; take schedule 1f1b or gpipe"
-    if axes.schedule == "zerobubble" and config.model.recompute == "selective":
-        yield (
-            f"{name} is not available with model.recompute: selective: it runs two backwards through each block, one "
-            "for gradients of inputs and one for those of weights, and torch allows one there; take recompute: blocks"
-        )
-    if axes.schedule == "zerobubble" and config.model.compiling is not None:
-        yield (
-            f"{name} is not available with model.compile: torch cannot split the backward of what is compiled into "
-            "gradients of inputs and of weights; leave it out, or take schedule interleaved"
-        )
-    if axes.schedule == "zerobubble" and shard != "nothing":
-        yield (
-            f"{name} is not available with parallel.shard: {shard}: it computes gradients of weights apart from the "
-            "backward in which FSDP2 would reduce them, so that they would stay empty; take shard nothing, or another "
-            "schedule"
-        )
+        yield from refusals_of_torch_schedules(config)
 
 
 def _meet(config: Config, place: Place) -> World:

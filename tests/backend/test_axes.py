@@ -111,14 +111,18 @@ def test_a_run_on_four_ranks(forks: Forks, tmp_path: Path) -> None:
     ("backend", "sizes", "why"),
     [
         (
-            "native",
+            "single",
             {"tensor": 2},
-            "native/nothing+tensor2: parallel.tensor: 2 is not available here, in no backend yet",
+            "single: parallel.tensor: 2 is not available here, only in deepspeed/nothing, deepspeed/optimizer, "
+            "deepspeed/gradients, deepspeed/parameters, native/nothing, native/optimizer, native/gradients, "
+            "native/parameters",
         ),
         (
             "horovod",
             {"pipeline": 2, "schedule": "gpipe"},
-            "horovod/nothing+pipeline2+gpipe: parallel.pipeline: 2 is not available here, in no backend yet",
+            "horovod/nothing+pipeline2+gpipe: parallel.pipeline: 2 is not available here, only in native/nothing, "
+            "native/optimizer, native/gradients, native/parameters: Horovod sums tensors over ranks and has no part "
+            "that splits a model",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from unipar_native.mesh.torch_schedules import refuse_other_shapes
+from unipar_native.mesh.pipeline.torch_schedules import refuse_other_shapes
 from unipar_native.mesh.words import refuse_part
 
 from unipar.backend import Micro, Part, registry

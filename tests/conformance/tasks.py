@@ -245,7 +245,7 @@ class Thrice(Plain):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         other = Batch(batch.tokens.flip(1), batch.lengths)
         flat = model(batch.tokens[:, :-1].roll(1, 1)).square().mean()
-        return 0.5 * super().loss(model, batch) + 0.5 * super().loss(model, other) + flat
+        return 0.5 * super().loss(model, batch) + 0.5 * super().loss(model, other) + 4 * flat
 
 
 class Unused(Plain):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unipar.backend import Region
+from unipar.engines.fingerprint import TensorSketcher, hash_tensor_region, sketch_whole_tensor
 from unipar.engines.state import box_regions
-from unipar.training.fingerprint import TensorSketcher, hash_tensor_region, sketch_whole_tensor
 
 Box = tuple[slice, ...]
 

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.memory import result_row, select_rows
+from benchmarks.mesh_time import WAYS, compare_parameters, measure_way
 from benchmarks.overhead import CELLS
 from benchmarks.peers import PEERS, Peer, format_row, measure_pairs
 from benchmarks.peers_inside import TRAININGS
@@ -146,3 +148,22 @@ def test_peers_and_unipar_train_in_turns() -> None:
     ours, theirs = row["losses"]
     assert ours < 4.5  # 4.6 is the loss of a uniform guess
     assert ours == pytest.approx(theirs, rel=0.1)
+
+
+@pytest.mark.parametrize("way", [*WAYS][:2])
+@pytest.mark.usefixtures("forked")
+def test_a_mesh_by_hand_trains_the_same_parts_as_unipar(way: str) -> None:
+    """Each rank compares its parameters with those of the script after three steps, before anything is timed."""
+    told = measure_way(way, 2, {"layers": 2, "width": 16, "heads": 2, "context": 16})
+    assert [set(rank["times"]) for rank in told] == [{"unipar", "by hand", "by hand, again"}] * 2
+    assert all(len(times) == 2 for rank in told for times in rank["times"].values())
+
+
+def test_other_parameters_than_those_of_the_script_are_seen() -> None:
+    """Another value, and another set of names."""
+    one = {"a": torch.zeros(2)}
+    compare_parameters(one, {"a": torch.full((2,), 1e-6)})
+    with pytest.raises(AssertionError, match=r"a is off by 1\.0e-04"):
+        compare_parameters(one, {"a": torch.full((2,), 1e-4)})
+    with pytest.raises(AssertionError, match="b"):
+        compare_parameters(one, {**one, "b": one["a"]})

@@ -15,9 +15,9 @@ from torch import Tensor
 from tests.support.forks import Forks
 from tests.support.scalings import made, timed
 from unipar.backend import Region
+from unipar.engines.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_region
 from unipar.errors import ReportError
 from unipar.results.same_training import TrainingMarks, describe_training_difference, rank_marks_path
-from unipar.training.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_region
 
 ROOT = Path(__file__).parents[2]
 

@@ -139,14 +139,15 @@ def stages() -> dict[str, float]:
     case.loss(model, words)
     handle.remove()
     one.disarm()
-    two = SequenceSplit(model, case.blocks[1:], dist.group.WORLD, enters=False)  # pyright: ignore[reportArgumentType]
-    two.arm()
     coming = kept[0].detach().requires_grad_()
 
     def replace(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (coming, *args[1:])
 
     handle = second.register_forward_pre_hook(replace)
+    two = SequenceSplit(model, case.blocks[1:], dist.group.WORLD, enters=False)  # pyright: ignore[reportArgumentType]
+    two.whole_length = words.shape[1]
+    two.arm()
     loss = case.loss(model, words)
     (loss / dist.get_world_size()).backward()
     handle.remove()

@@ -6,13 +6,16 @@ import copy
 import json
 import socket
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Generator, Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
 
 from tests.support.tensor_blocks import Called, library_blocks, own_blocks
 from unipar.backend import registry
@@ -134,5 +137,83 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     if (folder / "eager").exists():
         blocks = library_blocks(0.1, attention="eager")
     said = {name: compared(name, called, place.rank, place.size) for name, called in blocks.items()}
+    (folder / f"said-{place.rank}.json").write_text(json.dumps(said), encoding="utf-8")
+    world.close()
+
+
+class Words(nn.Module):
+    """Reads words and scores them, with one table or two."""
+
+    def __init__(self, *, tied: bool, bias: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 8, padding_idx=3), nn.Linear(8, 32, bias=bias)
+        if tied:
+            self.head.weight = self.table.weight
+
+    @override
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(ids)))
+
+
+LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
+    "mean": lambda z, y: F.cross_entropy(z.view(-1, 32), y.view(-1)),
+    "sum of a module": lambda z, y: nn.CrossEntropyLoss(reduction="sum")(z.flatten(0, 1), y.flatten()) / 7,
+    "none": lambda z, y: (F.cross_entropy(z.transpose(1, 2), y, reduction="none") * torch.arange(5)).sum(),
+    "ignored": lambda z, y: F.cross_entropy(z.reshape(-1, z.size(-1)), y.reshape(-1), ignore_index=4),
+    "smoothed": lambda z, y: F.cross_entropy(z.float().view(-1, 32), y.view(-1), label_smoothing=0.1, ignore_index=4),
+    "shifted": lambda z, y: F.cross_entropy(z[:, :-1].contiguous().view(-1, z.shape[-1]), y[:, 1:].reshape(-1)),
+    "gathered: log_softmax": lambda z, y: -z.log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean(),
+    "gathered: weighted": lambda z, y: F.cross_entropy(z.view(-1, 32), y.view(-1), weight=torch.arange(32.0) + 1),
+    "gathered: penalty": lambda z, y: F.cross_entropy(z.view(-1, 32), y.view(-1)) + z.square().mean() + (z * z).mean(),
+}
+"""Losses of words; those that need the logits of all words at once are called so."""
+
+
+def words(place: Place, folder: Path, control: socket.socket | None) -> None:
+    """Write down differences between a split vocabulary and a whole one, and how often logits were gathered."""
+    world = join(place)
+    from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, cut_vocabulary, find_vocabulary
+
+    gathers: list[int] = []
+    plain = dist.all_gather
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        gathers.append(1)
+        return plain(*args, **kwargs)
+
+    dist.all_gather = counted
+    group: Any = dist.group.WORLD
+    said: dict[str, Any] = {}
+    for tied, bias in ((True, False), (False, True)):
+        torch.manual_seed(0)
+        whole = Words(tied=tied, bias=bias)
+        ids = torch.randint(0, 32, (4, 5))
+        ids[0, :2], labels = 3, torch.randint(0, 32, (4, 5))
+        labels[1, :3] = 4
+        for name, loss in LOSSES.items():
+            part, whole = copy.deepcopy(whole), copy.deepcopy(whole)
+            found = find_vocabulary(part, [], place.size)
+            cuts = cut_vocabulary(part, found, place.size)
+            made: dict[int, nn.Parameter] = {}
+            for path, cut in cuts.items():
+                owner, _, key = path.rpartition(".")
+                module = part.get_submodule(owner)
+                old = module.get_parameter(key)
+                local = made.setdefault(id(old), nn.Parameter(cut.local(old.detach(), place.rank)))
+                module.register_parameter(key, local)
+            arm_vocabulary(part, found, group)
+            gathers.clear()
+            mine, theirs = part(ids), whole(ids)
+            own, expected = loss(mine, labels), loss(theirs, labels)
+            times = len(gathers)
+            own.backward()
+            expected.backward()
+            worst = [off(own.detach(), expected.detach())]
+            for path, cut in cuts.items():
+                gradient: Any = whole.get_parameter(path).grad
+                worst.append(off(part.get_parameter(path).grad, cut.local(gradient, place.rank)))
+            right = torch.equal(mine.argmax(-1), theirs.argmax(-1)) and mine.shape == theirs.shape
+            said[f"{'tied' if tied else 'apart'} {name}"] = [max(worst), times, right]
+            whole.zero_grad()
     (folder / f"said-{place.rank}.json").write_text(json.dumps(said), encoding="utf-8")
     world.close()

@@ -260,7 +260,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "the loop called run.step 0 times for one share; call it at most once for each part, and for at least one part, "
      "with that share"),
     ({"train": _outside},
-     "run.frozen('a') was called outside of a loss and metrics: call it inside one of them"),
+     "run.frozen('a') was called outside of a loss and metrics: call it in one of them"),
     ({"train": _own},
      "run.frozen('a') was called in that part's own loss: use the loss's first argument, its model"),
     ({"train": _default},

@@ -65,7 +65,8 @@ def refuse_axes(backend: Backend, cell: Cell) -> Iterator[str]:
         if cell.shard not in backend.capabilities.axes.get(name, ()):
             have = [f"{n}/{s}" for n in backend_names() for s in find_backend(n).capabilities.axes.get(name, ())]
             where = f"only in {', '.join(have)}" if have else "in no backend yet"
-            yield f"parallel.{name}: {size} is not available here, {where}"
+            why = backend.capabilities.axes_lacked.get(name)
+            yield f"parallel.{name}: {size} is not available here, {where}" + (f": {why}" if why else "")
 
 
 def cell_of(config: Config, backend: Backend | None = None) -> Cell:

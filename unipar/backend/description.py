@@ -54,6 +54,9 @@ class Capabilities:
     axes: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict[str, Any])
     """Axes of the mesh that it has beside the data's (`tensor`), each with the shards for which it has it."""
 
+    axes_lacked: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Reasons why it does not have the other axes, by axis, each as a clause."""
+
     gaps: Mapping[tuple[Shard | None, Precision], str] = field(default_factory=dict[Any, str])
     """Unsupported pairs of shard (None: every shard) and precision, each with the reason as a sentence."""
 
@@ -108,6 +111,10 @@ class Backend(ABC):
     @abstractmethod
     def dtypes(self, config: Config) -> Dtypes:
         """Return the dtypes that the config's precision means in this backend."""
+
+    def plan_split(self, part: Part, config: Config) -> Iterator[str]:
+        """Yield sentences on how `parallel.tensor` would split the blocks of a part, whose model needs no values."""
+        yield from ()
 
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
         """Context manager: start servers in the parent, on loopback; yield environment variables for the workers."""

@@ -16,8 +16,8 @@ from unipar.backend import Engine, LossFn, Mark, Micro, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.data.order import MicrobatchPlan, SampleKey
 from unipar.data.stream_feed import StreamFeed
+from unipar.engines.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_region
 from unipar.results.same_training import RankMarks, rank_marks_path
-from unipar.training.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_region
 from unipar.training.run import TrainingRun
 
 MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})

@@ -115,6 +115,32 @@ def optimizer_factory(
     return make
 
 
+def refuse_whole_matrices(own: MakeOptimizer, ranks: int) -> None:
+    """Raise TaskError if the task's optimizer updates a matrix otherwise than its halves, as `parallel.tensor` needs.
+
+    It is tried on one small matrix, whole and as two.
+    """
+    generator = torch.Generator().manual_seed(0)
+    whole, gradient = (torch.randn(6, 4, generator=generator) for _ in range(2))
+    settings = {"lr": 0.1, "weight_decay": 0.0}
+    updated: list[torch.Tensor] = []
+    for sizes in ([6], [3, 3]):
+        params = [nn.Parameter(part.clone()) for part in whole.split(sizes)]
+        for p, g in zip(params, gradient.split(sizes), strict=True):
+            p.grad = g.clone()
+        optimizer = own([{"params": params, **settings}])
+        if isinstance(optimizer, Optimizer):
+            optimizer.step()
+        updated.append(torch.cat([p.detach() for p in params]))
+    change = (updated[0] - whole).norm()
+    if float((updated[0] - updated[1]).norm()) > 1e-4 * float(change):
+        raise TaskError(
+            f"parallel.tensor: {ranks} gives each rank a part of each matrix, and the task's optimizer() updates a "
+            "matrix as a whole (two halves of one are updated otherwise): leave parallel.tensor out, or take an "
+            "optimizer that goes by elements"
+        )
+
+
 def _create_own_optimizer(
     own: MakeOptimizer, groups: list[dict[str, Any]], names: Mapping[str, nn.Parameter]
 ) -> Optimizer:

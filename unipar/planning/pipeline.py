@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 
 from unipar.config.sections.cell import Axes, PipelineSchedule
 
-Way = Literal["forward", "backward"]
+TurnWay = Literal["forward", "backward"]
 
 
 class Turn(NamedTuple):
     """One forward or backward of one microbatch on one stage."""
 
-    way: Way
+    way: TurnWay
     micro: int
 
 
@@ -69,7 +69,7 @@ class PlacedTurn(NamedTuple):
     end: int
 
 
-_TURN_TIMES: dict[Way, int] = {"forward": 1, "backward": 2}
+_TURN_TIMES: dict[TurnWay, int] = {"forward": 1, "backward": 2}
 """Time of a turn in units of a forward's: a backward computes gradients of inputs and of weights."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from unipar.backend import Engine, Part, Piece, Read, Region, Step
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.errors import NonFinite, UniparError
+from unipar.errors import NonFinite, TaskError, UniparError
 from unipar.training import stopping
 
 _MAX_PENDING_LOSSES = 64
@@ -159,6 +159,15 @@ class ActivePart:
                 for buffer, before in self._buffers:
                     buffer.copy_(before)
             self._buffers.clear()
+
+
+def refuse_other_loss(loss: object, own: object, config: Config) -> None:
+    """Raise TaskError if a pipeline is to run another loss than the task's, with which its stages were cut."""
+    if config.parallel.pipeline > 1 and loss is not None and loss != own:
+        raise TaskError(
+            "run.step(loss=...) got another loss than the task's loss(), with which the stages of parallel.pipeline "
+            "were cut and proved: let the task's loss() compute it, or leave parallel.pipeline out"
+        )
 
 
 def collect_step_values(parts: Mapping[str, TrainedPart], scale: float) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from unipar.training.parts import (
     combine_recorded_parts,
     flatten_logged_step,
     iterate_pieces,
+    refuse_other_loss,
     restore_parts,
 )
 from unipar.training.stopping import StopAgreement
@@ -156,9 +157,7 @@ class TrainingRun(Run):
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
         other = self._member(part)
         if self._active is None:
-            raise TaskError(
-                f"run.frozen({part!r}) was called outside of a loss and metrics: call it inside one of them"
-            )
+            raise TaskError(f"run.frozen({part!r}) was called outside of a loss and metrics: call it in one of them")
         if other is self._active:
             raise TaskError(
                 f"run.frozen({part!r}) was called in that part's own loss: use the loss's first argument, its model"
@@ -212,6 +211,7 @@ class TrainingRun(Run):
 
     def _select_part(self, part: str | None, loss: Fn | None) -> ActivePart:
         """Return the part that a call of `run.step` means."""
+        refuse_other_loss(loss, self.task.loss, self.config)
         if part is None:
             if len(self._members) == 1:
                 return self._first

@@ -22,7 +22,7 @@ from unipar.distributed.world import World, leave_current_world
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
-from unipar.model.optimizer import optimizer_factory, parameter_groups
+from unipar.model.optimizer import optimizer_factory, parameter_groups, refuse_whole_matrices
 from unipar.model.pretrained import load_weights
 from unipar.model.transforms import apply_transforms
 from unipar.run_folder.heartbeat import HeartbeatWriter
@@ -156,6 +156,8 @@ def build_run(
     parameters = sum(p.numel() for p in whole.parameters())
     in_blocks: Counter[str] = Counter()
     own_optimizer = task.optimizer if task.defines("optimizer") else None
+    if own_optimizer is not None and config.parallel.tensor > 1:
+        refuse_whole_matrices(own_optimizer, config.parallel.tensor)
     parts: dict[str, TrainedPart] = {}
     for name, module in modules.items():
         own = config.of_part(name)

@@ -7,8 +7,10 @@ import sys
 import traceback
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from unipar.backend import Backend, Part
 from unipar.config import BatchSizes, Config
 from unipar.config.config import Data
 from unipar.errors import TaskError, UniparError
@@ -91,6 +93,31 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
             name for name, value in source.loader_arguments.items() if value != _LOADER_DEFAULTS.get(name)
         ),
     )
+
+
+def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[str]:
+    """Return how the backend would split the blocks of the task's model over `parallel.tensor`, as sentences."""
+    from unipar.model.blocks import find_blocks
+    from unipar.training.sample import first_microbatch
+
+    task = load_task(config)
+    with _user_errors_as_task_errors("model()"):
+        ((name, module),) = _make_parts_on_meta(task).items()
+    part = Part(
+        name,
+        module,
+        optimizer=lambda model: _no_optimizer(),
+        blocks=find_blocks(module, config, given=task.blocks(module)),
+        loss=task.loss,
+        sample=partial(first_microbatch, task, config, sizes),
+        tensor=task.tensor(module),
+    )
+    with _user_errors_as_task_errors("loss()"):
+        return list(backend.plan_split(part, config))
+
+
+def _no_optimizer() -> Any:
+    raise AssertionError("nothing is trained")
 
 
 _LOADER_DEFAULTS = {"timeout": 0, "prefetch_factor": 2}

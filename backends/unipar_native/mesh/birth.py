@@ -20,7 +20,7 @@ from unipar_native.mesh.tensor.cuts import ParameterCut
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank has of a model: which parameters, which part of each, and how FSDP2 splits that further."""
+    """Share of a model that a rank has: which parameters, which part of each, and how FSDP2 splits that further."""
 
     absent: frozenset[str]
     """Names of the parameters that only other stages use."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -28,8 +28,10 @@ from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
 from unipar_native.fsdp2 import ShardedEngine
 from unipar_native.mesh.birth import Placement, place_model
-from unipar_native.mesh.channel import open_channel
 from unipar_native.mesh.context import SequenceSplit
+from unipar_native.mesh.pipeline.channel import open_channel
+from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_input
+from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
 from unipar_native.mesh.probe import (
     ModelFacts,
     WholeModel,
@@ -39,12 +41,10 @@ from unipar_native.mesh.probe import (
     whole_gradients,
 )
 from unipar_native.mesh.proof import prove
-from unipar_native.mesh.stage import Arrival, Stage, hidden_of_input
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.torch_schedules import TorchScheduleExecutor, average_over_copies
-from unipar_native.mesh.words import kinds_in_block, nothing_to_split, refuse_part
+from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part
 
 
 class _Look(NamedTuple):
@@ -94,6 +94,7 @@ class MeshEngine(ShardedEngine):
                 arm_block(part.module.get_submodule(name), plan, world.groups.group("tensor"))
         stages = [Stage(part.module, facts.blocks, first, end, facts.tuples) for first, end in ranges]
         self._stage = stages[0] if self._stages > 1 and self.axes.pieces == 1 else None
+        self._run_loss: Callable[[Fn, nn.Module, Any], Any] | None = None
         self._split_sequences(part, own, world)
         self._executor: TorchScheduleExecutor | None = None
         if self._stages > 1:
@@ -109,7 +110,7 @@ class MeshEngine(ShardedEngine):
         if world.device.type == "cuda":
             batch = to_device(batch, world.device)
         assert part.loss is not None
-        prove(self, part.loss, batch, whole)
+        prove(self, part.loss, batch, whole, dtype=self.dtype, words=self.split_words)
 
     # Set-up
 
@@ -130,7 +131,7 @@ class MeshEngine(ShardedEngine):
                 told = [_Look(batch, replace(facts, block_inputs={}), plans)]
             except TaskError as e:
                 told = [e]
-        self.broadcast_objects(told)
+        dist.broadcast_object_list(told, 0)
         if isinstance(told[0], TaskError):
             raise told[0]
         return told[0], whole
@@ -145,8 +146,7 @@ class MeshEngine(ShardedEngine):
             block = part.module.get_submodule(name)
             given = kinds_in_block(part.tensor or {}, name, block)
             kinds[kind_of_block(block)] = derive_block_plan(block, args, kwargs, mesh, given)
-        if not any(plan.cuts for plan in kinds.values()):
-            raise TaskError(nothing_to_split(self.axes.tensor, kinds.values()))
+        refuse_empty_plans(self.axes.tensor, kinds.values())
         blocks = {name: part.module.get_submodule(name) for name in facts.blocks}
         return {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
 
@@ -165,6 +165,7 @@ class MeshEngine(ShardedEngine):
         first, last = own[0] == self._blocks[0], own[-1] == self._blocks[-1]
         split = SequenceSplit(part.module, own, world.groups.group("context"), enters=first, leaves=last)
         split.arm()
+        self._run_loss = split.run_loss
 
         def tell_length(block: nn.Module, args: Any, kwargs: Any) -> None:
             split.whole_length = hidden_of_input(args, kwargs).shape[1]
@@ -173,11 +174,6 @@ class MeshEngine(ShardedEngine):
         before_all.register_forward_pre_hook(tell_length, with_kwargs=True, prepend=True)
         if self._stage is not None and not last:
             self._stage.widen = lambda hidden: hidden.new_zeros((len(hidden), split.whole_length, *hidden.shape[2:]))
-
-    @staticmethod
-    def broadcast_objects(objects: list[Any]) -> None:
-        """Replace the list's objects by rank 0's, on all ranks."""
-        dist.broadcast_object_list(objects, 0)
 
     def _placement(self, config: Config, world: World) -> Placement:
         needed = self._needs[self._stage_seat]
@@ -207,13 +203,21 @@ class MeshEngine(ShardedEngine):
 
     @property
     def split_words(self) -> str:
-        """How the model is split, for errors."""
+        """Words for errors on how the model is split."""
         cuts = ", ".join(self._blocks[i] for i in self._cuts[1:-1])
         return f"{self.axes}" + (
             f", with stages that begin at {cuts} (a value that skips a block cannot cross such a cut)" if cuts else ""
         )
 
     # Steps
+
+    def _surrounded(self, fn: Fn) -> Fn:
+        """Return the function with what a cut sequence needs around it."""
+        return fn if self._run_loss is None else partial(self._run_loss, fn)
+
+    @override
+    def forward_loss(self, fn: LossFn, micro: Micro) -> Tensor:
+        return self.wrapped(self._surrounded(micro.bind(fn)), OpaqueBatch(micro.batch))
 
     @override
     def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
@@ -256,7 +260,7 @@ class MeshEngine(ShardedEngine):
             return arrival
 
         stage.inlet = None if stage.is_first else receive
-        bound = micro.bind(fn)
+        bound = self._surrounded(micro.bind(fn))
         out = self.wrapped(partial(stage.run, bound), OpaqueBatch(micro.batch))
         if not stage.is_last:
             self._channel.send_hidden(number, out)
@@ -264,6 +268,7 @@ class MeshEngine(ShardedEngine):
 
     @override
     def run_forward(self, fn: Fn, batch: Any) -> Any:
+        fn = self._surrounded(fn)
         if self._stages == 1:
             return super().run_forward(fn, batch)
         out = self._forward_alone(fn, batch) if self._executor is None else self._executor.forward(fn, batch)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from unipar.backend import Fn
+from unipar.engines.fingerprint import TensorSketcher, sketch_whole_tensor
 from unipar.errors import TaskError, UniparError
-from unipar.training.fingerprint import TensorSketcher, sketch_whole_tensor
-from unipar_native.mesh.balance import balanced_cuts, cuts_at
-from unipar_native.mesh.stage import Arrival, Stage, hidden_of_output
+from unipar_native.mesh.pipeline.balance import balanced_cuts, cuts_at
+from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_output
 from unipar_native.mesh.state_kept import kept_attributes, unchanged
 
 _TIMED_RUNS = 3

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from unipar.backend import Fn, Micro
+from unipar.backend import Fn, Micro, Region
+from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 from unipar.engines.state import local_part
+from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
-from unipar.training.fingerprint import SKETCH_NUMBERS, TensorSketcher
+from unipar_native.mesh.probe import WholeModel
 from unipar_native.mesh.state_kept import kept_attributes
-
-if TYPE_CHECKING:
-    from unipar_native.mesh.engine import MeshEngine
-    from unipar_native.mesh.probe import WholeModel
 
 _TOLERANCES = {torch.float64: 1e-10}
 _TOLERANCE = 2e-4
@@ -25,14 +24,17 @@ _FLOOR = 1e-3
 """Share of the longest gradient's length below which a shorter one is measured by that share."""
 
 
-def prove(engine: MeshEngine, fn: Fn, batch: Any, whole: WholeModel | None) -> None:
+def prove(
+    engine: WrapperEngine, fn: Fn, batch: Any, whole: WholeModel | None, *, dtype: torch.dtype, words: str
+) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on this microbatch.
 
-    `whole` is given on rank 0. All ranks of the data get the same microbatch; nothing is drawn, and no autocast is on.
+    `whole` is given on rank 0, `words` say how the model is split. All ranks of the data get the same microbatch;
+    nothing is drawn, and no autocast is on.
     """
-    names, losses, expected = _from_first_rank(engine, whole)
+    names, losses, expected = share_whole_model(whole)
     loss, sketches = _split_gradients(engine, fn, batch, names)
-    refuse_difference(names, (loss, losses), (sketches, expected), engine.dtype, engine.split_words)
+    refuse_difference(names, (loss, losses), (sketches, expected), dtype, words)
 
 
 def refuse_difference(
@@ -59,17 +61,28 @@ def refuse_difference(
     )
 
 
-def _from_first_rank(engine: MeshEngine, whole: WholeModel | None) -> tuple[list[str], float, torch.Tensor]:
+def share_whole_model(whole: WholeModel | None) -> tuple[list[str], float, torch.Tensor]:
+    """Return names, loss and sketches of gradients of the whole model, which rank 0 has, on all ranks."""
     told: list[Any] = [None]
     if whole is not None:
         rows = [whole.gradients[name].tolist() for name in whole.gradients]
         told = [(list(whole.gradients), whole.loss, rows)]
-    engine.broadcast_objects(told)
+    dist.broadcast_object_list(told, 0)
     names, loss, rows = told[0]
     return names, loss, torch.tensor(rows, dtype=torch.float64).view(-1, SKETCH_NUMBERS)
 
 
-def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -> tuple[float, torch.Tensor]:
+def sketch_regions(names: Sequence[str], regions: Iterable[tuple[str, int, Region, torch.Tensor]]) -> torch.Tensor:
+    """Return one row for each name: the sketch of its regions, given with the number of elements of the whole."""
+    rows = torch.zeros((len(names), SKETCH_NUMBERS), dtype=torch.float64)
+    sketcher, places = TensorSketcher(keep=False), {name: i for i, name in enumerate(names)}
+    for name, numel, where, elements in regions:
+        if name in places:
+            rows[places[name]] += sketcher.sketch_region(name, numel, where, elements)
+    return rows
+
+
+def _split_gradients(engine: WrapperEngine, fn: Fn, batch: Any, names: list[str]) -> tuple[float, torch.Tensor]:
     """Return the split model's loss, and the sketches of its gradients, on every rank."""
     modes = [(module, module.training) for module in engine.wrapped.modules()]
     autocast, engine.call.autocast = engine.call.autocast, None
@@ -90,12 +103,14 @@ def _split_gradients(engine: MeshEngine, fn: Fn, batch: Any, names: list[str]) -
     engine.before_state_access()
     world = engine.world
     loss = torch.full((), float(share) if world.leads else 0.0, dtype=torch.float64, device=world.device)
-    rows = torch.zeros((len(names), SKETCH_NUMBERS), dtype=torch.float64)
-    sketcher, places = TensorSketcher(keep=False), {name: i for i, name in enumerate(names)}
-    for name, p in engine.local_parameters():
-        if name in places and p.grad is not None and engine.speaks_for(name, p.grad):
-            numel = torch.Size(engine.whole_shape(name, p)).numel()
-            for where, mine in engine.local_regions(name, p.grad):
-                rows[places[name]] += sketcher.sketch_region(name, numel, where, local_part(mine))
+    rows = sketch_regions(names, _regions_of_gradients(engine))
     engine.optimizer.zero_grad()
     return float(world.sum(loss)), world.sum(rows.to(world.device)).cpu()
+
+
+def _regions_of_gradients(engine: WrapperEngine) -> Iterator[tuple[str, int, Region, torch.Tensor]]:
+    for name, p in engine.local_parameters():
+        if p.grad is not None and engine.speaks_for(name, p.grad):
+            numel = torch.Size(engine.whole_shape(name, p)).numel()
+            for where, mine in engine.local_regions(name, p.grad):
+                yield name, numel, where, local_part(mine)

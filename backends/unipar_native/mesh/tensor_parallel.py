@@ -9,7 +9,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unipar_native.mesh.tensor.attention import attend
+from unipar_native.mesh.tensor.attention import attend_with_parts
 from unipar_native.mesh.tensor.collectives import enter, leave
 from unipar_native.mesh.tensor.cuts import BlockPlan, is_transposed
 from unipar_native.mesh.tensor.rewrites import PartCalls
@@ -94,7 +94,7 @@ class _Entered:
     def of(self, x: Tensor) -> Tensor:
         known = self._known.get(id(x))
         if known is None or known[0] is not x:
-            known = self._known[id(x)] = (x, enter(x, self._group))
+            known = self._known[id(x)] = (x, enter(x, self._group, alone=True))
         return known[1]
 
     def clear(self) -> None:
@@ -133,7 +133,7 @@ def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
 
 def _attention(module: Any, group: dist.ProcessGroup | None, ranks: int, rank: int) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return attend(module, group, ranks, rank, *args, **kwargs)
+        return attend_with_parts(module, group, ranks, rank, *args, **kwargs)
 
     return forward
 

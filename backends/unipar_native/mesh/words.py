@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -26,11 +26,13 @@ def kinds_in_block(given: Mapping[str, str], name: str, block: nn.Module) -> dic
     }
 
 
-def nothing_to_split(ranks: int, plans: Iterable[BlockPlan]) -> str:
-    """Return the sentence for a model none of whose matrices can be cut."""
+def refuse_empty_plans(ranks: int, plans: Collection[BlockPlan]) -> None:
+    """Raise TaskError if none of the blocks has a matrix that can be cut."""
+    if any(plan.cuts for plan in plans):
+        return
     reasons = {f"{name}: {why}" for plan in plans for name, why in plan.whole.items()}
     shown = "; ".join(sorted(reasons)[:3])
-    return (
+    raise TaskError(
         f"parallel.tensor: {ranks} would split nothing of this model ({shown or 'its blocks have no matrices'}): "
         "leave tensor out, or name what it can split in the task's tensor(model)"
     )

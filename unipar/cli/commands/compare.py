@@ -33,6 +33,7 @@ def compare(
     unipar compare configs/quickstart.yaml
     unipar compare configs/quickstart.yaml --world 1,2,4
     unipar compare configs/quickstart.yaml --cell native/nothing --cell 'deepspeed/*' --overwrite
+    unipar compare configs/char_gpt.yaml --world 4 --cell native/nothing+tensor2
     """
     source = read_config_file(file, sets, out=out)
     from unipar.comparison.compare import compare as compare_cells

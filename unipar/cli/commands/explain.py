@@ -49,7 +49,8 @@ def explain(
 ) -> None:
     """Show every value of the config, and where it came from.
 
-    Then, for each cell, the settings that its library will get, and the dtype of parameters, gradients and so on.
+    Then, for each cell, the settings that its library will get, and the dtype of parameters, gradients and so on; with
+    further axes of the mesh (native/nothing+pipeline2) its share of the batch, and how long a stage waits.
 
     \b
     unipar explain configs/char_gpt.yaml
@@ -179,7 +180,7 @@ def explain_config(
         source.label,
         values,
         list(_derived_values(config, sizes, own, depth)),
-        [_explain_cell(config, cell, own, parameters, ranks.number) for cell in asked or [own]],
+        [_explain_cell(config, cell, own, parameters, ranks.number, deep=deep) for cell in asked or [own]],
     )
 
 
@@ -304,7 +305,9 @@ def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
     return ExplainedValue("full learning rate", lr * scale.factor(sizes.total), f"derived: train.optimizer.lr {how}")
 
 
-def _explain_cell(config: Config, cell: Cell, own: Cell, parameters: int | None, ranks: int) -> CellExplanation:
+def _explain_cell(
+    config: Config, cell: Cell, own: Cell, parameters: int | None, ranks: int, *, deep: bool
+) -> CellExplanation:
     from unipar.backend import cells, checks, registry
     from unipar.errors import UniparError
 
@@ -318,6 +321,12 @@ def _explain_cell(config: Config, cell: Cell, own: Cell, parameters: int | None,
     except UniparError as e:
         return CellExplanation(str(cell), str(e), {}, {})
     axes = list(_explain_axes(at, cell, ranks)) if cell.axes.ranks > 1 else []
+    if deep and cell.axes.tensor > 1:
+        from unipar.training.task_facts import describe_split
+
+        sizes = at.batch.settle(ranks // cell.axes.ranks)
+        said = describe_split(at, sizes, backend)
+        axes += [ExplainedValue("split of blocks", sentence, "derived on tensors without values") for sentence in said]
     return CellExplanation(str(cell), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters), axes)
 
 
@@ -333,7 +342,7 @@ def _explain_axes(config: Config, cell: Cell, ranks: int) -> Iterator[ExplainedV
     if axes.pipeline == 1:
         return
     micros = sizes.accumulate
-    waits = round(bubble(axes.schedule, axes.pipeline, micros), 4)
+    waits = round(bubble(axes.schedule, axes.pipeline, micros, axes.pieces), 4)
     yield ExplainedValue("pipeline bubble", waits, f"derived: a stage waits {describe_bubble(axes, micros)}")
     if axes.schedule in ("1f1b", "gpipe"):
         orders = [microbatch_order(axes.schedule, axes.pipeline, stage, micros) for stage in range(axes.pipeline)]

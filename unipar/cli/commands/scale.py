@@ -31,12 +31,14 @@ def scale(
     """Measure how much faster more ranks train.
 
     Strong scaling keeps the total batch, and each rank's share shrinks; weak scaling keeps each
-    rank's share, and the batch grows. All worlds exist at the same time and take turns. Efficiency is
-    the samples/s of a world divided by (ranks / ranks of the smallest world) x the smallest world's samples/s.
+    rank's share, and the batch grows. Ranks along tensor, pipeline and context have one share together.
+    All worlds exist at the same time and take turns. Efficiency is the samples/s of a world
+    divided by (ranks / ranks of the smallest world) x the smallest world's samples/s.
 
     \b
     unipar scale configs/quickstart.yaml --world 1,2,4
     unipar scale configs/quickstart.yaml --world 1,2 --cell native/nothing,native/parameters
+    unipar scale configs/char_gpt.yaml --world 2,4 --cell native/nothing+pipeline2
     """
     source = read_config_file(file, sets, out=out)
     from unipar.comparison.scale import scale as scale_worlds

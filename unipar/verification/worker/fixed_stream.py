@@ -12,9 +12,9 @@ from unipar.config.config import Data
 from unipar.config.settled import SettledConfig
 from unipar.data.dataset import DataSource, training_data_source
 from unipar.data.stream import seeded_samples
+from unipar.engines.fingerprint import fingerprint_batch
 from unipar.errors import ConfigError
 from unipar.task import Task
-from unipar.training.fingerprint import fingerprint_batch
 
 
 def fix_stream_samples(task: Task, settled: SettledConfig, steps: int) -> tuple[SettledConfig, bool | None]:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from unipar.backend import Engine, LossFn, Mark, Micro, Piece, Step
 from unipar.backend.engine import DelegatingEngine
-from unipar.training.fingerprint import TensorSketcher, fingerprint_batch, sketch_whole_tensor
+from unipar.engines.fingerprint import TensorSketcher, fingerprint_batch, sketch_whole_tensor
 from unipar.verification.worker.trace import DropoutDraws, StepTrace
 
 

@@ -14,9 +14,9 @@ from typing_extensions import override
 from unipar.backend import Holding, Part
 from unipar.config import Config
 from unipar.distributed.world import World
+from unipar.engines.fingerprint import TensorSketcher, sketch_whole_tensor
 from unipar.engines.placement import broadcast_model
 from unipar.engines.wrapper import WrapperEngine
-from unipar.training.fingerprint import TensorSketcher, sketch_whole_tensor
 
 GradientList = list[Tensor | None]
 """Gradients of all trained parameters, in order; None for one that got none."""

@@ -19,11 +19,11 @@ from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import SampleKey
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
+from unipar.engines.fingerprint import fingerprint_batch
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import UniparError
 from unipar.model.create import ONLY_PART, create_parts
 from unipar.task import Task
-from unipar.training.fingerprint import fingerprint_batch
 from unipar.utils.seeding import seed_all
 
 EQUAL_LOSS_TOLERANCE: dict[Precision, float] = {"fp64": 1e-9, "fp32": 64 * 2.0**-23}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from unipar.training.fingerprint import TensorSketcher, collect_tensors, fingerprint_batch, sketch_whole_tensor
+from unipar.engines.fingerprint import TensorSketcher, collect_tensors, fingerprint_batch, sketch_whole_tensor
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -15,7 +16,7 @@ from typing_extensions import override
 from unipar.errors import TaskError
 from unipar_native.mesh.context.attention import SequenceLayout, Way, attend_over_ranks
 
-RANDOM: frozenset[Any] = frozenset(
+RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
     {
         torch.rand_like,
         torch.randn_like,
@@ -32,6 +33,10 @@ RANDOM: frozenset[Any] = frozenset(
     }
 )
 """Functions that draw numbers in the shape of a tensor, and are not dropout of single elements."""
+
+
+DROPOUT_FUNCTIONS: frozenset[Any] = frozenset({F.dropout, torch.dropout, torch.dropout_})
+"""Functions that drop single elements."""
 
 
 @dataclass
@@ -69,9 +74,9 @@ class InsideBlock(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head(args, kwargs)
-        if func in (F.dropout, torch.dropout, torch.dropout_):
+        if func in DROPOUT_FUNCTIONS:
             return self._dropout(func, *args, **kwargs)
-        if func in RANDOM:
+        if func in RANDOM_FUNCTIONS:
             tensor = args[0] if args else kwargs.get("input")
             if isinstance(tensor, Tensor) and self._rows_dimension(tensor) is not None:
                 raise TaskError(
@@ -204,3 +209,21 @@ class InsideBlock(TorchFunctionMode):
                     "which one is cut cannot be told; take another length"
                 )
         return None
+
+
+@final
+class BetweenBlocks(TorchFunctionMode):
+    """Dropout as one process draws it, in the loss: what lies between two blocks has a part of the sequence, too."""
+
+    def __init__(self, find: Callable[[], InsideBlock | None]) -> None:
+        """`find` returns what a block would have around it, or None outside of the blocks' pass."""
+        super().__init__()
+        self._find = find
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (func in DROPOUT_FUNCTIONS or func in RANDOM_FUNCTIONS) and (between := self._find()) is not None:
+            return between.__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))

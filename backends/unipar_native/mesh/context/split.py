@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unipar.backend import Fn
 from unipar.errors import TaskError
 from unipar.model import transforms
 from unipar_native.mesh.context.arguments import Arguments, position_dimension
 from unipar_native.mesh.context.attention import SequenceLayout, Way, gather_sequence
-from unipar_native.mesh.context.inside import InsideBlock, Pass
+from unipar_native.mesh.context.inside import BetweenBlocks, InsideBlock, Pass
 from unipar_native.mesh.context.trial import examine
+from unipar_native.mesh.state_kept import kept_attributes
 
 
 @final
@@ -88,6 +90,16 @@ class SequenceSplit:
         if self._again in transforms.SURROUNDINGS:
             transforms.SURROUNDINGS.remove(self._again)
         self._handles, self._plain, self._run = [], [], None
+
+    def run_loss(self, fn: Fn, model: nn.Module, batch: Any) -> Any:
+        """Return `fn(model, batch)`, with dropout between blocks as one process draws it."""
+        with BetweenBlocks(self._between):
+            return fn(model, batch)
+
+    def _between(self) -> InsideBlock | None:
+        if self._run is None or self._inside is not None:
+            return None
+        return InsideBlock("the model, between two blocks,", self._run, self.group, self.attention)
 
     def layout(self, length: int) -> SequenceLayout:
         """Return which rank has which positions of a sequence of this length."""
@@ -188,8 +200,9 @@ class SequenceSplit:
             return InsideBlock(name, run, self.group, self.attention, trial=True)
 
         given = Arguments(name, block, args, kwargs)
-        if examine(given, block, plain, run.layout, dimension, inside):
-            self._examined.add((name, block.training))
+        with kept_attributes(list(block.modules())):
+            if examine(given, block, plain, run.layout, dimension, inside):
+                self._examined.add((name, block.training))
 
     def _again(self) -> AbstractContextManager[Any]:
         """Return what a block's forward needs around it when it is run once more, as it is around it now."""

@@ -14,7 +14,7 @@ from unipar.errors import TaskError
 from unipar_native.mesh.tensor.collectives import enter, leave
 
 
-def attend(
+def attend_with_parts(
     module: Any,
     group: dist.ProcessGroup | None,
     ranks: int,

@@ -16,16 +16,17 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, alone: bool) -> Tensor:
+        ctx.group, ctx.alone = group, alone
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] - a plan's mode has no part here
+            return x.view_as(x)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0].clone(memory_format=torch.contiguous_format)  # another node may hold the same tensor
+        grad = grads[0].contiguous() if ctx.alone else grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return grad, None, None
 
 
 @final
@@ -35,8 +36,9 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x, group=group)
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            x = x.contiguous()
+            dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
@@ -45,11 +47,14 @@ class _Leave(torch.autograd.Function):
         return grads[0], None
 
 
-def enter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return a whole tensor for use on parts: its gradients are added up over the group."""
+def enter(x: Tensor, group: dist.ProcessGroup | None, *, alone: bool = False) -> Tensor:
+    """Return a whole tensor for use on parts: its gradients are added up over the group.
+
+    `alone`: only matrix products use the result, so that nobody else holds its gradient, which is overwritten.
+    """
     if group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return _Enter.apply(x, group)  # pyright: ignore[reportReturnType]
+    return _Enter.apply(x, group, alone)  # pyright: ignore[reportReturnType]
 
 
 def leave(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

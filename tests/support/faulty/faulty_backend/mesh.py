@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from unipar_native.mesh import engine as native
 from unipar_native.mesh import tensor_parallel
-from unipar_native.mesh.stage import Arrival
+from unipar_native.mesh.pipeline.stage import Arrival
 from unipar_native.mesh.tensor.collectives import leave
 
 from unipar.backend import Engine, Part

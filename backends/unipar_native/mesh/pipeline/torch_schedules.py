@@ -21,8 +21,8 @@ from unipar.engines.batch import map_tensors
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import scale_loss
 from unipar.errors import TaskError
-from unipar_native.mesh.channel import Channel
-from unipar_native.mesh.stage import Arrival, Stage, generator_state
+from unipar_native.mesh.pipeline.channel import Channel
+from unipar_native.mesh.pipeline.stage import Arrival, Stage, generator_state
 from unipar_native.mesh.state_kept import kept_attributes
 
 _CLASSES: Final[Mapping[str, Any]] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unipar.config.sections.cell import Axes
 from unipar.distributed.world import World
-from unipar_native.mesh.stage import Arrival, generator_state
+from unipar_native.mesh.pipeline.stage import Arrival, generator_state
 
 _DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER_NUMBERS: Final = 10

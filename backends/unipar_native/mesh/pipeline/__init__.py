@@ -1,0 +1,1 @@
+"""Pipeline of the mesh: stages, the channel between them, schedules."""

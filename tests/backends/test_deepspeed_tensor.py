@@ -1,0 +1,144 @@
+"""DeepSpeed's AutoTP by unipar's plan: which elements a rank has, what DeepSpeed is told, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from unipar_deepspeed.tensor import TensorSplit, matrices_left_whole, regions_of_range
+from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, ParameterCut
+
+from tests.support.forks import ROOT, Forks
+from unipar.backend.checks import check_can_run
+from unipar.config import Config
+from unipar.errors import Unsupported
+
+pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # the library's own, while it is imported
+
+CUTS = {
+    "column": ParameterCut((6, 5), 0, Cut("column"), 2),
+    "row": ParameterCut((3, 8), 1, Cut("row"), 2),
+    "three groups": ParameterCut((12, 2), 0, Cut("column", 3), 2),
+    "groups of two sizes": ParameterCut((12, 2), 0, Cut("column", 2, (8, 4)), 2),
+    "rows in groups": ParameterCut((3, 8), 1, Cut("row", 2), 2),
+    "bias": ParameterCut((12,), 0, Cut("column", 3), 2),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("seat", [0, 1])
+def test_regions_of_every_range(name: str, seat: int) -> None:
+    """Each range of a part holds the elements of the whole that its regions name, in their places."""
+    cut = CUTS[name]
+    whole = torch.arange(torch.Size(cut.shape).numel()).view(cut.shape)
+    part = cut.local(whole, seat).view(-1)
+    for start in range(len(part)):
+        for length in range(1, len(part) - start + 1):
+            found = torch.full((length,), -1)
+            for where, local in regions_of_range(cut, seat, start, length):
+                local.of(found).copy_(where.of(whole))
+            assert torch.equal(found, part[start : start + length]), (start, length)
+
+
+def test_what_deepspeed_is_told() -> None:
+    """Each matrix by its whole name, a fused one with the shape of its groups; no head is cut by name."""
+    cuts = {"qkv": Cut("column", 3), "kv": Cut("column", 2, (8, 4)), "out": Cut("row")}
+    split = TensorSplit(None, {"layers.0": BlockPlan(cuts, {}, 1, 2)}, {}, 0)
+    assert split.section("model.") == {
+        "autotp_size": 2,
+        "partition_config": {
+            "use_default_specs": False,
+            "lm_head_patterns": ["(none)"],
+            "layer_specs": [
+                {"patterns": [r"model\.layers\.0\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1],
+                 "partition_dim": 0},
+                {"patterns": [r"model\.layers\.0\.kv\.weight$"], "partition_type": "column", "shape": [[8, 4], -1],
+                 "partition_dim": 0},
+                {"patterns": [r"model\.layers\.0\.out\.weight$"], "partition_type": "row"},
+            ],
+        },
+    }  # fmt: skip
+
+
+def test_layers_that_deepspeed_does_not_cut() -> None:
+    """They stay whole, and the plan says why."""
+    block = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)})
+    why = "AutoTP replaces linear layers, and nn.MultiheadAttention keeps its projections itself"
+    assert matrices_left_whole(block) == {"attention": why, "attention.out_proj": why}
+
+
+@pytest.mark.parametrize(
+    ("backend", "more", "why"),
+    [
+        ("deepspeed", {"parallel": {"tensor": 2, "sequence": True}},
+         "parallel.sequence: true is not available: DeepSpeed's AutoTP keeps activations whole between the matrices "
+         "that it cuts; leave it out, or use backend: native"),
+        ("deepspeed", {"parallel": {"tensor": 2}, "train": {"precision": "bf16-master"}},
+         "train.precision: bf16-master is not available with parallel.tensor: DeepSpeed keeps bf16 copies of the "
+         "parameters, with which the split model cannot be proved equal to the whole one; use fp32 or bf16-mixed, or "
+         "backend: native"),
+        ("deepspeed", {"parallel": {"tensor": 2, "shard": "gradients"},
+                       "options": {"deepspeed": {"offload_optimizer": "cpu", "cpu_adam": "torch"}}},
+         "offloading is not available with parallel.tensor: no run of DeepSpeed's AutoTP with offloaded state has been "
+         "compared with one process; leave one of them out"),
+        ("deepspeed", {"parallel": {"pipeline": 2}},
+         "DeepSpeed's PipelineModule takes a list of layers, so the model would have to be rewritten; with a clip and "
+         "ZeRO-0 it was 2e-3 off one process, and it refuses ZeRO-2 and ZeRO-3"),
+        ("deepspeed", {"parallel": {"context": 2}},
+         "DeepSpeed's Ulysses is an attention layer, which has to be written into the model"),
+        ("horovod", {"parallel": {"tensor": 2}}, "Horovod sums tensors over ranks and has no part that splits a model"),
+        ("accelerate", {"parallel": {"tensor": 2}},
+         "Accelerate's ParallelismConfig refuses to start on the CPU, and its tensor parallelism takes only models "
+         "that transformers has split already"),
+        ("accelerate", {"parallel": {"pipeline": 2}}, "Accelerate runs pipelines for inference alone"),
+        ("accelerate", {"parallel": {"context": 2}},
+         "Accelerate's ParallelismConfig refuses to start on the CPU, and on GPUs the loop would have to wrap each "
+         "step in its own context manager, with the buffers to cut"),
+    ],
+)  # fmt: skip
+def test_refusals(backend: str, more: dict[str, Any], why: str) -> None:
+    """What a library does not do is refused before any process starts, with the reason."""
+    made: dict[str, Any] = {"backend": backend, "device": "cpu", "batch": {"total": 8}}
+    made |= more | {"parallel": {"data": 1, **more["parallel"]}, "train": {"steps": 1, **more.get("train", {})}}
+    with pytest.raises(Unsupported) as caught:
+        check_can_run(Config.model_validate(made))
+    assert [reason for reason in caught.value.reasons if reason.endswith(why)]
+
+
+WRONG = """
+from dataclasses import replace
+from unipar_deepspeed import tensor
+from examples.char_gpt import CharGPT
+
+derive = tensor.derive_block_plan
+
+def ungrouped(*given):
+    plan = derive(*given)
+    return replace(plan, cuts={name: replace(cut, groups=1, sizes=()) for name, cut in plan.cuts.items()})
+
+class Wrong(CharGPT):
+    def model(self):
+        tensor.derive_block_plan = ungrouped
+        return super().model()
+"""
+
+
+def test_a_wrong_plan_is_refused_by_the_proof(tmp_path: Path, forks: Forks) -> None:
+    """A fused projection that is cut as one matrix trains another model: no step is taken."""
+    (tmp_path / "wrong.py").write_text(WRONG, "utf-8")
+    config: dict[str, Any] = {
+        "task": {"use": "wrong.py:Wrong", "args": {"layers": 2, "width": 16, "heads": 2, "context": 8}},
+        "backend": "deepspeed",
+        "device": "cpu",
+        "parallel": {"data": 1, "tensor": 2},
+        "batch": {"total": 4},
+        "train": {"steps": 2},
+    }
+    (tmp_path / "c.yaml").write_text(json.dumps(config), "utf-8")
+    done = forks.python(("-m", "unipar", "run", "c.yaml"), tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "split as planned, the model is another: a loss of " in done.stderr
