@@ -24,7 +24,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory mesh conformance chaos matrix sweeps compiled versions gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory mesh bubble conformance chaos matrix sweeps compiled versions gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -66,6 +66,9 @@ memory: setup ## whether every byte has a name, in every cell: two models, three
 
 mesh: setup $(DONE)/tests ## models that others wrote, split over tensor, pipeline and context: verified in each cell
 	$(IN_VENV) $(BIN)/python -m benchmarks.mesh $(ARGS)
+
+bubble: setup ## how long the ranks of a pipeline wait under each schedule, measured on blocks that sleep
+	$(IN_VENV) $(BIN)/python -m benchmarks.bubble $(ARGS)
 
 conformance: setup $(DONE)/tests ## every case in every cell, in worlds of 1, 2 and 4
 	@$(PYTEST) tests/conformance --whole $(ARGS)

@@ -14,6 +14,7 @@ from unipar.config import SHARDS, Config, Section
 from unipar.distributed import gpus
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
+from unipar_native.schedule_refusals import refusals_of_torch_schedules
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
@@ -354,35 +355,7 @@ def _mesh_refusals(config: Config) -> Iterator[str]:
     if axes.sequence:
         yield "parallel.sequence: true is not available yet: leave it out"
     if axes.pieces > 1:
-        yield from _refusals_of_torch_schedules(config)
-
-
-def _refusals_of_torch_schedules(config: Config) -> Iterator[str]:
-    """Yield a sentence for each key that interleaved and zerobubble, which are torch's schedules, do not allow."""
-    axes, shard = config.parallel.axes, config.parallel.shard
-    name = f"parallel.schedule: {axes.schedule}"
-    if config.data.ragged == "weigh":
-        yield (
-            f"{name} needs microbatches of one shape, and data.ragged: weigh makes the last batch of an epoch smaller: "
-            "set data.ragged: drop, or take schedule 1f1b or gpipe"
-        )
-    if isinstance(config.parallel.data, int):
-        count = config.batch.settle(config.parallel.data).accumulate
-        rounds = max(1, count // axes.pipeline)
-        if count % rounds:
-            yield (
-                f"{name} runs the microbatches of a step in equal rounds of {axes.pipeline} or more, one for each rank "
-                f"of the pipeline; there are {count}, which are not {rounds} equal rounds: take a multiple of "
-                f"{axes.pipeline} (batch.total = data x micro x accumulate), or schedule 1f1b"
-            )
-    if axes.context > 1:
-        yield f"{name} is not available with context: {axes.context}; take schedule 1f1b or gpipe"
-    if axes.schedule == "zerobubble" and shard != "nothing":
-        yield (
-            f"{name} is not available with parallel.shard: {shard}: it computes gradients of weights apart from the "
-            "backward in which FSDP2 would reduce them, so that they would stay empty; take shard nothing, or another "
-            "schedule"
-        )
+        yield from refusals_of_torch_schedules(config)
 
 
 def _meet(config: Config, place: Place) -> World:

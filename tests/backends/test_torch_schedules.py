@@ -61,6 +61,23 @@ def test_what_they_run() -> None:
             "parallel.schedule: interleaved is not available with context: 2; take schedule 1f1b or gpipe",
         ),
         (
+            {
+                "parallel": {"data": 1, "pipeline": 2, "schedule": "zerobubble"},
+                "model": {"recompute": "selective"},
+            },
+            "parallel.schedule: zerobubble is not available with model.recompute: selective: it runs two backwards "
+            "through each block, one for gradients of inputs and one for those of weights, and torch allows one there; "
+            "take recompute: blocks",
+        ),
+        (
+            {
+                "parallel": {"data": 1, "pipeline": 2, "schedule": "zerobubble"},
+                "model": {"compile": {"what": "blocks"}},
+            },
+            "parallel.schedule: zerobubble is not available with model.compile: torch cannot split the backward of "
+            "what is compiled into gradients of inputs and of weights; leave it out, or take schedule interleaved",
+        ),
+        (
             {"parallel": {"data": 1, "pipeline": 2, "shard": "parameters", "schedule": "zerobubble"}},
             "parallel.schedule: zerobubble is not available with parallel.shard: parameters: it computes gradients of "
             "weights apart from the backward in which FSDP2 would reduce them, so that they would stay empty; take "

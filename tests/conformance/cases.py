@@ -94,7 +94,8 @@ class Case:
         options = {k: dict(v) for k, v in self.options.items()}
         made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
-        if cell.axes.pieces > 1 and "ragged" not in self.name:  # 64 samples fill all batches: nothing is left out
+        # 64 samples fill all batches, so that nothing is left out
+        if cell.axes.pieces > 1 and "ragged" not in self.name and self.task is not tasks.Streamed:
             made["data"] = {"ragged": "drop"} | made.get("data", {})
         made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})
         return config_in_cell(Config.model_validate(made), cell)

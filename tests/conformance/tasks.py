@@ -234,7 +234,7 @@ class Sharing(Plain):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         model.seen.clear()
         loss = super().loss(model, batch)
-        assert len(model.seen) == 2
+        assert len(model.seen) == BLOCKS[0]
         return loss + 0.1 * to_float32(model.seen[1]).square().mean()
 
 
