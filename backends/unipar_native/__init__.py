@@ -139,6 +139,7 @@ class Native(Backend):
 
     name = "native"
     exports = "torchrun"
+    exported_axes = ("pipeline", "schedule", "tensor", "context", "sequence")
     options: ClassVar[type[Section]] = NativeOptions
     capabilities = Capabilities(
         shards=("nothing", "optimizer", "gradients", "parameters"),

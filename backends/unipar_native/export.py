@@ -7,6 +7,7 @@ from dataclasses import replace
 from unipar.backend.export import (
     Outline,
     Script,
+    constant_tuple,
     fill_template,
     format_call,
     groups_code,
@@ -17,6 +18,7 @@ from unipar.backend.export import (
     render_samples_file,
 )
 from unipar_native import ZERO_OPTIMIZER_SETTINGS, options_of, uses_ddp
+from unipar_native.mesh.scripts.pipeline import mesh_script
 
 _CARRIED_OPTIONS = frozenset({"find_unused", "bucket_mb"})
 
@@ -27,8 +29,10 @@ def script(outline: Outline) -> Script:
     shard = config.parallel.shard
     refuse_uncarried_options("native", f"native/{shard}", config.options.get("native", {}), _CARRIED_OPTIONS)
     outline = replace(outline, autocast=config.train.precision == "bf16-mixed")
-    text = _ddp_script(outline) if uses_ddp(config) else _fsdp2_script(outline)
-    command = ["torchrun", "--standalone", "--nproc-per-node", str(outline.sizes.ranks), "$@", "train.py"]
+    stages = config.parallel.pipeline
+    write = mesh_script if config.parallel.axes.ranks > 1 else _ddp_script if uses_ddp(config) else _fsdp2_script
+    text = write(outline)
+    command = ["torchrun", "--standalone", "--nproc-per-node", str(outline.sizes.ranks * stages), "$@", "train.py"]
     return Script({"train.py": text, "samples.py": render_samples_file(outline)}, command)
 
 
@@ -55,23 +59,15 @@ def _fsdp2_script(outline: Outline) -> str:
     settings = f"    split: dict[str, Any] = {{{', '.join(words)}}}"
     if len(settings) > 120:
         settings = "\n".join(["    split: dict[str, Any] = {", *(f"        {word}," for word in words), "    }"])
+    quoted = [f'"{name}"' for name in outline.blocks]
     flags = {"blocks": bool(outline.blocks), "boundary": shard == "optimizer"}
     values = {
         "shard": settings,
-        "blocks": _blocks_constant(outline.blocks),
+        "blocks": constant_tuple("BLOCKS", quoted, "submodules of the model, sharded one by one"),
         "optimizer": optimizer_code(outline, split=True),
         "lower": _CAST_BUFFERS_CODE if master else "",
     }
     return fill_template(outline, "unipar_native", "fsdp2.txt", flags, values)
-
-
-def _blocks_constant(names: tuple[str, ...]) -> str:
-    if not names:
-        return ""
-    quoted = [f'"{name}"' for name in names]
-    tail = "," * (len(names) == 1)
-    one = f"BLOCKS = ({', '.join(quoted)}{tail})  # submodules of the model, sharded one by one"
-    return one if len(one) <= 120 else "\n".join(["BLOCKS = (", *(f"    {word}," for word in quoted), ")"])
 
 
 _CAST_BUFFERS_CODE = '''def constants_to_bf16(model: nn.Module) -> None:

@@ -97,6 +97,9 @@ class Backend(ABC):
     exports: ClassVar[str] = ""
     """Name for `unipar export --to` of the script that export.py beside the description writes; empty: no script."""
 
+    exported_axes: ClassVar[tuple[str, ...]] = ()
+    """Keys of `parallel` beside data and shard that its script carries, such as pipeline."""
+
     imports: ClassVar[str] = ""
     """Name for `unipar import` of the library's own config, read by import_config.py; empty: not read."""
 

@@ -138,7 +138,7 @@ def shared_values(outline: Outline) -> dict[str, str]:
         "group": "nccl" if outline.cuda else "gloo",
         "args": ", ".join(f"{k}={v!r}" for k, v in args.items()),
         "constants": "\n".join(_constants(outline)),
-        "functions": "\n\n".join(_functions(outline)),
+        "functions": functions_code(outline),
         "placed": placed + (".to(device)" if outline.cuda else ""),
         "groups": groups_code(outline),
         "optimizer": optimizer_code(outline),
@@ -216,8 +216,16 @@ def _constants(outline: Outline) -> Iterator[str]:
         yield f"CLIP = {float(train.clipping.max)!r}  # the largest gradient norm"
 
 
-def _functions(outline: Outline) -> Iterator[str]:
+def functions_code(outline: Outline, *, loss: bool = True) -> str:
+    """Return the functions that all scripts share; without the module of the loss where a script has its own."""
+    return "\n\n".join([*_loss_code(outline)] * loss + [*_functions(outline)])
+
+
+def _loss_code(outline: Outline) -> Iterator[str]:
     yield _LOSS_MIXED.replace("DEVICE", "cuda" if outline.cuda else "cpu") if outline.autocast else _LOSS
+
+
+def _functions(outline: Outline) -> Iterator[str]:
     if has_schedule(outline.config):
         yield "\n".join(_rate_code(outline.config))
     yield _NOTE
@@ -291,6 +299,16 @@ def format_call(head: str, words: Sequence[str]) -> str:
     if len(two) <= SCRIPT_LINE_WIDTH:
         return f"{head}(\n{two}\n{indent})"
     return "\n".join([f"{head}(", *(f"{indent}    {word}," for word in words), f"{indent})"])
+
+
+def constant_tuple(name: str, words: Sequence[str], comment: str) -> str:
+    """Return a constant's assignment as source code, over several lines if it is too long for one; "" if empty."""
+    if not words:
+        return ""
+    one = f"{name} = ({', '.join(words)}{',' * (len(words) == 1)})  # {comment}"
+    return (
+        one if len(one) <= SCRIPT_LINE_WIDTH else "\n".join([f"{name} = (", *(f"    {word}," for word in words), ")"])
+    )
 
 
 def format_json(values: Mapping[str, Any]) -> str:

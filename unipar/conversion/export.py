@@ -76,7 +76,7 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
     own = cells.cell_of(source.config)
     source = in_cell(source, own if own.backend == backend.name else cell, "--to")
     checks.check_can_run(source.config)
-    _refuse_unsupported_keys(source.config, source.cell)
+    _refuse_unsupported_keys(source.config, source.cell, backend.exported_axes)
     folder = out or Path(f"{source.name}-{to}")
     _check_out_folder(folder, overwrite=overwrite)
     outline, files = _make_outline(source)
@@ -88,12 +88,16 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
     return ExportResult(folder, _shell_command(script, ""), tuple(sorted(files)), left_out)
 
 
-def _refuse_unsupported_keys(config: Config, cell: Cell) -> None:
-    """Raise Unsupported with a reason for each key that differs from its default and that a script cannot carry."""
-    clip = config.train.clipping
+def _refuse_unsupported_keys(config: Config, cell: Cell, axes: tuple[str, ...] = ()) -> None:
+    """Raise Unsupported with a reason for each key that differs from its default and that a script cannot carry.
+
+    `axes` are the keys of `parallel` that the script of this backend carries.
+    """
+    clip, carried = config.train.clipping, {f"parallel.{name}" for name in axes}
     reasons = [
         f"{key}: a script does not carry it; leave it out (--set {key}={_override_text(default)})"
         for key, default in _unsupported_keys(config, Config.model_fields)
+        if key not in carried
     ]
     if clip is not None and clip.norm != "fp32":
         reasons.append(
@@ -133,8 +137,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
     from unipar.training.task_facts import gather_task_facts, load_task
 
     config = source.config
-    ranks = resources.count_ranks(config).number
-    sizes = config.batch.settle(ranks)
+    sizes = config.batch.settle(resources.count_ranks(config).number // config.parallel.axes.ranks)
     ref = TaskRef.of(None, config.task, {})
     ref.check_code()
     assert ref.task is not None
@@ -173,7 +176,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
         steps=config.train.steps or (config.train.epochs or 0) * depth.per_epoch,
         origin=Path(source.label).name,
         task=ref.task.name,
-        gives=frozenset(name for name in (*TASK_FUNCTIONS, "prepare") if task.defines(name)),
+        gives=frozenset(name for name in (*TASK_FUNCTIONS, "prepare", "cuts", "tensor") if task.defines(name)),
         loader=bool(depth.data),
         taken=depth.loader_arguments,
         blocks=depth.blocks,

@@ -1,0 +1,1 @@
+"""Scripts of a mesh for PyTorch alone."""

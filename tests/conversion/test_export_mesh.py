@@ -1,0 +1,127 @@
+"""Scripts of a pipeline that `unipar export` writes: without unipar they give the losses of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.exports import FILE, WORDS
+from tests.support.pipelined import Texts
+from unipar import join
+from unipar.config import source
+from unipar.conversion.export import export_script
+from unipar.errors import UniparError
+
+BIN = Path(sys.executable).parent
+PIPELINED = FILE.with_name("pipelined.py")
+TOLD: dict[str, Any] = {**WORDS, "task": {"use": f"{PIPELINED}:Texts"}}
+HIDES = "import sys\nsys.modules['unipar'] = None\n"
+
+
+def _alone(folder: Path) -> list[float]:
+    """Return the losses of one process."""
+    losses: list[float] = []
+    told = {"backend": "single", "parallel.data": 1, "out": str(folder / "alone")}
+    with join(TOLD, task=Texts, overrides=told, overwrite=True) as run:
+        for share in run.batches():
+            loss = run.step(share).loss
+            assert loss is not None
+            losses.append(loss)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        ({"data": 1, "schedule": "1f1b"}, 2),
+        pytest.param({"data": 2, "shard": "parameters", "schedule": "gpipe"}, 4, marks=pytest.mark.sweep),
+        pytest.param({"data": 2, "shard": "optimizer", "schedule": "1f1b"}, 4, marks=pytest.mark.sweep),
+        pytest.param({"data": 2, "shard": "nothing", "schedule": "1f1b"}, 4, marks=pytest.mark.sweep),
+        pytest.param({"data": 1, "pipeline": 4, "schedule": "1f1b"}, 4, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_pipeline_has_the_same_losses(parallel: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    """Ragged texts with weights, a matrix tied over stages, dropout in, before and behind blocks; unipar is hidden."""
+    config = source.load_given_config({**TOLD, "parallel": {"pipeline": 2, **parallel}})
+    made = export_script(config, "torchrun", tmp_path / "made")
+    assert f"--nproc-per-node {ranks} train.py" in made.command
+    (tmp_path / "sitecustomize.py").write_text(HIDES, encoding="utf-8")
+    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": path}
+    command = [str(made.folder / "run.sh")]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (made.folder / "log.jsonl").read_text("utf-8").splitlines()]
+    assert [row["loss"] for row in rows] == pytest.approx(_alone(tmp_path), rel=2e-6)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("shard", ["nothing", "optimizer"])
+def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, tmp_path: Path) -> None:
+    """Linter and formatter have nothing to say."""
+    told = {**TOLD, "parallel": {"data": 1, "pipeline": 2, "shard": shard, "schedule": schedule}}
+    told["train"] = {"steps": 3, "clip": clip} if clip is None else TOLD["train"]
+    folder = export_script(source.load_given_config(told), "torchrun", tmp_path / "made").folder
+    for words in (
+        ["check", "--isolated", "--select", "E,F,I,UP,B,RUF", "--ignore", "B905", "--line-length", "120"],
+        ["format", "--isolated", "--line-length", "120", "--check"],
+    ):
+        command = [str(BIN / "ruff"), *words, "train.py", "samples.py"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"parallel": {"data": 1, "pipeline": 2, "schedule": "interleaved"}, "data.ragged": "drop"},
+            "native/nothing+pipeline2+interleaved: parallel.schedule: interleaved runs in a script by torch's own "
+            "schedules, which want the model as a list of stages, not your loss as it is; use 1f1b or gpipe",
+        ),
+        (
+            {"parallel": {"data": 1, "tensor": 2}},
+            "native/nothing+tensor2: parallel.tensor: a rank computes a part of each block by changing calls in its "
+            "forward while they run (numbers of heads, chunks, dropout), which a plain script cannot: leave tensor out "
+            "of the export, or write the blocks for a part of the heads yourself, by the plan that `unipar explain` "
+            "prints",
+        ),
+        (
+            {"parallel": {"data": 1, "context": 2}},
+            "native/nothing+context2: parallel.context: attention over ranks takes the place of the calls in your "
+            "model while they run, which a plain script cannot: leave context out of the export",
+        ),
+        (
+            {"parallel": {"data": 1, "pipeline": 2}, "device": "cuda"},
+            "native/nothing+pipeline2: device: a script of a pipeline sends by gloo, which fits the CPU; say "
+            "device: cpu, or run this cell with `unipar run`",
+        ),
+        (
+            {"parallel": {"data": 1, "pipeline": 9}},
+            "native/nothing+pipeline9: parallel.pipeline: 9 stages need a block each, and the model has 4; lower "
+            "pipeline, or name smaller blocks in model.blocks",
+        ),
+        (
+            {"parallel": {"data": 1, "pipeline": 2}, "task.use": f"{PIPELINED}:Own"},
+            "native/nothing+pipeline2 cannot run this config:\n"
+            "  - the task's groups() would see the blocks of one stage only: use train.optimizer.decay\n"
+            "  - the task's cuts() is for unipar, and a script cuts into stages of as many blocks: leave it out, and "
+            "change FIRSTS in train.py",
+        ),
+    ],
+)
+def test_refused(change: Mapping[str, Any], sentence: str, tmp_path: Path) -> None:
+    """Each with its reason, and nothing is written."""
+    with pytest.raises(UniparError) as e:
+        export_script(source.load_given_config(TOLD, change), "torchrun", tmp_path / "made")
+    assert str(e.value) == sentence
+    assert list(tmp_path.iterdir()) == []
