@@ -142,14 +142,19 @@ class MeshEngine(ShardedEngine):
             return {}
         mesh = world.groups.devices["tensor"]
         refuse_unknown_patterns(part.tensor or {}, part.module, facts.blocks)
-        kinds: dict[Any, BlockPlan] = {}
-        for name, (args, kwargs) in facts.block_inputs.items():
-            block = part.module.get_submodule(name)
-            given = kinds_in_block(part.tensor or {}, name, block)
-            kinds[kind_of_block(block)] = derive_block_plan(block, args, kwargs, mesh, given)
-        refuse_empty_plans(self.axes.tensor, kinds.values())
         blocks = {name: part.module.get_submodule(name) for name in facts.blocks}
-        return {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
+        inputs = {kind_of_block(blocks[name]): given for name, given in facts.block_inputs.items()}
+        tried: dict[Any, BlockPlan] = {}
+        plans: dict[str, BlockPlan] = {}
+        for name, block in blocks.items():
+            kind, given = kind_of_block(block), kinds_in_block(part.tensor or {}, name, block)
+            if kind in inputs:
+                key = (kind, *sorted(given.items()))
+                if key not in tried:
+                    tried[key] = derive_block_plan(block, *inputs[kind], mesh, given)
+                plans[name] = tried[key]
+        refuse_empty_plans(self.axes.tensor, tried.values())
+        return plans
 
     def _cut_parameters(self, part: Part, plans: Mapping[str, BlockPlan]) -> dict[str, ParameterCut]:
         """Return how each parameter is cut, by its name in the model."""

@@ -1,7 +1,6 @@
 """Attention over a sequence whose positions are spread over ranks: keys and values gathered, or passed in a ring.
 
-One way for the CPU and for CUDA: torch's own kernels (flash, efficient) run on the parts, and their results are merged
-by their log-sum-exp. torch's `context_parallel` needs DTensors, which the CPU's kernels do not take.
+One way for the CPU and for CUDA: torch's own kernels run on the parts, and their results are merged by log-sum-exp.
 """
 
 from __future__ import annotations
