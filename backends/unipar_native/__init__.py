@@ -99,6 +99,13 @@ class NativeOptions(Section):
     wrapper: Literal["auto", "dp"] = "auto"
     """auto: DDP or FSDP2, by what is split; dp: nn.DataParallel, one process over all its CUDA devices."""
 
+    vocabulary: Literal["whole", "split"] = "whole"
+    """split: under parallel.tensor, embedding and head have a part of the words on each rank, and torch's cross entropy
+    adds up over ranks instead of gathering the logits."""
+
+    attention: Literal["gather", "ring"] = "gather"
+    """How attention reaches other ranks' positions under parallel.context: keys and values gathered, or passed on."""
+
 
 @final
 class Single(Backend):
@@ -337,6 +344,14 @@ def _mesh_refusals(config: Config) -> Iterator[str]:
     axes, model = config.parallel.axes, config.model
     if options_of(config).wrapper == "dp":
         yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
+    if options_of(config).vocabulary == "split":
+        if axes.tensor == 1:
+            yield "options.native.vocabulary: split has no effect without parallel.tensor: leave it out"
+        elif axes.pipeline > 1:
+            yield (
+                "options.native.vocabulary: split is not available with pipeline: embedding and head lie on different "
+                "stages; leave it out"
+            )
     if config.train.precision == "bf16-master":
         yield f"train.precision: bf16-master is not available with {axes}: take bf16-mixed, which keeps fp32 weights"
     if config.train.sync_every is not None:

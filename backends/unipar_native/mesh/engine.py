@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, cast, final
+from typing import Any, Literal, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from unipar.engines.gradients import scale_loss
 from unipar.engines.state import is_first_copy, local_part
 from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
+from unipar_native import options_of
 from unipar_native.fsdp2 import ShardedEngine
 from unipar_native.mesh.birth import Placement, place_model
 from unipar_native.mesh.context import SequenceSplit
@@ -41,7 +42,9 @@ from unipar_native.mesh.probe import (
     whole_gradients,
 )
 from unipar_native.mesh.proof import prove
-from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
+from unipar_native.mesh.tensor.cuts import BlockPlan
+from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, find_vocabulary
+from unipar_native.mesh.tensor_model import cuts_of_model
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan
 from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part, refuse_unknown_patterns
@@ -72,7 +75,11 @@ class MeshEngine(ShardedEngine):
         self._shared = dict(names_in_several(self._needs))
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
         self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
-        self._parts = self._cut_parameters(part, plans)
+        options = options_of(config)
+        vocabulary = None
+        if options.vocabulary == "split":
+            vocabulary = find_vocabulary(part.module, part.blocks, self.axes.tensor)
+        self._parts = cuts_of_model(part.module, plans, vocabulary, self.axes.tensor)
         ranges = [self._cuts[stage : stage + 2] for stage in range(self._stage_seat, self.axes.stages, self._stages)]
         own = [name for first, end in ranges for name in facts.blocks[first:end]]
         self.once = config.parallel.shard in ("nothing", "optimizer")
@@ -94,8 +101,10 @@ class MeshEngine(ShardedEngine):
                 arm_block(part.module.get_submodule(name), plan, world.groups.group("tensor"))
         stages = [Stage(part.module, facts.blocks, first, end, facts.tuples) for first, end in ranges]
         self._stage = stages[0] if self._stages > 1 and self.axes.pieces == 1 else None
+        if vocabulary is not None:
+            arm_vocabulary(part.module, vocabulary, world.groups.group("tensor"))
         self._run_loss: Callable[[Fn, nn.Module, Any], Any] | None = None
-        self._split_sequences(part, own, world)
+        self._split_sequences(part, own, world, options.attention)
         self._executor: TorchScheduleExecutor | None = None
         if self._stages > 1:
             self._channel = open_channel(world, self.axes)
@@ -156,20 +165,12 @@ class MeshEngine(ShardedEngine):
         refuse_empty_plans(self.axes.tensor, tried.values())
         return plans
 
-    def _cut_parameters(self, part: Part, plans: Mapping[str, BlockPlan]) -> dict[str, ParameterCut]:
-        """Return how each parameter is cut, by its name in the model."""
-        cuts = {
-            f"{block}.{name}": cut
-            for block, plan in plans.items()
-            for name, cut in cut_parameters(part.module.get_submodule(block), plan).items()
-        }
-        return {name: cuts[name] for name, _ in part.module.named_parameters() if name in cuts}
-
-    def _split_sequences(self, part: Part, own: Sequence[str], world: World) -> None:
+    def _split_sequences(self, part: Part, own: Sequence[str], world: World, way: Literal["gather", "ring"]) -> None:
         if self.axes.context == 1:
             return
         first, last = own[0] == self._blocks[0], own[-1] == self._blocks[-1]
-        split = SequenceSplit(part.module, own, world.groups.group("context"), enters=first, leaves=last)
+        group = world.groups.group("context")
+        split = SequenceSplit(part.module, own, group, enters=first, leaves=last, attention=way)
         split.arm()
         self._run_loss = split.run_loss
 

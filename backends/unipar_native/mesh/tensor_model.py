@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from unipar.errors import TaskError
-from unipar_native.mesh.tensor.cuts import BlockPlan
+from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
 from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
+from unipar_native.mesh.tensor.vocabulary import Vocabulary, cut_vocabulary
 from unipar_native.mesh.tensor_plan import derive_block_plan
 
 
@@ -164,3 +165,17 @@ def _inside(block: str, pattern: str) -> str:
         if rest.startswith(".") and fnmatchcase(block, head):
             return rest[1:]
     return pattern
+
+
+def cuts_of_model(
+    model: nn.Module, plans: Mapping[str, BlockPlan], vocabulary: Vocabulary | None, ranks: int
+) -> dict[str, ParameterCut]:
+    """Return how each parameter is cut, by its name in the model; whole ones are left out."""
+    cuts = {
+        f"{block}.{name}": cut
+        for block, plan in plans.items()
+        for name, cut in cut_parameters(model.get_submodule(block), plan).items()
+    }
+    if vocabulary is not None:
+        cuts |= cut_vocabulary(model, vocabulary, ranks)
+    return {name: cuts[name] for name, _ in model.named_parameters() if name in cuts}

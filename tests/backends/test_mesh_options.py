@@ -1,0 +1,62 @@
+"""Options of the mesh: a vocabulary in parts, attention in a ring; and what has no effect."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unipar
+from tests.support.world import ROOT
+from unipar.errors import Unsupported
+
+WORDS = {"use": f"{ROOT}/tests/support/word_task.py:Words"}
+LETTERS = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {"layers": 2, "width": 16, "heads": 2, "context": 8}}
+
+
+def losses(out: Path, task: dict[str, Any], parallel: dict[str, int], **options: str) -> list[float]:
+    """Train for three steps in two microbatches; return the losses."""
+    config = {
+        "task": task,
+        "device": "cpu",
+        "parallel": {"data": 1, **parallel},
+        "batch": {"total": 8, "micro": 4},
+        "train": {"steps": 3, "optimizer": {"lr": 1e-2}, "clip": 0.3},
+        "options": {"native": options},
+        "log": {"every": 1},
+        "out": str(out),
+    }
+    return [loss for _, loss in unipar.launch(config, quiet=True).losses]
+
+
+@pytest.mark.forked
+def test_a_vocabulary_in_parts(tmp_path: Path) -> None:
+    """Embedding and head have half of the words on each rank; losses are those of whole ones."""
+    split = losses(tmp_path / "split", WORDS, {"tensor": 2}, vocabulary="split")
+    assert split == pytest.approx(losses(tmp_path / "whole", WORDS, {}), abs=2e-6)
+
+
+@pytest.mark.forked
+def test_attention_in_a_ring(tmp_path: Path) -> None:
+    """Keys and values pass from rank to rank; losses are those of one process."""
+    ring = losses(tmp_path / "ring", LETTERS, {"context": 2}, attention="ring")
+    assert ring == pytest.approx(losses(tmp_path / "one", LETTERS, {}), abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sentence"),
+    [
+        ({"context": 2}, "options.native.vocabulary: split has no effect without parallel.tensor: leave it out"),
+        (
+            {"tensor": 2, "pipeline": 2},
+            "options.native.vocabulary: split is not available with pipeline: embedding and head lie on different "
+            "stages; leave it out",
+        ),
+    ],
+)
+def test_no_vocabulary_to_split(tmp_path: Path, parallel: dict[str, int], sentence: str) -> None:
+    """It is refused before any process starts."""
+    with pytest.raises(Unsupported, match=re.escape(sentence)):
+        losses(tmp_path, WORDS, parallel, vocabulary="split")
