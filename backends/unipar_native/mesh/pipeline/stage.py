@@ -142,7 +142,10 @@ def hidden_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return value
-    raise TaskError("parallel.pipeline hands the first tensor that a block gets to the next stage; a block got none")
+    raise TaskError(
+        "parallel.pipeline hands the first tensor that a block gets to the next stage, and a block got none: pass the "
+        "hidden states to it as an argument of its own, or leave parallel.pipeline out"
+    )
 
 
 def hidden_of_output(out: Any) -> Tensor:
@@ -150,8 +153,8 @@ def hidden_of_output(out: Any) -> Tensor:
     first = out[0] if isinstance(out, tuple | list) and out else out
     if not isinstance(first, Tensor):
         raise TaskError(
-            f"parallel.pipeline hands a block's output to the next stage: a tensor, or the first of a tuple; a block "
-            f"returned {type(first).__name__}"
+            "parallel.pipeline hands a block's output to the next stage: a tensor, or the first of a tuple; a block "
+            f"returned {type(first).__name__}: let it return the hidden states first, or leave parallel.pipeline out"
         )
     return first
 
