@@ -16,7 +16,7 @@ WORDS = {"use": f"{ROOT}/tests/support/word_task.py:Words"}
 LETTERS = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {"layers": 2, "width": 16, "heads": 2, "context": 8}}
 
 
-def losses(out: Path, task: dict[str, Any], parallel: dict[str, int], **options: str) -> list[float]:
+def losses(out: Path, task: dict[str, Any], parallel: dict[str, Any], **options: str) -> list[float]:
     """Train for three steps in two microbatches; return the losses."""
     config = {
         "task": task,
@@ -43,6 +43,16 @@ def test_attention_in_a_ring(tmp_path: Path) -> None:
     """Keys and values pass from rank to rank; losses are those of one process."""
     ring = losses(tmp_path / "ring", LETTERS, {"context": 2}, attention="ring")
     assert ring == pytest.approx(losses(tmp_path / "one", LETTERS, {}), abs=2e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.forked
+@pytest.mark.parametrize("shard", ["nothing", "parameters"])
+def test_eight_ranks(tmp_path: Path, shard: str) -> None:
+    """Two stages of two parts of the data, whose matrices two ranks have each: losses are those of one process."""
+    mesh = {"data": 2, "tensor": 2, "pipeline": 2, "shard": shard}
+    split = losses(tmp_path / "mesh", LETTERS, mesh)
+    assert split == pytest.approx(losses(tmp_path / "one", LETTERS, {"data": 2}), abs=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def _explain_axes(config: Config, cell: Cell, ranks: int) -> Iterator[ExplainedV
     if axes.pipeline == 1:
         return
     micros = sizes.accumulate
-    waits = round(bubble(axes.schedule, axes.pipeline, micros, axes.pieces), 4)
+    waits = round(bubble(axes.schedule, axes.pipeline, micros), 4)
     yield ExplainedValue("pipeline bubble", waits, f"derived: a stage waits {describe_bubble(axes, micros)}")
     if axes.schedule in ("1f1b", "gpipe"):
         orders = [microbatch_order(axes.schedule, axes.pipeline, stage, micros) for stage in range(axes.pipeline)]
