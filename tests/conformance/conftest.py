@@ -111,8 +111,12 @@ class CellRunner:
         """One process, computed once for all cells whose models have so many blocks."""
         key = (name, size if CASES[name].micro else 1, blocks)
         if key not in self._plain:
+            before = tasks.BLOCKS[0]
             tasks.BLOCKS[0] = blocks
-            self._plain[key] = train_by_hand(CASES[name], size)
+            try:
+                self._plain[key] = train_by_hand(CASES[name], size)
+            finally:
+                tasks.BLOCKS[0] = before  # other tests of this process train these tasks, too
         return self._plain[key]
 
 

@@ -64,6 +64,11 @@ class Stacked(unipar.Task):
         return Stack(**self.settings)
 
     @override
+    def cuts(self, stages: int) -> list[str] | None:
+        """Stages of equally many blocks, whatever time they take; with a skip, where it allows one."""
+        return None if self.settings["skip"] else [f"blocks.{4 * stage // stages}" for stage in range(1, stages)]
+
+    @override
     def data(self) -> TensorDataset:
         tokens = torch.randint(0, V, (64, T + 1), generator=torch.Generator().manual_seed(3))
         tokens[:, 2::2] = (tokens[:, 1::2] * 5 + 2) % V

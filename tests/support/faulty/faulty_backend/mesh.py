@@ -112,10 +112,10 @@ def _rows_not_added(engine: Any) -> None:
 def _columns_not_added(engine: Any) -> None:
     """The sum over ranks in the backward pass, before a matrix that is cut into columns, is left out."""
 
-    def alone(x: Tensor, group: Any) -> Tensor:
+    def unsummed(x: Tensor, group: Any, *, alone: bool = False) -> Tensor:
         return x
 
-    _replace_until_closed(engine, "enter", alone)
+    _replace_until_closed(engine, "enter", unsummed)
 
 
 def _replace_until_closed(engine: Any, name: str, value: Any) -> None:
