@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Stacked(unipar.Task):
         return Stack(**self.settings)
 
     @override
-    def cuts(self, stages: int) -> list[str] | None:
+    def cuts(self, stages: int) -> Sequence[str] | None:
         """Stages of equally many blocks, whatever time they take; with a skip, where it allows one."""
         return None if self.settings["skip"] else [f"blocks.{4 * stage // stages}" for stage in range(1, stages)]
 
