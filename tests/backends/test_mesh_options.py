@@ -10,10 +10,13 @@ import pytest
 
 import unipar
 from tests.support.world import ROOT
-from unipar.errors import Unsupported
+from unipar.errors import TaskError, Unsupported
 
 WORDS = {"use": f"{ROOT}/tests/support/word_task.py:Words"}
-LETTERS = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {"layers": 2, "width": 16, "heads": 2, "context": 8}}
+LETTERS: dict[str, Any] = {
+    "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
+    "args": {"layers": 2, "width": 16, "heads": 2, "context": 8},
+}
 
 
 def losses(out: Path, task: dict[str, Any], parallel: dict[str, Any], **options: str) -> list[float]:
@@ -70,3 +73,11 @@ def test_no_vocabulary_to_split(tmp_path: Path, parallel: dict[str, int], senten
     """It is refused before any process starts."""
     with pytest.raises(Unsupported, match=re.escape(sentence)):
         losses(tmp_path, WORDS, parallel, vocabulary="split")
+
+
+@pytest.mark.forked
+def test_a_block_that_is_one_matrix(tmp_path: Path) -> None:
+    """With one layer, the repeated modules of the model are matrices, which have nothing to be paired with."""
+    one = {**LETTERS, "args": {**LETTERS["args"], "layers": 1}}
+    with pytest.raises(TaskError, match=re.escape("parallel.tensor: 2 would split nothing of this model (")):
+        losses(tmp_path / "one", one, {"tensor": 2})

@@ -52,7 +52,7 @@ class _Derivation:
             for n, m in block.named_modules()
             if n and (n in own or (is_linear(m) and n.rpartition(".")[0] not in own))
         }
-        self.ways: dict[str, tuple[int, ...]] = {}
+        self.ways: dict[str, tuple[int, ...]] = {"": WHOLE}  # a block that is one matrix has nothing to pair it with
         self.tried: dict[str, set[tuple[int, ...]]] = {}
         self.reasons: dict[str, str] = {}
         self.calls: dict[str, int] = {}
