@@ -45,6 +45,10 @@ class Reading(Stacked):
     def model(self) -> nn.Module:
         return _AllRead(**self.settings)
 
+    @override
+    def cuts(self, stages: int) -> Sequence[str] | None:
+        return None
+
 
 class Misnamed(Stacked):
     @override
