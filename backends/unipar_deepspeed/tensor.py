@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from unipar_native.mesh.probe import WholeModel, kind_of_block, look_at_model, whole_gradients
 from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions
 from unipar_native.mesh.state_kept import kept_attributes
-from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters, is_transposed
+from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, is_transposed
+from unipar_native.mesh.tensor_model import cuts_of_model
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.tensor_plan import derive_block_plan
 from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part
@@ -121,11 +122,7 @@ def plan_tensor(part: Part, config: Config, world: World) -> tuple[TensorSplit, 
     if isinstance(told[0], TaskError):
         raise told[0]
     batch, plans = told[0]
-    cuts = {
-        f"{block}.{name}": cut
-        for block, plan in plans.items()
-        for name, cut in cut_parameters(part.module.get_submodule(block), plan).items()
-    }
+    cuts = cuts_of_model(part.module, plans, None, config.parallel.tensor)
     return TensorSplit(batch, plans, cuts, world.mesh.seat["tensor"]), whole
 
 

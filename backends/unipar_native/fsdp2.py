@@ -22,10 +22,10 @@ from unipar.engines.gradients import clip_gradients
 from unipar.engines.placement import (
     broadcast_tensor,
     cast_buffers,
-    direct_parameters,
     place_tensors,
     refuse_scalar_parameters,
     refuse_shared_parameters,
+    replace_parameters,
 )
 from unipar.engines.state import local_part, local_regions
 from unipar.engines.wrapper import WrapperEngine
@@ -166,7 +166,7 @@ def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str,
     """
     module, device = part.module, world.device
     whole = dict(module.named_parameters(remove_duplicate=False))
-    _to_meta(module)
+    replace_parameters(module, lambda p: nn.Parameter(p.detach().to("meta"), p.requires_grad))
     shell = ForwardCall(module, device)
     for name in part.blocks:
         fully_shard(module.get_submodule(name), mesh=mesh, **settings)
@@ -177,23 +177,19 @@ def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str,
     def place(p: Tensor) -> Tensor:
         full = broadcast_tensor(source[id(p)], device)
         assert isinstance(p, DTensor)
-        local = torch.empty_like(p.to_local(), device=home)
-        new = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-        for where, part in local_regions(new):
-            part.copy_(where.of(full).view(-1))
-        return new
+        return fill_shard(p, full, home)
 
     now = dict(module.named_parameters(remove_duplicate=False))
     place_tensors(module, place, device, origin={id(p): now[n] for n, p in whole.items()})
     return shell
 
 
-def _to_meta(root: nn.Module) -> None:
-    """Move the parameters to the meta device, tied ones tied as before; buffers stay where they are."""
-    done: dict[int, nn.Parameter] = {}
-    for module in root.modules():
-        for name, p in direct_parameters(module).items():
-            if p is not None:
-                if id(p) not in done:
-                    done[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
-                setattr(module, name, done[id(p)])
+def fill_shard(empty: DTensor, whole: Tensor, home: torch.device) -> DTensor:
+    """Return a shard like `empty`, which has no memory, with this rank's part of the whole tensor, on device `home`."""
+    local = torch.empty_like(empty.to_local(), device=home)
+    new = DTensor.from_local(
+        local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+    )
+    for where, elements in local_regions(new):
+        elements.copy_(where.of(whole).view(-1))
+    return new

@@ -101,6 +101,19 @@ def place_tensors(
                 setattr(module, name, new)
 
 
+def replace_parameters(root: nn.Module, change: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Replace each parameter by `change` of it, tied ones by the same."""
+    done: dict[int, nn.Parameter] = {}
+    keep: list[nn.Parameter] = []  # references, so that Python gives no id to a second object
+    for module in root.modules():
+        for name, p in direct_parameters(module).items():
+            if p is not None:
+                if id(p) not in done:
+                    keep.append(p)
+                    done[id(p)] = change(p)
+                setattr(module, name, done[id(p)])
+
+
 def cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
     """Cast buffers and plain tensors to `dtype`, in which parameters compute: a sum with an fp32 tensor would be fp32.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from unipar.engines.forward import ForwardCall
-from unipar.engines.placement import broadcast_tensor, direct_parameters, place_tensors
-from unipar.engines.state import local_regions
+from unipar.engines.placement import broadcast_tensor, direct_parameters, place_tensors, replace_parameters
+from unipar_native.fsdp2 import fill_shard
 from unipar_native.mesh.tensor.cuts import ParameterCut
 
 
@@ -75,30 +75,11 @@ def place_model(
             return nn.Parameter(full.new_zeros(()).expand(full.shape), requires_grad=False)
         part = placement.parts.get(names[id(p)])
         mine = full if part is None else part.local(full, placement.seat)
-        if not isinstance(p, DTensor):
-            return mine
-        local = torch.empty_like(p.to_local(), device=home)
-        new = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-        for where, elements in local_regions(new):
-            elements.copy_(where.of(mine).view(-1))
-        return new
+        return fill_shard(p, mine, home) if isinstance(p, DTensor) else mine
 
     place_tensors(module, place, device, origin={id(p): now[name] for name, p in whole.items()})
     _hide_parameters(module, placement.absent)
     return shell
-
-
-def replace_parameters(root: nn.Module, change: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replace each parameter by `change` of it, tied ones by the same."""
-    done: dict[int, nn.Parameter] = {}
-    keep: list[nn.Parameter] = []  # references, so that Python gives no id to a second object
-    for module in root.modules():
-        for name, p in direct_parameters(module).items():
-            if p is not None:
-                if id(p) not in done:
-                    keep.append(p)
-                    done[id(p)] = change(p)
-                setattr(module, name, done[id(p)])
 
 
 def _hide_parameters(root: nn.Module, names: frozenset[str]) -> None:
