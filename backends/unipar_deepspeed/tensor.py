@@ -13,14 +13,13 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from unipar_native.mesh.probe import WholeModel, kind_of_block, look_at_model, whole_gradients
+from unipar_native.mesh.probe import WholeModel, look_at_model, whole_gradients
 from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions
 from unipar_native.mesh.state_kept import kept_attributes
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, is_transposed
-from unipar_native.mesh.tensor_model import cuts_of_model
+from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
 from unipar_native.mesh.tensor_parallel import arm_block
-from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part
+from unipar_native.mesh.words import refuse_empty_plans, refuse_part
 
 from unipar.backend import Part, Region
 from unipar.backend.precision import batch_dtype
@@ -134,16 +133,9 @@ def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, Whole
     cast_to = batch_dtype(config.train.precision)
     given = batch if cast_to is None else cast_floats(batch, cast_to)
     facts = look_at_model(part.module, part.blocks, part.loss, given, 1)
-    kinds: dict[Any, BlockPlan] = {}
-    for name, (args, kwargs) in facts.block_inputs.items():
-        block = part.module.get_submodule(name)
-        not_by_library = matrices_left_whole(block)
-        wanted = kinds_in_block(part.tensor or {}, name, block) | dict.fromkeys(not_by_library, "whole")
-        plan = derive_block_plan(block, args, kwargs, mesh, wanted)
-        kinds[kind_of_block(block)] = replace(plan, whole={**plan.whole, **not_by_library})
-    refuse_empty_plans(config.parallel.tensor, kinds.values())
-    blocks = {name: part.module.get_submodule(name) for name in part.blocks}
-    plans = {name: kinds[kind_of_block(b)] for name, b in blocks.items() if kind_of_block(b) in kinds}
+    wanted = part.tensor or {}
+    plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, wanted, matrices_left_whole)
+    refuse_empty_plans(config.parallel.tensor, plans.values())
     return (batch, plans), whole_gradients(part.module, part.loss, given)
 
 

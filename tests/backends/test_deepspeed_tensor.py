@@ -111,10 +111,10 @@ def test_refusals(backend: str, more: dict[str, Any], why: str) -> None:
 
 WRONG = """
 from dataclasses import replace
-from unipar_deepspeed import tensor
+from unipar_native.mesh import tensor_model
 from examples.char_gpt import CharGPT
 
-derive = tensor.derive_block_plan
+derive = tensor_model.derive_block_plan
 
 def ungrouped(*given):
     plan = derive(*given)
@@ -122,7 +122,7 @@ def ungrouped(*given):
 
 class Wrong(CharGPT):
     def model(self):
-        tensor.derive_block_plan = ungrouped
+        tensor_model.derive_block_plan = ungrouped
         return super().model()
 """
 

@@ -36,7 +36,6 @@ from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, a
 from unipar_native.mesh.probe import (
     ModelFacts,
     WholeModel,
-    kind_of_block,
     look_at_model,
     names_in_several,
     whole_gradients,
@@ -44,10 +43,9 @@ from unipar_native.mesh.probe import (
 from unipar_native.mesh.proof import prove
 from unipar_native.mesh.tensor.cuts import BlockPlan
 from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, find_vocabulary
-from unipar_native.mesh.tensor_model import cuts_of_model
+from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
 from unipar_native.mesh.tensor_parallel import arm_block
-from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part, refuse_unknown_patterns
+from unipar_native.mesh.words import refuse_empty_plans, refuse_part
 
 
 class _Look(NamedTuple):
@@ -150,19 +148,8 @@ class MeshEngine(ShardedEngine):
         if self.axes.tensor == 1:
             return {}
         mesh = world.groups.devices["tensor"]
-        refuse_unknown_patterns(part.tensor or {}, part.module, facts.blocks)
-        blocks = {name: part.module.get_submodule(name) for name in facts.blocks}
-        inputs = {kind_of_block(blocks[name]): given for name, given in facts.block_inputs.items()}
-        tried: dict[Any, BlockPlan] = {}
-        plans: dict[str, BlockPlan] = {}
-        for name, block in blocks.items():
-            kind, given = kind_of_block(block), kinds_in_block(part.tensor or {}, name, block)
-            if kind in inputs:
-                key = (kind, *sorted(given.items()))
-                if key not in tried:
-                    tried[key] = derive_block_plan(block, *inputs[kind], mesh, given)
-                plans[name] = tried[key]
-        refuse_empty_plans(self.axes.tensor, tried.values())
+        plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, part.tensor or {})
+        refuse_empty_plans(self.axes.tensor, plans.values())
         return plans
 
     def _split_sequences(self, part: Part, own: Sequence[str], world: World, way: Literal["gather", "ring"]) -> None:

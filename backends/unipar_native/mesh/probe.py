@@ -167,8 +167,16 @@ def look_at_model(
 
 
 def kind_of_block(block: nn.Module) -> tuple[Any, ...]:
-    """Return what equal blocks have in common: their class, and names and shapes of their parameters."""
-    return type(block), tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    """Return what equal blocks have in common: classes, shapes, and settings that are words or switches."""
+    modules = tuple(
+        (
+            name,
+            type(m),
+            tuple(sorted((k, v) for k, v in vars(m).items() if isinstance(v, str | bool) and k != "training")),
+        )
+        for name, m in block.named_modules()
+    )
+    return modules, tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
 
 
 def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:

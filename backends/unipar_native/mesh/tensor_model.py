@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from unipar.errors import TaskError
+from unipar_native.mesh.probe import kind_of_block
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
 from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
 from unipar_native.mesh.tensor.vocabulary import Vocabulary, cut_vocabulary
 from unipar_native.mesh.tensor_plan import derive_block_plan
+from unipar_native.mesh.words import kinds_in_block, refuse_unknown_patterns
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,47 @@ def derive_model_plan(
     """
     began = time.process_time()
     copied = meta_block(model)
-    kinds = {name: _kind(copied.get_submodule(name)) for name in blocks}
     first: dict[Any, str] = {}
-    for name, kind in kinds.items():
-        first.setdefault(kind, name)
+    for name in blocks:
+        first.setdefault(kind_of_block(copied.get_submodule(name)), name)
     calls = block_calls(copied, blocks, list(first.values()), loss, batch)
-    plans = {
-        kind: derive_block_plan(copied.get_submodule(name), *calls[name], ranks, _given_in(name, given or {}))
-        for kind, name in first.items()
-        if name in calls
-    }
     missing = [name for name in first.values() if name not in calls]
     if missing:
         raise TaskError(f"parallel.tensor: the loss does not call {missing[0]}, one of the model's blocks")
-    found = {name: plans[kind] for name, kind in kinds.items()}
-    return ModelPlan(found, tuple(first.values()), time.process_time() - began)
+    plans = plan_blocks(copied, blocks, calls, ranks, given or {})
+    tried = {id(plan): name for name, plan in reversed(plans.items())}
+    return ModelPlan(plans, tuple(name for name in plans if name in tried.values()), time.process_time() - began)
+
+
+def plan_blocks(
+    model: nn.Module,
+    blocks: Sequence[str],
+    calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
+    ranks: DeviceMesh | int,
+    given: Mapping[str, str],
+    left_whole: Callable[[nn.Module], Mapping[str, str]] | None = None,
+) -> dict[str, BlockPlan]:
+    """Return the plan of each block of a kind that was called; equal blocks of which `given` says the same share one.
+
+    `calls`: arguments of one block of each kind, by its name. `left_whole`: returns matrices that a library cannot cut,
+    each with the reason.
+    """
+    refuse_unknown_patterns(given, model, blocks)
+    arguments = {kind_of_block(model.get_submodule(name)): call for name, call in calls.items()}
+    tried: dict[Any, BlockPlan] = {}
+    plans: dict[str, BlockPlan] = {}
+    for name in blocks:
+        block = model.get_submodule(name)
+        kind, wanted = kind_of_block(block), kinds_in_block(given, name, block)
+        if kind not in arguments:
+            continue
+        key = (kind, *sorted(wanted.items()))
+        if key not in tried:
+            reasons = {} if left_whole is None else left_whole(block)
+            plan = derive_block_plan(block, *arguments[kind], ranks, wanted | dict.fromkeys(reasons, "whole"))
+            tried[key] = replace(plan, whole={**plan.whole, **reasons})
+        plans[name] = tried[key]
+    return plans
 
 
 def block_calls(
@@ -139,32 +167,6 @@ def _zeros(x: Any) -> Any:
 
 def _zeros_of_its_own(x: Any) -> Any:
     return _zeros(x).contiguous() if isinstance(x, Tensor) else x
-
-
-def _kind(block: nn.Module) -> Any:
-    """Return what blocks of one kind have in common: classes, shapes, and settings that are words or switches."""
-    parts = tuple(
-        (
-            name,
-            type(m),
-            tuple(sorted((k, v) for k, v in vars(m).items() if isinstance(v, str | bool) and k != "training")),
-        )
-        for name, m in block.named_modules()
-    )
-    return parts, tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
-
-
-def _given_in(block: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the patterns for names in a block."""
-    return {_inside(block, pattern): kind for pattern, kind in given.items()}
-
-
-def _inside(block: str, pattern: str) -> str:
-    for at in range(len(pattern) + 1):  # the shortest head of the pattern that fits the block's name
-        head, rest = pattern[:at], pattern[at:]
-        if rest.startswith(".") and fnmatchcase(block, head):
-            return rest[1:]
-    return pattern
 
 
 def cuts_of_model(
