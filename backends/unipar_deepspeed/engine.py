@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, final
 
@@ -212,6 +212,19 @@ class ZeroEngine(Engine):
     def holdings(self) -> Iterator[Holding]:
         yield from zero_holdings(self.model, self.engine)
         yield from module_holdings(self.model)
+
+    @override
+    def counters(self) -> dict[str, float]:
+        return {} if self.scaler is None else self.scaler.counters()
+
+    @override
+    def restore_counters(self, saved: Mapping[str, float]) -> None:
+        if self.scaler is not None and saved:
+            self.scaler.restore_counters(saved)
+
+    @override
+    def optimizer_groups(self) -> Sequence[dict[str, Any]]:
+        return self.base.param_groups
 
     @override
     def learning_rates(self) -> list[float]:

@@ -117,7 +117,7 @@ def test_the_disk(parameters: str, tmp_path: Path) -> None:
             if backend == "deepspeed":
                 assert any(f.stat().st_size >= 2**20 for f in disk.rglob("*") if f.is_file())
                 with pytest.raises(TaskError) as e:
-                    run.engine.restore(CombinedState({}))
+                    run.engine.restore(CombinedState({}, {}))
                 assert str(e.value) == (
                     "options.deepspeed.offload_optimizer: disk cannot load a saved state; load it with cpu, or start a "
                     "new run"

@@ -90,7 +90,7 @@ def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: Hea
 
         def hop(done: int) -> None:
             if done == case.hop:
-                state = CombinedState(_gather_pieces(made.pieces()))
+                state = _gather_pieces(made.pieces())
                 kept.update(made.recorded_steps())
                 _close(made)
                 new = build_run(
@@ -125,12 +125,13 @@ def _evals(folder: Path, rank: int) -> list[dict[str, Any]]:
 Whole = dict[tuple[str, str], Tensor]
 
 
-def _gather_pieces(pieces: Any) -> Whole:
+def _gather_pieces(pieces: Any) -> CombinedState:
     """All pieces of all ranks on every rank."""
     mine = [(p.name, p.kind, p.shape, tuple(p.where), p.tensor.detach().flatten().clone()) for p in _listed(pieces)]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
-    return combine_pieces([p for rank in ranks for p in rank])
+    every = [p for rank in ranks for p in rank]
+    return CombinedState(combine_pieces(every), {(name, kind): tuple(shape) for name, kind, shape, *_ in every})
 
 
 def _listed(pieces: Any) -> list[Piece]:
@@ -157,11 +158,14 @@ def combine_pieces(pieces: list[Any]) -> Whole:
 class CombinedState:
     """A `Read` over pieces put together."""
 
-    def __init__(self, whole: Whole) -> None:
-        self.whole = whole
+    def __init__(self, whole: Whole, shapes: dict[tuple[str, str], tuple[int, ...]]) -> None:
+        self.whole, self.shapes = whole, shapes
 
     def __call__(self, name: str, kind: str, where: Region) -> Tensor:
         return where.of(self.whole[name, kind])
 
     def kinds(self, name: str) -> set[str]:
         return {k for n, k in self.whole if n == name and k != "buffer"}
+
+    def shape(self, name: str, kind: str) -> tuple[int, ...]:
+        return self.shapes[name, kind]

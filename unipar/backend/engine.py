@@ -157,6 +157,10 @@ class Read(Protocol):
         """Return what is saved for a parameter: `weight` and the optimizer's keys."""
         ...
 
+    def shape(self, name: str, kind: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of the state as a whole."""
+        ...
+
 
 class Engine(ABC):
     """One model in training in one process. All ranks call every method together."""
@@ -201,6 +205,17 @@ class Engine(ABC):
     def learning_rates(self) -> list[float]:
         """Return each group's learning rate as the optimizer holds it; empty if the library does not show it."""
         return []
+
+    def counters(self) -> dict[str, float]:
+        """Return the numbers besides tensors on which the next step depends, such as fp16's loss scale."""
+        return {}
+
+    def restore_counters(self, saved: Mapping[str, float]) -> None:  # noqa: B027 - a neutral hook
+        """Set the numbers that `counters` returned in another run."""
+
+    def optimizer_groups(self) -> Sequence[dict[str, Any]]:
+        """Return the optimizer's groups as it uses them; empty if the library does not show them."""
+        return ()
 
     def take_mean(self) -> None:  # noqa: B027 - a neutral hook
         """Replace the state of ranks that trained independently by its mean over ranks: `train.sync_every`."""
@@ -250,6 +265,18 @@ class DelegatingEngine(Engine):
     @override
     def learning_rates(self) -> list[float]:
         return self.inner.learning_rates()
+
+    @override
+    def counters(self) -> dict[str, float]:
+        return self.inner.counters()
+
+    @override
+    def restore_counters(self, saved: Mapping[str, float]) -> None:
+        self.inner.restore_counters(saved)
+
+    @override
+    def optimizer_groups(self) -> Sequence[dict[str, Any]]:
+        return self.inner.optimizer_groups()
 
     @override
     def take_mean(self) -> None:

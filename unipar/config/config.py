@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from unipar.config.sections.batch import Batch
+from unipar.config.sections.checkpoint import Checkpoint
+from unipar.config.sections.duration import Seconds
 from unipar.config.sections.model import Model
 from unipar.config.sections.parallel import Parallel
 from unipar.config.sections.section import Section
@@ -65,10 +67,6 @@ class Log(Section):
     """Whether memory is recorded in logged steps: what each rank allocates in each phase, and for what."""
 
 
-Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
-"""Time limit in seconds, at most 30 days: timers of some libraries overflow beyond that."""
-
-
 class Launch(Section):
     """Config section `launch`."""
 
@@ -80,6 +78,12 @@ class Launch(Section):
 
     grace: Seconds = 30.0
     """Seconds that a run may take to reach a step boundary after a signal."""
+
+    deadline: Seconds | None = None
+    """Seconds, or a duration such as 3h50m, after which the run saves and stops at a step boundary; null: never."""
+
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often a run that failed starts again from its newest whole checkpoint."""
 
     fork: bool = True
     """Start processes on the CPU as forks of one process that has imported the libraries; false: import in each."""
@@ -139,6 +143,13 @@ class Config(Section):
 
     log: Log = Log()
     """Metrics to write, and how often."""
+
+    checkpoint: Checkpoint | None = None
+    """When the state is saved, where, and what is kept; null: never."""
+
+    resume: str | None = None
+    """auto: go on from the newest whole checkpoint of the newest run of this name; never: start anew; or the path of
+    one checkpoint. null: never for a start by hand, auto for a restart by a launcher."""
 
     launch: Launch = Launch()
     """Time limits for the processes of the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -22,6 +23,14 @@ class LossScaler:
 
     def __init__(self, patience: int = GROWTH_INTERVAL_STEPS) -> None:
         self.scale, self.good, self.patience = FIRST_LOSS_SCALE, 0, patience
+
+    def counters(self) -> dict[str, float]:
+        """Return the scale, and the number of finite steps since it changed."""
+        return {"loss_scale": self.scale, "finite_steps": self.good}
+
+    def restore_counters(self, saved: Mapping[str, float]) -> None:
+        """Go on with the scale of another run."""
+        self.scale, self.good = float(saved["loss_scale"]), int(saved["finite_steps"])
 
     def unscale(self, grads: list[Tensor]) -> None:
         """Divide gradients by the loss scale, in place."""

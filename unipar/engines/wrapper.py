@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import inf
+from math import inf, prod
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -30,6 +31,7 @@ from unipar.engines.state import (
     module_holdings,
     restore_buffers,
 )
+from unipar.errors import TaskError
 
 
 class WrapperEngine(Engine):
@@ -161,6 +163,19 @@ class WrapperEngine(Engine):
         return [p.grad for p in self.trained if p.grad is not None], False
 
     @override
+    def counters(self) -> dict[str, float]:
+        return {} if self.scaler is None else self.scaler.counters()
+
+    @override
+    def restore_counters(self, saved: Mapping[str, float]) -> None:
+        if self.scaler is not None and saved:
+            self.scaler.restore_counters(saved)
+
+    @override
+    def optimizer_groups(self) -> Sequence[dict[str, Any]]:
+        return self.base.param_groups
+
+    @override
     def learning_rates(self) -> list[float]:
         return current_rates(self.base)
 
@@ -201,7 +216,7 @@ class WrapperEngine(Engine):
                 if kind == "weight":
                     value: Tensor = p
                 else:
-                    value = torch.zeros((), dtype=torch.float32) if kind == "step" else torch.zeros_like(p)
+                    value = self._new_state(name, kind, p, read)
                     state[p][kind] = value = self._on_its_device(kind, value, p.device)
                 for where, local in self.local_regions(name, value):
                     local.copy_(read(name, kind, where).view(local.shape))
@@ -229,6 +244,20 @@ class WrapperEngine(Engine):
     def extra_holdings(self) -> Iterator[Holding]:
         """Yield tensors that only this library keeps: gathered parameters, buckets."""
         yield from ()
+
+    def _new_state(self, name: str, kind: str, p: nn.Parameter, read: Read) -> Tensor:
+        """Return an optimizer's tensor to be filled: one like the parameter, a single number, or of a shape its own."""
+        shape = read.shape(name, kind)
+        if kind == "step" and not shape:
+            return torch.zeros((), dtype=torch.float32)
+        if shape == self.whole_shape(name, p):
+            return torch.zeros_like(p)
+        if shape and isinstance(p, DTensor):
+            raise TaskError(
+                f"the optimizer's {kind!r} of {name} has the shape {shape}, the parameter {tuple(p.shape)}: such a "
+                "state is loaded where parameters are whole; choose parallel.shard: nothing, or optimizer"
+            )
+        return torch.zeros(shape, dtype=read(name, kind, Region(0, prod(shape))).dtype, device=p.device)
 
     def _on_its_device(self, kind: str, value: Tensor, device: torch.device) -> Tensor:
         """Move a step count to its parameter's device if the optimizer is fused or capturable."""

@@ -226,3 +226,6 @@ class _PartRead:
 
     def kinds(self, name: str) -> set[str]:
         return self._read.kinds(f"{self._part}.{name}")
+
+    def shape(self, name: str, kind: str) -> tuple[int, ...]:
+        return self._read.shape(f"{self._part}.{name}", kind)

@@ -1,0 +1,1 @@
+"""State of a run on disk: format, protocol, save and restore."""
