@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, final
 
 from torch.utils.data import DataLoader, Dataset
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from unipar.config import BatchSizes
 from unipar.data.dataset import DataSource
-from unipar.data.order import MicrobatchPlan, SampleKey, SampleOrder, split_batch
+from unipar.data.order import DataPosition, MicrobatchPlan, SampleKey, SampleOrder, split_batch
 from unipar.errors import TaskError
 from unipar.utils.seeding import mix_seed, seed_all
 
@@ -43,11 +44,20 @@ class MicrobatchFeed:
 
     def steps(self, epochs: int) -> int:
         """Return the number of optimizer steps in so many epochs."""
-        return epochs * self.order.per_epoch
+        return self.order.steps(epochs)
 
     def place(self, step: int) -> tuple[int, int]:
         """Return the epoch and the batch within it of the next step, when `step` steps are done."""
-        return divmod(step, self.order.per_epoch)
+        _, epoch, sample = self.position(step)
+        return epoch, sample // self.sizes.total
+
+    def position(self, step: int) -> DataPosition:
+        """Return the place in the data of the next step, when `step` steps are done."""
+        return self.order.position(step)
+
+    def go_on_from(self, begin: DataPosition) -> None:
+        """Read from this place on, where another run stopped, perhaps with batches of another size."""
+        self.order = replace(self.order, begin=begin)
 
     def plans(self, start: int) -> Iterator[list[MicrobatchPlan]]:
         """Yield the plans of each step's microbatches, from step `start` on, without end."""
@@ -81,8 +91,7 @@ class MicrobatchFeed:
 
     def samples(self, step: int) -> int:
         """Return the size of the global batch of the next step, when `step` steps are done."""
-        place = step % self.order.per_epoch
-        return min(self.sizes.total, self.order.samples - place * self.sizes.total)
+        return min(self.sizes.total, self.order.samples - self.position(step).sample)
 
     def read(self, keys: list[SampleKey]) -> Any:
         """Return the batch that collate makes of these samples."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,17 @@ from unipar.utils.seeding import mix_seed
 
 SampleKey = tuple[int, int]
 """Key of one sample: (epoch, index)."""
+
+
+class DataPosition(NamedTuple):
+    """Place in the data after so many steps: the epoch, and how many of its samples were read."""
+
+    step: int
+    epoch: int
+    sample: int
+
+
+START = DataPosition(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -24,14 +36,18 @@ class SampleOrder:
     seed: int
     shuffle: bool
     ragged: str
+    begin: DataPosition = START
+    """Place from which batches of `total` are read; before it they may have had another size."""
 
     def __post_init__(self) -> None:
-        left = self.samples % self.total
+        rest = self.samples - self.begin.sample
+        left = rest % self.total
         if self.samples == 0:
             raise TaskError("data() has no samples")
         if left and self.ragged == "error":
             raise ConfigError(
-                f"data.ragged: {self.samples} samples are {self.samples // self.total} batches of {self.total} and "
+                f"data.ragged: {'' if rest == self.samples else f'the last {rest} of '}{self.samples} samples are "
+                f"{rest // self.total} batches of {self.total} and "
                 f"{left} left over; choose weigh or drop, or another batch.total"
             )
         if self.per_epoch == 0:
@@ -44,6 +60,24 @@ class SampleOrder:
         """Optimizer steps of one epoch."""
         return self.samples // self.total if self.ragged == "drop" else -(-self.samples // self.total)
 
+    @property
+    def _first_epoch(self) -> int:
+        """Optimizer steps from `begin` to the end of its epoch."""
+        left = self.samples - self.begin.sample
+        return left // self.total if self.ragged == "drop" else -(-left // self.total)
+
+    def position(self, step: int) -> DataPosition:
+        """Return the place of the next step, when `step` steps are done; none before `begin` is known."""
+        done = step - self.begin.step
+        if done < self._first_epoch:
+            return DataPosition(step, self.begin.epoch, self.begin.sample + done * self.total)
+        epochs, batches = divmod(done - self._first_epoch, self.per_epoch)
+        return DataPosition(step, self.begin.epoch + 1 + epochs, batches * self.total)
+
+    def steps(self, epochs: int) -> int:
+        """Return the number of optimizer steps of a run of so many epochs."""
+        return self.begin.step + self._first_epoch + (epochs - 1 - self.begin.epoch) * self.per_epoch
+
     def permutation(self, epoch: int) -> list[int]:
         """Return the indices of all samples in the order of this epoch."""
         if not self.shuffle:
@@ -53,12 +87,13 @@ class SampleOrder:
 
     def batches(self, start: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (epoch, indices) of each optimizer step from `start` on, without end."""
-        epoch, skip = divmod(start, self.per_epoch)
+        _, epoch, first = self.position(start)
+        least = self.total if self.ragged == "drop" else 1
         while True:
             order = self.permutation(epoch)
-            for b in range(skip, self.per_epoch):
-                yield epoch, order[b * self.total : (b + 1) * self.total]
-            epoch, skip = epoch + 1, 0
+            for at in range(first, self.samples - least + 1, self.total):
+                yield epoch, order[at : at + self.total]
+            epoch, first = epoch + 1, 0
 
 
 def split_batch(batch: Sequence[int], accumulate: int, ranks: int) -> list[list[Sequence[int]]]:

@@ -1,0 +1,111 @@
+"""State of a checkpoint as engines read it: any region of any tensor, however it was cut when it was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from unipar.backend import Region
+from unipar.checkpoint.format import normal_region
+from unipar.checkpoint.manifest import Manifest, StoredPiece, StoredTensor
+from unipar.checkpoint.overlaps import Overlap, find_overlaps
+from unipar.checkpoint.shard_file import ShardReader
+from unipar.checkpoint.tensor_bytes import DTYPE_OF_NAME, bytes_of
+from unipar.errors import CheckpointError
+
+_LONG_RUN = 2**16
+"""Bytes of a run from which each is read by itself; shorter ones are read together with what lies between them."""
+
+_SPAN = 2**26
+"""Bytes that are read at once where runs are short."""
+
+
+@final
+class SavedState:
+    """A `Read` over one checkpoint whose files were verified; it reads only what it is asked for."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.bytes_read = 0
+        """Bytes of tensors that were read so far."""
+
+        self._kinds: dict[str, set[str]] = {}
+        for name, kind in manifest.tensors:
+            self._kinds.setdefault(name, set()).add(kind)
+        self._shards: dict[str, ShardReader] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        for shard in self._shards.values():
+            shard.close()
+        self._shards.clear()
+
+    @property
+    def tensors(self) -> Mapping[tuple[str, str], StoredTensor]:
+        """Tensors of the checkpoint by name and kind."""
+        return self.manifest.tensors
+
+    def kinds(self, name: str) -> set[str]:
+        """Return what is saved for a parameter: `weight` and the optimizer's keys."""
+        return self._kinds.get(name, set()) - {"buffer"}
+
+    def shape(self, name: str, kind: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of the state as a whole."""
+        return self._tensor(name, kind).shape
+
+    def __call__(self, name: str, kind: str, where: Region) -> Tensor:
+        stored, where = self._tensor(name, kind), normal_region(where)
+        out = torch.empty(where.numel, dtype=DTYPE_OF_NAME[stored.dtype])
+        filled = 0
+        for piece in stored.pieces:
+            for overlap in find_overlaps(where, piece.where):
+                self._fill(out, piece, overlap)
+                filled += overlap.numel
+        if filled != where.numel:
+            raise CheckpointError(
+                f"{self.folder}: {stored} has {filled:,} of the {where.numel:,} elements that are asked for"
+            )
+        return out
+
+    def whole(self, name: str, kind: str) -> Tensor:
+        """Return a tensor of the state as a whole."""
+        shape = self.shape(name, kind)
+        return self(name, kind, Region(0, torch.Size(shape).numel())).view(shape)
+
+    def _tensor(self, name: str, kind: str) -> StoredTensor:
+        found = self.manifest.tensors.get((name, kind))
+        if found is None:
+            raise CheckpointError(f"{self.folder} has no {kind} of {name}")
+        return found
+
+    def _fill(self, out: Tensor, piece: StoredPiece, overlap: Overlap) -> None:
+        size = out.element_size()
+        if overlap.runs == 1 or overlap.length * size >= _LONG_RUN:
+            for run in range(overlap.runs):
+                first = overlap.wanted + run * overlap.wanted_stride
+                saved = overlap.saved + run * overlap.saved_stride
+                self._read(piece, saved, out[first : first + overlap.length])
+            return
+        many = max(1, _SPAN // (overlap.saved_stride * size))
+        for run in range(0, overlap.runs, many):
+            runs = min(many, overlap.runs - run)
+            span = torch.empty((runs - 1) * overlap.saved_stride + overlap.length, dtype=out.dtype)
+            self._read(piece, overlap.saved + run * overlap.saved_stride, span)
+            first = overlap.wanted + run * overlap.wanted_stride
+            rows = out.as_strided((runs, overlap.length), (overlap.wanted_stride, 1), first)
+            rows.copy_(span.as_strided((runs, overlap.length), (overlap.saved_stride, 1)))
+
+    def _read(self, piece: StoredPiece, first: int, into: Tensor) -> None:
+        """Fill a contiguous tensor with a piece's elements from `first` on."""
+        if piece.file not in self._shards:
+            self._shards[piece.file] = ShardReader(self.folder, piece.file)
+        memory = bytes_of(into)
+        self._shards[piece.file].read_tensor_into(piece.key, first * into.element_size(), memory)
+        self.bytes_read += memory.nbytes
