@@ -1,1 +1,0 @@
-"""State of a run on disk: format, protocol, save and restore."""
