@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from unipar.errors import (
         BackendNotFound,
         BackendNotInstalled,
+        CheckpointError,
         ConfigError,
         Hung,
         NonFinite,
@@ -36,6 +37,7 @@ __all__ = [
     "BackendNotFound",
     "BackendNotInstalled",
     "Cell",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Hung",

@@ -5,6 +5,7 @@
   + TaskError            the user's task is missing, incomplete, or its arguments do not fit         (exit 2)
   + OutExists            the run folder already exists                                               (exit 2)
   + ReportError          a run folder cannot be read, or a page cannot be written                    (exit 2)
+  + CheckpointError      a checkpoint cannot be written, or is broken, or does not fit this run      (exit 1)
   + BackendNotFound      no installed package offers a backend of that name                          (exit 3)
   + BackendNotInstalled  the backend is known, but its library is missing or broken                  (exit 3)
   + Unsupported          the backend cannot do what the config asks                                  (exit 3)
@@ -53,6 +54,10 @@ class ReportError(UniparError):
     """Error for a run folder that cannot be read, or a page that cannot be written."""
 
     code = 2
+
+
+class CheckpointError(UniparError):
+    """Error for a checkpoint that cannot be written, or is broken, or does not fit the run."""
 
 
 class BackendNotFound(UniparError, LookupError):
@@ -122,6 +127,7 @@ def rebuild(kind: str, message: str) -> UniparError | None:
         TaskError,
         OutExists,
         ReportError,
+        CheckpointError,
         BackendNotFound,
         BackendNotInstalled,
         WorldMismatch,

@@ -14,6 +14,7 @@ NAMES = {
     "BackendNotFound",
     "BackendNotInstalled",
     "Cell",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Hung",

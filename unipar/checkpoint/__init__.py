@@ -1,0 +1,1 @@
+"""Checkpoint folders on disk, without torch: format, writing, publishing, verifying, retention."""

@@ -1,0 +1,333 @@
+"""Saving a checkpoint: all ranks write into a temporary folder, agree, and one rename publishes it.
+
+Whatever fails, and whenever a process is killed, checkpoints that were published before stay as they are, and no other
+process ever sees a new one that is not whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, final
+
+from typing_extensions import Buffer
+
+from unipar.backend import Region
+from unipar.checkpoint.disk import Disk
+from unipar.checkpoint.format import (
+    DEEPEST_JSON,
+    FORMAT,
+    LARGEST_JSON,
+    MANIFEST_FILE,
+    MOST_KEYS,
+    SEAL_FILE,
+    SHARD_FOLDER,
+    STATE_FILE,
+    normal_region,
+    piece_key,
+    piece_shape,
+    shard_file_name,
+    step_folder_name,
+)
+from unipar.checkpoint.manifest import FileRecord, Manifest, StoredPiece, StoredTensor
+from unipar.checkpoint.retention import Retention, remove_old_checkpoints, sweep_abandoned, temporary_name, trash_name
+from unipar.checkpoint.shard_file import HashedFile, ShardTensor, shard_header, sorted_for_shard, write_shard
+from unipar.checkpoint.strict_json import dump_strict_json
+from unipar.checkpoint.verifying import check_tiling, seal_of_manifest
+from unipar.errors import CheckpointError
+from unipar.utils.text import count_of, format_size
+
+_T = TypeVar("_T")
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Collective of the caller: gives this rank's message to all ranks, and returns those of all, by rank."""
+
+
+class PieceToSave(NamedTuple):
+    """Region of one tensor that this rank writes; no other rank writes any of its elements."""
+
+    name: str
+    kind: str
+    dtype: str
+    """Spelled as in safetensors: F32, BF16, I64, ..."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    where: Region
+    data: Buffer | Callable[[], Buffer]
+    """The region's elements in their order, as contiguous memory, or a function that returns it when needed."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """Checkpoint that was published."""
+
+    path: Path
+    step: int
+    bytes: int
+    removed: tuple[int, ...]
+    """Steps of older checkpoints that were deleted."""
+
+    remarks: tuple[str, ...]
+    """Sentences about older checkpoints that could not be deleted, or are broken."""
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    pieces: Sequence[PieceToSave],
+    state: Mapping[str, Any] | None,
+    *,
+    rank: int = 0,
+    exchange: Exchange = lambda message: [message],
+    retention: Retention | None = None,
+    disk: Disk | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> SavedCheckpoint:
+    """Write and publish a checkpoint, then delete old ones; all ranks call it together, with the same step.
+
+    `state` is rank 0's, for state.json. On failure all ranks raise CheckpointError with the same sentence, and nothing
+    is published. `progress` gets the bytes of each chunk that this rank has written.
+    """
+    saving = _Saving(folder, step, rank, exchange, disk or Disk(), progress)
+    return saving.save(pieces, state, retention or Retention())
+
+
+@final
+class _Saving:
+    """One save on one rank."""
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        rank: int,
+        exchange: Exchange,
+        disk: Disk,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.folder, self.step, self.rank, self.exchange = folder, step, rank, exchange
+        self.disk, self.progress = disk, progress
+        self.temporary: Path | None = None
+        self.published = False
+        self.lock = ExitStack()
+
+    def save(
+        self, pieces: Sequence[PieceToSave], state: Mapping[str, Any] | None, retention: Retention
+    ) -> SavedCheckpoint:
+        with self.lock:
+            try:
+                prepared = self.agree(lambda: self.prepare(pieces, state))
+                name = self.agree(lambda: self.begin(prepared) if self.rank == 0 else "")[0]
+                self.temporary = self.folder / name
+                written = self.agree(self.write)
+                done = self.agree(lambda: self.publish(written, retention) if self.rank == 0 else None)[0]
+            except BaseException:
+                self.abandon()
+                raise
+        return SavedCheckpoint(
+            self.folder / step_folder_name(self.step), self.step, done[0], tuple(done[1]), tuple(done[2])
+        )
+
+    def agree(self, attempt: Callable[[], Any]) -> list[Any]:
+        """Return what an attempt returned on each rank; if it failed on any, raise the same sentence on all."""
+        error: BaseException | None = None
+        message: dict[str, Any] = {}
+        try:
+            message["result"] = attempt()
+        except BaseException as e:  # the others wait, whatever happened here
+            error = e
+            message = {"error": _sentence(e), "published": self.published}
+        told: list[dict[str, Any]] = [json.loads(text) for text in self.exchange(json.dumps(message).encode("utf-8"))]
+        failed = {rank: one["error"] for rank, one in enumerate(told) if "error" in one}
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if failed:
+            first = min(failed)
+            more = f" (and {count_of(len(failed) - 1, 'more rank')})" if len(failed) > 1 else ""
+            unsure = any(one.get("published") for one in told)
+            outcome = "it is published, but a power failure may undo that" if unsure else "it is not published"
+            raise CheckpointError(
+                f"checkpoint of step {self.step} in {self.folder}: rank {first}{more}: {failed[first]}; {outcome}; "
+                "those of other steps are as they were"
+            ) from error
+        return [one["result"] for one in told]
+
+    def prepare(self, pieces: Sequence[PieceToSave], state: Mapping[str, Any] | None) -> int:
+        """Lay out this rank's files; return how many bytes they need."""
+        self.shards: list[tuple[str, list[ShardTensor]]] = []
+        self.rows: list[list[Any]] = []
+        self.state = b""
+        tensors: list[ShardTensor] = []
+        keys: set[str] = set()
+        kept: list[tuple[PieceToSave, Region, ShardTensor]] = []
+        for piece in pieces:
+            where = normal_region(piece.where)
+            key = piece_key(piece.name, piece.kind, where, piece.shape)
+            while key in keys:
+                key += "+"
+            keys.add(key)
+            tensor = ShardTensor(key, piece.dtype, piece_shape(piece.shape, where), piece.data)
+            kept.append((piece, where, tensor))
+            if where.numel:
+                tensors.append(tensor)
+        file_of: dict[str, str] = {}
+        for number, first in enumerate(range(0, len(tensors), MOST_KEYS)):
+            some = sorted_for_shard(tensors[first : first + MOST_KEYS])
+            name = shard_file_name(self.rank, number)
+            self.shards.append((name, some))
+            file_of |= {tensor.key: name for tensor in some}
+        for piece, where, tensor in kept:
+            file = file_of.get(tensor.key, "") if where.numel else ""
+            self.rows.append([piece.name, piece.kind, piece.dtype, list(piece.shape), file, tensor.key, *where])
+        if self.rank == 0:
+            self.state = dump_strict_json(
+                {**(state or {}), "format": FORMAT, "step": self.step},
+                STATE_FILE,
+                largest=LARGEST_JSON,
+                deepest=DEEPEST_JSON,
+            )
+        headers = sum(len(shard_header(some, self.metadata)) for _, some in self.shards)
+        return headers + sum(tensor.bytes for tensor in tensors) + len(self.state)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata of shards: `format` is what other libraries look for."""
+        return {"format": "pt", "unipar": str(FORMAT), "step": str(self.step)}
+
+    def begin(self, needed: Sequence[int]) -> str:
+        """Create the temporary folder, and delete those of dead writers; return its name."""
+        self.disk.make_parents(self.folder)
+        sweep_abandoned(self.disk, self.folder)
+        free = self.disk.free_bytes(self.folder)
+        if sum(needed) > free:
+            raise CheckpointError(
+                f"it needs {format_size(sum(needed))} and {format_size(free)} are free: free some space, keep fewer "
+                "checkpoints, or save elsewhere"
+            )
+        self.temporary = self.folder / temporary_name(self.step)
+        self.disk.make_folder(self.temporary, 0o700)
+        self.lock.enter_context(self.disk.lock(self.temporary))
+        self.disk.make_folder(self.temporary / SHARD_FOLDER)
+        return self.temporary.name
+
+    def write(self) -> dict[str, Any]:
+        """Write this rank's files; return their sizes and hashes, and where each piece is."""
+        files: dict[str, FileRecord] = {}
+        for name, tensors in self.shards:
+            files[name] = _named(name, partial(self.write_shard, name, tensors))
+        if self.shards:
+            _named(SHARD_FOLDER, lambda: self.disk.flush_folder(self.temporary_folder / SHARD_FOLDER))
+        if self.rank == 0:
+            files[STATE_FILE] = self.write_file(STATE_FILE, self.state)
+        return {"files": files, "rows": self.rows}
+
+    def write_shard(self, name: str, tensors: Sequence[ShardTensor]) -> FileRecord:
+        """Write and flush one shard."""
+        path = self.temporary_folder / name
+        return write_shard(self.disk, path, tensors, metadata=self.metadata, progress=self.progress)
+
+    @property
+    def temporary_folder(self) -> Path:
+        """Folder that is being written."""
+        assert self.temporary is not None
+        return self.temporary
+
+    def write_file(self, name: str, data: bytes) -> FileRecord:
+        """Write and flush a small file."""
+
+        def write() -> FileRecord:
+            with HashedFile(self.disk, self.temporary_folder / name) as file:
+                file.write(data)
+                return file.finish()
+
+        return _named(name, write)
+
+    def publish(self, written: Sequence[Mapping[str, Any]], retention: Retention) -> tuple[int, list[int], list[str]]:
+        """Publish what all ranks have written, and delete old checkpoints; return bytes, steps deleted and remarks."""
+        manifest = merge_written(self.step, written)
+        for tensor in manifest.tensors.values():
+            check_tiling(tensor, "what the ranks wrote")
+        data = manifest.to_json()
+        self.write_file(MANIFEST_FILE, data)
+        self.write_file(SEAL_FILE, seal_of_manifest(data))
+        temporary, target = self.temporary_folder, self.folder / step_folder_name(self.step)
+        self.disk.flush_folder(temporary / SHARD_FOLDER)
+        self.disk.change_mode(temporary, stat.S_IMODE(self.folder.stat().st_mode) & 0o777)
+        self.disk.flush_folder(temporary)
+        self.put_in_place(temporary, target)
+        self.published = True
+        self.disk.flush_folder(self.folder)
+        removed, remarks = remove_old_checkpoints(self.disk, self.folder, retention, self.step)
+        self.remove_replaced()
+        return manifest.bytes, removed, remarks
+
+    def put_in_place(self, temporary: Path, target: Path) -> None:
+        """Give the folder its name; a checkpoint of the same step that is there gets the temporary name for it."""
+        if not os.path.lexists(target):
+            self.disk.rename(temporary, target)
+        elif not self.disk.exchange(temporary, target):
+            self.disk.rename(target, self.folder / trash_name(self.step))
+            self.disk.rename(temporary, target)
+
+    def remove_replaced(self) -> None:
+        """Delete what had this step's name before; what stays is swept by the next save."""
+        with suppress(OSError):
+            self.disk.remove_tree(self.temporary_folder)
+
+    def abandon(self) -> None:
+        """Delete the temporary folder after a failure; what stays is swept by the next save."""
+        if self.rank == 0 and self.temporary is not None and not self.published:
+            with suppress(OSError):
+                self.disk.remove_tree(self.temporary)
+
+
+def merge_written(step: int, written: Sequence[Mapping[str, Any]]) -> Manifest:
+    """Return the manifest of what all ranks wrote; raise CheckpointError if they contradict one another."""
+    files: dict[str, FileRecord] = {}
+    first_rank: dict[tuple[str, str], int] = {}
+    described: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
+    pieces: dict[tuple[str, str], list[StoredPiece]] = {}
+    for rank, one in enumerate(written):
+        files |= {name: FileRecord(*record) for name, record in one["files"].items()}
+        for name, kind, dtype, shape, file, key, *numbers in one["rows"]:
+            mine = (dtype, tuple(shape))
+            theirs = described.setdefault((name, kind), mine)
+            other = first_rank.setdefault((name, kind), rank)
+            if mine != theirs:
+                raise CheckpointError(
+                    f"{name} ({kind}) is {theirs[0]} of shape {list(theirs[1])} on rank {other}, and {dtype} of shape "
+                    f"{shape} on rank {rank}"
+                )
+            stored = pieces.setdefault((name, kind), [])
+            if file:
+                stored.append(StoredPiece(file, key, Region(*numbers)))
+    tensors = {
+        (name, kind): StoredTensor(name, kind, *described[name, kind], tuple(sorted(found, key=lambda p: p.where)))
+        for (name, kind), found in pieces.items()
+    }
+    return Manifest(step, files, tensors)
+
+
+def _named(name: str, attempt: Callable[[], _T]) -> _T:
+    """Return what an attempt to write a file returns; an OSError becomes a sentence with the file's name."""
+    try:
+        return attempt()
+    except OSError as e:
+        raise CheckpointError(f"{name}: {e.strerror or e}") from e
+
+
+def _sentence(error: BaseException) -> str:
+    """Return what went wrong, in one line."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,89 @@
+"""Which checkpoints stay: deletion of old ones, and of what writers left that died."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from unipar.checkpoint.disk import Disk, lock_is_free
+from unipar.checkpoint.format import TEMPORARY_PREFIX, TRASH_PREFIX, step_folder_name
+from unipar.checkpoint.verifying import find_checkpoints, inspect_checkpoint
+from unipar.errors import CheckpointError
+
+ABANDONED_SECONDS = 24 * 3600
+"""Age of a temporary folder that is deleted on a file system whose locks do not tell whether its writer lives."""
+
+_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}step-\d+-[0-9a-f]+\Z")
+_TRASH = re.compile(rf"{re.escape(TRASH_PREFIX)}step-\d+-[0-9a-f]+\Z")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Checkpoints that stay: the `keep` newest whole ones, and the steps in `protected` (the best, for example)."""
+
+    keep: int = 3
+    protected: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep is {self.keep}; at least one checkpoint must stay")
+
+
+def temporary_name(step: int) -> str:
+    """Return a new name for the folder in which a checkpoint is written."""
+    return f"{TEMPORARY_PREFIX}{step_folder_name(step)}-{secrets.token_hex(4)}"
+
+
+def trash_name(step: int) -> str:
+    """Return a new name for a checkpoint that is going to be deleted."""
+    return f"{TRASH_PREFIX}{step_folder_name(step)}-{secrets.token_hex(4)}"
+
+
+def sweep_abandoned(disk: Disk, folder: Path) -> None:
+    """Delete temporary folders whose writer is dead, and trash; raise OSError if one cannot be deleted."""
+    for path in sorted(folder.iterdir()):
+        if _TRASH.match(path.name) or (_TEMPORARY.match(path.name) and is_abandoned(path)):
+            disk.remove_tree(path)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return whether the writer of a temporary folder is dead."""
+    free = lock_is_free(path)
+    if free is not None:
+        return free
+    try:
+        return time.time() - path.lstat().st_mtime > ABANDONED_SECONDS
+    except OSError:
+        return False
+
+
+def remove_old_checkpoints(disk: Disk, folder: Path, retention: Retention, current: int) -> tuple[list[int], list[str]]:
+    """Delete checkpoints that need not stay; return their steps, and sentences about what did not go as it should.
+
+    Nothing is deleted unless the current one, which was just published, is whole. Broken ones do not count as kept.
+    """
+    removed: list[int] = []
+    remarks: list[str] = []
+    kept = 0
+    for found in find_checkpoints(folder):
+        if kept < retention.keep or found.step == current:
+            try:
+                inspect_checkpoint(found.path)
+                kept += 1
+            except CheckpointError as e:
+                remarks.append(f"{e}; it does not count as kept")
+                if found.step == current:
+                    return removed, [*remarks, "no older checkpoint was deleted"]
+        elif found.step not in retention.protected:
+            try:
+                trash = folder / trash_name(found.step)
+                disk.rename(found.path, trash)
+                disk.remove_tree(trash)
+                removed.append(found.step)
+            except OSError as e:
+                remarks.append(f"{found.path}: cannot be deleted ({e.strerror})")
+    return removed, remarks

@@ -1,0 +1,271 @@
+"""Finding checkpoints, and checking everything about one before a tensor is read from it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128
+
+from unipar.backend import Region
+from unipar.checkpoint.format import (
+    DEEPEST_JSON,
+    LARGEST_JSON,
+    MANIFEST_FILE,
+    SEAL_FILE,
+    SHARD_FOLDER,
+    STATE_FILE,
+    piece_shape,
+    step_folder_name,
+    step_of_folder,
+)
+from unipar.checkpoint.manifest import Manifest, StoredTensor, check_format_version, parse_manifest
+from unipar.checkpoint.shard_file import CHUNK, RegularFile, ShardReader
+from unipar.checkpoint.strict_json import parse_strict_json
+from unipar.checkpoint.tiling import explain_tiling_fault
+from unipar.errors import CheckpointError
+from unipar.utils.text import first_few
+
+HashProgress = Callable[[int, int], None]
+"""Callback with the bytes hashed so far and their total; called from several threads, one at a time."""
+
+
+class FoundCheckpoint(NamedTuple):
+    """Folder with the name of a published checkpoint; nothing else is known of it."""
+
+    step: int
+    path: Path
+
+
+class PassedOver(NamedTuple):
+    """Checkpoint that cannot be used, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoint whose files were checked."""
+
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]
+    """Contents of state.json."""
+
+    def open_shard(self, name: str) -> ShardReader:
+        """Return a shard, open for reading; raise CheckpointError if its header is not what the manifest says."""
+        pieces = self.manifest.pieces_by_file()[name]
+        return _open_checked_shard(self.path, name, self.manifest.files[name].bytes, pieces)
+
+
+def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
+    """Return what has the name of a checkpoint in a folder, newest first; nothing if there is no such folder."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as e:
+        raise CheckpointError(f"{folder}: cannot be listed ({e.strerror})") from None
+    steps = [(step, name) for name in names if (step := step_of_folder(name)) is not None]
+    return [FoundCheckpoint(step, folder / name) for step, name in sorted(steps, reverse=True)]
+
+
+def newest_whole(
+    folder: Path, *, threads: int = 2, progress: HashProgress | None = None
+) -> tuple[Checkpoint | None, list[PassedOver]]:
+    """Return the newest checkpoint that verifies, or None, and those that were passed over on the way to it."""
+    passed: list[PassedOver] = []
+    for found in find_checkpoints(folder):
+        try:
+            return verify_checkpoint(found.path, threads=threads, progress=progress), passed
+        except CheckpointError as e:
+            passed.append(PassedOver(found.path, str(e)))
+    return None, passed
+
+
+def verify_checkpoint(
+    path: Path, *, threads: int = 2, share: tuple[int, int] = (0, 1), progress: HashProgress | None = None
+) -> Checkpoint:
+    """Check everything about a checkpoint, hashes of all files included; raise CheckpointError if anything is amiss.
+
+    Where several ranks verify together, `share` is (rank, world): each hashes its share of the shards and checks all
+    else, so that together they have hashed all.
+    """
+    checkpoint = inspect_checkpoint(path)
+    rank, world = share
+    names = sorted(checkpoint.manifest.files, key=lambda name: (-checkpoint.manifest.files[name].bytes, name))
+    names = [name for name in names if name != STATE_FILE][rank::world]  # state.json was hashed when it was read
+    _hash_files(checkpoint, names, threads, progress)
+    return checkpoint
+
+
+def inspect_checkpoint(path: Path) -> Checkpoint:
+    """Check everything about a checkpoint but the hashes of its shards; raise CheckpointError if anything is amiss."""
+    _check_folder(path)
+    manifest = _read_manifest(path)
+    step = step_of_folder(path.name)
+    if step is not None and step != manifest.step:
+        raise CheckpointError(f"{path / MANIFEST_FILE}: of step {manifest.step}, in the folder of step {step}")
+    _check_file_set(path, manifest)
+    state = _read_state(path, manifest)
+    for name, pieces in manifest.pieces_by_file().items():
+        if name != STATE_FILE:
+            _open_checked_shard(path, name, manifest.files[name].bytes, pieces).close()
+    for tensor in manifest.tensors.values():
+        check_tiling(tensor, f"{path / MANIFEST_FILE}")
+    return Checkpoint(path, manifest, state)
+
+
+def check_tiling(tensor: StoredTensor, called: str) -> None:
+    """Raise CheckpointError, beginning with `called`, unless each element of a tensor is in exactly one piece."""
+    if fault := explain_tiling_fault([piece.where for piece in tensor.pieces], tensor.numel):
+        why, numbers = fault
+        guilty = [f"{tensor.pieces[i].key!r} in {tensor.pieces[i].file}" for i in numbers]
+        subject = " and ".join(guilty) if guilty else "its pieces"
+        raise CheckpointError(f"{called}: {tensor}, of shape {list(tensor.shape)}: {subject} {why}")
+
+
+def _check_folder(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except OSError as e:
+        raise CheckpointError(f"{path}: no checkpoint ({e.strerror})") from None
+    if stat.S_ISLNK(mode):
+        raise CheckpointError(f"{path}: a symlink; name the folder itself, {path.resolve()}")
+    if not stat.S_ISDIR(mode):
+        raise CheckpointError(f"{path}: not a folder; a checkpoint is a folder such as {step_folder_name(500)}")
+    if not os.path.lexists(path / SEAL_FILE) and not os.path.lexists(path / MANIFEST_FILE):
+        inside = first_few([found.path.name for found in find_checkpoints(path)])
+        raise CheckpointError(
+            f"{path}: not a unipar checkpoint: there is no {MANIFEST_FILE} in it"
+            + (f"; name one of the checkpoints in it: {inside}" if inside else "")
+        )
+
+
+def _read_whole(path: Path, name: str, largest: int) -> bytes:
+    with RegularFile(path, name) as file:
+        if file.bytes > largest:
+            raise CheckpointError(f"{file.called}: {file.bytes:,} bytes; at most {largest:,} are read")
+        return file.read(0, file.bytes)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    seal = _read_whole(path, SEAL_FILE, 200)
+    data = _read_whole(path, MANIFEST_FILE, LARGEST_JSON)
+    if seal != seal_of_manifest(data):
+        raise CheckpointError(f"{path / MANIFEST_FILE}: its SHA-256 is not the one in {SEAL_FILE}; one of them changed")
+    return parse_manifest(data, f"{path / MANIFEST_FILE}")
+
+
+def seal_of_manifest(data: bytes) -> bytes:
+    """Return the contents of manifest.sha256: `sha256sum -c manifest.sha256` accepts them."""
+    return f"{hashlib.sha256(data).hexdigest()}  {MANIFEST_FILE}\n".encode()
+
+
+def _check_file_set(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless the folder holds the files of the manifest and no other entry."""
+    wanted = {MANIFEST_FILE, SEAL_FILE, *manifest.files}
+    try:
+        found = {name for name in os.listdir(path) if name != SHARD_FOLDER}
+        if stat.S_ISLNK((path / SHARD_FOLDER).lstat().st_mode):
+            raise CheckpointError(f"{path / SHARD_FOLDER}: a symlink; a checkpoint holds none")
+        found |= {f"{SHARD_FOLDER}/{name}" for name in os.listdir(path / SHARD_FOLDER)}
+    except OSError as e:
+        raise CheckpointError(f"{e.filename}: cannot be listed ({e.strerror})") from None
+    if extra := sorted(found - wanted):
+        raise CheckpointError(f"{path / extra[0]}: not listed in {MANIFEST_FILE}; a checkpoint holds no other files")
+    if missing := sorted(wanted - found):
+        raise CheckpointError(f"{path / missing[0]}: missing, though {MANIFEST_FILE} lists it")
+
+
+def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
+    called, record = f"{path / STATE_FILE}", manifest.files[STATE_FILE]
+    data = _read_whole(path, STATE_FILE, LARGEST_JSON)
+    if len(data) != record.bytes:
+        raise CheckpointError(f"{called}: {len(data):,} bytes; {MANIFEST_FILE} says {record.bytes:,}")
+    if xxh3_128(data).hexdigest() != record.xxh3_128:
+        raise CheckpointError(f"{called}: its hash is not the one in {MANIFEST_FILE}; its bytes changed")
+    state = parse_strict_json(data, called, largest=LARGEST_JSON, deepest=DEEPEST_JSON)
+    check_format_version(state, called)
+    if state.get("step") != manifest.step:
+        raise CheckpointError(f"{called}: of step {state.get('step')!r}; {MANIFEST_FILE} is of step {manifest.step}")
+    return state
+
+
+def _open_checked_shard(
+    path: Path, name: str, size: int, pieces: dict[str, tuple[StoredTensor, Region]]
+) -> ShardReader:
+    """Return a shard, open for reading; raise CheckpointError if it is not what the manifest says."""
+    with RegularFile(path, name) as file:  # its size first: a truncated file is best called so
+        if file.bytes != size:
+            raise CheckpointError(f"{file.called}: {file.bytes:,} bytes; {MANIFEST_FILE} says {size:,}")
+    shard = ShardReader(path, name)
+    try:
+        _compare_header(shard, pieces)
+    except BaseException:
+        shard.close()
+        raise
+    return shard
+
+
+def _compare_header(shard: ShardReader, pieces: dict[str, tuple[StoredTensor, Region]]) -> None:
+    if strange := sorted(shard.tensors.keys() ^ pieces.keys()):
+        which = "in its header, not in" if strange[0] in shard.tensors else "not in its header, but in"
+        raise CheckpointError(f"{shard.called}: {strange[0]!r} is {which} {MANIFEST_FILE}")
+    for key, (tensor, where) in pieces.items():
+        entry, shape = shard.tensors[key], piece_shape(tensor.shape, where)
+        if (entry.dtype, entry.shape) != (tensor.dtype, shape):
+            raise CheckpointError(
+                f"{shard.called}: {key!r} is {entry.dtype} of shape {list(entry.shape)}; {MANIFEST_FILE} says "
+                f"{tensor.dtype} of shape {list(shape)}"
+            )
+
+
+def _hash_files(checkpoint: Checkpoint, names: Sequence[str], threads: int, progress: HashProgress | None) -> None:
+    """Hash files in several threads (xxhash releases the interpreter's lock); raise the first difference found."""
+    files = checkpoint.manifest.files
+    total, done, guard = sum(files[name].bytes for name in names), 0, Lock()
+    stopped = False
+
+    def advance(count: int) -> None:
+        nonlocal done
+        if progress is not None:
+            with guard:
+                done += count
+                progress(done, total)
+
+    def check(name: str) -> None:
+        hashed, buffer = xxh3_128(), bytearray(CHUNK)
+        with RegularFile(checkpoint.path, name) as file:
+            if file.bytes != files[name].bytes:
+                raise CheckpointError(f"{file.called}: its size changed while it was verified")
+            for first in range(0, file.bytes, CHUNK):
+                if stopped:
+                    return
+                part = memoryview(buffer)[: min(CHUNK, file.bytes - first)]
+                file.read_into(first, part)
+                hashed.update(part)
+                advance(len(part))
+            if hashed.hexdigest() != files[name].xxh3_128:
+                raise CheckpointError(f"{file.called}: its hash is not the one in {MANIFEST_FILE}; its bytes changed")
+
+    if threads < 2 or len(names) < 2:
+        for name in names:
+            check(name)
+        return
+    with ThreadPoolExecutor(min(threads, len(names)), "unipar-hash") as pool:
+        running = [pool.submit(check, name) for name in names]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:
+            stopped = True
+            raise
