@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from unipar.run_folder.layout import heartbeat_path
 
-STEP_PHASES: Final = ("start", "data", "forward", "backward", "update", "evaluate", "between", "waiting", "end")
+STEP_PHASES: Final = ("start", "data", "forward", "backward", "update", "evaluate", "save", "between", "waiting", "end")
 """Phases in the order of a step; a rank in `start` or `waiting` never counts as hung."""
 
 _ROW = struct.Struct("<qqd")
@@ -74,6 +74,7 @@ _PHASE_IN_WORDS = {
     "backward": "in the backward of step {}",
     "update": "in the update of step {}",
     "evaluate": "in the evaluation after step {}",
+    "save": "while it saved the state after step {}",
     "between": "after step {}",
     "waiting": "after step {}",
     "end": "after step {}, the last one",

@@ -1,0 +1,200 @@
+"""Saving the state of a run: pieces of all ranks, copied first where training is to go on meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+from typing_extensions import Buffer
+
+from unipar.backend import Piece, Region
+from unipar.checkpoint.format import ITEM_BYTES
+from unipar.checkpoint.publishing import Exchange, PieceToSave, SavedCheckpoint, save_checkpoint
+from unipar.checkpoint.retention import Retention
+from unipar.checkpoint.store_exchange import StoreExchange
+from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
+from unipar.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from unipar.distributed.world import World
+
+
+@dataclass(frozen=True)
+class FinishedSave:
+    """Checkpoint that was published, and how long training waited for it."""
+
+    saved: SavedCheckpoint
+    waited: float
+    """Seconds in which this rank did not train."""
+
+    seconds: float
+    """Seconds from the copy to the publication."""
+
+
+@final
+class CheckpointSaver:
+    """Saver of one rank; all ranks call its methods together."""
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        *,
+        asynchronous: bool,
+        mark: Callable[[str], None] = lambda phase: None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`mark` reports phases of the heartbeat; `progress` is called with bytes written by this rank, and their sum."""
+        self.folder, self._world, self._asynchronous = folder, world, asynchronous
+        self._mark, self._progress = mark, progress
+        self._copies: dict[tuple[str, str, Region], Tensor] = {}
+        self._save: _Save | None = None
+
+    def save(self, step: int, pieces: Iterable[Piece], state: Mapping[str, Any], retention: Retention) -> None:
+        """Save the state; asynchronously, return once it is copied. `state` is rank 0's, for state.json."""
+        assert self._save is None, "a save is under way"
+        began = time.monotonic()
+        self._mark("save")
+        given = [self._piece(piece) for piece in pieces]
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        total = sum(p.where.numel * ITEM_BYTES[p.dtype] for p in given)
+        key = self._world.key("checkpoint")
+        self._save = _Save(partial(self._write, step, given, dict(state), retention, key, total), began)
+        if self._asynchronous:
+            self._save.start()
+        else:
+            self._save.run()
+        self._save.waited = time.monotonic() - began
+
+    def _write(
+        self,
+        step: int,
+        pieces: list[PieceToSave],
+        state: Mapping[str, Any],
+        retention: Retention,
+        key: str,
+        total: int,
+    ) -> SavedCheckpoint:
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if not self._asynchronous:
+                self._mark("save")
+            if self._progress is not None:
+                self._progress(done, total)
+
+        return save_checkpoint(
+            self.folder,
+            step,
+            pieces,
+            state,
+            rank=self._world.rank,
+            exchange=self._exchange(key),
+            retention=retention,
+            progress=advance,
+        )
+
+    def _exchange(self, key: str) -> Exchange:
+        world = self._world
+        waiting = (lambda: None) if self._asynchronous else (lambda: self._mark("waiting"))
+        return StoreExchange(world.store, world.rank, world.size, key, waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way, or its result was not taken yet."""
+        return self._save is not None
+
+    def finished(self) -> FinishedSave | None:
+        """Return the result of a save that has ended, once; raise what made it fail; None while it runs."""
+        save = self._save
+        if save is None or save.running:
+            return None
+        self._save = None
+        return save.result()
+
+    def wait(self) -> FinishedSave | None:
+        """Wait for the save that is under way, and return its result; None if there is none."""
+        save = self._save
+        if save is None:
+            return None
+        began = time.monotonic()
+        while save.running and save.thread is not None:
+            self._mark("save")
+            save.thread.join(0.2)
+        save.waited += time.monotonic() - began
+        return self.finished()
+
+    def _piece(self, piece: Piece) -> PieceToSave:
+        called = f"{piece.kind} of {piece.name}"
+        dtype = dtype_name(piece.tensor, called)
+        if piece.tensor.numel() != piece.where.numel:
+            raise CheckpointError(f"{called}: {piece.tensor.numel():,} elements for a region of {piece.where.numel:,}")
+        return PieceToSave(piece.name, piece.kind, dtype, tuple(piece.shape), piece.where, self._memory(piece))
+
+    def _memory(self, piece: Piece) -> Buffer | Callable[[], Buffer]:
+        """Return the elements: a copy if training goes on, else the tensor's own when it is their turn to be written."""
+        t = piece.tensor.detach()
+        if not self._asynchronous:
+            return partial(_bytes_on_cpu, t)
+        key = (piece.name, piece.kind, piece.where)
+        copy = self._copies.get(key)
+        if copy is None or copy.dtype != t.dtype or copy.numel() != t.numel():
+            pinned = t.device.type == "cuda"
+            copy = self._copies[key] = torch.empty(t.numel(), dtype=t.dtype, pin_memory=pinned)
+        copy.view(t.shape).copy_(t, non_blocking=True)
+        return partial(bytes_of, copy)  # once the device has copied
+
+    def close(self) -> None:
+        """Forget the copies."""
+        self._copies.clear()
+
+
+def _bytes_on_cpu(t: Tensor) -> memoryview:
+    return bytes_of(t.cpu().contiguous())
+
+
+@final
+class _Save:
+    """One save; its error is kept until someone asks for the result."""
+
+    def __init__(self, write: Callable[[], SavedCheckpoint], began: float) -> None:
+        self._write, self._began, self._ended = write, began, began
+        self._saved: SavedCheckpoint | None = None
+        self._error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        self.waited = 0.0
+
+    def run(self) -> None:
+        """Write and publish it."""
+        try:
+            self._saved = self._write()
+        except BaseException as e:  # raised where the result is asked for, also out of a thread
+            self._error = e
+        self._ended = time.monotonic()
+
+    def start(self) -> None:
+        """Run it in a thread."""
+        self.thread = threading.Thread(target=self.run, name="unipar-checkpoint", daemon=True)
+        self.thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def result(self) -> FinishedSave:
+        """Return what was saved, or raise what went wrong."""
+        if self._error is not None:
+            raise self._error
+        assert self._saved is not None
+        return FinishedSave(self._saved, self.waited, self._ended - self._began)
