@@ -193,7 +193,11 @@ def test_together() -> None:
         "a": {"loss": [1.0, 2.0, 3.0], "norm": [3.0, 3.0, 6.0], "step": [1, 2, 3]},
         "b": {"loss": [10.0], "norm": [4.0], "step": [2]},
     }
-    assert combine_recorded_parts(parts, 3) == {"loss": [1.0, 12.0, 13.0], "norm": [3.0, 5.0, pytest.approx(52**0.5)]}
+    assert combine_recorded_parts(parts, 3) == {
+        "loss": [1.0, 12.0, 13.0],
+        "norm": [3.0, 5.0, pytest.approx(52**0.5)],
+        "parts": parts,
+    }
 
 
 def _tied() -> dict[str, Any]:

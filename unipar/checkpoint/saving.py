@@ -51,7 +51,7 @@ class CheckpointSaver:
         mark: Callable[[str], None] = lambda phase: None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`mark` reports phases of the heartbeat; `progress` is called with bytes written by this rank, and their sum."""
+        """`mark` reports phases of the heartbeat; `progress` is called with the bytes written so far, and their sum."""
         self.folder, self._world, self._asynchronous = folder, world, asynchronous
         self._mark, self._progress = mark, progress
         self._copies: dict[tuple[str, str, Region], Tensor] = {}
@@ -142,7 +142,7 @@ class CheckpointSaver:
         return PieceToSave(piece.name, piece.kind, dtype, tuple(piece.shape), piece.where, self._memory(piece))
 
     def _memory(self, piece: Piece) -> Buffer | Callable[[], Buffer]:
-        """Return the elements: a copy if training goes on, else the tensor's own when it is their turn to be written."""
+        """Return the elements: a copy if training goes on, else the tensor's own when their turn comes."""
         t = piece.tensor.detach()
         if not self._asynchronous:
             return partial(_bytes_on_cpu, t)

@@ -124,7 +124,7 @@ class _TurnControl:
             torch.cuda.synchronize(self._run.device)
 
     def _wait(self) -> None:
-        self._run.mark_waiting()
+        self._run.mark("waiting")
         if self._began is not None:
             self._witness.stop_fingerprinting()
             self._witness.write(self._folder)

@@ -10,7 +10,7 @@ import torch
 
 from unipar.config import BatchSizes
 from unipar.data.dataset import DataSource
-from unipar.data.order import MicrobatchPlan, SampleKey
+from unipar.data.order import START, DataPosition, MicrobatchPlan, SampleKey
 from unipar.data.stream import (
     EMPTY_EPOCH_SENTENCE,
     StreamBatch,
@@ -34,6 +34,7 @@ class StreamFeed:
         if source.settings.stream == "shards":
             check_shard_method(source.dataset)
         self._key = world.key("stream")
+        self._begin = START
         self._next = (0, 0)
         """Epoch and batch of the step that follows the last one read."""
 
@@ -58,8 +59,8 @@ class StreamFeed:
 
     def place(self, step: int) -> tuple[int, int]:
         """Return the epoch and the batch within it of the next step, when `step` steps are done."""
-        if per_epoch := self._per_epoch:
-            return divmod(step, per_epoch)
+        if self._per_epoch:
+            return self._epoch_and_batch(step)
         if step == self._read:
             return self._next
         if not self.whole:
@@ -67,6 +68,21 @@ class StreamFeed:
                 "the position in a stream that ranks read in parts is known only for the steps that were read"
             )
         return self._epoch_and_batch(step)
+
+    def position(self, step: int) -> DataPosition:
+        """Return the place in the data of the next step, when `step` steps are done."""
+        epoch, batch = self.place(step)
+        return DataPosition(step, epoch, batch * self.sizes.total)
+
+    def go_on_from(self, begin: DataPosition) -> None:
+        """Read from this place on, where another run stopped."""
+        if begin.sample % self.sizes.total:
+            raise TaskError(
+                f"batch.total: the run stopped after {begin.sample} samples of epoch {begin.epoch + 1} of a stream, "
+                f"which is no multiple of {self.sizes.total}: take the old batch.total back, or one that divides "
+                f"{begin.sample}"
+            )
+        self._begin = begin
 
     def samples(self, step: int) -> int:
         """Return the size of the global batch of the step read last."""
@@ -106,9 +122,11 @@ class StreamFeed:
 
     def _epoch_and_batch(self, start: int) -> tuple[int, int]:
         """Return the epoch of a step and the batch within it; without len(), by reading and counting."""
+        epoch, start = self._begin.epoch, start - self._begin.step + self._begin.sample // self.sizes.total
         if per_epoch := self._per_epoch:
-            return divmod(start, per_epoch)
-        epoch = 0
+            return divmod(epoch * per_epoch + start, per_epoch)
+        if start == self._begin.sample // self.sizes.total:
+            return epoch, start
         while start:
             batches = sum(1 for _ in islice(self._counting(epoch), start + 1))
             if batches > start:

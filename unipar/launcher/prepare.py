@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from unipar.backend import Backend, checks, registry, resources
 from unipar.backend.checks import CheckedSource, given_source
 from unipar.backend.installed import library_versions, machine_summary
+from unipar.checkpoint.changes import sections_said
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
@@ -79,6 +80,8 @@ def prepare(
     if is_importing_task():
         raise LaunchReached
     source = given_source(config, overrides)
+    if starts:  # what compares runs neither saves nor resumes them
+        source = replace(source, config=source.config.changed({"checkpoint": None, "resume": None}))
     place = _foreign_place(source, starts)
     ref = None
     if code == "needed" or (code == "if named" and source.config.task is not None):
@@ -108,6 +111,9 @@ class PreparedRun:
     why: str = ""
     """Reason for the number of ranks, or for the device; empty if the config says both."""
 
+    said: tuple[str, ...] = ()
+    """Keys of the config that the command or the call has given, which a checkpoint's may differ from."""
+
     numbered: Path | None = None
     """First of the names of which the run takes one that is free: the config gives no `out`. None: `out` is the one."""
 
@@ -131,7 +137,8 @@ class PreparedRun:
         if place is None or place.rank == 0:
             folder.check_run_folder(out, overwrite=overwrite)
         why = ranks.why or prepared.why
-        return cls(settled, source.backend, out, overwrite, place, prepared.ref, why, numbered).in_folder(out)
+        said = tuple(sections_said(source.origins))
+        return cls(settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered).in_folder(out)
 
     def in_folder(self, out: Path) -> Self:
         """Return the same run with this run folder."""
@@ -168,7 +175,7 @@ class PreparedRun:
         """Return the texts of config.json and launch.json."""
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
         ran = {"versions": library_versions(self.backend.requires), "machine": machine_summary()}
-        launch |= {"settled": self.settled.to_json(), "boot": boot_id()}
+        launch |= {"settled": self.settled.to_json(), "boot": boot_id(), "said": list(self.said)}
         return self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unipar.config.sections.checkpoint import Checkpoint
 
 
 def heartbeat_path(run: Path, rank: int) -> Path:
@@ -38,3 +43,14 @@ def stack_path(run: Path, rank: int) -> Path:
 def log_path(run: Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return run / f"rank-{rank}.log"
+
+
+def checkpoint_folder(run: Path, settings: Checkpoint | None) -> Path:
+    """Return the folder in which a run's checkpoints are."""
+    return Path(settings.to) if settings is not None and settings.to is not None else run / "checkpoints"
+
+
+def read_launch_file(run: Path) -> dict[str, Any]:
+    """Return the contents of launch.json; empty for a run folder without it, as tests make them."""
+    path = run / "launch.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}

@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from unipar.utils.files import write_file_atomically
+
+_ENDS = ("stopped", "end")
+"""Events with which a run ends."""
+
 
 class Ledger:
     """File of a rank's events, one JSON object a line; events are appended."""
@@ -21,6 +26,14 @@ class Ledger:
         row = {"event": event, "time": time.time(), **{name: _finite_or_none(value) for name, value in fields.items()}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
+
+    def drop_after(self, step: int) -> None:
+        """Drop what earlier processes of this rank have written about later steps, and about their end."""
+        path = Path(self._file.name)
+        rows = [row for row in Ledger.read(path) if row.get("step", 0) <= step and row["event"] not in _ENDS]
+        self._file.close()
+        write_file_atomically(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        self._file = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()

@@ -128,6 +128,15 @@ class Run(ABC):
     def log(self, **named: float | Tensor) -> None:
         """Write named values of this rank into its ledger; rank 0's go to the trackers too."""
 
+    @property
+    @abstractmethod
+    def resumed(self) -> bool:
+        """Whether the run goes on from a checkpoint; `done` says how many steps another run has done."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Save the state now, between two steps; the config's section `checkpoint` says where, and what is kept."""
+
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
         """Yield the state that this rank holds; with several parts, names begin with the part's name."""

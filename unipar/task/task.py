@@ -83,6 +83,15 @@ class Task(ABC):
     def prepare(self) -> None:  # noqa: B027 - a neutral hook
         """Prepare a machine, for example by downloads: called once on each, before anything else."""
 
+    def state(self) -> Any:
+        """Return what checkpoints hold of the task's own: JSON values and tensors, in lists and mappings; rank 0's."""
+        return None
+
+    def load_state(self, state: Any) -> None:
+        """Take over what `state` returned in the run that goes on here; tuples have become lists."""
+        if state is not None:
+            raise TaskError("the checkpoint holds a state() of the task, and this task has no load_state(state)")
+
     def train(self, run: Run) -> None:
         """Run the training loop; override to write your own."""
         if len(run.parts) > 1:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unipar.backend import Engine, Part, Piece, Read, Region, Step
 from unipar.config import Config
@@ -24,7 +24,16 @@ _MAX_PENDING_LOSSES = 64
 class TrainedPart:
     """One part: its module, its engine, and the losses of its steps that are not yet reported."""
 
-    def __init__(self, part: Part, engine: Engine, config: Config, world: World, *, alone: bool) -> None:
+    def __init__(
+        self,
+        part: Part,
+        engine: Engine,
+        config: Config,
+        world: World,
+        *,
+        alone: bool,
+        tied: Sequence[Sequence[str]] = (),
+    ) -> None:
         self.name, self.module, self.engine, self.world = part.name, part.module, engine, world
         self.config = config
         """Config with this part's own optimizer and clip."""
@@ -43,11 +52,51 @@ class TrainedPart:
         self.last: dict[str, Any] | None = None
         """Step, loss, norm and learning rate of the last report."""
 
+        self.wants_to_save: Callable[[], bool] = lambda: False
+        """Function that says whether this rank's clock wants a save."""
+
+        self.save_agreed = False
+        """Whether at the last report a rank wanted a save; equal on all ranks."""
+
+        self.tied = [list(names) for names in tied]
+        """Names that share one parameter."""
+
+        self._born_groups = self._plain_groups()
         self._pending_losses: list[Tensor] = []
         self._norm: Tensor | None = None
         self._rate = 0.0
         self._loss_and_norm: Tensor | None = None
         self._step_numbers: list[int] = []
+
+    def _plain_groups(self) -> list[dict[str, Any]]:
+        """Return the settings of the optimizer's groups that are plain values."""
+        return [
+            {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+            for group in self.engine.optimizer_groups()
+        ]
+
+    def group_state(self) -> list[dict[str, Any]]:
+        """Return each group's settings for a checkpoint, and which of them the optimizer itself has changed."""
+        now = self._plain_groups()
+        return [
+            {"settings": group, "changed": sorted(k for k in group if k not in _RATES and group[k] != born.get(k))}
+            for group, born in zip(now, self._born_groups, strict=True)
+        ]
+
+    def restore_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Set what the optimizer itself had changed in its groups' settings, such as a count of its own."""
+        groups = self.engine.optimizer_groups()
+        if len(groups) != len(saved):
+            if any(group["changed"] for group in saved):
+                raise TaskError(
+                    f"the checkpoint's optimizer keeps numbers of its own in {len(saved)} groups, and this one has "
+                    f"{len(groups)}"
+                )
+            return
+        for group, old in zip(groups, saved, strict=True):
+            for key in old["changed"]:
+                value = old["settings"][key]
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
     def set_trainable(self, wanted: bool) -> None:
         """Set `requires_grad` of the part's parameters; found by name, because libraries replace the tensors."""
@@ -100,13 +149,15 @@ class TrainedPart:
     def _reduce_loss(self, loss: Tensor) -> float:
         """Return the sum of `loss` over ranks; raise NonFinite if a rank had a bad loss since the last report.
 
-        The same collective tells all ranks that one of them was asked to stop by a signal.
+        The same collective tells all ranks that one of them was asked to stop by a signal, and that a save is due.
         """
         bad = (~self.window[: len(self.steps)].isfinite()).any().to(torch.float64)
         stop = torch.full_like(bad, float(stopping.stop_requested()))
-        total, flag, stops = self.world.sum(torch.stack([loss.to(torch.float64), bad, stop])).tolist()
+        save = torch.full_like(bad, float(self.wants_to_save()))
+        total, flag, stops, saves = self.world.sum(torch.stack([loss.to(torch.float64), bad, stop, save])).tolist()
         if stops:
             stopping.request_stop()
+        self.save_agreed = saves > 0
         if flag:
             raise self._non_finite_error()
         return total
@@ -133,6 +184,25 @@ class TrainedPart:
         assert self._loss_and_norm is not None
         losses, norms = self._loss_and_norm[:, : len(self._step_numbers)].tolist()
         return {"loss": losses, "norm": norms, "step": list(self._step_numbers)}
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+_RATES = ("lr", "initial_lr")
+"""Settings of a group that the schedule sets."""
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON holds a value."""
+    if isinstance(value, tuple | list):
+        return all(_is_plain(inner) for inner in value)
+    return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 @final
@@ -189,8 +259,10 @@ def flatten_logged_step(row: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
-def combine_recorded_parts(parts: Mapping[str, Mapping[str, list[Any]]], steps: int) -> dict[str, list[float]]:
-    """Return the run's loss and norm at each step: the sum of all parts' last losses, the norm of all gradients."""
+def combine_recorded_parts(parts: Mapping[str, Mapping[str, list[Any]]], steps: int) -> dict[str, Any]:
+    """Return the run's loss and norm at each step: of several parts the sum of their last losses and the joint norm."""
+    if len(parts) == 1:
+        return {key: row[key] for row in parts.values() for key in ("loss", "norm")}
     loss, norm = [0.0] * steps, [0.0] * steps
     for part in parts.values():
         at = [*part["step"], steps + 1]
@@ -198,7 +270,7 @@ def combine_recorded_parts(parts: Mapping[str, Mapping[str, list[Any]]], steps: 
             for step in range(at[i] - 1, at[i + 1] - 1):
                 loss[step] += mine
                 norm[step] = math.hypot(norm[step], its)
-    return {"loss": loss, "norm": norm}
+    return {"loss": loss, "norm": norm, "parts": parts}
 
 
 def iterate_pieces(parts: Mapping[str, TrainedPart]) -> Iterator[Piece]:

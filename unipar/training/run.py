@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Micro, Piece, Read
+from unipar.backend import Engine, Fn, Piece, Read
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import check_same_sample_count, training_data_source
 from unipar.data.feed import MicrobatchFeed
-from unipar.data.order import MicrobatchPlan
+from unipar.data.order import DataPosition, MicrobatchPlan
 from unipar.data.stream import STREAM_PROMISES
 from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.world import World
-from unipar.engines.batch import to_device
 from unipar.engines.learning_rate import schedule_factor
-from unipar.errors import TaskError
+from unipar.errors import Stopped, TaskError
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
+from unipar.training.boundary import StateKeeper, require_keeper
 from unipar.training.evaluation import Evaluation, refuse_unsynced_evaluation
 from unipar.training.parts import (
     ActivePart,
     TrainedPart,
-    collect_step_values,
     combine_recorded_parts,
-    flatten_logged_step,
     iterate_pieces,
     refuse_other_loss,
     restore_parts,
 )
+from unipar.training.shares import ShareMaker
+from unipar.training.step_log import StepLog
 from unipar.training.stopping import StopAgreement
 from unipar.utils.seeding import MIX_START, mix_into, seed_torch
 
@@ -71,31 +68,30 @@ class TrainingRun(Run):
         self._first = next(iter(self._members.values()))
         self._active: ActivePart | None = None
         self._evaluating = False
-        self._ledger, self._heartbeat, self._trackers = ledger, heartbeat, trackers
+        self._heartbeat = heartbeat
+        self._log = StepLog(ledger, trackers, config.log.every, config.train.lr_scale.factor(sizes.total))
         self._mark = heartbeat.set_phase
         self._loss: Fn = task.loss
-        self._seed, self._every = config.train.seed, config.log.every
+        self._seed = config.train.seed
         self._loss_seed = mix_into(MIX_START, self._seed, 3)
         self._schedule = config.train.schedule
         self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
         self._collate = task.collate if task.defines("collate") else None
-        self._weighs = task.defines("weight")
-        self._stop_agreement = StopAgreement(world)
+        self._maker = ShareMaker(task, world)
+        self._stop_agreement = StopAgreement(world, config.train.sync_every or 1)
         self._feed: MicrobatchFeed | StreamFeed | None = None
         self._steps = config.train.steps
-        self._batch_with_weight: Any = None
         self._seeds: tuple[int, ...] = ()
         self._parts_stepped: list[ActivePart] = []
         self._due = False
         """Whether the current share is logged."""
 
-        self._shares_since_log = self._samples = 0
         self._cuda = self.device.type == "cuda"
-        self._since = time.perf_counter()
         self._evaluation: Evaluation | None = None
         self._boundary_hook: Callable[[int], None] | None = None
         self._batch_observer: BatchObserver | None = None
-        self._step_memory: StepMemory | None = None
+        self._checkpoints: StateKeeper | None = None
+        self._began_at = 0
 
     # Steps and data
 
@@ -123,13 +119,58 @@ class TrainingRun(Run):
         """Set the number of steps done, after state was restored."""
         self.done = step
 
+    def go_on_from(self, begin: DataPosition) -> None:
+        """Go on as another run would that has done these steps, with what is left of its data."""
+        self.done = self._began_at = begin.step
+        self.feed.go_on_from(begin)
+        self._log.begin_after(begin.step)
+
+    @property
+    @override
+    def resumed(self) -> bool:
+        return self._began_at > 0
+
+    @override
+    def save(self) -> None:
+        keeper = require_keeper(self._checkpoints, self.done, self._sync_every, idle=not self._parts_stepped)
+        keeper.save(self.done)
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all ranks have one state now, which they have not between two steps of `train.sync_every`."""
+        return not self._sync_every or self.done % self._sync_every == 0 or self.done == self.steps
+
+    def use_checkpoints(self, checkpoints: StateKeeper) -> None:
+        """Save the state when it is due, at the end, and when the run is stopped."""
+        self._checkpoints = checkpoints
+        for part in self._parts.values():
+            part.wants_to_save = lambda: checkpoints.wants_to_save
+
+    @property
+    def save_agreed(self) -> bool:
+        """Whether all ranks know that rank 0's clock wants a save."""
+        return any(part.save_agreed for part in self._parts.values())
+
+    def check_losses(self) -> None:
+        """Raise NonFinite if a loss is not finite that no step has reported yet; all ranks call this together."""
+        for part in self._parts.values():
+            part.finish()
+
+    def mark(self, phase: str) -> None:
+        """Set the phase of the heartbeat."""
+        self._mark(phase)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Write an event into this rank's ledger."""
+        self._log.note(event, **fields)
+
     def _make_feed(self, data: Any) -> MicrobatchFeed | StreamFeed:
         source = training_data_source(data, self._collate, self.task.collate, self.config, self.sizes)
         if source.length is not None:
             check_same_sample_count(source.length, self.world)
         pin = self.device.type == "cuda"
         if source.streams:
-            self._ledger.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
+            self.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
             return StreamFeed(source, self.sizes, self.world, self._seed, pin=pin)
         return MicrobatchFeed(source, self.sizes, self.world.share, self._seed, pin=pin)
 
@@ -195,12 +236,12 @@ class TrainingRun(Run):
             self._active = None
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
-            self._shares_since_log, self._samples = self._shares_since_log + 1, share.samples
-        self._due = self._shares_since_log == self._every or number == steps or number == 1
+            self._log.count(share.samples)
+        self._due = self._log.is_due(number, steps)
         reported = trained.report() if self._due or (out.skipped and not self._scales) else None
         if out.skipped:
             trained.skip(number, expected=self._scales)
-            self._ledger.note("skipped", step=number)
+            self.note("skipped", step=number)
         if self._sync_every and (number % self._sync_every == 0 or number == steps):
             trained.engine.take_mean()
         self._parts_stepped.append(active)
@@ -247,13 +288,15 @@ class TrainingRun(Run):
             means = self._evaluation()
         finally:
             self._active, self._evaluating = None, False
-        self._write_values("eval", means)
+        self._log.write_values("eval", self.done, means)
+        if self._checkpoints is not None:
+            self._checkpoints.after_evaluation(self.done, means)
         self._mark("between")
         return means
 
     @override
     def log(self, **named: float | Tensor) -> None:
-        self._write_values("log", {k: float(v) for k, v in named.items()})
+        self._log.write_values("log", self.done, {k: float(v) for k, v in named.items()})
 
     def record(self, steps: int) -> None:
         """Keep this rank's share of the loss, and the norm, of every step on the device."""
@@ -262,18 +305,11 @@ class TrainingRun(Run):
 
     def recorded_steps(self) -> dict[str, Any]:
         """Return this rank's shares of the loss (their sum over ranks is the loss) and the norms; and of each part."""
-        parts = {name: part.recorded_steps() for name, part in self._parts.items()}
-        if len(parts) == 1:
-            return {key: parts[self._first.trained.name][key] for key in ("loss", "norm")}
-        return combine_recorded_parts(parts, self.done) | {"parts": parts}
+        return combine_recorded_parts({name: part.recorded_steps() for name, part in self._parts.items()}, self.done)
 
     def on_batches(self, observer: BatchObserver) -> None:
         """Call `observer` at each step with this rank's microbatches, and the samples that are in them."""
         self._batch_observer = observer
-
-    def mark_waiting(self) -> None:
-        """Set the phase "waiting", in which the watchdog does not count silence: another process has the turn."""
-        self._mark("waiting")
 
     def use_feed(self, feed: MicrobatchFeed) -> None:
         """Take the shares from `feed` instead of the task's own data."""
@@ -285,14 +321,16 @@ class TrainingRun(Run):
 
     def attach_step_memory(self, recorder: StepMemory) -> None:
         """Record the memory of logged steps by `recorder`."""
-        self._step_memory = recorder
+        self._log.attach_memory(recorder)
 
     def finish(self) -> None:
         """Report the last steps and close the trackers; called after the loop."""
         self._end_share()
         for part in self._parts.values():
             part.finish()
-        self._trackers.close()
+        if self._checkpoints is not None:
+            self._checkpoints.at_end(self.done)
+        self._log.close()
         self._mark("end")
 
     # Internals
@@ -302,11 +340,19 @@ class TrainingRun(Run):
         if self._boundary_hook is not None:
             self._boundary_hook(done)
         if done < self.steps:
+            self._stop_or_save(done)
+            self._log.before_step(done + 1, self.steps)
+
+    def _stop_or_save(self, done: int) -> None:
+        """Raise Stopped if the ranks have agreed to stop here, once the state is saved; else save it if that is due."""
+        try:
             self._stop_agreement(done)
-            if self._step_memory is not None:
-                at = time.perf_counter()
-                self._step_memory.before(logs=self._logs(done + 1, self._shares_since_log + 1))
-                self._since += time.perf_counter() - at  # not counted as time of a step
+        except Stopped:
+            if self._checkpoints is not None:
+                self._checkpoints.at_end(done)
+            raise
+        if self._checkpoints is not None:
+            self._checkpoints.at_boundary(done)
 
     def _shares(self, feed: MicrobatchFeed | StreamFeed) -> Iterator[Share]:
         every = self.config.eval.every
@@ -316,7 +362,10 @@ class TrainingRun(Run):
             self._pass_boundary(before)
             self._heartbeat.step = before + 1
             self._mark("data")
-            yield self._share(next(ready), feed)
+            read = next(ready)
+            if self._batch_observer is not None:
+                self._batch_observer(read)
+            yield self._maker.make(read, feed, before)
             self._end_share()
             if self.done != before + 1:
                 times = "once" if len(self._members) == 1 else "at most once for each part, and for at least one part"
@@ -326,37 +375,6 @@ class TrainingRun(Run):
                 self.evaluate()
         self._pass_boundary(self.done)
 
-    def _share(self, read: list[tuple[Any, MicrobatchPlan]], feed: MicrobatchFeed | StreamFeed) -> Share:
-        """Return the share of a step: microbatches on the device, each with its weight in the global batch."""
-        samples = feed.samples(self.done)
-        if self._batch_observer is not None:
-            self._batch_observer(read)
-        if not self._weighs:
-            return self._make_share(((batch, plan.weight) for batch, plan in read), samples)
-        weights = [self._weight(batch, len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
-        total = torch.tensor(sum(weights), dtype=torch.float64, device=self.device)
-        whole = self.world.sum_shares(total).item()
-        if not whole > 0:
-            raise TaskError(f"weight(batch) is {whole:g} over the whole global batch of step {self.done + 1}")
-        self._batch_with_weight = next(
-            (b for (b, _), w in zip(read, weights, strict=True) if w > 0), self._batch_with_weight
-        )
-        if self._batch_with_weight is None and 0.0 in weights:
-            self._batch_with_weight = feed.batch_with_weight(self._weight)
-        micros = [(b if w > 0 else self._batch_with_weight, w / whole) for (b, _), w in zip(read, weights, strict=True)]
-        return self._make_share(micros, samples)
-
-    def _make_share(self, micros: Iterable[tuple[Any, float]], samples: int) -> Share:
-        """Return a share of microbatches, given as batch and scale; the first of every rank come before the second."""
-        made = zip(micros, count(self.world.share, self.world.shares), strict=False)
-        return Share([Micro(to_device(b, self.device), scale, number) for (b, scale), number in made], samples)
-
-    def _weight(self, batch: Any, samples: int = 1) -> float:
-        weight = self.task.weight(batch)
-        if weight is not None and not float(weight) >= 0:
-            raise TaskError(f"weight(batch) is {float(weight):g}; it must not be negative")
-        return float(samples if weight is None else weight)
-
     def _seeded_loss(self, model: nn.Module, batch: Any, number: int) -> Tensor:
         """Return the loss, with PyTorch seeded by step and microbatch, so that the rank makes no difference."""
         seed_torch(mix_into(self._loss_seed, self.done, number, *self._seeds) >> 1, cuda=self._cuda)
@@ -365,10 +383,6 @@ class TrainingRun(Run):
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise TaskError(f"loss() returned {shown}; return the mean over the batch as a scalar tensor")
         return loss
-
-    def _logs(self, number: int, filled: int) -> bool:
-        """Return whether step `number`, the `filled`-th since the last log, is logged."""
-        return filled == self._every or number == self.steps or number == 1
 
     def _end_share(self) -> None:
         """Count the share's step, if a part took one, and log the parts' results if the step is due."""
@@ -381,19 +395,4 @@ class TrainingRun(Run):
         for part in self._parts.values():
             if part.steps:  # parts that took a step in this share have reported it already
                 part.report()
-        now = time.perf_counter()
-        seconds, self._shares_since_log = (now - self._since) / self._shares_since_log, 0
-        scale = self.config.train.lr_scale.factor(self.sizes.total)
-        row = collect_step_values(self._parts, scale) | {"samples": self._samples, "seconds": seconds}
-        if self._step_memory is not None:
-            row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._step_memory.after()]
-            if self._step_memory.lost:
-                self._ledger.note("memory", said=f"no longer recorded: {self._step_memory.lost}")
-                self._step_memory = None
-        self._ledger.note("step", step=number, of=self.steps, **row)
-        self._trackers.write(number, flatten_logged_step(row))
-        self._since = time.perf_counter()  # the time for writing is not counted as time of a step
-
-    def _write_values(self, event: str, named: Mapping[str, float]) -> None:
-        self._ledger.note(event, step=self.done, **named)
-        self._trackers.write(self.done, {f"{event}/{k}": v for k, v in named.items()})
+        self._log.write_step(number, self.steps, self._parts)

@@ -26,12 +26,12 @@ from unipar.model.optimizer import optimizer_factory, parameter_groups, refuse_w
 from unipar.model.pretrained import load_weights
 from unipar.model.transforms import apply_transforms
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import heartbeat_path, ledger_path
+from unipar.run_folder.layout import checkpoint_folder, heartbeat_path, ledger_path, read_launch_file
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Task
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.out_of_memory import explain_out_of_memory
-from unipar.training.parts import TrainedPart
+from unipar.training.parts import TrainedPart, tied_names
 from unipar.training.run import TrainingRun
 from unipar.training.sample import first_microbatch
 from unipar.training.stopping import stop_on_signals
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unipar.memory.recording.step_log import StepMemory
+    from unipar.training.resuming import ChosenCheckpoint
 
 
 @contextmanager
@@ -71,8 +72,19 @@ def open_run(
             met(world, heartbeat)
         watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
         trackers = TrackerWriter(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
+        chosen = _choose_checkpoint(config, run, world, ledger)
         with explain_out_of_memory(run, place.rank):
-            live = build_run(settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
+            live = build_run(
+                settled,
+                backend,
+                task,
+                world,
+                ledger=ledger,
+                heartbeat=heartbeat,
+                trackers=trackers,
+                loads_weights=chosen is None,
+            )
+        _keep_state(live, run, chosen)
         if watcher is not None:
             _attach_step_memory(live, watcher)
         gc.collect()  # frees what is in reference cycles: rank 0's whole model, if it was split
@@ -89,6 +101,35 @@ def open_run(
             part.engine.close()
         world.close()
         failed.pop_all()
+
+
+def _choose_checkpoint(config: Config, run: Path, world: World, ledger: Ledger) -> ChosenCheckpoint | None:
+    """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew."""
+    if config.resume in (None, "never"):
+        return None
+    from unipar.training.resuming import choose_checkpoint
+
+    said = read_launch_file(run).get("said", [])
+    chosen = choose_checkpoint(config.resume, checkpoint_folder(run, config.checkpoint), world, config, said)
+    if chosen is not None:
+        ledger.drop_after(chosen.step)
+    return chosen
+
+
+def _keep_state(live: TrainingRun, run: Path, chosen: ChosenCheckpoint | None) -> None:
+    """Have the state of a run saved, as the config says, and give it that of the checkpoint from which it goes on."""
+    settings, keeper = live.config.checkpoint, None
+    if settings is not None:
+        from unipar.training.checkpointing import RunCheckpoints
+
+        keeper = RunCheckpoints(settings, live, run, read_launch_file(run))
+        live.use_checkpoints(keeper)
+    if chosen is not None:
+        from unipar.training.resuming import best_so_far, restore_run
+
+        restore_run(live, chosen)
+        if keeper is not None:
+            keeper.go_on_from(chosen.step, best_so_far(chosen.state))
 
 
 def _make_step_memory(
@@ -137,8 +178,12 @@ def build_run(
     heartbeat: HeartbeatWriter,
     trackers: TrackerWriter,
     build: EngineFactory | None = None,
+    loads_weights: bool = True,
 ) -> TrainingRun:
-    """Create the model, its engines (by `build`, if given, instead of the backend) and the run, in a joined world."""
+    """Create the model, its engines (by `build`, if given, instead of the backend) and the run, in a joined world.
+
+    `loads_weights`: whether the file of `model.weights` is read, which a checkpoint makes needless.
+    """
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
         raise TaskError("eval.every is given and the task has no validation(): give it a dataset, or leave eval out")
@@ -152,7 +197,7 @@ def build_run(
         refuse_devices_by_hand(whole, world.device, settled.cell)
     wanted = config.model.loading
     # on rank 0 only: the other ranks get the values from it when tensors are placed
-    loaded = load_weights(whole, wanted) if wanted is not None and world.rank == 0 else None
+    loaded = load_weights(whole, wanted) if wanted is not None and loads_weights and world.rank == 0 else None
     parameters = sum(p.numel() for p in whole.parameters())
     in_blocks: Counter[str] = Counter()
     own_optimizer = task.optimizer if task.defines("optimizer") else None
@@ -162,7 +207,7 @@ def build_run(
     for name, module in modules.items():
         own = config.of_part(name)
         groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=own_optimizer is not None)
-        blocks = find_blocks(module, own, given=task.blocks(module))
+        blocks, tied = find_blocks(module, own, given=task.blocks(module)), tied_names(module)
         if config.parallel.axes.ranks > 1:
             in_blocks.update(_count_in_blocks(module, blocks))
         apply_transforms(module, blocks, own)
@@ -178,7 +223,7 @@ def build_run(
         )
         with _explain_import_error(backend):
             engine = (build or backend.build)(part, own, world)
-            parts[name] = TrainedPart(part, engine, own, world, alone=len(modules) == 1)
+            parts[name] = TrainedPart(part, engine, own, world, alone=len(modules) == 1, tied=tied)
     if len(parts) > 1:
         for part in parts.values():  # some libraries fix in the first forward which parameters take gradients
             part.engine.evaluate(_compute_nothing, None)

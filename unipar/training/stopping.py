@@ -72,8 +72,9 @@ class StopAgreement:
     rank waits for another: that one may be inside a collective that needs this rank.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, every: int = 1) -> None:
+        """`every`: steps between two at which all ranks have one state; they stop at such a step."""
+        self._world, self._every = world, every
         self._published = False
         self._last_step: int | None = None
 
@@ -85,6 +86,8 @@ class StopAgreement:
     def _agree(self, step: int) -> None:
         world = self._world
         if world.size == 1 or world.store is None:
+            if step % self._every:
+                return
             raise Stopped(f"stopped by a signal after step {step}")
         keys = [f"stop/{rank}" for rank in range(world.size)]
         if not self._published:
@@ -93,7 +96,8 @@ class StopAgreement:
                 world.synchronize()  # the GPU may still be computing earlier steps
             world.store.set(keys[world.rank], str(step))
         if self._last_step is None and world.store.check(keys):
-            self._last_step = max(int(world.store.get(key)) for key in keys) + 1
+            last = max(int(world.store.get(key)) for key in keys) + 1
+            self._last_step = last + -last % self._every
         if self._last_step is not None and step >= self._last_step:
             world.barrier()  # until all ranks have read the store, which may be in a rank that exits first
             raise Stopped(f"stopped by a signal after step {step}")

@@ -1,0 +1,187 @@
+"""Checkpoints of a run in training: when one is due, what it holds besides tensors, what is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
+
+from unipar.backend import Piece, Region
+from unipar.checkpoint.format import step_folder_name
+from unipar.checkpoint.retention import Retention
+from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
+from unipar.config.sections.checkpoint import Best, Checkpoint
+from unipar.errors import CheckpointError, TaskError
+from unipar.run_folder.layout import checkpoint_folder
+from unipar.training.task_state import pack_task_state
+
+if TYPE_CHECKING:
+    from unipar.training.run import TrainingRun
+
+
+@final
+class RunCheckpoints:
+    """Saves of a run in training, at step boundaries; all ranks call its methods together."""
+
+    def __init__(self, settings: Checkpoint, live: TrainingRun, run: Path, launched: Mapping[str, Any]) -> None:
+        """`launched`: contents of the run's launch.json, for the versions and the revision that the state names."""
+        self._settings, self._live, self._launched = settings, live, launched
+        self._best: list[tuple[int, float]] = []
+        """Step and value of the best evaluations so far, the best first."""
+
+        self._is_best = False
+        self._metrics: dict[str, float] = {}
+        self._last_saved: int | None = None
+        self._began = time.monotonic()
+        self._saver = CheckpointSaver(
+            checkpoint_folder(run, settings), live.world, asynchronous=settings.asynchronous, mark=live.mark
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Folder in which the checkpoints are."""
+        return self._saver.folder
+
+    def go_on_from(self, step: int, best: list[tuple[int, float]]) -> None:
+        """Count the checkpoint from which the run goes on as the last one."""
+        self._last_saved, self._best = step, best
+
+    @property
+    def wants_to_save(self) -> bool:
+        """Whether this rank's clock says that a save is due; rank 0's counts."""
+        seconds = self._settings.seconds
+        return seconds is not None and self._live.rank == 0 and time.monotonic() - self._began >= seconds
+
+    def at_boundary(self, done: int) -> None:
+        """Save if a save is due after `done` steps; raise what made an earlier one fail."""
+        self._take(self._saver.finished)
+        if self._is_due(done):
+            self.save(done)
+
+    def _is_due(self, done: int) -> bool:
+        if done == 0 or done == self._last_saved or not self._live.is_synchronized:
+            return False
+        every = self._settings.every
+        if self._settings.seconds is not None:
+            return self._live.save_agreed or self._is_best
+        return self._is_best or (isinstance(every, int) and done % every == 0)
+
+    def save(self, done: int) -> None:
+        """Save the state after `done` steps, once an earlier save has ended."""
+        self._take(self._saver.wait)
+        live = self._live
+        live.check_losses()  # a state behind a loss that is not finite is never published
+        self._is_best, self._began, self._last_saved = False, time.monotonic(), done
+        for part in live.parts.values():
+            part.save_agreed = False
+        kept = Retention(self._settings.keep, [step for step, _ in self._best])
+        try:
+            task, tensors = pack_task_state(live.task.state())
+            self._saver.save(done, self._pieces(tensors), self._state(done, task), kept)
+        except CheckpointError as e:
+            self._fail(e)
+        if not self._settings.asynchronous:
+            self._take(self._saver.finished)
+        live.mark("between")
+
+    def at_end(self, done: int) -> None:
+        """Save the last state, and wait until it is published."""
+        if done and self._last_saved != done and self._live.is_synchronized:
+            self.save(done)
+        self._take(self._saver.wait)
+        self._saver.close()
+
+    def after_evaluation(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Keep what an evaluation gave, and whether it is one of the best."""
+        self._metrics = dict(metrics)
+        wanted = self._settings.best
+        if wanted is None or any(step == done for step, _ in self._best):
+            return
+        if wanted.metric not in metrics:
+            raise TaskError(
+                f"checkpoint.best.metric: the evaluation has no {wanted.metric!r}; it has "
+                + (", ".join(metrics) or "none")
+            )
+        value = metrics[wanted.metric]
+        if value != value:  # NaN is no best
+            return
+        ranked = rank_best([*self._best, (done, value)], wanted)
+        self._is_best = any(step == done for step, _ in ranked)
+        self._best = ranked
+
+    def _take(self, result: Any) -> None:
+        """Note the save that has ended, if any; treat its error as `checkpoint.on_error` says."""
+        try:
+            finished: FinishedSave | None = result()
+        except CheckpointError as e:
+            self._fail(e)
+            return
+        if finished is not None:
+            saved = finished.saved
+            self._live.note(
+                "checkpoint",
+                step=saved.step,
+                path=str(saved.path),
+                bytes=saved.bytes,
+                waited=finished.waited,
+                seconds=finished.seconds,
+                removed=list(saved.removed),
+                remarks=list(saved.remarks),
+            )
+
+    def _fail(self, error: CheckpointError) -> None:
+        if self._settings.on_error == "stop":
+            raise error
+        self._live.note("checkpoint failed", step=self._live.done, said=str(error))
+
+    def _pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+        yield from self._live.pieces()
+        if self._live.rank == 0:
+            for name, t in tensors.items():
+                yield Piece(name, "task", tuple(t.shape), Region(0, t.numel()), t.contiguous())
+
+    def _state(self, done: int, task: Any) -> dict[str, Any]:
+        """Return what state.json holds besides step and format."""
+        live = self._live
+        config = live.config.model_dump(mode="json")
+        text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+        position = live.feed.position(done)
+        return {
+            "unipar": self._launched.get("versions", {}),
+            "git": self._launched.get("git"),
+            "time": time.time(),
+            "cell": str(self._launched.get("settled", {}).get("cell", "")),
+            "ranks": live.size,
+            "config": config,
+            "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "data": {"epoch": position.epoch, "sample": position.sample, "length": live.feed.source.length},
+            "steps": live.steps,
+            "parts": {
+                name: {
+                    "skipped": part.skipped,
+                    "counters": part.engine.counters(),
+                    "groups": part.group_state(),
+                    "tied": part.tied,
+                }
+                for name, part in live.parts.items()
+            },
+            "metrics": self._metrics,
+            "best": [list(pair) for pair in self._best],
+            "task": task,
+        }
+
+
+def rank_best(found: list[tuple[int, float]], wanted: Best) -> list[tuple[int, float]]:
+    """Return the best of (step, value), best first; of equal values the earlier step."""
+    sign = 1 if wanted.mode == "min" else -1
+    return sorted(found, key=lambda pair: (sign * pair[1], pair[0]))[: wanted.keep]
+
+
+def describe_saved(path: Path, step: int) -> str:
+    """Return the words for a saved state, in the sentence with which a run stops."""
+    return f"the state is saved in {path / step_folder_name(step)}"

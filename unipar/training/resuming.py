@@ -1,0 +1,183 @@
+"""The way back from a checkpoint: which one, whether it fits this run, and its state into the engines."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unipar.checkpoint.changes import refuse_changes
+from unipar.checkpoint.manifest import StoredTensor
+from unipar.checkpoint.saved_state import SavedState
+from unipar.checkpoint.store_exchange import StoreExchange
+from unipar.checkpoint.tensor_bytes import dtype_name
+from unipar.checkpoint.verifying import Checkpoint, HashProgress, find_checkpoints, verify_checkpoint
+from unipar.config import Config
+from unipar.data.order import DataPosition
+from unipar.distributed.world import World
+from unipar.errors import CheckpointError
+from unipar.training.task_state import unpack_task_state
+from unipar.utils.text import first_few
+
+if TYPE_CHECKING:
+    from unipar.training.run import TrainingRun
+
+
+@dataclass(frozen=True)
+class ChosenCheckpoint:
+    """Checkpoint from which a run goes on."""
+
+    checkpoint: Checkpoint
+    passed: tuple[str, ...]
+    """Sentences about newer checkpoints that are broken, and were passed over."""
+
+    told: tuple[str, ...]
+    """Sentences about keys of the config that have changed since."""
+
+    @property
+    def path(self) -> Path:
+        """Folder of the checkpoint."""
+        return self.checkpoint.path
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Contents of its state.json."""
+        return self.checkpoint.state
+
+    @property
+    def step(self) -> int:
+        """Number of steps that it has done."""
+        return self.checkpoint.manifest.step
+
+
+def choose_checkpoint(
+    wanted: str, folder: Path, world: World, config: Config, said: Collection[str], progress: HashProgress | None = None
+) -> ChosenCheckpoint | None:
+    """Return the checkpoint at the path `wanted`, or for "auto" the newest whole one in a folder, or None.
+
+    All ranks call this together: each verifies a part of every candidate, and all choose the same. A broken one is
+    passed over under "auto", and an error under a path. `said`: keys of the config that were given for this run.
+    """
+    exchange = StoreExchange(world.store, world.rank, world.size, world.key("choose checkpoint"))
+    auto = wanted == "auto"
+    listed = [found.path for found in find_checkpoints(folder)] if auto else [Path(wanted)]
+    listed = [Path(name) for name in json.loads(exchange(json.dumps([str(p) for p in listed]).encode())[0])]
+    passed: list[str] = []
+    for path in listed:
+        found, error = None, ""
+        try:
+            found = verify_checkpoint(path, share=(world.rank, world.size), progress=progress)
+        except CheckpointError as e:
+            error = str(e)
+        errors = [text.decode() for text in exchange(error.encode())]
+        first = next((text for text in errors if text), "")
+        if not first and found is not None:
+            called = f"checkpoint {path}"
+            told = refuse_changes(found.state["config"], config.model_dump(mode="json"), said, called)
+            return ChosenCheckpoint(found, tuple(passed), tuple(told))
+        if not auto:
+            raise CheckpointError(first)
+        passed.append(first)
+    if passed:
+        raise CheckpointError(
+            f"{folder} holds no whole checkpoint: " + "; ".join(passed) + "; start anew with `resume: never`"
+        )
+    return None
+
+
+def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
+    """Give a run that was just built the state of a checkpoint; all ranks call this together."""
+    state, began = chosen.state, time.monotonic()
+    _refuse_other_data(live, state, chosen.path)
+    with SavedState(chosen.path, chosen.checkpoint.manifest) as saved:
+        _refuse_other_tensors(live, saved)
+        live.mark("save")
+        live.restore(saved)
+        for name, part in live.parts.items():
+            old = state["parts"][name]
+            part.skipped = int(old["skipped"])
+            part.engine.restore_counters(old["counters"])
+            part.restore_groups(old["groups"])
+        packed = state["task"]
+        live.task.load_state(unpack_task_state(packed, lambda path: saved.whole(path, "task")))
+        read = saved.bytes_read
+    live.go_on_from(DataPosition(chosen.step, int(state["data"]["epoch"]), int(state["data"]["sample"])))
+    if live.done >= live.steps:
+        raise CheckpointError(
+            f"checkpoint {chosen.path} has done {live.done} steps, and the run has {live.steps}: nothing is left to "
+            "do; give it more (--set train.steps=...)"
+        )
+    live.note(
+        "resumed",
+        step=chosen.step,
+        path=str(chosen.path),
+        bytes=read,
+        seconds=time.monotonic() - began,
+        passed=list(chosen.passed),
+        told=list(chosen.told),
+        cell=state["cell"],
+        size=state["ranks"],
+    )
+
+
+def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """Return step and value of the best evaluations of the run that saved this state."""
+    return [(int(step), float(value)) for step, value in state["best"]]
+
+
+def _refuse_other_data(live: TrainingRun, state: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if the data has another length than it had."""
+    before, now = state["data"]["length"], live.feed.source.length
+    if before != now:
+        raise CheckpointError(
+            f"checkpoint {path}: data() had {_samples(before)} and has {_samples(now)} now: the order of samples would "
+            "be another; go on with the same data, or begin a run with these weights (model.weights)"
+        )
+
+
+def _samples(length: int | None) -> str:
+    return "no length" if length is None else f"{length:,} samples"
+
+
+def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> None:
+    """Raise the same CheckpointError on all ranks unless the model's tensors are those of the checkpoint."""
+    mine: dict[tuple[str, str], list[Any]] = {}
+    for piece in live.pieces():
+        if piece.kind in ("weight", "buffer"):
+            called = f"{piece.kind} of {piece.name}"
+            mine[piece.name, piece.kind] = [list(piece.shape), dtype_name(piece.tensor, called)]
+    world = live.world
+    exchange = StoreExchange(world.store, world.rank, world.size, world.key("tensors"))
+    rows = [[*key, *value] for key, value in mine.items()]
+    wanted: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
+    for text in exchange(json.dumps(rows).encode()):
+        for name, kind, shape, dtype in json.loads(text):
+            wanted[name, kind] = (tuple(shape), dtype)
+    there = {key: t for key, t in saved.tensors.items() if key[1] in ("weight", "buffer")}
+    refuse_other_model(wanted, there, f"checkpoint {saved.folder}")
+
+
+def refuse_other_model(
+    wanted: Mapping[tuple[str, str], tuple[Sequence[int], str]],
+    there: Mapping[tuple[str, str], StoredTensor],
+    called: str,
+) -> None:
+    """Raise CheckpointError if names, shapes or dtypes of a model's tensors are not those of a checkpoint."""
+    _refuse_names(wanted.keys() - there.keys(), called, "lacks", "which the model has")
+    _refuse_names(there.keys() - wanted.keys(), called, "has", "which the model lacks")
+    for key, (shape, dtype) in sorted(wanted.items()):
+        stored = there[key]
+        if tuple(shape) != stored.shape:
+            raise CheckpointError(f"{called}: {stored} has the shape {list(stored.shape)}, in the model {list(shape)}")
+        if dtype != stored.dtype:
+            raise CheckpointError(f"{called}: {stored} is {stored.dtype}, in the model {dtype}")
+
+
+def _refuse_names(names: Iterable[tuple[str, str]], called: str, verb: str, words: str) -> None:
+    found = sorted(names)
+    if found:
+        shown = first_few([name if kind == "weight" else f"{name} ({kind})" for name, kind in found], most=4)
+        raise CheckpointError(f"{called} {verb} {shown}, {words}: it is of another model")

@@ -1,0 +1,58 @@
+"""Shares of a step: microbatches on the device, each with its weight in the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any, final
+
+import torch
+
+from unipar.backend import Micro
+from unipar.data.feed import MicrobatchFeed
+from unipar.data.order import MicrobatchPlan
+from unipar.data.stream_feed import StreamFeed
+from unipar.distributed.world import World
+from unipar.engines.batch import to_device
+from unipar.errors import TaskError
+from unipar.task import Share, Task
+
+
+@final
+class ShareMaker:
+    """Maker of this rank's shares; all ranks make each share together."""
+
+    def __init__(self, task: Task, world: World) -> None:
+        self._task, self._world = task, world
+        self._weighs = task.defines("weight")
+        self._batch_with_weight: Any = None
+
+    def make(self, read: Sequence[tuple[Any, MicrobatchPlan]], feed: MicrobatchFeed | StreamFeed, done: int) -> Share:
+        """Return the share of the next step from microbatches that `feed` has read, when `done` steps are done."""
+        samples = feed.samples(done)
+        if not self._weighs:
+            return self._on_device(((batch, plan.weight) for batch, plan in read), samples)
+        weights = [self._weight(batch, len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
+        total = torch.tensor(sum(weights), dtype=torch.float64, device=self._world.device)
+        whole = self._world.sum_shares(total).item()
+        if not whole > 0:
+            raise TaskError(f"weight(batch) is {whole:g} over the whole global batch of step {done + 1}")
+        self._batch_with_weight = next(
+            (b for (b, _), w in zip(read, weights, strict=True) if w > 0), self._batch_with_weight
+        )
+        if self._batch_with_weight is None and 0.0 in weights:
+            self._batch_with_weight = feed.batch_with_weight(self._weight)
+        micros = [(b if w > 0 else self._batch_with_weight, w / whole) for (b, _), w in zip(read, weights, strict=True)]
+        return self._on_device(micros, samples)
+
+    def _on_device(self, micros: Iterable[tuple[Any, float]], samples: int) -> Share:
+        """Return a share of microbatches, given as batch and scale; the first of every rank come before the second."""
+        made = zip(micros, count(self._world.share, self._world.shares), strict=False)
+        device = self._world.device
+        return Share([Micro(to_device(b, device), scale, number) for (b, scale), number in made], samples)
+
+    def _weight(self, batch: Any, samples: int = 1) -> float:
+        weight = self._task.weight(batch)
+        if weight is not None and not float(weight) >= 0:
+            raise TaskError(f"weight(batch) is {float(weight):g}; it must not be negative")
+        return float(samples if weight is None else weight)
