@@ -117,6 +117,9 @@ class PreparedRun:
     numbered: Path | None = None
     """First of the names of which the run takes one that is free: the config gives no `out`. None: `out` is the one."""
 
+    goes_on: bool = False
+    """Whether the run goes on in the folder of an earlier one."""
+
     @classmethod
     def of(cls, prepared: Prepared, *, overwrite: bool) -> Self:
         """Return the run if it can start; raise an error with the reason if it cannot."""
@@ -132,13 +135,21 @@ class PreparedRun:
             )
         settled = prepared.settled(ranks.number, place.local_size if place else None)
         out, numbered = source.out, None
-        if config.out is None and not overwrite:
+        earlier = None
+        if config.resume == "auto" and not overwrite:
+            earlier = folder.newest_run_folder(out, alone=config.out is not None)
+        if earlier is not None:
+            out = earlier
+        elif config.out is None and not overwrite:
             out, numbered = folder.first_free_folder(out), out
-        if place is None or place.rank == 0:
+        if earlier is None and (place is None or place.rank == 0):
             folder.check_run_folder(out, overwrite=overwrite)
         why = ranks.why or prepared.why
         said = tuple(sections_said(source.origins))
-        return cls(settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered).in_folder(out)
+        goes_on = earlier is not None
+        return cls(
+            settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered, goes_on=goes_on
+        ).in_folder(out)
 
     def in_folder(self, out: Path) -> Self:
         """Return the same run with this run folder."""
@@ -162,6 +173,10 @@ class PreparedRun:
     @contextmanager
     def create_folder(self, script: Sequence[str] = ()) -> Generator[Self]:
         """Context manager: creates the run folder and locks it for this run; yields the run with that folder."""
+        if self.goes_on:
+            with folder.continue_run_folder(self.out, *self._file_texts(script)):
+                yield self
+            return
         if self.numbered is None:
             with folder.create_run_folder(self.out, *self._file_texts(script), overwrite=self.overwrite):
                 yield self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -73,7 +74,7 @@ class Report:
     def of(cls, run: Path, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Self:
         """Return the report of a run from each rank's events, rank 0's first."""
         rows = ranks[0]
-        start = next((row for row in rows if row["event"] == "start"), {})
+        start = next((row for row in reversed(rows) if row["event"] == "start"), {})
         stops = [int(row["step"]) for row in _select_events(rows, "stopped")]
         ends = [int(row["steps"]) for row in _select_events(rows, "end")]
         steps = [int(row["step"]) for row in _select_events(rows, "step")]
@@ -92,7 +93,7 @@ class Report:
             ],
             evals=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "eval")],
             logs=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "log")],
-            seconds=rows[-1]["time"] - rows[0]["time"] if rows else 0.0,
+            seconds=_seconds_of_attempts(rows),
             peak_rss=[
                 int(row["peak_rss"]) for events in ranks for row in _select_events(events, "end") if row.get("peak_rss")
             ],
@@ -170,6 +171,11 @@ def _largest_memory_by_step(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> lis
             if max(p.peak for p in phases) > max((p.peak for p in before), default=-1):
                 found[int(row["step"])] = phases
     return sorted(found.items())
+
+
+def _seconds_of_attempts(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the time from the first event to the last, without that between two attempts."""
+    return sum(b["time"] - a["time"] for a, b in pairwise(rows) if b["event"] != "continued")
 
 
 def _named_values(row: Mapping[str, Any]) -> dict[str, Any]:

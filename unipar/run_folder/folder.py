@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unipar.errors import ConfigError, OutExists
+from unipar.run_folder.layout import attempts_path
 
 RUN_FILES = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
 """Files by which a run folder is recognised, each with sets of keys; the file has all keys of at least one set."""
@@ -180,6 +181,31 @@ def _create_config_file(out: Path) -> bool:
         except FileExistsError:
             return False
     return True
+
+
+@contextmanager
+def continue_run_folder(out: Path, config: str, launch: str) -> Generator[None]:
+    """Context manager: locks the folder of a run that goes on, and writes config and launch to it.
+
+    Those of its earlier attempt become a line of attempts.jsonl; marks of its end are deleted.
+    """
+    with lock_folder(out):
+        with explain_write_errors(out):
+            before = {name: json.loads((out / name).read_bytes()) for name in RUN_FILES}
+            with attempts_path(out).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(before) + "\n")
+            for pattern in ("error.json", "rank-*.error.json", "rank-*.beat", "rank-*.stack"):
+                for path in out.glob(pattern):
+                    path.unlink()
+        write_run_files(out, config, launch)
+        yield
+
+
+def newest_run_folder(base: Path, *, alone: bool) -> Path | None:
+    """Return the newest run among base, base-2, ...; with `alone` only `base` counts. None if there is none."""
+    named = [base] if alone else existing_numbered_folders(base)
+    runs = [path for path in named if path.is_dir() and not _why_not_a_run(path)]
+    return max(runs, key=lambda path: (path / next(iter(RUN_FILES))).stat().st_mtime_ns, default=None)
 
 
 def write_run_files(out: Path, config: str, launch: str) -> None:

@@ -50,6 +50,11 @@ def checkpoint_folder(run: Path, settings: Checkpoint | None) -> Path:
     return Path(settings.to) if settings is not None and settings.to is not None else run / "checkpoints"
 
 
+def attempts_path(run: Path) -> Path:
+    """Return the path of the file with config and launch of the run's earlier attempts, one a line."""
+    return run / "attempts.jsonl"
+
+
 def read_launch_file(run: Path) -> dict[str, Any]:
     """Return the contents of launch.json; empty for a run folder without it, as tests make them."""
     path = run / "launch.json"

@@ -27,13 +27,19 @@ class Ledger:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
-    def drop_after(self, step: int) -> None:
-        """Drop what earlier processes of this rank have written about later steps, and about their end."""
+    def continue_after(self, step: int) -> None:
+        """Go on in the ledger of an earlier attempt: what it says of later steps, and of its end, is dropped."""
         path = Path(self._file.name)
-        rows = [row for row in Ledger.read(path) if row.get("step", 0) <= step and row["event"] not in _ENDS]
         self._file.close()
-        write_file_atomically(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        Ledger.trim(path, step)
         self._file = path.open("a", encoding="utf-8")
+        self.note("continued", step=step)
+
+    @staticmethod
+    def trim(path: Path, step: int) -> None:
+        """Drop from a ledger what it says of steps after `step`, and of the run's end; after step 0, everything."""
+        rows = [row for row in Ledger.read(path) if step and row.get("step", 0) <= step and row["event"] not in _ENDS]
+        write_file_atomically(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
     def close(self) -> None:
         self._file.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,8 +112,14 @@ def _choose_checkpoint(config: Config, run: Path, world: World, ledger: Ledger) 
 
     said = read_launch_file(run).get("said", [])
     chosen = choose_checkpoint(config.resume, checkpoint_folder(run, config.checkpoint), world, config, said)
-    if chosen is not None:
-        ledger.drop_after(chosen.step)
+    if config.resume == "auto":  # in the folder of an earlier attempt, which may have had more ranks
+        step = 0 if chosen is None else chosen.step
+        ledger.continue_after(step)
+        if world.rank == 0:
+            for rank in count(world.size):
+                if not (path := ledger_path(run, rank)).exists():
+                    break
+                Ledger.trim(path, step)
     return chosen
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
 from unipar.cli.commands.options import (
@@ -13,6 +17,37 @@ from unipar.cli.commands.options import (
     read_config_file,
 )
 
+if TYPE_CHECKING:
+    from unipar.config.source import ConfigSource
+
+
+def resume_settings(file: Path, *, resume: bool, checkpoint: Path | None) -> list[str]:
+    """Return what `--resume` and `--from PATH` set in the config."""
+    if resume and checkpoint is not None:
+        raise typer.BadParameter("give --resume, for the newest checkpoint, or --from PATH, for exactly that one")
+    if checkpoint is not None:
+        return [f"resume={json.dumps(str(checkpoint.absolute()))}"]
+    return ["resume=auto"] if resume else []
+
+
+def refuse_nothing_to_resume(source: ConfigSource) -> None:
+    """Raise CheckpointError if no run of this name holds a checkpoint."""
+    from unipar.checkpoint.verifying import find_checkpoints
+    from unipar.errors import CheckpointError
+    from unipar.run_folder.folder import newest_run_folder
+    from unipar.run_folder.layout import checkpoint_folder
+
+    config = source.config
+    run = newest_run_folder(source.out, alone=config.out is not None)
+    if run is None:
+        raise CheckpointError(f"--resume: there is no run {source.out} to go on with; start it without --resume")
+    folder = checkpoint_folder(run, config.checkpoint)
+    if not find_checkpoints(folder):
+        raise CheckpointError(
+            f"--resume: {run}, the newest run of this name, has no checkpoint in {folder}; give the config a section "
+            "checkpoint, start anew without --resume, or name a checkpoint with --from PATH"
+        )
+
 
 def run(
     file: ConfigArgument,
@@ -21,6 +56,12 @@ def run(
     out: OutOption = None,
     *,
     overwrite: OverwriteOption = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the newest run of this name.")
+    ] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--from", metavar="PATH", help="Begin a run with the state of this checkpoint.")
+    ] = None,
 ) -> None:
     """Train as FILE describes.
 
@@ -28,8 +69,12 @@ def run(
     unipar run configs/char_gpt.yaml
     unipar run configs/char_gpt.yaml --backend deepspeed/gradients --set train.steps=100
     torchrun --nproc-per-node 2 -m unipar run configs/char_gpt.yaml
+    unipar run configs/char_gpt.yaml --resume --backend deepspeed/parameters
     """
+    sets = [*(sets or ()), *resume_settings(file, resume=resume, checkpoint=checkpoint)]
     source = read_config_file(file, sets, cell, out)
+    if resume:
+        refuse_nothing_to_resume(source)
     from unipar.backend.resources import find_foreign_place
     from unipar.launcher.launch import launch
 
