@@ -153,7 +153,7 @@ def by_unipar(quick: Quickstart) -> None:
         (part,) = run.parts.values()
 
         def before_waiting() -> None:
-            run.mark_waiting()
+            run.mark("waiting")
             if part.last is not None:
                 quick.turns.loss = part.last["loss"]
 

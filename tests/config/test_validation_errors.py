@@ -46,7 +46,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         (
             {"zebra": 3},
             "zebra: there is no such key; a config has task, backend, device, parallel, batch, model, data, train, "
-            "eval, log, launch, options, compare, out",
+            "eval, log, checkpoint, resume, launch, options, compare, out",
         ),
         ({"train.steps": 3}, "train.steps: there is no such key; in a file keys are nested: train: {steps: ...}"),
         (

@@ -65,9 +65,9 @@ def test_looking_at_memory_is_no_part_of_a_steps_time(tmp_path: Path, monkeypatc
             return []
 
     with running(Line(), tmp_path) as run:
-        monkeypatch.setattr("unipar.training.run.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        monkeypatch.setattr("unipar.training.step_log.time", SimpleNamespace(perf_counter=lambda: clock[0]))
         run.attach_step_memory(cast("StepMemory", Looks()))
-        run._since = 0.0  # pyright: ignore[reportPrivateUsage]
+        run._log._since = 0.0  # pyright: ignore[reportPrivateUsage]
         run.task.train(run)
     assert clock == [300.0]
     rows = [row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "step"]

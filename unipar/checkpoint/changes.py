@@ -1,4 +1,4 @@
-"""What may differ between the run that saved a state and the one that goes on from it, key by key."""
+"""Comparison of the config of a checkpoint with that of the run that goes on from it, key by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two regions of one tensor have in common, as blocks of runs: a split matrix is one copy, not thousands."""
+"""Overlaps of two regions of one tensor, as blocks of runs: a split matrix is one copy, not thousands."""
 
 from __future__ import annotations
 

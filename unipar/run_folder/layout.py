@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from unipar.config.sections.checkpoint import Checkpoint
+from typing import Any
 
 
 def heartbeat_path(run: Path, rank: int) -> Path:
@@ -45,9 +42,9 @@ def log_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.log"
 
 
-def checkpoint_folder(run: Path, settings: Checkpoint | None) -> Path:
-    """Return the folder in which a run's checkpoints are."""
-    return Path(settings.to) if settings is not None and settings.to is not None else run / "checkpoints"
+def checkpoint_folder(run: Path, to: str | None) -> Path:
+    """Return the folder in which a run's checkpoints are; `to` is its config's `checkpoint.to`."""
+    return run / "checkpoints" if to is None else Path(to)
 
 
 def attempts_path(run: Path) -> Path:

@@ -23,7 +23,7 @@ from unipar.run_folder.ledger import Ledger
 from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.boundary import StateKeeper, require_keeper
+from unipar.training.checkpoints.boundary import StateKeeper, require_keeper
 from unipar.training.evaluation import Evaluation, refuse_unsynced_evaluation
 from unipar.training.parts import (
     ActivePart,

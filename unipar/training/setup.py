@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unipar.memory.recording.step_log import StepMemory
-    from unipar.training.resuming import ChosenCheckpoint
+    from unipar.training.checkpoints.resuming import ChosenCheckpoint
 
 
 @contextmanager
@@ -108,10 +108,11 @@ def _choose_checkpoint(config: Config, run: Path, world: World, ledger: Ledger) 
     """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew."""
     if config.resume in (None, "never"):
         return None
-    from unipar.training.resuming import choose_checkpoint
+    from unipar.training.checkpoints.resuming import choose_checkpoint
 
     said = read_launch_file(run).get("said", [])
-    chosen = choose_checkpoint(config.resume, checkpoint_folder(run, config.checkpoint), world, config, said)
+    folder = checkpoint_folder(run, config.checkpoint.to if config.checkpoint else None)
+    chosen = choose_checkpoint(config.resume, folder, world, config, said)
     if config.resume == "auto":  # in the folder of an earlier attempt, which may have had more ranks
         step = 0 if chosen is None else chosen.step
         ledger.continue_after(step)
@@ -127,12 +128,12 @@ def _keep_state(live: TrainingRun, run: Path, chosen: ChosenCheckpoint | None) -
     """Have the state of a run saved, as the config says, and give it that of the checkpoint from which it goes on."""
     settings, keeper = live.config.checkpoint, None
     if settings is not None:
-        from unipar.training.checkpointing import RunCheckpoints
+        from unipar.training.checkpoints.saves import RunCheckpoints
 
         keeper = RunCheckpoints(settings, live, run, read_launch_file(run))
         live.use_checkpoints(keeper)
     if chosen is not None:
-        from unipar.training.resuming import best_so_far, restore_run
+        from unipar.training.checkpoints.resuming import best_so_far, restore_run
 
         restore_run(live, chosen)
         if keeper is not None:

@@ -41,7 +41,7 @@ def refuse_nothing_to_resume(source: ConfigSource) -> None:
     run = newest_run_folder(source.out, alone=config.out is not None)
     if run is None:
         raise CheckpointError(f"--resume: there is no run {source.out} to go on with; start it without --resume")
-    folder = checkpoint_folder(run, config.checkpoint)
+    folder = checkpoint_folder(run, config.checkpoint.to if config.checkpoint else None)
     if not find_checkpoints(folder):
         raise CheckpointError(
             f"--resume: {run}, the newest run of this name, has no checkpoint in {folder}; give the config a section "

@@ -1,4 +1,4 @@
-"""What a training loop asks of its checkpoints, between two steps."""
+"""`StateKeeper`: the calls that a training loop makes to its saver, between two steps."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from unipar.config import Config
 from unipar.data.order import DataPosition
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
-from unipar.training.task_state import unpack_task_state
+from unipar.training.checkpoints.task_state import unpack_task_state
 from unipar.utils.text import first_few
 
 if TYPE_CHECKING:

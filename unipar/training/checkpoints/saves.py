@@ -1,4 +1,4 @@
-"""Checkpoints of a run in training: when one is due, what it holds besides tensors, what is kept."""
+"""Saves of a run in training: when one is due, what it holds besides tensors, what is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
-from unipar.training.task_state import pack_task_state
+from unipar.training.checkpoints.task_state import pack_task_state
 
 if TYPE_CHECKING:
     from unipar.training.run import TrainingRun
@@ -39,7 +39,7 @@ class RunCheckpoints:
         self._last_saved: int | None = None
         self._began = time.monotonic()
         self._saver = CheckpointSaver(
-            checkpoint_folder(run, settings), live.world, asynchronous=settings.asynchronous, mark=live.mark
+            checkpoint_folder(run, settings.to), live.world, asynchronous=settings.asynchronous, mark=live.mark
         )
 
     @property
