@@ -23,7 +23,6 @@ from unipar.run_folder.ledger import Ledger
 from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.checkpoints.boundary import StateKeeper, require_keeper
 from unipar.training.evaluation import Evaluation, refuse_unsynced_evaluation
 from unipar.training.parts import (
     ActivePart,
@@ -35,7 +34,7 @@ from unipar.training.parts import (
 )
 from unipar.training.shares import ShareMaker
 from unipar.training.step_log import StepLog
-from unipar.training.stopping import StopAgreement
+from unipar.training.stopping import StateKeeper, StopAgreement, require_keeper
 from unipar.utils.seeding import MIX_START, mix_into, seed_torch
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from unipar.tracking.writer import TrackerWriter
 from unipar.training.out_of_memory import explain_out_of_memory
 from unipar.training.parts import TrainedPart, tied_names
 from unipar.training.run import TrainingRun
-from unipar.training.sample import first_microbatch
+from unipar.training.shares import first_microbatch
 from unipar.training.stopping import stop_on_signals
 from unipar.utils.malloc import is_malloc_set_by_environment, keep_freed_memory
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unipar.memory.recording.step_log import StepMemory
-    from unipar.training.checkpoints.resuming import ChosenCheckpoint
+    from unipar.training.resuming import ChosenCheckpoint
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def _choose_checkpoint(config: Config, run: Path, world: World, ledger: Ledger) 
     """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew."""
     if config.resume in (None, "never"):
         return None
-    from unipar.training.checkpoints.resuming import choose_checkpoint
+    from unipar.training.resuming import choose_checkpoint
 
     said = read_launch_file(run).get("said", [])
     folder = checkpoint_folder(run, config.checkpoint.to if config.checkpoint else None)
@@ -128,12 +128,12 @@ def _keep_state(live: TrainingRun, run: Path, chosen: ChosenCheckpoint | None) -
     """Have the state of a run saved, as the config says, and give it that of the checkpoint from which it goes on."""
     settings, keeper = live.config.checkpoint, None
     if settings is not None:
-        from unipar.training.checkpoints.saves import RunCheckpoints
+        from unipar.training.saves import RunCheckpoints
 
         keeper = RunCheckpoints(settings, live, run, read_launch_file(run))
         live.use_checkpoints(keeper)
     if chosen is not None:
-        from unipar.training.checkpoints.resuming import best_so_far, restore_run
+        from unipar.training.resuming import best_so_far, restore_run
 
         restore_run(live, chosen)
         if keeper is not None:

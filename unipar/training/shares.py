@@ -1,20 +1,22 @@
-"""Shares of a step: microbatches on the device, each with its weight in the global batch."""
+"""Microbatches of a step, each with its weight in the global batch; and one for a trial before the first step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import count
+from itertools import count, islice
 from typing import Any, final
 
 import torch
 
 from unipar.backend import Micro
+from unipar.config import BatchSizes, Config
+from unipar.data.dataset import training_data_source
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import MicrobatchPlan
 from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
-from unipar.errors import TaskError
+from unipar.errors import TaskError, UniparError
 from unipar.task import Share, Task
 
 
@@ -56,3 +58,25 @@ class ShareMaker:
         if weight is not None and not float(weight) >= 0:
             raise TaskError(f"weight(batch) is {float(weight):g}; it must not be negative")
         return float(samples if weight is None else weight)
+
+
+def first_microbatch(task: Task, config: Config, sizes: BatchSizes) -> Any:
+    """Return the first microbatch of data() that counts, read apart from the training's data."""
+    collate = task.collate if task.defines("collate") else None
+    try:
+        source = training_data_source(task.data(), collate, task.collate, config, sizes)
+        if source.streams:
+            return source.collate(list(islice(iter(source.dataset), sizes.micro)))
+        feed = MicrobatchFeed(source, sizes, 0, config.train.seed)
+        batch = feed.read(next(feed.plans(0))[0].keys)
+        weight = task.weight(batch)
+        if weight is not None and float(weight) == 0:
+            batch = feed.batch_with_weight(lambda b: float(task.weight(b) or 0))
+    except UniparError:
+        raise
+    except Exception as e:
+        raise TaskError(
+            f"{config.parallel.axes} tries the model on one microbatch of data() before the first step, and data() "
+            f"gave none ({type(e).__name__}: {e}): let data() return the dataset that the training loop reads"
+        ) from e
+    return batch

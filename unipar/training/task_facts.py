@@ -98,7 +98,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
 def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[str]:
     """Return how the backend would split the blocks of the task's model over `parallel.tensor`, as sentences."""
     from unipar.model.blocks import find_blocks
-    from unipar.training.sample import first_microbatch
+    from unipar.training.shares import first_microbatch
 
     task = load_task(config)
     with _user_errors_as_task_errors("model()"):

@@ -13,13 +13,13 @@ from unipar.checkpoint.changes import refuse_changes
 from unipar.checkpoint.manifest import StoredTensor
 from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.store_exchange import StoreExchange
+from unipar.checkpoint.task_state import unpack_task_state
 from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.checkpoint.verifying import Checkpoint, HashProgress, find_checkpoints, verify_checkpoint
 from unipar.config import Config
 from unipar.data.order import DataPosition
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
-from unipar.training.checkpoints.task_state import unpack_task_state
 from unipar.utils.text import first_few
 
 if TYPE_CHECKING:

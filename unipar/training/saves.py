@@ -15,10 +15,10 @@ from unipar.backend import Piece, Region
 from unipar.checkpoint.format import step_folder_name
 from unipar.checkpoint.retention import Retention
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
+from unipar.checkpoint.task_state import pack_task_state
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
-from unipar.training.checkpoints.task_state import pack_task_state
 
 if TYPE_CHECKING:
     from unipar.training.run import TrainingRun
