@@ -54,7 +54,9 @@ def meet_in_run_folder(plan: PreparedRun, *, quiet: bool = False) -> Generator[P
             placed = stack.enter_context(plan.create_folder())
             run = placed.out.resolve()
             stack.enter_context(_announce_run_folder(run, place))
-            shown = stack.enter_context(Progress(run, plan.config.train.steps, quiet=quiet, prints=False))
+            shown = stack.enter_context(
+                Progress(run, plan.config.train.steps, quiet=quiet, prints=False, goes_on=plan.goes_on)
+            )
             stack.enter_context(shown.tick_in_background())
             if by_store:
                 _folder_of_store(place, patience, placed.out)

@@ -103,7 +103,7 @@ def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[
         plan.create_folder(script) as plan,
         record_run_error(run := plan.out.resolve()),
         plan.backend.host(plan.config, plan.size) as environment,
-        Progress(run, plan.config.train.steps, quiet=quiet) as shown,
+        Progress(run, plan.config.train.steps, quiet=quiet, goes_on=plan.goes_on) as shown,
         _fork_server(plan, metered := step_log_environment(plan.config), shown.tick) as server,
         WorkerGroup.of(
             plan.settled,

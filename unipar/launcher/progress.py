@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, BinaryIO, Self, TextIO
 
 from unipar.model.weight_file import describe_loaded_weights
+from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
 from unipar.run_folder.heartbeat import read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
 from unipar.utils.files import relative_path
@@ -31,7 +33,10 @@ class FileTail:
         self._path, self._file, self._rest = path, None, b""
 
     def lines(self) -> Iterator[str]:
-        """Yield complete lines that were added since the last call."""
+        """Yield complete lines that were added since the last call; of a file that was replaced, all of them."""
+        if self._file is not None and _is_replaced(self._path, self._file):
+            self.close()
+            self._file, self._rest = None, b""
         if self._file is None:
             if not self._path.exists():
                 return
@@ -51,6 +56,14 @@ class FileTail:
             self._file.close()
 
 
+def _is_replaced(path: Path, file: BinaryIO) -> bool:
+    """Return whether the path names another file than the one that is open."""
+    try:
+        return path.stat().st_ino != os.fstat(file.fileno()).st_ino
+    except FileNotFoundError:
+        return False
+
+
 class Progress:
     """Progress of a run: a bar on a terminal, plain lines elsewhere; a context manager to be ticked `every` seconds."""
 
@@ -61,6 +74,7 @@ class Progress:
         *,
         quiet: bool = False,
         prints: bool = True,
+        goes_on: bool = False,
         out: TextIO | None = None,
         err: TextIO | None = None,
     ) -> None:
@@ -69,6 +83,9 @@ class Progress:
         self._ledger = FileTail(ledger_path(run, 0))
         self._stdout_tail = FileTail(stdout_path(run)) if prints else None
         """Tail of rank 0's prints; None if rank 0 is this process, which prints by itself."""
+
+        self._is_earlier = goes_on
+        """Whether the ledger's lines are still those of an earlier attempt."""
 
         self._rows: list[Mapping[str, Any]] = []
         self._shown = (0, 0.0)
@@ -123,12 +140,19 @@ class Progress:
             thread.join()
 
     def _show_event(self, row: Mapping[str, Any]) -> None:
+        if row["event"] == "continued":
+            self._is_earlier = False
+        if self._is_earlier:
+            return
         if row["event"] == "start":
             self._say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self._say(f"weights: {describe_loaded_weights(row)}")
         elif row["event"] in ("data", "tracker", "memory"):
             self._say(f"{row['event']}: {row['said']}")
+        elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):
+            for line in describe_checkpoint_event(row):
+                self._say(line)
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)

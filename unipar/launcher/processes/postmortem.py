@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
 from unipar.launcher.processes.worker_arguments import PARENT_GONE_EXIT_CODE
+from unipar.run_folder.checkpoint_lines import describe_way_on
 from unipar.run_folder.error_file import RecordedError, is_timeout, read_error
 from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, log_path
@@ -177,4 +178,5 @@ def make_stopped_error(run: Path, size: int, why: str) -> Stopped:
         else max((b.step for r in range(size) if (b := read_heartbeat(heartbeat_path(run, r)))), default=0)
     )
     where = f"after step {reached}" if reached else "before the first step"
-    return Stopped(f"stopped by {why} {where}; what was logged is in {run}")
+    way_on = describe_way_on(run, reached)
+    return Stopped(f"stopped by {why} {where}; what was logged is in {run}" + (f"; {way_on}" if way_on else ""))

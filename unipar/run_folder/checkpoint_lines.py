@@ -1,0 +1,43 @@
+"""Lines about checkpoints that a run shows: what was saved, from what it goes on, how a stopped run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.ledger import Ledger
+from unipar.utils.files import relative_path
+from unipar.utils.text import count_of, format_duration, format_size
+
+
+def describe_checkpoint_event(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines about one event of the ledger: resumed, checkpoint, or checkpoint failed."""
+    if row["event"] == "resumed":
+        for passed in row["passed"]:
+            yield f"passed over: {passed}"
+        before = f"{row['cell']}, {count_of(row['size'], 'rank')}"
+        read = f"rank 0 read {format_size(row['bytes'])} in {format_duration(row['seconds'])}"
+        yield f"goes on after step {row['step']} from {_shown(row)}, saved by {before}; {read}"
+        for told in row["told"]:
+            yield f"changed since: {told}"
+    elif row["event"] == "checkpoint":
+        waited = f"training waited {format_duration(row['waited'])}"
+        yield f"step {row['step']}  saved {format_size(row['bytes'])} in {_shown(row)}; {waited}"
+        for remark in row["remarks"]:
+            yield f"checkpoint: {remark}"
+    else:
+        yield f"step {row['step']}  not saved: {row['said']}"
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    return str(relative_path(Path(row["path"])))
+
+
+def describe_way_on(run: Path, step: int) -> str:
+    """Return how a run that stopped after `step` steps goes on, or what would have kept its state."""
+    saved = [row for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "checkpoint" and row["step"] == step]
+    if saved:
+        return f"its state is in {_shown(saved[-1])}: go on with --resume"
+    return "its state is lost: a section checkpoint in the config would have kept it" if step else ""
