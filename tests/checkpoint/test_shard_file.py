@@ -78,15 +78,15 @@ def test_a_shard_that_safetensors_wrote_is_read(tmp_path: Path) -> None:
         shard.read_tensor_into("empty", 0, b"")
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 def test_every_dtype_of_safetensors_is_known() -> None:
     """What it saves of torch's dtypes of whole bytes has its size here."""
     seen: set[str] = set()
-    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    for dtype in sorted(dtypes - {torch.complex32, torch.quint8, torch.qint8, torch.qint32}, key=str):
         try:
             data = safetensors.torch.save({"x": torch.empty(2, dtype=dtype)})
         except (KeyError, RuntimeError, NotImplementedError, ValueError):
-            continue  # complex128, quantized and sub-byte types
+            continue  # complex128, sub-byte types
         name = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]["dtype"]
         if name != "F4":  # two elements in a byte
             assert ITEM_BYTES[name] == dtype.itemsize
