@@ -82,7 +82,8 @@ def test_every_dtype_of_safetensors_is_known() -> None:
     """What it saves of torch's dtypes of whole bytes has its size here."""
     seen: set[str] = set()
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    for dtype in sorted(dtypes - {torch.complex32, torch.quint8, torch.qint8, torch.qint32}, key=str):
+    warned = ("torch.complex32", "torch.qint", "torch.quint")
+    for dtype in sorted((d for d in dtypes if not str(d).startswith(warned)), key=str):
         try:
             data = safetensors.torch.save({"x": torch.empty(2, dtype=dtype)})
         except (KeyError, RuntimeError, NotImplementedError, ValueError):
