@@ -81,10 +81,11 @@ def test_the_page_tells_the_limits_and_dtypes_of_the_code() -> None:
     assert listed
     assert sorted(listed[1].split()) == sorted(checkpoint_format.ITEM_BYTES)
     assert f"Version of the format: {checkpoint_format.FORMAT}." in PAGE
+    limits = checkpoint_format
     assert (
-        f"a header of {checkpoint_format.LARGEST_HEADER >> 20} MiB and {checkpoint_format.MOST_KEYS:,} tensors in a "
-        f"shard, {checkpoint_format.MOST_DIMENSIONS} dimensions, names of {checkpoint_format.LONGEST_NAME:,} characters, "
-        f"{checkpoint_format.LARGEST_JSON >> 20} MiB of JSON."
+        f"a header of {limits.LARGEST_HEADER >> 20} MiB and {limits.MOST_KEYS:,} tensors in a shard, "
+        f"{limits.MOST_DIMENSIONS} dimensions, names of {limits.LONGEST_NAME:,} characters, "
+        f"{limits.LARGEST_JSON >> 20} MiB of JSON."
     ) in PAGE
     assert f"three bytes `abc` is `{xxhash.xxh3_128(b'abc').hexdigest()}`" in PAGE
     assert f"nested at most {checkpoint_format.DEEPEST_JSON} levels deep" in PAGE
