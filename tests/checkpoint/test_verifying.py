@@ -51,6 +51,13 @@ def swap_dtype(m: Mutated) -> None:
     m.seal_bytes(m.read("manifest.json").replace(b'"BF16"', b'"F16"'))
 
 
+def move_piece(m: Mutated, start: int) -> None:
+    """Let a piece begin elsewhere; its shard stays as the manifest says."""
+    m.seal_bytes(
+        m.read("manifest.json").replace(b'"exp_avg:net.weight:12", 12,', b'"exp_avg:net.weight:12", %d,' % start)
+    )
+
+
 def link_shard(m: Mutated) -> None:
     (m.path / SHARD).rename(m.path.parent / "outside")
     (m.path / SHARD).symlink_to(m.path.parent / "outside")
@@ -125,6 +132,16 @@ DAMAGES: list[tuple[Change, str]] = [
         swap_dtype,
         "{path}/shards/rank-00000.safetensors: 'weight:net.bias' is BF16 of shape [3]; manifest.json says F16 of "
         "shape [3]",
+    ),
+    (
+        lambda m: move_piece(m, 11),
+        "{path}/manifest.json: net.weight (exp_avg), of shape [4, 6]: 'exp_avg:net.weight:0' in "
+        "shards/rank-00000.safetensors and 'exp_avg:net.weight:12' in shards/rank-00001.safetensors overlap",
+    ),
+    (
+        lambda m: move_piece(m, 13),
+        "{path}/manifest.json: net.weight (exp_avg), of shape [4, 6]: 'exp_avg:net.weight:12' in "
+        "shards/rank-00001.safetensors holds elements up to 25 of 24",
     ),
     (
         lambda m: m.forge("state.json", b'{"format": 1, "step": 1}'),

@@ -348,6 +348,14 @@ def _piece(m: Mutated) -> None:
     m.seal(manifest)
 
 
+def _moved_piece(m: Mutated) -> None:
+    """A piece that begins elsewhere in its tensor; all headers are as the manifest says."""
+    manifest = m.manifest()
+    piece = m.draw.choice([piece for tensor in manifest["tensors"] for piece in tensor["pieces"]])
+    piece[2] = m.draw.choice([start for start in (0, 1, 2, 3, 11, 12, 13, 2**40) if start != piece[2]])
+    m.seal(manifest)
+
+
 def _tensor(m: Mutated) -> None:
     """A tensor that is described otherwise than its shard says."""
     manifest = m.manifest()
@@ -442,6 +450,7 @@ MUTATIONS: tuple[Callable[[Mutated], None], ...] = (
     _state_step,
     _newer,
     _piece,
+    _moved_piece,
     _tensor,
     _repeated_tensor,
     _forged_files,
