@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -90,6 +91,24 @@ def test_what_dead_writers_left_is_swept_and_what_living_ones_write_is_not(tmp_p
         assert sorted(os.listdir(tmp_path)) == sorted([".tmp-mine", living.name, "outside"])
     sweep_abandoned(disk, tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".tmp-mine", "outside"]
+
+
+def test_what_cannot_be_deleted_is_a_remark(tmp_path: Path) -> None:
+    """The save itself goes on: trash of an earlier one may be held open elsewhere."""
+
+    class Busy(Disk):
+        @override
+        def remove_tree(self, path: Path) -> None:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    save(tmp_path, 1, Retention())
+    (tmp_path / ".trash-step-00000001-ab").mkdir()
+    saved = save_checkpoint(tmp_path, 2, pieces_of_rank(0, 2, world=1), {}, retention=Retention(keep=1), disk=Busy())
+    assert saved.remarks == (
+        f"{tmp_path}/.trash-step-00000001-ab: left by an earlier save, and cannot be deleted (Device or resource busy)",
+        f"{tmp_path}/step-00000001: cannot be deleted (Device or resource busy)",
+    )
+    assert steps(tmp_path) == [2]
 
 
 def no_lock(path: Path) -> bool | None:

@@ -117,6 +117,7 @@ class _Saving:
         self.disk, self.progress = disk, progress
         self.temporary: Path | None = None
         self.published = False
+        self.remarks: list[str] = []
         self.lock = ExitStack()
 
     def save(
@@ -205,7 +206,7 @@ class _Saving:
     def begin(self, needed: Sequence[int]) -> str:
         """Create the temporary folder, and delete those of dead writers; return its name."""
         self.disk.make_parents(self.folder)
-        sweep_abandoned(self.disk, self.folder)
+        self.remarks += sweep_abandoned(self.disk, self.folder)
         free = self.disk.free_bytes(self.folder)
         if sum(needed) > free:
             raise CheckpointError(
@@ -267,7 +268,7 @@ class _Saving:
         self.disk.flush_folder(self.folder)
         removed, remarks = remove_old_checkpoints(self.disk, self.folder, retention, self.step)
         self.remove_replaced()
-        return manifest.bytes, removed, remarks
+        return manifest.bytes, removed, [*self.remarks, *remarks]
 
     def put_in_place(self, temporary: Path, target: Path) -> None:
         """Give the folder its name; a checkpoint of the same step that is there gets the temporary name for it."""
