@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -241,12 +242,13 @@ def test_an_error_at_any_operation_leaves_the_old_checkpoints(tmp_path: Path) ->
     After the rename the new checkpoint is there, and what fails is told: as an error, or, in deleting, as a remark.
     """
     done = operations(tmp_path / "count")
+    save_two_steps(tmp_path / "saved")
     rename = next(i for i, operation in enumerate(done[0]) if operation == "rename step-00000003")
     assert (len(done[0]), len(done[1])) == (39, 11)
     for rank, mine in enumerate(done):
         for number, operation in enumerate(mine):
             folder = tmp_path / f"{rank}-{number}"
-            save_two_steps(folder)
+            shutil.copytree(tmp_path / "saved", folder)
             disks = [FailingDisk(number if rank == failing else None) for failing in range(2)]
             outcomes = save_on_ranks(folder, 3, disks=disks, retention=Retention(keep=2))
             published = rank == 0 and number > rename

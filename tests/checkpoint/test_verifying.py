@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from tests.support.checkpoint_mutations import PAYLOAD, Mutated
+from tests.support.checkpoint_copies import PAYLOAD, Mutated
 from tests.support.checkpoints import pieces_of_rank, save_two_steps
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import Region
