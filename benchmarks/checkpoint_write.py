@@ -23,8 +23,8 @@ from unipar.checkpoint.verifying import verify_checkpoint
 from unipar.utils.table import format_table
 
 ROUNDS = 15
-TENSORS, ELEMENTS = 20, 2_500_000
-"""Tensors of fp32: 200 MB."""
+TENSORS, ELEMENTS = 20, 6_250_000
+"""Tensors of fp32: 500 MB."""
 
 GOAL = 0.8
 """Least throughput of a save, as a share of that of writing and flushing the same bytes plainly."""
@@ -138,7 +138,7 @@ def benchmark_checkpoint_write() -> tuple[dict[str, Any], bool]:
             shown = f"{share['middle']:.2f} [{share['low']:.2f}..{share['high']:.2f}]"
             rows.append((system, name, f"{told['rate']['middle']:.0f}", shown))
         good = good and results[system]["checkpoint"]["share"]["middle"] >= GOAL
-    header = ("200 MB, one process", "", "MB/s", "throughput / plain")
+    header = ("500 MB, one process", "", "MB/s", "throughput / plain")
     print(format_table(header, rows, right=(2,)))
     print(f"a checkpoint at least {GOAL} of plain writing: {'met' if good else 'MISSED'}\n")
     return results, good

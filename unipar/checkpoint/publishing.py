@@ -224,7 +224,7 @@ class _Saving:
         files: dict[str, FileRecord] = {}
         for name, tensors in self.shards:
             files[name] = _named(name, partial(self.write_shard, name, tensors))
-        if self.shards:
+        if self.shards and self.rank:  # rank 0 flushes it when all have written
             _named(SHARD_FOLDER, lambda: self.disk.flush_folder(self.temporary_folder / SHARD_FOLDER))
         if self.rank == 0:
             files[STATE_FILE] = self.write_file(STATE_FILE, self.state)
