@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoint_write import benchmark_checkpoint_write
 from benchmarks.mesh_time import benchmark_mesh
 from benchmarks.peers import benchmark_peers
 from benchmarks.start import benchmark_second_step, benchmark_ten_starts
@@ -178,6 +179,7 @@ def main(parts: list[str]) -> int:
         "cells": benchmark_ten_starts,
         "peers": benchmark_peers,
         "mesh": benchmark_mesh,
+        "checkpoint": benchmark_checkpoint_write,
     }
     wrong = [name for name in parts if name not in known]
     if wrong:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.checkpoint_write import Arms, measure_arms
 from benchmarks.memory import result_row, select_rows
 from benchmarks.mesh_time import WAYS, compare_parameters, measure_way
 from benchmarks.overhead import CELLS
@@ -167,3 +168,21 @@ def test_other_parameters_than_those_of_the_script_are_seen() -> None:
         compare_parameters(one, {"a": torch.full((2,), 1e-4)})
     with pytest.raises(AssertionError, match="b"):
         compare_parameters(one, {**one, "b": one["a"]})
+
+
+def test_a_checkpoint_is_measured_beside_plain_writing(tmp_path: Path) -> None:
+    """Every arm writes or reads the same bytes, and the plain one's share is 1."""
+    arms = Arms(tmp_path, tensors=2, elements=1000)
+    found = measure_arms(arms, 2)
+    assert list(found) == [
+        "plain write, fsync",
+        "shard with hash",
+        "checkpoint",
+        "torch.save, fsync",
+        "plain read",
+        "verify",
+    ]
+    assert found["plain write, fsync"]["share"]["middle"] == found["plain read"]["share"]["middle"] == 1
+    assert all(told["rate"]["middle"] > 0 for told in found.values())
+    assert (tmp_path / "plain").stat().st_size == arms.bytes == 8000
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -80,8 +81,9 @@ class Manifest:
         """Size of all files that the manifest lists."""
         return sum(record.bytes for record in self.files.values())
 
-    def pieces_by_file(self) -> dict[str, dict[str, tuple[StoredTensor, Region]]]:
-        """Return for each shard its keys, with the tensor and the region that each one holds."""
+    @cached_property
+    def pieces_by_file(self) -> Mapping[str, Mapping[str, tuple[StoredTensor, Region]]]:
+        """Keys of each shard, with the tensor and the region that each one holds."""
         found: dict[str, dict[str, tuple[StoredTensor, Region]]] = {name: {} for name in self.files}
         for tensor in self.tensors.values():
             for piece in tensor.pieces:

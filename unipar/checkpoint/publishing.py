@@ -117,6 +117,7 @@ class _Saving:
         self.disk, self.progress = disk, progress
         self.temporary: Path | None = None
         self.published = False
+        self.remarks: list[str] = []
         self.lock = ExitStack()
 
     def save(
@@ -205,7 +206,7 @@ class _Saving:
     def begin(self, needed: Sequence[int]) -> str:
         """Create the temporary folder, and delete those of dead writers; return its name."""
         self.disk.make_parents(self.folder)
-        sweep_abandoned(self.disk, self.folder)
+        self.remarks += sweep_abandoned(self.disk, self.folder)
         free = self.disk.free_bytes(self.folder)
         if sum(needed) > free:
             raise CheckpointError(
@@ -223,7 +224,7 @@ class _Saving:
         files: dict[str, FileRecord] = {}
         for name, tensors in self.shards:
             files[name] = _named(name, partial(self.write_shard, name, tensors))
-        if self.shards:
+        if self.shards and self.rank:  # rank 0 flushes it when all have written
             _named(SHARD_FOLDER, lambda: self.disk.flush_folder(self.temporary_folder / SHARD_FOLDER))
         if self.rank == 0:
             files[STATE_FILE] = self.write_file(STATE_FILE, self.state)
@@ -267,7 +268,7 @@ class _Saving:
         self.disk.flush_folder(self.folder)
         removed, remarks = remove_old_checkpoints(self.disk, self.folder, retention, self.step)
         self.remove_replaced()
-        return manifest.bytes, removed, remarks
+        return manifest.bytes, removed, [*self.remarks, *remarks]
 
     def put_in_place(self, temporary: Path, target: Path) -> None:
         """Give the folder its name; a checkpoint of the same step that is there gets the temporary name for it."""

@@ -43,11 +43,16 @@ def trash_name(step: int) -> str:
     return f"{TRASH_PREFIX}{step_folder_name(step)}-{secrets.token_hex(4)}"
 
 
-def sweep_abandoned(disk: Disk, folder: Path) -> None:
-    """Delete temporary folders whose writer is dead, and trash; raise OSError if one cannot be deleted."""
+def sweep_abandoned(disk: Disk, folder: Path) -> list[str]:
+    """Delete temporary folders whose writer is dead, and trash; return a sentence for each that cannot be deleted."""
+    remarks: list[str] = []
     for path in sorted(folder.iterdir()):
         if _TRASH.match(path.name) or (_TEMPORARY.match(path.name) and is_abandoned(path)):
-            disk.remove_tree(path)
+            try:
+                disk.remove_tree(path)
+            except OSError as e:  # as on NFS while another process has one of its files open
+                remarks.append(f"{path}: left by an earlier save, and cannot be deleted ({e.strerror})")
+    return remarks
 
 
 def is_abandoned(path: Path) -> bool:

@@ -34,7 +34,7 @@ def explain_tiling_fault(regions: Sequence[Region], numel: int) -> tuple[str, li
     if singly > MOST_RUNS:
         return f"has {singly:,} runs of different strides; at most {MOST_RUNS:,} can be checked", []
     if pair := _overlapping(regions, width):
-        return "overlap", list(pair)
+        return "overlap", sorted(pair)
     if total != numel:
         return f"hold {total:,} of {numel:,} elements", []
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class Checkpoint:
 
     def open_shard(self, name: str) -> ShardReader:
         """Return a shard, open for reading; raise CheckpointError if its header is not what the manifest says."""
-        pieces = self.manifest.pieces_by_file()[name]
+        pieces = self.manifest.pieces_by_file[name]
         return _open_checked_shard(self.path, name, self.manifest.files[name].bytes, pieces)
 
 
@@ -116,7 +116,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path / MANIFEST_FILE}: of step {manifest.step}, in the folder of step {step}")
     _check_file_set(path, manifest)
     state = _read_state(path, manifest)
-    for name, pieces in manifest.pieces_by_file().items():
+    for name, pieces in manifest.pieces_by_file.items():
         if name != STATE_FILE:
             _open_checked_shard(path, name, manifest.files[name].bytes, pieces).close()
     for tensor in manifest.tensors.values():
@@ -201,7 +201,7 @@ def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _open_checked_shard(
-    path: Path, name: str, size: int, pieces: dict[str, tuple[StoredTensor, Region]]
+    path: Path, name: str, size: int, pieces: Mapping[str, tuple[StoredTensor, Region]]
 ) -> ShardReader:
     """Return a shard, open for reading; raise CheckpointError if it is not what the manifest says."""
     with RegularFile(path, name) as file:  # its size first: a truncated file is best called so
@@ -216,7 +216,7 @@ def _open_checked_shard(
     return shard
 
 
-def _compare_header(shard: ShardReader, pieces: dict[str, tuple[StoredTensor, Region]]) -> None:
+def _compare_header(shard: ShardReader, pieces: Mapping[str, tuple[StoredTensor, Region]]) -> None:
     if strange := sorted(shard.tensors.keys() ^ pieces.keys()):
         which = "in its header, not in" if strange[0] in shard.tensors else "not in its header, but in"
         raise CheckpointError(f"{shard.called}: {strange[0]!r} is {which} {MANIFEST_FILE}")

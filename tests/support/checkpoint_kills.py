@@ -1,0 +1,260 @@
+"""Writers of checkpoints that are killed: `python -m tests.support.checkpoint_kills FOLDER TRIALS SEED` prints a table.
+
+Three processes save again and again: rank 0 publishes, ranks 1 and 2 write tensors, and they agree over sockets. One
+of them, or all, are killed by SIGKILL: before each operation of the disk (half of a write is an operation), and at
+random moments. After each kill every published checkpoint must verify, the last one that was reported as saved must be
+there, at most one temporary folder may remain, and the next save must delete it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from tests.support.checkpoints import HookedDisk, floats
+from unipar.backend import Region
+from unipar.checkpoint.disk import Disk
+from unipar.checkpoint.format import TEMPORARY_PREFIX, TRASH_PREFIX
+from unipar.checkpoint.publishing import PieceToSave, save_checkpoint
+from unipar.checkpoint.retention import Retention
+from unipar.checkpoint.verifying import find_checkpoints, verify_checkpoint
+
+WORLD = 3
+WITHIN = 5.0
+"""Seconds within which the other ranks must have ended."""
+
+RETENTION = Retention(keep=2)
+ELEMENTS = 3000
+
+
+def _pieces(rank: int, step: int) -> list[PieceToSave]:
+    if rank == 0:
+        return [PieceToSave("scale", "weight", "F32", (), Region(0, 1), floats(step))]
+    data = floats(step) * ELEMENTS
+    return [
+        PieceToSave("matrix", "weight", "F32", (ELEMENTS // 3, 6), Region(3 * (rank - 1), 3, 6, ELEMENTS // 3), data),
+        PieceToSave("matrix", "exp_avg", "F32", (2 * ELEMENTS,), Region(ELEMENTS * (rank - 1), ELEMENTS), data),
+    ]
+
+
+def _send(to: socket.socket, message: bytes) -> None:
+    to.sendall(len(message).to_bytes(8, "little") + message)
+
+
+def _receive(source: socket.socket) -> bytes:
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            more = source.recv(count - len(data))
+            if not more:
+                raise ConnectionError("the other rank is gone")
+            data += more
+        return data
+
+    return exactly(int.from_bytes(exactly(8), "little"))
+
+
+def _exchange(rank: int, sockets: Sequence[socket.socket]) -> Callable[[bytes], Sequence[bytes]]:
+    """Return the collective of a rank: rank 0 has a socket to each other, and tells all what each said."""
+
+    def exchange(message: bytes) -> Sequence[bytes]:
+        if rank:
+            _send(sockets[0], message)
+            return [bytes.fromhex(text) for text in json.loads(_receive(sockets[0]))]
+        told = [message, *(_receive(one) for one in sockets)]
+        data = json.dumps([text.hex() for text in told]).encode()
+        for one in sockets:
+            _send(one, data)
+        return told
+
+    return exchange
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Rank that is killed: before its operation number `operation`, or, with all if `everyone`, after `seconds`."""
+
+    rank: int
+    operation: int | None = None
+    seconds: float = 0.0
+    everyone: bool = False
+
+
+def _write_forever(
+    rank: int, folder: Path, sockets: Sequence[socket.socket], kill: Kill, first: int, told: int
+) -> None:
+    """Save step after step; rank 0 reports each that is saved."""
+    operations = 0
+
+    def before(operation: str, name: str) -> None:
+        nonlocal operations
+        if operations == kill.operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+        operations += 1
+
+    disk = HookedDisk(before) if rank == kill.rank and kill.operation is not None else Disk()
+    exchange = _exchange(rank, sockets)
+    step = first
+    while True:
+        save_checkpoint(
+            folder,
+            step,
+            _pieces(rank, step),
+            {"samples": step},
+            rank=rank,
+            exchange=exchange,
+            retention=RETENTION,
+            disk=disk,
+        )
+        if rank == 0:
+            os.write(told, step.to_bytes(8, "little"))
+        step += 1
+
+
+def _start(folder: Path, kill: Kill, first: int) -> tuple[list[int], int]:
+    """Fork the ranks; return their process ids, and the pipe through which rank 0 reports."""
+    pairs = [socket.socketpair() for _ in range(WORLD - 1)]
+    reading, writing = os.pipe()
+    pids: list[int] = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reading)
+                mine = [pairs[rank - 1][1]] if rank else [pair[0] for pair in pairs]
+                for pair in pairs:
+                    for one in pair:
+                        if one not in mine:
+                            one.close()
+                if rank:
+                    os.close(writing)
+                _write_forever(rank, folder, mine, kill, first, writing)
+            except OSError:
+                os._exit(3)  # the other rank is gone
+            except BaseException:
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                os._exit(4)
+        pids.append(pid)
+    os.close(writing)
+    for pair in pairs:
+        for one in pair:
+            one.close()
+    return pids, reading
+
+
+@dataclass
+class Outcome:
+    """State of the folder after a kill."""
+
+    published: int
+    left: str
+    faults: list[str] = field(default_factory=list[str])
+
+
+def play_kill(folder: Path, kill: Kill) -> Outcome:
+    """Start writers that go on from the newest checkpoint, kill, and look at what is left."""
+    before = find_checkpoints(folder)
+    first = before[0].step + 1 if before else 1
+    pids, reading = _start(folder, kill, first)
+    if kill.operation is None:
+        time.sleep(kill.seconds)
+        for pid in pids if kill.everyone else [pids[kill.rank]]:
+            os.kill(pid, signal.SIGKILL)
+    faults = _end(pids)
+    with open(reading, "rb") as pipe:
+        told = pipe.read()
+    saved = int.from_bytes(told[-8:], "little") if told else first - 1
+    found = find_checkpoints(folder)
+    for one in found:
+        checkpoint = verify_checkpoint(one.path)
+        if checkpoint.state["samples"] != one.step:
+            faults.append(f"{one.path.name} holds another step")
+    if saved and (not found or found[0].step < saved):
+        faults.append(f"step {saved} was saved, and is not there")
+    if before and not found:
+        faults.append("the old checkpoints are gone")
+    temporary = [name for name in os.listdir(folder) if name.startswith(TEMPORARY_PREFIX)]
+    trash = [name for name in os.listdir(folder) if name.startswith(TRASH_PREFIX)]
+    if len(temporary) > 1 or len(trash) > 1:
+        faults.append(f"left are {temporary + trash}")
+    published = found[0].step - first + 1 if found else 0
+    left = "temporary" if temporary else "trash" if trash else "nothing else"
+    save_checkpoint(
+        folder,
+        first + published,
+        [piece for rank in range(WORLD) for piece in _pieces(rank, first + published)],
+        {"samples": first + published},
+        retention=RETENTION,
+    )
+    if strange := [name for name in os.listdir(folder) if not name.startswith("step-")]:
+        faults.append(f"the next save left {strange}")
+    return Outcome(published, left, faults)
+
+
+def _end(pids: Sequence[int]) -> list[str]:
+    """Wait for the ranks; kill those that do not end by themselves, and say so."""
+    until, left, faults = time.monotonic() + WITHIN, set(pids), list[str]()
+    while left:
+        for pid in list(left):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                left.remove(pid)
+                if os.waitstatus_to_exitcode(status) not in (3, -signal.SIGKILL):
+                    faults.append(f"a rank ended with {os.waitstatus_to_exitcode(status)}")
+        if left and time.monotonic() > until:
+            faults.append(f"{len(left)} ranks did not end within {WITHIN:g} s")
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            until = time.monotonic() + WITHIN
+        time.sleep(0.001)
+    return faults
+
+
+OPERATIONS = (110, 45, 45)
+"""Operations of each rank's disk in about three saves, the last of which delete old checkpoints."""
+
+
+def choose_kills(trials: int, seed: int) -> list[tuple[str, Kill]]:
+    """Return what to kill, and when: two thirds before an operation, each in turn; the rest at random moments."""
+    draw = random.Random(seed)
+    orders = [cycle(draw.sample(range(count), count)) for count in OPERATIONS]
+    made: list[tuple[str, Kill]] = []
+    for number in range(trials):
+        rank = number % WORLD
+        if number % 9 < 6:
+            made.append((f"rank {rank}, before an operation", Kill(rank, next(orders[rank]))))
+        elif number % 9 < 8:
+            made.append(("one rank, at any time", Kill(draw.randrange(WORLD), seconds=draw.uniform(0, 0.06))))
+        else:
+            made.append(("all ranks, at any time", Kill(0, seconds=draw.uniform(0, 0.06), everyone=True)))
+    return made
+
+
+def play(folder: Path, trials: int, seed: int) -> dict[str, Any]:
+    """Play all kills in one folder; return counts by way of killing and by what was left, and all faults."""
+    left: dict[str, Counter[str]] = {}
+    faults: list[str] = []
+    published, began = 0, time.monotonic()
+    for number, (way, kill) in enumerate(choose_kills(trials, seed)):
+        outcome = play_kill(folder, kill)
+        left.setdefault(way, Counter())[outcome.left] += 1
+        published += outcome.published
+        faults += [f"trial {number}, {kill}: {fault}" for fault in outcome.faults]
+    seconds = time.monotonic() - began
+    return {"left": left, "published": published, "faults": faults, "seconds": seconds, "seed": seed}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    print(json.dumps(play(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
