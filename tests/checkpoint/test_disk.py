@@ -74,8 +74,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
         )
         said = sentence_of_all([*save_on_ranks(folder, 3, pieces=big, disks=(Hopeful(), Hopeful()))])
         assert re.fullmatch(
-            rf"checkpoint of step 3 in {folder}: rank [01](| \(and 1 more rank\)): shards/rank-0000[01].safetensors: "
-            rf"No space left on device; {UNPUBLISHED}",
+            rf"checkpoint of step 3 in {folder}: rank [01](| \(and 1 more rank\)): (shards/rank-0000[01].safetensors|"
+            rf"state.json): No space left on device; {UNPUBLISHED}",
             said,
         )
         assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
