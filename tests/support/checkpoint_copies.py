@@ -11,7 +11,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from unipar.checkpoint.verifying import seal_of_manifest
+from unipar.checkpoint.protocol.verifying import seal_of_manifest
 
 SHARDS = ("shards/rank-00000.safetensors", "shards/rank-00001.safetensors")
 FILES = ("manifest.json", "manifest.sha256", "state.json", *SHARDS)

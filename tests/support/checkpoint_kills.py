@@ -24,11 +24,11 @@ from typing import Any
 
 from tests.support.checkpoints import HookedDisk, floats
 from unipar.backend import Region
-from unipar.checkpoint.disk import Disk
-from unipar.checkpoint.format import TEMPORARY_PREFIX, TRASH_PREFIX
-from unipar.checkpoint.publishing import PieceToSave, save_checkpoint
-from unipar.checkpoint.retention import Retention
-from unipar.checkpoint.verifying import find_checkpoints, verify_checkpoint
+from unipar.checkpoint.format.disk import Disk
+from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX
+from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
+from unipar.checkpoint.protocol.retention import Retention
+from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 
 WORLD = 3
 WITHIN = 5.0

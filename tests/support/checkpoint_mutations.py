@@ -11,7 +11,7 @@ from tests.support.checkpoint_copies import Mutated
 from tests.support.checkpoint_damage import DAMAGE
 from tests.support.checkpoint_forgeries import FORGERIES
 from tests.support.checkpoints import save_two_steps
-from unipar.checkpoint.verifying import verify_checkpoint
+from unipar.checkpoint.protocol.verifying import verify_checkpoint
 from unipar.errors import CheckpointError
 
 MUTATIONS = (*DAMAGE, *FORGERIES)

@@ -14,9 +14,9 @@ from typing import Any
 from typing_extensions import override
 
 from unipar.backend import Region
-from unipar.checkpoint.disk import Disk, OutputFile
-from unipar.checkpoint.publishing import Exchange, PieceToSave, SavedCheckpoint, save_checkpoint
-from unipar.checkpoint.retention import Retention
+from unipar.checkpoint.format.disk import Disk, OutputFile
+from unipar.checkpoint.protocol.publishing import Exchange, PieceToSave, SavedCheckpoint, save_checkpoint
+from unipar.checkpoint.protocol.retention import Retention
 
 
 def floats(*values: float) -> bytes:

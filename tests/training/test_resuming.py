@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 from tests.support.running import Line, running
-from unipar.checkpoint.manifest import StoredTensor
-from unipar.checkpoint.verifying import find_checkpoints, inspect_checkpoint
+from unipar.checkpoint.format.manifest import StoredTensor
+from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.errors import CheckpointError, NonFinite, TaskError, UniparError
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger

@@ -1,1 +1,1 @@
-"""Checkpoint folders on disk, without torch: format, writing, publishing, verifying, retention."""
+"""State that outlives a run: how it is saved and read back; `format/` and `protocol/` do without torch."""

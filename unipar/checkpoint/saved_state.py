@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from unipar.backend import Region
-from unipar.checkpoint.format import normal_region
-from unipar.checkpoint.manifest import Manifest, StoredPiece, StoredTensor
+from unipar.checkpoint.format.manifest import Manifest, StoredPiece, StoredTensor
+from unipar.checkpoint.format.names import normal_region
+from unipar.checkpoint.format.shard_file import ShardReader
 from unipar.checkpoint.overlaps import Overlap, find_overlaps
-from unipar.checkpoint.shard_file import ShardReader
 from unipar.checkpoint.tensor_bytes import DTYPE_OF_NAME, bytes_of
 from unipar.errors import CheckpointError
 

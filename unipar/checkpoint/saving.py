@@ -15,9 +15,9 @@ from torch import Tensor
 from typing_extensions import Buffer
 
 from unipar.backend import Piece, Region
-from unipar.checkpoint.format import ITEM_BYTES
-from unipar.checkpoint.publishing import Exchange, PieceToSave, SavedCheckpoint, save_checkpoint
-from unipar.checkpoint.retention import Retention
+from unipar.checkpoint.format.names import ITEM_BYTES
+from unipar.checkpoint.protocol.publishing import Exchange, PieceToSave, SavedCheckpoint, save_checkpoint
+from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
 from unipar.errors import CheckpointError

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unipar.checkpoint.changes import refuse_changes
-from unipar.checkpoint.manifest import StoredTensor
+from unipar.checkpoint.format.manifest import StoredTensor
+from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
 from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.checkpoint.task_state import unpack_task_state
 from unipar.checkpoint.tensor_bytes import dtype_name
-from unipar.checkpoint.verifying import Checkpoint, HashProgress, find_checkpoints, verify_checkpoint
 from unipar.config import Config
 from unipar.data.order import DataPosition
 from unipar.distributed.world import World
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class ChosenCheckpoint:
     """Checkpoint from which a run goes on."""
 
-    checkpoint: Checkpoint
+    checkpoint: CheckpointContents
     passed: tuple[str, ...]
     """Sentences about newer checkpoints that are broken, and were passed over."""
 

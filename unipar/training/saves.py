@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 
 from unipar.backend import Piece, Region
-from unipar.checkpoint.format import step_folder_name
-from unipar.checkpoint.retention import Retention
+from unipar.checkpoint.format.names import step_folder_name
+from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
 from unipar.checkpoint.task_state import pack_task_state
 from unipar.config.sections.checkpoint import Best, Checkpoint
@@ -108,7 +109,7 @@ class RunCheckpoints:
                 + (", ".join(metrics) or "none")
             )
         value = metrics[wanted.metric]
-        if value != value:  # NaN is no best
+        if not math.isfinite(value):
             return
         ranked = rank_best([*self._best, (done, value)], wanted)
         self._is_best = any(step == done for step, _ in ranked)
@@ -170,7 +171,7 @@ class RunCheckpoints:
                 }
                 for name, part in live.parts.items()
             },
-            "metrics": self._metrics,
+            "metrics": {name: value if math.isfinite(value) else None for name, value in self._metrics.items()},
             "best": [list(pair) for pair in self._best],
             "task": task,
         }

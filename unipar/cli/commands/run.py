@@ -32,7 +32,7 @@ def resume_settings(file: Path, *, resume: bool, checkpoint: Path | None) -> lis
 
 def refuse_nothing_to_resume(source: ConfigSource) -> None:
     """Raise CheckpointError if no run of this name holds a checkpoint."""
-    from unipar.checkpoint.verifying import find_checkpoints
+    from unipar.checkpoint.protocol.verifying import find_checkpoints
     from unipar.errors import CheckpointError
     from unipar.run_folder.folder import newest_run_folder
     from unipar.run_folder.layout import checkpoint_folder

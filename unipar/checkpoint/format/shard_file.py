@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Self
 from typing_extensions import Buffer
 from xxhash import xxh3_128
 
-from unipar.checkpoint.disk import Disk
-from unipar.checkpoint.format import (
+from unipar.checkpoint.format.disk import Disk
+from unipar.checkpoint.format.manifest import FileRecord
+from unipar.checkpoint.format.names import (
     ITEM_BYTES,
     LARGEST_HEADER,
     LARGEST_NUMBER,
@@ -23,8 +24,7 @@ from unipar.checkpoint.format import (
     MOST_DIMENSIONS,
     MOST_KEYS,
 )
-from unipar.checkpoint.manifest import FileRecord
-from unipar.checkpoint.strict_json import parse_strict_json
+from unipar.checkpoint.format.strict_json import parse_strict_json
 from unipar.errors import CheckpointError
 from unipar.utils.text import show_value
 

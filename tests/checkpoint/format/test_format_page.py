@@ -15,10 +15,10 @@ import xxhash
 
 from tests.support.checkpoints import save_two_steps
 from unipar.backend import Region
-from unipar.checkpoint import format as checkpoint_format
-from unipar.checkpoint.publishing import PieceToSave, save_checkpoint
+from unipar.checkpoint.format import names as checkpoint_format
+from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
 
-PAGE = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "checkpoint-format.md").read_text("utf-8")
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "U8": "<u1", "BOOL": "?"}
 
 
@@ -76,7 +76,7 @@ def test_the_page_is_enough_to_read_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_page_tells_the_limits_and_dtypes_of_the_code() -> None:
-    """Numbers and names in the text are those of unipar/checkpoint/format.py."""
+    """Numbers and names in the text are those of unipar/checkpoint/format/names.py."""
     listed = re.search(r"as in safetensors: `([A-Z0-9_ ]+)`", PAGE)
     assert listed
     assert sorted(listed[1].split()) == sorted(checkpoint_format.ITEM_BYTES)

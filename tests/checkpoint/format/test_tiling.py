@@ -8,7 +8,7 @@ import time
 import pytest
 
 from unipar.backend import Region
-from unipar.checkpoint.tiling import explain_tiling_fault
+from unipar.checkpoint.format.tiling import explain_tiling_fault
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from unipar.backend import Region
-from unipar.checkpoint.format import normal_region
+from unipar.checkpoint.format.names import normal_region
 
 MOST_RUNS = 4_000_000
 """Runs that are checked one by one, where regions of one tensor have different strides; some seconds."""

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, TypeVar, final
 from typing_extensions import Buffer
 
 from unipar.backend import Region
-from unipar.checkpoint.disk import Disk
-from unipar.checkpoint.format import (
+from unipar.checkpoint.format.disk import Disk
+from unipar.checkpoint.format.manifest import FileRecord, Manifest, StoredPiece, StoredTensor
+from unipar.checkpoint.format.names import (
     DEEPEST_JSON,
     FORMAT,
     LARGEST_JSON,
@@ -35,11 +36,16 @@ from unipar.checkpoint.format import (
     shard_file_name,
     step_folder_name,
 )
-from unipar.checkpoint.manifest import FileRecord, Manifest, StoredPiece, StoredTensor
-from unipar.checkpoint.retention import Retention, remove_old_checkpoints, sweep_abandoned, temporary_name, trash_name
-from unipar.checkpoint.shard_file import HashedFile, ShardTensor, shard_header, sorted_for_shard, write_shard
-from unipar.checkpoint.strict_json import dump_strict_json
-from unipar.checkpoint.verifying import check_tiling, seal_of_manifest
+from unipar.checkpoint.format.shard_file import HashedFile, ShardTensor, shard_header, sorted_for_shard, write_shard
+from unipar.checkpoint.format.strict_json import dump_strict_json
+from unipar.checkpoint.protocol.retention import (
+    Retention,
+    remove_old_checkpoints,
+    sweep_abandoned,
+    temporary_name,
+    trash_name,
+)
+from unipar.checkpoint.protocol.verifying import check_tiling, seal_of_manifest
 from unipar.errors import CheckpointError
 from unipar.utils.text import count_of, format_size
 

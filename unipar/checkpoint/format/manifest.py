@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from unipar.backend import Region
-from unipar.checkpoint.format import (
+from unipar.checkpoint.format.names import (
     FORMAT,
     ITEM_BYTES,
     LARGEST_JSON,
@@ -24,7 +24,7 @@ from unipar.checkpoint.format import (
     is_shard_name,
     normal_region,
 )
-from unipar.checkpoint.strict_json import parse_strict_json
+from unipar.checkpoint.format.strict_json import parse_strict_json
 from unipar.errors import CheckpointError
 from unipar.utils.text import show_value
 

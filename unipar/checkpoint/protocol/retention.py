@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from unipar.checkpoint.disk import Disk, lock_is_free
-from unipar.checkpoint.format import TEMPORARY_PREFIX, TRASH_PREFIX, step_folder_name
-from unipar.checkpoint.verifying import find_checkpoints, inspect_checkpoint
+from unipar.checkpoint.format.disk import Disk, lock_is_free
+from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX, step_folder_name
+from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.errors import CheckpointError
 
 ABANDONED_SECONDS = 24 * 3600

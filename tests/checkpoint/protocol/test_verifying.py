@@ -17,9 +17,9 @@ from tests.support.checkpoint_copies import PAYLOAD, Mutated
 from tests.support.checkpoints import pieces_of_rank, save_two_steps
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import Region
-from unipar.checkpoint import verifying
-from unipar.checkpoint.publishing import PieceToSave, save_checkpoint
-from unipar.checkpoint.verifying import find_checkpoints, inspect_checkpoint, newest_whole, verify_checkpoint
+from unipar.checkpoint.protocol import verifying
+from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
+from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint, newest_whole, verify_checkpoint
 from unipar.errors import CheckpointError, UniparError, rebuild
 
 SHARD = "shards/rank-00001.safetensors"
@@ -273,7 +273,7 @@ def test_a_checkpoint_error_crosses_processes() -> None:
 WATCHED = """
 import json, sys
 from pathlib import Path
-from unipar.checkpoint.verifying import newest_whole
+from unipar.checkpoint.protocol.verifying import newest_whole
 heavy = sorted({"torch", "numpy", "safetensors", "pickle"} & set(sys.modules))
 events = set()
 sys.addaudithook(lambda event, args: events.add(event))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unipar.checkpoint.strict_json import dump_strict_json, parse_strict_json
+from unipar.checkpoint.format.strict_json import dump_strict_json, parse_strict_json
 from unipar.errors import CheckpointError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unipar.backend import Region
-from unipar.checkpoint.format import (
+from unipar.checkpoint.format.names import (
     is_shard_name,
     normal_region,
     piece_key,

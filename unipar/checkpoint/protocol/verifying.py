@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128
 
 from unipar.backend import Region
-from unipar.checkpoint.format import (
+from unipar.checkpoint.format.manifest import Manifest, StoredTensor, check_format_version, parse_manifest
+from unipar.checkpoint.format.names import (
     DEEPEST_JSON,
     LARGEST_JSON,
     MANIFEST_FILE,
@@ -26,10 +27,9 @@ from unipar.checkpoint.format import (
     step_folder_name,
     step_of_folder,
 )
-from unipar.checkpoint.manifest import Manifest, StoredTensor, check_format_version, parse_manifest
-from unipar.checkpoint.shard_file import CHUNK, RegularFile, ShardReader
-from unipar.checkpoint.strict_json import parse_strict_json
-from unipar.checkpoint.tiling import explain_tiling_fault
+from unipar.checkpoint.format.shard_file import CHUNK, RegularFile, ShardReader
+from unipar.checkpoint.format.strict_json import parse_strict_json
+from unipar.checkpoint.format.tiling import explain_tiling_fault
 from unipar.errors import CheckpointError
 from unipar.utils.text import first_few
 
@@ -52,7 +52,7 @@ class PassedOver(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointContents:
     """Checkpoint whose files were checked."""
 
     path: Path
@@ -80,7 +80,7 @@ def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
 
 def newest_whole(
     folder: Path, *, threads: int = 2, progress: HashProgress | None = None
-) -> tuple[Checkpoint | None, list[PassedOver]]:
+) -> tuple[CheckpointContents | None, list[PassedOver]]:
     """Return the newest checkpoint that verifies, or None, and those that were passed over on the way to it."""
     passed: list[PassedOver] = []
     for found in find_checkpoints(folder):
@@ -93,7 +93,7 @@ def newest_whole(
 
 def verify_checkpoint(
     path: Path, *, threads: int = 2, share: tuple[int, int] = (0, 1), progress: HashProgress | None = None
-) -> Checkpoint:
+) -> CheckpointContents:
     """Check everything about a checkpoint, hashes of all files included; raise CheckpointError if anything is amiss.
 
     Where several ranks verify together, `share` is (rank, world): each hashes its share of the shards and checks all
@@ -107,7 +107,7 @@ def verify_checkpoint(
     return checkpoint
 
 
-def inspect_checkpoint(path: Path) -> Checkpoint:
+def inspect_checkpoint(path: Path) -> CheckpointContents:
     """Check everything about a checkpoint but the hashes of its shards; raise CheckpointError if anything is amiss."""
     _check_folder(path)
     manifest = _read_manifest(path)
@@ -121,7 +121,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
             _open_checked_shard(path, name, manifest.files[name].bytes, pieces).close()
     for tensor in manifest.tensors.values():
         check_tiling(tensor, f"{path / MANIFEST_FILE}")
-    return Checkpoint(path, manifest, state)
+    return CheckpointContents(path, manifest, state)
 
 
 def check_tiling(tensor: StoredTensor, called: str) -> None:
@@ -229,7 +229,9 @@ def _compare_header(shard: ShardReader, pieces: Mapping[str, tuple[StoredTensor,
             )
 
 
-def _hash_files(checkpoint: Checkpoint, names: Sequence[str], threads: int, progress: HashProgress | None) -> None:
+def _hash_files(
+    checkpoint: CheckpointContents, names: Sequence[str], threads: int, progress: HashProgress | None
+) -> None:
     """Hash files in several threads (xxhash releases the interpreter's lock); raise the first difference found."""
     files = checkpoint.manifest.files
     total, done, guard = sum(files[name].bytes for name in names), 0, Lock()

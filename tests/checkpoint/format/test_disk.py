@@ -18,9 +18,9 @@ from typing_extensions import override
 from tests.support.checkpoints import save_on_ranks, save_two_steps
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import Region
-from unipar.checkpoint.disk import Disk
-from unipar.checkpoint.publishing import PieceToSave
-from unipar.checkpoint.verifying import find_checkpoints, verify_checkpoint
+from unipar.checkpoint.format.disk import Disk
+from unipar.checkpoint.protocol.publishing import PieceToSave
+from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.errors import CheckpointError
 
 UNPUBLISHED = "it is not published; those of other steps are as they were"
@@ -138,8 +138,8 @@ TRACED = """
 import sys
 from pathlib import Path
 from tests.support.checkpoints import pieces_of_rank
-from unipar.checkpoint.publishing import save_checkpoint
-from unipar.checkpoint.retention import Retention
+from unipar.checkpoint.protocol.publishing import save_checkpoint
+from unipar.checkpoint.protocol.retention import Retention
 for step in (1, 2):
     save_checkpoint(Path(sys.argv[1]), step, pieces_of_rank(0, step, world=1), {}, retention=Retention(keep=1))
 """

@@ -13,10 +13,10 @@ import safetensors.torch
 import torch
 from xxhash import xxh3_128
 
-from unipar.checkpoint import shard_file
-from unipar.checkpoint.disk import Disk
-from unipar.checkpoint.format import ITEM_BYTES
-from unipar.checkpoint.shard_file import ShardReader, ShardTensor, write_shard
+from unipar.checkpoint.format import shard_file
+from unipar.checkpoint.format.disk import Disk
+from unipar.checkpoint.format.names import ITEM_BYTES
+from unipar.checkpoint.format.shard_file import ShardReader, ShardTensor, write_shard
 from unipar.errors import CheckpointError
 
 TENSORS = {

@@ -1,0 +1,1 @@
+"""Protocol of a checkpoint folder: writing, publishing by one rename, verifying, retention."""
