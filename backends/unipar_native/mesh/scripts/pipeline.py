@@ -9,7 +9,7 @@ from unipar.backend.export import Outline, constant_tuple, fill_template, functi
 from unipar.errors import Unsupported
 
 
-def mesh_script(outline: Outline) -> str:
+def pipeline_script(outline: Outline) -> str:
     """Return the text of train.py; raise Unsupported with a reason for each thing that it cannot carry."""
     parallel = outline.config.parallel
     if reasons := [*_reasons(outline)]:
