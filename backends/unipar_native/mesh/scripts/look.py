@@ -50,7 +50,7 @@ class ModelLook:
 
 
 def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
-    """Run the loss on each microbatch, without gradients, as in training."""
+    """Run the loss on each microbatch, as in training; calls tell which arguments take gradients."""
     assert part.loss is not None
     model, order = part.module, list[str]()
     calls = list[dict[str, Call]]()
@@ -79,7 +79,7 @@ def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
         handles.append(module.register_forward_hook(behind))
     model.train()
     try:
-        with torch.random.fork_rng([]), torch.no_grad(), watch:
+        with torch.random.fork_rng([]), torch.enable_grad(), watch:
             for batch in batches:
                 watch.block = None
                 calls.append({})
@@ -94,7 +94,7 @@ def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
 
 
 def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
 class _Watch(TorchFunctionMode):

@@ -90,9 +90,9 @@ def split_script(outline: Outline) -> str:
     values = {
         **sizes,
         "plans": plans_code(tables, look.part.blocks),
-        "inside": " and ".join(
-            ["attention sees the keys and values of all ranks"] * context
-            + ["dropout draws the masks of one process"] * (attends or inner["drops"])
+        "inside": ", ".join(
+            ["attention sees the whole sequence"] * context
+            + ["masks of dropout are those of one process"] * (attends or inner["drops"])
         ),
     }
     names = ["tensor"] * tensor + ["context"] * context + ["inside"] * flags["inside"]
