@@ -21,7 +21,7 @@ def check_parts(
     plan: BlockPlan,
     change: Callable[[nn.Module], None],
 ) -> str | None:
-    """Return how far the sum of a block's parts is from the whole, or None if they agree; `change` is made to each part.
+    """Return how far a block's parts are from the whole, or None if they agree; `change` is made to each part.
 
     In double precision, in evaluation, with random weights that are large enough for each to matter.
     """
