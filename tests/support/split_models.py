@@ -76,3 +76,77 @@ class Bert(Texts):
         sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
         heads = {"num_attention_heads": HEADS, "max_position_embeddings": LENGTH}
         return made("BertForMaskedLM", "BertConfig", **sizes, **heads)
+
+
+class Layer(nn.Module):
+    """Attention and two layers, in one of several kinds; most of them ask for what a script does not carry."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.heads, self.width = kind, HEADS, WIDTH
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.drop, self.down = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Dropout(0.2 * (kind != "dry")),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
+        self.register_buffer("slopes", torch.arange(1.0, HEADS + 1).view(HEADS, 1, 1))
+        if kind == "multihead":
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        heads = 4 if self.kind == "literal" else self.heads
+        q, k, v = (y.view(b, t, heads, 8).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        scale = self.width**-0.5 if self.kind == "scale" else None
+        if self.kind == "eager":
+            seen = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        elif self.kind == "slopes":
+            seen = F.scaled_dot_product_attention(q, k, v, self.slopes * self.slopes.new_ones(t).cumsum(0))
+        else:
+            seen = F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True)
+        return self.out(seen.transpose(1, 2).reshape(b, t, self.width))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        if self.kind == "multihead":
+            x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        else:
+            x = x + self.attend(normed)
+        hidden = self.up(x)
+        hidden = F.dropout(hidden, 0.1, self.training) if self.kind == "functional" else self.drop(hidden.relu())
+        return x + self.down(hidden)
+
+
+class Layers(nn.Module):
+    """Two layers between an embedding and a head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.between = kind == "between"
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
+
+    @override
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for layer in self.layers:
+            x = layer(F.dropout(x, 0.1, self.training) if self.between else x)
+        return self.head(x)
+
+
+class Kinds(Texts):
+    """A model of such layers."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    @override
+    def model(self) -> nn.Module:
+        return Layers(self.kind)
+
+    @override
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        scores = model(batch["input_ids"])[:, :-1]
+        return F.cross_entropy(scores.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)

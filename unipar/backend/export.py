@@ -143,7 +143,7 @@ def shared_values(outline: Outline) -> dict[str, str]:
         "origin": outline.origin,
         "names": ", ".join(sorted(names, key=lambda n: (n[0].islower(), n))),
         "group": "nccl" if outline.cuda else "gloo",
-        "args": ", ".join(f"{k}={v!r}" for k, v in args.items()),
+        "args": ", ".join(f"{k}={_literal(v)}" for k, v in args.items()),
         "constants": "\n".join(_constants(outline)),
         "functions": functions_code(outline),
         "placed": placed + (".to(device)" if outline.cuda else ""),
@@ -152,6 +152,10 @@ def shared_values(outline: Outline) -> dict[str, str]:
         "batches": "\n".join(_batches(outline)),
         "batch": (f"moved(batch, device{f', {cast}' if cast else ''})") if flags["moves"] else "batch",
     }
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) and '"' not in value else repr(value)
 
 
 def optimizer_class_name(config: Config) -> str:

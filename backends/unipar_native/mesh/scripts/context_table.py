@@ -81,15 +81,19 @@ def table_of_sequences(look: ModelLook, ranks: int) -> tuple[SequenceTable, list
     table = SequenceTable(
         hidden=min(hidden, key=str),
         arguments=arguments,
-        drops=any(d.function == "dropout" and _drawing(d.arguments) and d.block for d in look.draws),
+        drops=any(d.drops and d.block for d in look.draws),
         attention_dropout=any(d.arguments.get("dropout_p", 0.0) > 0 for d in look.draws),
     )
     return table, [*dict.fromkeys(reasons)]
 
 
 def _refused_blocks(look: ModelLook, ranks: int) -> Iterator[str]:
-    for name in look.part.blocks:
-        block = look.part.module.get_submodule(name)
+    for name in look.passed[:1]:
+        yield (
+            f"parallel.context: {name} is given what a block before has put out beside the hidden states, which is cut "
+            "already, and a script cannot tell that: leave context out of the export"
+        )
+    for name, block in _one_of_each(look):
         if getattr(block, "gradient_checkpointing", False):
             yield (
                 f"parallel.context: {name} recomputes its forward by itself (gradient_checkpointing), where its "
@@ -102,6 +106,15 @@ def _refused_blocks(look: ModelLook, ranks: int) -> Iterator[str]:
                     f"script cannot spread over {ranks} ranks: call F.scaled_dot_product_attention in the block, or "
                     "leave context out of the export"
                 )
+
+
+def _one_of_each(look: ModelLook) -> list[tuple[str, nn.Module]]:
+    """Return the first block of each kind."""
+    first: dict[Any, tuple[str, nn.Module]] = {}
+    for name in look.part.blocks:
+        block = look.part.module.get_submodule(name)
+        first.setdefault(kind_of_block(block), (name, block))
+    return [*first.values()]
 
 
 def _tensors(value: Any, where: str, reasons: list[str]) -> list[Tensor]:
@@ -120,12 +133,7 @@ def _tensors(value: Any, where: str, reasons: list[str]) -> list[Tensor]:
 
 def _try_blocks(look: ModelLook, ranks: int) -> None:
     """Raise a TaskError if a kind of block cannot run on a part of the sequence, as the engine does."""
-    tried = set[Any]()
-    for name in look.part.blocks:
-        block = look.part.module.get_submodule(name)
-        if (kind := kind_of_block(block)) in tried:
-            continue
-        tried.add(kind)
+    for name, block in _one_of_each(look):
         calls = [given[name] for given in look.calls]
         longest = max(calls, key=lambda call: Arguments(name, block, *call).hidden.shape[1])
         if not _try_block(name, block, longest, ranks):
@@ -162,14 +170,10 @@ def _try_block(name: str, block: nn.Module, call: Call, ranks: int) -> bool:
     return examine(given, block, block.forward, layout, lambda t: cut[id(t)][1] if id(t) in cut else None, inside)
 
 
-def _drawing(given: dict[str, Any]) -> bool:
-    return bool(given.get("training", True)) and given.get("p", 0.5) > 0
-
-
 def _refused_draws(look: ModelLook) -> Iterator[str]:
     for draw in look.draws:
         given = draw.arguments
-        if draw.function == "dropout" and _drawing(given):
+        if draw.drops:
             shape = given["input"]
             if not draw.block:
                 yield (

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from unipar.backend import Part
-from unipar.errors import TaskError
+from unipar.errors import TaskError, UniparError
 from unipar_native.mesh.tensor.sites import BLOCK, frames_to, line_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -34,6 +34,12 @@ class Draw:
 
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def drops(self) -> bool:
+        """True for dropout that drops something."""
+        given = self.arguments
+        return self.function == "dropout" and bool(given.get("training", True)) and given.get("p", 0.5) > 0
+
 
 @dataclass(frozen=True)
 class ModelLook:
@@ -45,6 +51,9 @@ class ModelLook:
     """Arguments by block, in each of the microbatches."""
 
     draws: tuple[Draw, ...]
+    passed: tuple[str, ...]
+    """Blocks that are given what a block before has put out, in addition to the hidden states."""
+
     tuples: bool
     """True if the last block puts out a tuple, whose first item are the hidden states."""
 
@@ -65,12 +74,16 @@ def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
             watch.block = name
             floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
             watch.hidden = tuple(floats[0].shape) if floats else ()
+            others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not (*floats, None)[0]]
+            if any(x is other for x in others for other in watch.out):
+                watch.passed.append(name)
 
         return hook
 
     def behind(module: nn.Module, args: Any, out: Any) -> None:
         watch.block = None if module is last else ""
         watch.tuples = isinstance(out, tuple)
+        watch.out += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
 
     last = model.get_submodule(part.blocks[-1])
     for name in part.blocks:
@@ -81,16 +94,21 @@ def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
     try:
         with torch.random.fork_rng([]), torch.enable_grad(), watch:
             for batch in batches:
-                watch.block = None
+                watch.block, watch.out = None, []
                 calls.append({})
                 part.loss(model, batch)
+    except UniparError:
+        raise
+    except Exception as e:
+        text = (str(e).splitlines() or [""])[0]
+        raise TaskError(f"loss() raised {type(e).__name__}: {text}; export runs it to see how blocks are called") from e
     finally:
         for handle in handles:
             handle.remove()
     missing = [name for name in part.blocks if name not in calls[0]]
     if missing:
         raise TaskError(f"parallel: the loss does not call {missing[0]}, one of the model's blocks")
-    return ModelLook(part, tuple(order), tuple(calls), tuple(watch.draws), watch.tuples)
+    return ModelLook(part, tuple(order), tuple(calls), tuple(watch.draws), tuple(watch.passed), watch.tuples)
 
 
 def _detached(x: Any) -> Any:
@@ -105,6 +123,8 @@ class _Watch(TorchFunctionMode):
         self.block: str | None = None
         self.hidden: tuple[int, ...] = ()
         self.tuples = False
+        self.out: list[Tensor] = []
+        self.passed: list[str] = []
         self.draws: list[Draw] = []
 
     @override

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -20,9 +21,11 @@ def check_parts(
     call: tuple[tuple[Any, ...], dict[str, Any]],
     plan: BlockPlan,
     change: Callable[[nn.Module], None],
+    dropouts: Collection[str] = (),
 ) -> str | None:
     """Return how far a block's parts are from the whole, or None if they agree; `change` is made to each part.
 
+    `dropouts`: modules whose inputs must be contiguous, so that a mask is drawn in their order.
     In double precision, in evaluation, with random weights that are large enough for each to matter.
     """
     whole = copy.deepcopy(block).double().eval()
@@ -53,9 +56,19 @@ def check_parts(
     told = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
     if told:
         return f"{type(told[0]).__name__}: {(str(told[0]).splitlines() or [''])[0]}"
+    strided: list[str] = []
+
+    def look(_: nn.Module, inputs: tuple[Tensor, ...], name: str) -> None:
+        if not inputs[0].is_contiguous():
+            strided.append(name)
+
+    for name in dropouts:
+        whole.get_submodule(name).register_forward_pre_hook(partial(look, name=name))
     with torch.no_grad():
         given, named = copy.deepcopy((args, kwargs))
         expected = whole(*given, **named)
+    if strided:
+        return f"{strided[0]} is given a tensor that is not contiguous, whose mask would be drawn in another order"
     for result in results:
         for a, b in zip(_tensors(result), _tensors(expected), strict=True):
             off = float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")

@@ -40,6 +40,7 @@ def _tensor_tables(look: ModelLook, ranks: int) -> tuple[Tables, list[str]]:
     part, reasons = look.part, list[str]()
     given = part.tensor or {}
     refuse_unknown_patterns(given, part.module, part.blocks)
+    dropping = {draw.line for draw in look.draws if draw.drops}
     known: dict[Any, tuple[BlockPlan, BlockTable | None]] = {}
     blocks: dict[Any, list[str]] = {}
     for name in part.blocks:
@@ -48,7 +49,7 @@ def _tensor_tables(look: ModelLook, ranks: int) -> tuple[Tables, list[str]]:
         key = (kind_of_block(block), *sorted(wanted.items()))
         blocks.setdefault(key, []).append(name)
         if key not in known:
-            plan, table, refused = table_of_block(name, block, look.calls[0][name], ranks, wanted)
+            plan, table, refused = table_of_block(name, block, look.calls[0][name], ranks, wanted, dropping)
             known[key] = plan, table
             reasons += refused
     refuse_empty_plans(ranks, [plan for plan, _ in known.values()])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from unipar_native.mesh.scripts.parts_check import check_parts
@@ -40,11 +43,12 @@ class BlockTable:
 
 
 def table_of_block(
-    name: str, block: nn.Module, call: Call, ranks: int, given: Mapping[str, str]
+    name: str, block: nn.Module, call: Call, ranks: int, given: Mapping[str, str], dropping: Collection[str]
 ) -> tuple[BlockPlan, BlockTable | None, list[str]]:
     """Return the plan of a block, the same as a table, and sentences on what keeps a script from it.
 
-    There is no table if nothing is cut or if there are such sentences. `block` has values, and so have the arguments.
+    `dropping`: lines at which dropout drops something. There is no table if nothing is cut or if there are such
+    sentences. `block` has values, and so have the arguments.
     """
     args, kwargs = meta_arguments(*call)
     derivation = Derivation(meta_block(block), args, kwargs, ranks, given)
@@ -64,7 +68,7 @@ def table_of_block(
                     )
                 elif rewrite.kind == "dropout attention":
                     attention_dropout = True
-                elif rewrite.kind == "dropout":
+                elif rewrite.kind == "dropout" and trial.lines[site].rpartition(" at ")[2] in dropping:
                     owner = block.get_submodule(module) if module != "?" else None
                     if isinstance(owner, nn.Dropout):
                         dropouts[module] = rewrite.dim, rewrite.groups
@@ -86,7 +90,7 @@ def table_of_block(
         dropouts=dropouts,
         attention_dropout=attention_dropout,
     )
-    off = check_parts(block, call, plan, partial(divide_numbers, numbers=numbers, ranks=ranks))
+    off = check_parts(block, call, plan, partial(divide_numbers, numbers=numbers, ranks=ranks), dropouts)
     if off is not None:
         shown = f" with {', '.join(numbers)} divided by {ranks}" if numbers else ""
         return plan, None, [
@@ -118,9 +122,19 @@ def _numbers_sentence(name: str, block: nn.Module, ranks: int, e: CannotCut) -> 
     known = [n for n, _ in _candidates(block, ranks)]
     tried = f"dividing {', '.join(known)} by {ranks} does not help" if known else f"none that {ranks} divides is known"
     return (
-        f"parallel.tensor: {name} asks for sizes of the whole ({e.reason}), and of the whole numbers that its modules "
-        f"keep as attributes, {tried}: read them from such attributes (self.heads), or {_WAY_OUT}"
+        f"parallel.tensor: {name} asks for sizes of the whole ({e.reason}{_place(e)}), and of the whole numbers "
+        f"that its modules keep as attributes, {tried}: read them from such attributes (self.heads), or {_WAY_OUT}"
     )
+
+
+def _place(e: CannotCut) -> str:
+    """Return the line of the user's code at which a call on parts has failed."""
+    frames = traceback.extract_tb(e.__cause__.__traceback__) if e.__cause__ is not None else []
+    own = [f for f in frames if not f.filename.startswith((_TORCH, _OWN))]
+    return f", {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+
+
+_TORCH, _OWN = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
 def _groups(block: nn.Module, name: str, cut: Cut, dim: int) -> tuple[int, ...]:
