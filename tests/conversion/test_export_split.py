@@ -41,6 +41,7 @@ TOLD: dict[str, Any] = {
 TASKS: dict[str, dict[str, Any]] = {
     "gpt": {"use": f"{CHARACTERS}:CharGPT", "args": {"layers": 4, "width": 32, "heads": 4, "context": 16}},
     **{name.lower(): {"use": f"{MODELS}:{name}"} for name in ("GPT2", "Llama", "Bert")},
+    "whole": {"use": f"{MODELS}:KeptWhole", "args": {"kind": "multihead"}},
     **{kind: {"use": f"{MODELS}:Kinds", "args": {"kind": kind}} for kind in ("plain", "dry")},
 }
 WEIGHTS = """
@@ -103,6 +104,7 @@ def compare(script: Path, told: Mapping[str, Any], folder: Path) -> None:
         ("llama", {"tensor": 2}, 2),
         ("gpt2", {"context": 2}, 2),
         ("plain", {"tensor": 2}, 2),
+        ("whole", {"tensor": 2}, 2),
         ("dry", {"tensor": 2, "context": 2, "shard": "parameters"}, 4),
         ("plain", {"tensor": 2, "pipeline": 2}, 4),
     ],

@@ -81,6 +81,8 @@ class Bert(Texts):
 class Layer(nn.Module):
     """Attention and two layers, in one of several kinds; most of them ask for what a script does not carry."""
 
+    slopes: Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.heads, self.width = kind, HEADS, WIDTH
@@ -150,3 +152,11 @@ class Kinds(Texts):
     def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         scores = model(batch["input_ids"])[:, :-1]
         return F.cross_entropy(scores.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+
+class KeptWhole(Kinds):
+    """The same, of which the task keeps attention whole."""
+
+    @override
+    def tensor(self, model: nn.Module) -> dict[str, str]:
+        return {"*.attention": "whole"}

@@ -17,7 +17,7 @@ from unipar_native.mesh.context.attention import SequenceLayout
 from unipar_native.mesh.context.inside import InsideBlock, Pass
 from unipar_native.mesh.context.trial import ENOUGH, examine
 from unipar_native.mesh.probe import kind_of_block
-from unipar_native.mesh.scripts.look import Call, ModelLook
+from unipar_native.mesh.scripts.look import BlockCall, ModelLook
 
 Key = str | int
 
@@ -144,7 +144,7 @@ def _try_blocks(look: ModelLook, ranks: int) -> None:
             )
 
 
-def _try_block(name: str, block: nn.Module, call: Call, ranks: int) -> bool:
+def _try_block(name: str, block: nn.Module, call: BlockCall, ranks: int) -> bool:
     whole = Arguments(name, block, *call)
     states = whole.hidden
     layout = SequenceLayout(states.shape[1], ranks, 0)

@@ -17,7 +17,8 @@ from unipar.backend import Part
 from unipar.errors import TaskError, UniparError
 from unipar_native.mesh.tensor.sites import BLOCK, frames_to, line_of
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+BlockCall = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of one call of a block."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class ModelLook:
 
     part: Part
     order: tuple[str, ...]
-    calls: tuple[Mapping[str, Call], ...]
+    calls: tuple[Mapping[str, BlockCall], ...]
     """Arguments by block, in each of the microbatches."""
 
     draws: tuple[Draw, ...]
@@ -62,7 +63,7 @@ def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
     """Run the loss on each microbatch, as in training; calls tell which arguments take gradients."""
     assert part.loss is not None
     model, order = part.module, list[str]()
-    calls = list[dict[str, Call]]()
+    calls = list[dict[str, BlockCall]]()
     watch = _Watch()
     handles: list[Any] = []
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unipar_native.mesh.tensor.cuts import BlockPlan, cut_parameters, is_transposed
 
 
-def check_parts(
+def compare_parts(
     block: nn.Module,
     call: tuple[tuple[Any, ...], dict[str, Any]],
     plan: BlockPlan,

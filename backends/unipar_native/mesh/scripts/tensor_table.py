@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from unipar_native.mesh.scripts.parts_check import check_parts
+from unipar_native.mesh.scripts.look import BlockCall
+from unipar_native.mesh.scripts.parts_check import compare_parts
 from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, is_transposed
 from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
 from unipar_native.mesh.tensor.sites import module_of_site
 from unipar_native.mesh.tensor.trial import CannotCut, Trial
 from unipar_native.mesh.tensor_plan import Derivation
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class BlockTable:
 
 
 def table_of_block(
-    name: str, block: nn.Module, call: Call, ranks: int, given: Mapping[str, str], dropping: Collection[str]
+    name: str, block: nn.Module, call: BlockCall, ranks: int, given: Mapping[str, str], dropping: Collection[str]
 ) -> tuple[BlockPlan, BlockTable | None, list[str]]:
     """Return the plan of a block, the same as a table, and sentences on what keeps a script from it.
 
@@ -90,7 +89,7 @@ def table_of_block(
         dropouts=dropouts,
         attention_dropout=attention_dropout,
     )
-    off = check_parts(block, call, plan, partial(divide_numbers, numbers=numbers, ranks=ranks), dropouts)
+    off = compare_parts(block, call, plan, partial(divide_numbers, numbers=numbers, ranks=ranks), dropouts)
     if off is not None:
         shown = f" with {', '.join(numbers)} divided by {ranks}" if numbers else ""
         return plan, None, [
