@@ -7,9 +7,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from typing_extensions import override
 
-from tests.support.stacked import Stack, Stacked
+from tests.support.stacked import Stack, Stacked, V
 
 
 class Skipping(Stacked):
@@ -83,3 +84,20 @@ class Stray(Stacked):
         loss = super().loss(model, batch)
         whole = model.get_submodule("blocks.0.up").get_parameter("weight").shape[0] == 64
         return loss if whole else loss + (loss - loss.detach())
+
+
+class Encoded(Stacked):
+    """Layers of torch, which without gradients call one kernel in place of their modules."""
+
+    @override
+    def model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        return nn.Sequential(nn.Embedding(V, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, V))
+
+    @override
+    def cuts(self, stages: int) -> Sequence[str] | None:
+        return None
+
+    @override
+    def validation(self) -> TensorDataset:
+        return self.data()

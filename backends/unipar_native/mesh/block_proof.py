@@ -266,7 +266,7 @@ def _gradients_within(model: nn.Module, names: Sequence[str], done: Callable[[_B
             def given(t: Tensor) -> Tensor:
                 hidden = floats and t.is_floating_point() and (t.ndim, t.shape[-1:]) == (floats[0].ndim, width)
                 if not hidden:
-                    return t
+                    return t.detach() if t.requires_grad else t  # another output of a block before
                 if id(t) not in leaves:
                     leaf = t.detach().clone().requires_grad_()
                     leaves[id(t)] = leaf, leaf.clone()  # a block may change what it gets in place; a leaf it may not

@@ -34,14 +34,9 @@ from unipar_native.mesh.context import SequenceSplit
 from unipar_native.mesh.pipeline.channel import open_channel
 from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_input
 from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
-from unipar_native.mesh.probe import (
-    ModelFacts,
-    WholeModel,
-    look_at_model,
-    names_in_several,
-    whole_gradients,
-)
+from unipar_native.mesh.probe import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_native.mesh.proof import prove
+from unipar_native.mesh.state_kept import modules_not_fused
 from unipar_native.mesh.tensor.cuts import BlockPlan
 from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, find_vocabulary
 from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
@@ -274,9 +269,10 @@ class MeshEngine(ShardedEngine):
     @override
     def run_forward(self, fn: Fn, batch: Any) -> Any:
         fn = self._surrounded(fn)
-        if self._stages == 1:
-            return super().run_forward(fn, batch)
-        out = self._forward_alone(fn, batch) if self._executor is None else self._executor.forward(fn, batch)
+        with modules_not_fused():
+            if self._stages == 1:
+                return super().run_forward(fn, batch)
+            out = self._forward_alone(fn, batch) if self._executor is None else self._executor.forward(fn, batch)
         last = self._stages - 1
         told = [map_tensors(out, lambda t: t.cpu()) if self._stage_seat == last else None]
         dist.broadcast_object_list(told, self.mesh.rank_at(pipeline=last), group=self.world.groups.group("pipeline"))
