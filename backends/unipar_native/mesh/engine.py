@@ -22,7 +22,7 @@ from unipar.distributed.mesh import Mesh
 from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, map_tensors, to_device
 from unipar.engines.forward import OpaqueBatch
-from unipar.engines.gradients import scale_loss
+from unipar.engines.gradients import clip_counted, scale_loss
 from unipar.engines.state import is_first_copy, local_part
 from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
@@ -310,18 +310,17 @@ class MeshEngine(ShardedEngine):
     def norm(self) -> Tensor:
         grads = self._counted_grads()
         norms = torch._foreach_norm(grads) if grads else []  # pyright: ignore[reportPrivateUsage]
-        total = torch.stack(norms).double().square().sum() if norms else self._zero()
-        return self._clip(total).to(self.dtype)
+        zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        total = torch.stack(norms).double().square().sum() if norms else zero
+        norm = self.world.sum(total).sqrt()
+        if self.limit < inf:
+            factor = (self.limit / (norm + 1e-6)).clamp(max=1.0).to(self.dtype)
+            torch._foreach_mul_(self._local_grads()[0], factor)  # pyright: ignore[reportPrivateUsage]
+        return norm.to(self.dtype)
 
     @override
     def norm_in_fp64(self) -> Tensor:
-        total = self._zero()
-        for gradient in self._counted_grads():
-            total += gradient.double().square().sum()
-        return self._clip(total)
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.world.device)
+        return clip_counted(self._local_grads()[0], self._counted_grads(), self.limit, self.world)
 
     def _counted_grads(self) -> list[Tensor]:
         return [
@@ -329,14 +328,6 @@ class MeshEngine(ShardedEngine):
             for p, mine in zip(self.trained, self._counted, strict=True)
             if mine and p.grad is not None
         ]
-
-    def _clip(self, total: Tensor) -> Tensor:
-        """Scale all gradients to the limit; return their norm, of which `total` is this rank's part, squared."""
-        norm = self.world.sum(total).sqrt()
-        if self.limit < inf:
-            factor = (self.limit / (norm + 1e-6)).clamp(max=1.0).to(self.dtype)
-            torch._foreach_mul_(self._local_grads()[0], factor)  # pyright: ignore[reportPrivateUsage]
-        return norm
 
     # State: who holds what of the whole model
 
