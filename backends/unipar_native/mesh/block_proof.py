@@ -34,7 +34,7 @@ from unipar_native.mesh.proof import (
     sketch_regions,
     tolerances,
 )
-from unipar_native.mesh.state_kept import unchanged
+from unipar_native.mesh.state_kept import modules_not_fused, unchanged
 from unipar_native.mesh.tensor.cuts import BlockPlan
 
 _LOG = logging.getLogger("unipar")
@@ -115,7 +115,7 @@ def sketch_blocks(model: nn.Module, fn: Fn, batch: Any, names: Sequence[str]) ->
 
     with unchanged(model, fn):
         model.eval()
-        with torch.no_grad(), _gradients_within(model, names, look):
+        with torch.no_grad(), modules_not_fused(), _gradients_within(model, names, look):
             loss = float(fn(model, batch))
     return WholeBlocks(loss, blocks, rows)
 
