@@ -352,6 +352,11 @@ def _mesh_refusals(config: Config) -> Iterator[str]:
     axes, model = config.parallel.axes, config.model
     if options_of(config).wrapper == "dp":
         yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
+    if options_of(config).proof == "blocks" and axes.sequence:
+        yield (
+            "options.native.proof: blocks is not available with parallel.sequence: true, where a block between others "
+            "has a part of its input; take proof: whole, or leave sequence out"
+        )
     if options_of(config).vocabulary == "split":
         if axes.tensor == 1:
             yield "options.native.vocabulary: split has no effect without parallel.tensor: leave it out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.support.stacked import Stacked
 from tests.support.world import ROOT
 from unipar.backend import registry
 from unipar.config import Config
-from unipar.errors import TaskError
+from unipar.errors import TaskError, Unsupported
 
 
 def losses(folder: Path, task: str, parallel: dict[str, Any], proof: str, **args: Any) -> list[float]:
@@ -96,6 +97,16 @@ def test_a_wrong_split_is_refused(
     """A wrong output, a gradient alone, and what lies between blocks: by the block and the parameter."""
     with pytest.raises(TaskError, match=sentence):
         losses(tmp_path, task, parallel, "blocks", **args)
+
+
+def test_parts_between_blocks_are_not_proved_by_blocks(tmp_path: Path) -> None:
+    """It is refused before any process starts."""
+    sentence = (
+        "options.native.proof: blocks is not available with parallel.sequence: true, where a block between others has "
+        "a part of its input; take proof: whole, or leave sequence out"
+    )
+    with pytest.raises(Unsupported, match=re.escape(sentence)):
+        losses(tmp_path, "stacked.py:Stacked", {"tensor": 2, "sequence": True}, "blocks")
 
 
 @pytest.mark.forked
