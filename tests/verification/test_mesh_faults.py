@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.forks import Forks
-
-ROOT = Path(__file__).parents[2]
+from tests.support.verifications import verified
 
 STAGES = {
     "tied-not-summed": (
@@ -120,29 +117,18 @@ def faults(planted: Mapping[str, Any]) -> list[Any]:
     return [pytest.param(f, marks=[] if f in AT_ONCE else [pytest.mark.sweep]) for f in planted]
 
 
-def verified(forks: Forks, folder: Path, cells: list[str], **args: Any) -> dict[str, Any]:
-    """Verify a small GPT on two ranks over three steps; return the verdicts by cell."""
-    config = {
-        "task": {"use": "tests.support.stacked:Stacked", "args": args},
-        "device": "cpu",
-        "parallel": {"data": 2},
-        "batch": {"total": 16, "micro": 4},
-        "train": {"steps": 20, "optimizer": {"name": "adamw", "lr": 1e-2, "decay": "matrices"}, "clip": 0.3},
-        "out": str(folder / "out"),
-    }
-    (folder / "c.yaml").write_text(json.dumps(config), "utf-8")
-    path = os.pathsep.join([str(ROOT / "tests" / "support" / "faulty"), str(ROOT)])
-    words = [word for cell in cells for word in ("--cells", cell)]
-    done = forks.unipar(["verify", str(folder / "c.yaml"), "--steps", "3", *words], {"PYTHONPATH": path})
-    file = folder / "out" / "verify" / "verify.json"
-    assert file.exists(), done.stdout + done.stderr
-    return {row["cell"]: row for row in json.loads(file.read_text("utf-8"))["cells"]}
+def rows_of_cells(forks: Forks, folder: Path, cells: list[str], **args: Any) -> dict[str, Any]:
+    """Verify a small GPT over three steps; return the verdicts by cell."""
+    _, said = verified(forks, folder, "tests.support.stacked:Stacked", cells, steps=3, backend="faulty", **args)
+    return {row["cell"]: row for row in said["cells"]}
 
 
 def planted(request: pytest.FixtureRequest, folder: Path, forks: Forks, axis: str, **args: Any) -> dict[str, Any]:
     """Verify a cell without a fault, and one with each fault of this axis that the collected tests ask for."""
     asked = [i.callspec.params["fault"] for i in request.session.items if f"_{axis}[" in i.name]  # type: ignore[attr-defined]
-    return verified(forks, folder, [f"faulty/nothing+{fault}+{axis}2" for fault in ("healthy-mesh", *asked)], **args)
+    return rows_of_cells(
+        forks, folder, [f"faulty/nothing+{fault}+{axis}2" for fault in ("healthy-mesh", *asked)], **args
+    )
 
 
 def check(rows: dict[str, Any], axis: str, fault: str, expected: tuple[str, str]) -> None:
@@ -207,7 +193,7 @@ def test_a_fault_of_context(sequences: dict[str, Any], fault: str) -> None:
 @pytest.mark.sweep
 def test_a_skip_across_a_cut(tmp_path: Path, forks: Forks) -> None:
     """In an engine that cuts there without a proof it is named; the native one cuts where the skip does not cross."""
-    rows = verified(
+    rows = rows_of_cells(
         forks, tmp_path, ["faulty/nothing+skip-across-cut+pipeline2", "native/nothing+pipeline2"], skip=True
     )
     finding = rows["faulty/nothing+skip-across-cut+pipeline2"]["finding"]

@@ -106,6 +106,7 @@ class Stage:
                 hidden = self.widen(hidden)
             return (hidden, *[None] * (length - 1)) if length else hidden
 
+        setattr(return_argument, _LEFT_OUT, True)
         block.forward = return_argument
 
         def restore() -> None:
@@ -135,6 +136,15 @@ class Stage:
         if self.outlet is None:
             raise StageLeft(hidden)
         self.outlet(hidden)
+
+
+_LEFT_OUT = "_unipar_left_out"
+"""Mark of a forward that stands for a block of another stage."""
+
+
+def is_left_out(block: nn.Module) -> bool:
+    """Return whether the stage whose hooks are on does without this block."""
+    return hasattr(vars(block).get("forward"), _LEFT_OUT)
 
 
 def hidden_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
