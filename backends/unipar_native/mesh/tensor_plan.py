@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -219,7 +219,7 @@ class _Derivation:
             plan = BlockPlan(cuts, {}, 0, self.ranks, {k: rs for k, rs in kept.items() if rs})
             try:
                 for trial, training in zip(trials, (True, False), strict=True):
-                    self._rehearse(plan, trial, training=training)
+                    rehearse(self.block, plan, self._arguments(), trial, training=training)
             except CannotCut as e:
                 failed = e
             else:
@@ -230,42 +230,62 @@ class _Derivation:
     def _arguments(self) -> tuple[Any, Any]:
         return meta_arguments(self.args, self.kwargs)
 
-    def _rehearse(self, plan: BlockPlan, trial: Trial, *, training: bool) -> None:
-        """Run the block on one rank's parts, and raise CannotCut where a shape is not that of the trial's part."""
-        block = meta_block(self.block).train(training)
-        for name, cut in cut_parameters(block, plan).items():
-            owner, _, key = name.rpartition(".")
-            module: Any = block.get_submodule(owner)
-            old = module._parameters[key]
-            part = torch.empty(cut.local_shape(), dtype=old.dtype, device="meta")
-            module._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
-        watched = list[_Rehearsal]()
 
-        def watch(armed: nn.Module, mode: PartCalls) -> Any:
-            watched.append(_Rehearsal(armed, mode, trial))
-            return watched[0]
+class Expected(Protocol):
+    """What a trial has found, with which a run on parts must agree: the first rank's shapes by site, and words."""
 
-        arm_block(block, plan, None, rank=0, watch=watch)
-        args, kwargs = self._arguments()
-        try:
-            block(*args, **kwargs)
-        except CannotCut:
-            raise
-        except Exception as e:
-            text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
-            raise CannotCut(f"its part does not fit: {text}", watched[0].last or tuple(plan.cuts)[-1:]) from e
+    shapes: dict[str, list[tuple[int, ...] | None]]
+    blame: dict[str, tuple[str, ...]]
+    lines: dict[str, str]
+
+
+def rehearse(
+    block: nn.Module, plan: BlockPlan, call: tuple[Any, Any], expected: Expected, *, training: bool, rank: int = 0
+) -> Any:
+    """Run a block on one rank's parts; return its results, or raise CannotCut where a shape is not the expected one."""
+    block = meta_block(block).train(training)
+    for name, cut in cut_parameters(block, plan).items():
+        owner, _, key = name.rpartition(".")
+        module: Any = block.get_submodule(owner)
+        old = module._parameters[key]
+        part = torch.empty(cut.local_shape(), dtype=old.dtype, device="meta")
+        module._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
+    watched = list[_Rehearsal]()
+
+    def watch(armed: nn.Module, mode: PartCalls) -> Any:
+        watched.append(_Rehearsal(armed, mode, expected))
+        return watched[0]
+
+    arm_block(block, plan, None, rank=rank, watch=watch)
+    args, kwargs = call
+    try:
+        return block(*args, **kwargs)
+    except CannotCut:
+        raise
+    except Exception as e:
+        text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
+        raise CannotCut(f"its part does not fit: {text}", watched[0].last or tuple(plan.cuts)[-1:]) from e
 
 
 @final
 class _Rehearsal(TorchFunctionMode):
     """Mode of a run on parts, which compares every result's shape with that of the trial."""
 
-    def __init__(self, block: nn.Module, mode: PartCalls, trial: Trial) -> None:
+    def __init__(self, block: nn.Module, mode: PartCalls, trial: Expected) -> None:
         super().__init__()
         self._names = {id(m): n for n, m in block.named_modules()}
         self._mode, self._trial = mode, trial
         self._left = {key: list(shapes) for key, shapes in trial.shapes.items()}
         self.last: tuple[str, ...] = ()
+
+    @property
+    def span(self) -> Any:
+        """Part of the sequence that the mode inside works on."""
+        return self._mode.span
+
+    @span.setter
+    def span(self, value: Any) -> None:
+        self._mode.span = value
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -17,11 +17,15 @@ from typing_extensions import override
 
 from unipar_native.mesh.tensor.cut_tensors import (
     SentByTensors,
+    cut_like,
+    cut_sequence,
     cut_tensor,
     mark_sources,
     mesh_of,
+    origin_of,
     part_of,
     place_of,
+    rest_of_index,
     sizes_behind,
     sources_of,
 )
@@ -29,11 +33,14 @@ from unipar_native.mesh.tensor.cuts import Cut, Rewrite, is_linear, is_transpose
 from unipar_native.mesh.tensor.rules import (
     DROPOUTS,
     LITERALS,
+    PRODUCTS,
     RANDOM,
     SIZES,
     SPLITS,
+    VIEWS,
     bound_arguments,
     name_of_call,
+    odd,
     part_dimension,
     pieces_along,
     place_of_number,
@@ -79,8 +86,11 @@ class Trial(TorchFunctionMode):
         self.shapes: dict[str, list[tuple[int, ...] | None]] = {}
         self.blame: dict[str, tuple[str, ...]] = {}
         self.lines: dict[str, str] = {}
-        self._sent = SentByTensors()
+        self.sent = SentByTensors()
         self.calls = 0
+        self.length: int | None = None
+        """Length of the sequence, if that is what is cut."""
+
         block.train(training)
         own = [n for n, m in block.named_modules() if isinstance(m, nn.MultiheadAttention)]
         for name, module in block.named_modules():
@@ -92,7 +102,7 @@ class Trial(TorchFunctionMode):
     def run(self, args: Any, kwargs: Any) -> None:
         """Run it to its end; raise CannotCut or OtherGroups if the plan does not hold."""
         try:
-            with implicit_replication(), self._sent, self:
+            with implicit_replication(), self.sent, self:
                 out = run_block(self.block.forward, args, kwargs)
             _require_whole(out)
         except CannotCut as e:
@@ -163,6 +173,10 @@ class Trial(TorchFunctionMode):
             return func(*args, **kwargs)  # dtype, device, requires_grad
         if name in RANDOM:
             raise CannotCut(f"{name} draws random numbers for a part of an activation")
+        if self.length is not None and name in PRODUCTS and x is args[0] and dim < x.ndim - 1:
+            others = tree_leaves((args[1:], kwargs))
+            if all(y.ndim <= 2 for y in others if isinstance(y, Tensor) and not isinstance(y, DTensor)):
+                return self._product(func, args, kwargs, x, key)
         if name in DROPOUTS:
             self._site(key, Rewrite("dropout", dim - x.ndim, groups=groups))
             return x
@@ -178,15 +192,17 @@ class Trial(TorchFunctionMode):
             parts = [t for t in args[0] if t.numel() or t.ndim > 1]
             args = (parts, *args[1:])
         args, kwargs = self._joined(name, args, kwargs, cut, key)
-        before = self._sent.times
+        before = self.sent.times
         if name == "__iter__":
             out: Any = iter(x.unbind(0))
             out = list(out)
         else:
             out = func(*args, **kwargs)
-        if self._sent.times > before:
+        if self.sent.times > before:
             raise CannotCut(f"{self.lines[key]} needs it whole")
         out = tree_map(partial(self._result, key=key), out)
+        if self.length is not None and any(odd(y, self.length, x if name in VIEWS else None) for y in tree_leaves(out)):
+            raise CannotCut(f"{self.lines[key]} needs it whole")
         first = next((y for y in tree_leaves(out) if isinstance(y, DTensor)), None)
         if name in LITERALS and first is not None:
             place = place_of_number(name, args, kwargs, place_of(first)[0], first.ndim)
@@ -218,6 +234,8 @@ class Trial(TorchFunctionMode):
                 found.append((way, dim))
             if dim is None:
                 return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
+            if self.length is not None:
+                return cut_sequence(value, self.mesh, dim)
             return cut_tensor(part_of(value, dim, groups, self.ranks), self.mesh, value, dim, groups)
 
         args = tuple(_lifted(value, lift, i) for i, value in enumerate(args))
@@ -225,6 +243,14 @@ class Trial(TorchFunctionMode):
         if found:
             self._site(key, Rewrite("part", arguments=tuple(found), groups=groups))
         return args, kwargs
+
+    def _product(self, func: Any, args: Any, kwargs: Any, x: DTensor, key: str) -> Any:
+        """Return the product of rows that are cut with a whole matrix."""
+        given = [*((i, y) for i, y in enumerate(args) if i), *kwargs.items()]
+        if found := tuple(((way,), None) for way, y in given if isinstance(y, Tensor) and y.requires_grad):
+            self._site(key, Rewrite("part", arguments=found))
+        out = func(x.to_local(), *args[1:], **kwargs)
+        return cut_like(out, self.mesh, place_of(x)[0], (*x.shape[:-1], *out.shape[x.ndim - 1 :]))
 
     def _scaled_dot_product(self, args: Any, kwargs: Any, key: str) -> Any:
         bound = bound_arguments(args, kwargs)
@@ -275,7 +301,7 @@ class Trial(TorchFunctionMode):
         sizes = sizes_behind(x) or (width // groups,) * groups
         known = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         if not set(bounds) <= set(known):
-            if (origin := _origin(x, self.cuts, width, self.block)) is None:
+            if (origin := origin_of(x, self.cuts, width, self.block)) is None:
                 raise CannotCut(f"{self.lines[key]} takes it apart along the cut")
             raise OtherGroups(origin, {*bounds, *(known if sizes_behind(x) or groups > 1 else ())})
         if name not in ("chunk", "unsafe_chunk"):
@@ -289,7 +315,7 @@ class Trial(TorchFunctionMode):
             out.append(cut_tensor(part, self.mesh, None, dim, 1))
         if name == "__getitem__":  # what else the index asks for
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return _rest_of_index(out[0], index, dim)
+            return rest_of_index(out[0], index, dim)
         return out[0] if name == "narrow" else tuple(out)
 
     # Modules with a matrix
@@ -367,33 +393,8 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = forward
 
 
-def _origin(x: DTensor, cuts: Mapping[str, Cut], width: int, block: nn.Module) -> str | None:
-    """Return the projection whose output this is."""
-    columns = [n for n in sources_of(x) if cuts[n].kind == "column"]
-    shape: Any = getattr(block.get_submodule(columns[-1]), "weight", x).shape
-    return columns[-1] if len(columns) == 1 and width in shape else None
-
-
 def _lifted(value: Any, lift: Callable[..., Any], first: str | int) -> Any:
     if isinstance(value, Tensor):
         return lift((), value, first)
     leaves, spec = tree_flatten_with_path(value)
     return tree_unflatten([lift(path, leaf, first) for path, leaf in leaves], spec)
-
-
-def _rest_of_index(x: DTensor, index: tuple[Any, ...], dim: int) -> Any:
-    full = slice(None)
-    at, out = 0, list[Any]()
-    after = len([i for i in index if i is not None and i is not Ellipsis])
-    for i in index:
-        if i is Ellipsis:
-            skipped = x.ndim - after
-            out += [full] * skipped
-            at += skipped
-            continue
-        if i is not None:
-            out.append(full if at == dim else i)
-            at += 1
-        else:
-            out.append(None)
-    return x[tuple(out)]
