@@ -45,8 +45,24 @@ class ModelPlan:
             rows = [n for n, cut in plan.cuts.items() if cut.kind == "row"]
             cut = f"columns {', '.join(columns)}; rows {', '.join(rows)}" if plan.cuts else "nothing is cut"
             said.append(f"{name}{f' and {alike - 1} more' if alike > 1 else ''}: {cut}")
+            said += _sequence_sentences(name, plan)
             said += [f"{name}: {module} stays whole: {reason}" for module, reason in plan.whole.items()]
         return said
+
+
+def _sequence_sentences(name: str, plan: BlockPlan) -> list[str]:
+    """Return what a block does with hidden states that are cut along the sequence; nothing if they are not."""
+    if (split := plan.sequence) is None:
+        return []
+    each = f"1/{plan.ranks}"
+    said = [
+        f"{name}: hidden states are split along their dimension {split.dim}: {each} of what norms, residuals and dropout "
+        f"keep, and of what goes from block to block; gathered for {', '.join(split.gathered)}, added up in parts by "
+        f"{', '.join(split.scattered)}"
+    ]
+    if split.on_parts:
+        said.append(f"{name}: used on parts, with gradients added up: {', '.join(split.on_parts)}")
+    return said
 
 
 class _Captured(BaseException):
