@@ -58,6 +58,8 @@ class Mixing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(F.gelu(self.up(x)))
         match self.way:
+            case "in place":
+                return x.cumsum_(1)
             case "cumsum":
                 return x.cumsum(1)
             case "first":
@@ -71,26 +73,36 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("way", "reason"),
+    ("way", "calls"),
     [
-        ("cumsum", "cumsum at test_sequence_parallel.py:"),
-        ("first", "__getitem__ at test_sequence_parallel.py:"),
-        ("flat", "view at test_sequence_parallel.py:"),
-        ("noise", "randn_like draws random numbers for a part of an activation"),
-        ("mean", "mean at test_sequence_parallel.py:"),
+        ("cumsum", "cumsum"),
+        ("first", "__getitem__"),
+        ("flat", "view"),
+        ("noise", "randn_like"),
+        ("mean", "mean"),
     ],
 )
-def test_a_block_that_needs_the_sequence_whole(way: str, reason: str) -> None:
-    """The sentence names the call, its line, and the way out."""
+def test_a_call_that_needs_all_positions(way: str, calls: str) -> None:
+    """It gets them gathered, and explain can name it with its line."""
     block, x = Mixing(way), torch.randn(2, 6, 8)
-    plan = derive_block_plan(block, (x,), {}, 2)
+    plan = add_sequence("layers.0", block, (x,), {}, derive_block_plan(block, (x,), {}, 2))
+    found: Any = plan.sequence
     assert set(plan.cuts) == {"up", "down"}
+    assert [call.partition(" at test_sequence_parallel.py:")[0] for call in found.joined] == [calls]
+
+
+def test_a_block_that_changes_parts_in_place() -> None:
+    """The sentence names the call, its line, and the way out."""
+    block, x = Mixing("in place"), torch.randn(2, 6, 8)
+    plan = derive_block_plan(block, (x,), {}, 2)
     with pytest.raises(TaskError) as refused:
         add_sequence("layers.0", block, (x,), {}, plan)
     says = str(refused.value)
-    begins = "parallel.sequence: true splits what goes through layers.0 along its dimension 1, and "
-    assert says.startswith(begins + reason)
-    assert says.endswith(": leave sequence out (parallel.sequence: false)")
+    assert says.startswith(
+        "parallel.sequence: true splits what goes through layers.0 along its dimension 1, and cumsum_ at "
+        "test_sequence_parallel.py:"
+    )
+    assert says.endswith(" needs it whole and changes it in place: leave sequence out (parallel.sequence: false)")
 
 
 def test_the_plan_says_what_is_gathered() -> None:

@@ -54,12 +54,13 @@ def _sequence_sentences(name: str, plan: BlockPlan) -> list[str]:
     """Return what a block does with hidden states that are cut along the sequence; nothing if they are not."""
     if (split := plan.sequence) is None:
         return []
-    each = f"1/{plan.ranks}"
     said = [
-        f"{name}: hidden states are split along their dimension {split.dim}: {each} of what norms, residuals and dropout "
-        f"keep, and of what goes from block to block; gathered for {', '.join(split.gathered)}, added up in parts by "
-        f"{', '.join(split.scattered)}"
+        f"{name}: hidden states are split along their dimension {split.dim}: a rank keeps 1/{plan.ranks} of those of "
+        f"norms, residuals and dropout, and between blocks; gathered for {', '.join(split.gathered)}, added up in "
+        f"parts by {', '.join(split.scattered)}"
     ]
+    if split.joined:
+        said.append(f"{name}: gathered whole, because these calls need all positions: {', '.join(split.joined)}")
     if split.on_parts:
         said.append(f"{name}: used on parts, with gradients added up: {', '.join(split.on_parts)}")
     return said

@@ -192,16 +192,21 @@ class GatheredInput:
         """Return what a function makes of the whole."""
         if self._again is None:
             return product(self.whole)
-        with saved_tensors_hooks(self._pack, _unpack):
+        with saved_tensors_hooks(_packing(self._again, self.whole), _unpack):
             return product(self.whole)
 
-    def _pack(self, x: Tensor) -> Any:
-        assert self._again is not None
-        same = x.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr() and x.dtype == self.whole.dtype
-        if not same or not x.numel():
+
+def _packing(again: _Again, whole: Tensor) -> Callable[[Tensor], Any]:
+    """Return a function that puts the way to gather it again in the place of the whole, which it does not keep."""
+    memory, dtype = whole.untyped_storage().data_ptr(), whole.dtype
+
+    def pack(x: Tensor) -> Any:
+        if x.untyped_storage().data_ptr() != memory or x.dtype != dtype or not x.numel():
             return x
-        self._again.kept += 1
-        return self._again, x.shape, x.stride(), x.storage_offset()
+        again.kept += 1
+        return again, x.shape, x.stride(), x.storage_offset()
+
+    return pack
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from unipar.errors import TaskError
 from unipar_native.mesh.sequence.collectives import Span
@@ -53,7 +53,7 @@ def _with_sequence(block: nn.Module, args: Any, kwargs: Any, plan: BlockPlan) ->
             raise CannotCut(f"{call} in {module or 'it'} also takes parts of heads or channels")
         sites[key] = tuple(dict.fromkeys(r for trial in trials for r in trial.sites.get(key, ())))
     first, second = (trial.plan for trial in trials)
-    if first != second:
+    if first != replace(second, joined=first.joined):
         raise CannotCut("training and evaluation use the sequence in different ways")
     found = replace(plan, sites=sites, sequence=first)
     for trial, training in zip(trials, (True, False), strict=True):
@@ -98,6 +98,7 @@ class _SequenceTrial:
         self._gathered: dict[str, tuple[int | None, ...]] = {}
         self._scattered: dict[str, int] = {}
         self._on_parts: list[str] = []
+        self._joined: list[str] = []
         args, kwargs = meta_arguments(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         place = hidden_place(leaves)
@@ -109,6 +110,7 @@ class _SequenceTrial:
         self._length = hidden.shape[self._dim]
         self._trial = Trial(copied, plan.ranks, {}, training=training)
         self._trial.length = self._length
+        self._trial.instead = self._joined_call
         cut = cut_sequence(hidden, self._trial.mesh, self._dim)
         mark_sources(cut, (_HIDDEN,))
         args, kwargs = tree_unflatten([cut if x is hidden else x for x in leaves], spec)
@@ -120,10 +122,13 @@ class _SequenceTrial:
         outputs = tuple(i for i, x in enumerate(results) if isinstance(x, DTensor))
         if any(place_of(results[i])[0] != self._dim for i in outputs):
             raise CannotCut("it returns them with the dimension at another place")
-        if not outputs:
-            raise CannotCut("it returns nothing that is cut so")
         self.plan = SequencePlan(
-            self._dim, self._gathered, self._scattered, tuple(dict.fromkeys(self._on_parts)), outputs
+            self._dim,
+            self._gathered,
+            self._scattered,
+            tuple(dict.fromkeys(self._on_parts)),
+            outputs,
+            tuple(dict.fromkeys(self._joined)),
         )
         self.sites = {
             key: tuple(replace(r, sequence=True) for r in rewrites) for key, rewrites in self._trial.sites.items()
@@ -147,7 +152,7 @@ class _SequenceTrial:
             target: Any = module
             if name in own:
                 cut = name in plan.cuts
-                target.forward = self._attention(name, plain[name]) if cut else self._refusing(name, plain[name])
+                target.forward = self._attention(name, plain[name]) if cut else plain[name]
             elif name in plan.cuts and not inside:
                 way = self._column if plan.cuts[name].kind == "column" else self._row
                 target.forward = way(name, plain[name])
@@ -163,7 +168,7 @@ class _SequenceTrial:
         for x in given:
             if isinstance(x, DTensor):
                 self._along = place_of(x)[0]
-                found.append(x.to_local().new_empty(x.shape) + 0 * x.to_local().sum())
+                found.append(self._gathered_whole(x))
             else:
                 found.append(x)
         return found
@@ -219,10 +224,26 @@ class _SequenceTrial:
 
         return forward
 
-    def _refusing(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
-                raise CannotCut(f"{name}, which stays whole, needs it whole")
-            return plain(*args, **kwargs)
+    def _joined_call(self, func: Any, args: Any, kwargs: Any, key: str) -> Any:
+        """Make a call that needs all positions on the whole of what is cut."""
+        trial, found = self._trial, list[tuple[tuple[str | int, ...], int | None]]()
+        if func.__name__.endswith("_") and not func.__name__.endswith("__"):
+            raise CannotCut(f"{trial.lines[key]} needs it whole and changes it in place")
 
-        return forward
+        def whole(path: Any, x: Any) -> Any:
+            if not isinstance(x, DTensor):
+                return x
+            found.append((tuple(getattr(k, "idx", getattr(k, "key", 0)) for k in path), place_of(x)[0] - x.ndim))
+            return self._gathered_whole(x)
+
+        leaves, spec = tree_flatten_with_path(args)
+        args = tree_unflatten([whole(path, x) for path, x in leaves], spec)
+        leaves, spec = tree_flatten_with_path(kwargs)
+        kwargs = tree_unflatten([whole(path, x) for path, x in leaves], spec)
+        trial.note_site(key, Rewrite("join", arguments=tuple(found)))
+        self._joined.append(trial.lines[key])
+        return func(*args, **kwargs)
+
+    def _gathered_whole(self, x: DTensor) -> Tensor:
+        local = x.to_local()
+        return local.new_empty(x.shape) + 0 * local.sum()

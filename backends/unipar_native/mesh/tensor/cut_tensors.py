@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from typing_extensions import override
 
 from unipar_native.mesh.tensor.cuts import Cut
@@ -95,6 +96,14 @@ def origin_of(x: DTensor, cuts: Mapping[str, Cut], width: int, block: nn.Module)
         return None
     shape: Any = getattr(block.get_submodule(columns[-1]), "weight", x).shape
     return columns[-1] if len(columns) == 1 and width in shape else None
+
+
+def lifted(value: Any, lift: Callable[..., Any], first: str | int) -> Any:
+    """Return an argument with its tensors changed; `lift` gets the path, the tensor and the argument's place."""
+    if isinstance(value, Tensor):
+        return lift((), value, first)
+    leaves, spec = tree_flatten_with_path(value)
+    return tree_unflatten([lift(path, leaf, first) for path, leaf in leaves], spec)
 
 
 @final

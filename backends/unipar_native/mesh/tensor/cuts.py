@@ -68,6 +68,9 @@ class SequencePlan:
     outputs: tuple[int, ...]
     """Places of the results that are parts, among all."""
 
+    joined: tuple[str, ...] = ()
+    """Calls that need all positions, with their lines: what they are given is gathered."""
+
 
 @dataclass(frozen=True)
 class BlockPlan:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from unipar_native.mesh.sequence.collectives import Span
+from unipar_native.mesh.sequence.collectives import Span, join_sequence
 from unipar_native.mesh.tensor.collectives import enter
 from unipar_native.mesh.tensor.cuts import Cut, Rewrite
 from unipar_native.mesh.tensor.rules import (
@@ -94,6 +94,9 @@ class PartCalls(TorchFunctionMode):
                 case "part":
                     for way, dim in rewrite.arguments:
                         args, kwargs = _with(args, kwargs, way, partial(self._part, dim=dim, rewrite=rewrite))
+                case "join":
+                    for way, dim in rewrite.arguments:
+                        args, kwargs = _with(args, kwargs, way, partial(self._join, dim=dim))
                 case "dropout":
                     return self._dropout(func, args, kwargs, rewrite)
                 case _:
@@ -149,6 +152,9 @@ class PartCalls(TorchFunctionMode):
     def _part(self, x: Tensor, dim: int | None, rewrite: Rewrite) -> Tensor:
         x = enter(x, self._group)
         return x if dim is None else self._own(x, dim, rewrite)
+
+    def _join(self, x: Tensor, dim: int | None) -> Tensor:
+        return x if dim is None else join_sequence(x, dim, self._sequence)
 
     def _own(self, x: Tensor, dim: int, rewrite: Rewrite) -> Tensor:
         if rewrite.sequence:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from unipar_native.mesh.tensor.cut_tensors import (
@@ -20,6 +20,7 @@ from unipar_native.mesh.tensor.cut_tensors import (
     cut_like,
     cut_sequence,
     cut_tensor,
+    lifted,
     mark_sources,
     mesh_of,
     origin_of,
@@ -91,6 +92,8 @@ class Trial(TorchFunctionMode):
         self.length: int | None = None
         """Length of the sequence, if that is what is cut."""
 
+        self.instead: Callable[[Any, Any, Any, str], Any] | None = None  # for a call that cannot be made on a part
+
         block.train(training)
         own = [n for n, m in block.named_modules() if isinstance(m, nn.MultiheadAttention)]
         for name, module in block.named_modules():
@@ -123,14 +126,17 @@ class Trial(TorchFunctionMode):
         sources = tuple(dict.fromkeys(s for x in cut for s in sources_of(x)))
         name = name_of_call(func)
         self.lines[key] = f"{name} at {line_of(frames)}"
+        known = list(self.sites.get(key, ()))
         try:
             out = self._call(name, func, args, kwargs, cut, key)
         except OtherGroups:
             raise
-        except CannotCut as e:
-            raise CannotCut(e.reason, e.sources or sources) from e
         except Exception as e:
-            raise CannotCut(self._sentence(name, line_of(frames), e), sources) from e
+            if self.instead is None:
+                reason = e.reason if isinstance(e, CannotCut) else self._sentence(name, line_of(frames), e)
+                raise CannotCut(reason, getattr(e, "sources", ()) or sources) from e
+            self.sites[key] = known
+            out = self.instead(func, args, kwargs, key)
         for x in tree_leaves(out):
             if isinstance(x, DTensor):
                 mark_sources(x, sources)
@@ -154,7 +160,8 @@ class Trial(TorchFunctionMode):
                 if sources:
                     self.blame[key] = sources
 
-    def _site(self, key: str, rewrite: Rewrite) -> None:
+    def note_site(self, key: str, rewrite: Rewrite) -> None:
+        """Note that a call is to be rewritten."""
         known = self.sites.setdefault(key, [])
         if rewrite not in known:
             known.append(rewrite)
@@ -167,7 +174,7 @@ class Trial(TorchFunctionMode):
         if name in SIZES:
             along = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if along is None or along % x.ndim == dim:
-                self._site(key, Rewrite("size", dim - x.ndim))
+                self.note_site(key, Rewrite("size", dim - x.ndim))
             return func(*args, **kwargs)
         if func.__name__ == "__get__" and name not in ("T", "mT", "H", "mH", "data", "real", "imag"):
             return func(*args, **kwargs)  # dtype, device, requires_grad
@@ -178,7 +185,7 @@ class Trial(TorchFunctionMode):
             if all(y.ndim <= 2 for y in others if isinstance(y, Tensor) and not isinstance(y, DTensor)):
                 return self._product(func, args, kwargs, x, key)
         if name in DROPOUTS:
-            self._site(key, Rewrite("dropout", dim - x.ndim, groups=groups))
+            self.note_site(key, Rewrite("dropout", dim - x.ndim, groups=groups))
             return x
         if name == "scaled_dot_product_attention":
             return self._scaled_dot_product(args, kwargs, key)
@@ -207,7 +214,7 @@ class Trial(TorchFunctionMode):
         if name in LITERALS and first is not None:
             place = place_of_number(name, args, kwargs, place_of(first)[0], first.ndim)
             if place is not None:
-                self._site(key, Rewrite("sizes", place))
+                self.note_site(key, Rewrite("sizes", place))
         return iter(out) if name == "__iter__" else out
 
     def _result(self, y: Any, key: str) -> Any:
@@ -238,17 +245,17 @@ class Trial(TorchFunctionMode):
                 return cut_sequence(value, self.mesh, dim)
             return cut_tensor(part_of(value, dim, groups, self.ranks), self.mesh, value, dim, groups)
 
-        args = tuple(_lifted(value, lift, i) for i, value in enumerate(args))
-        kwargs = {k: _lifted(value, lift, k) for k, value in kwargs.items()}
+        args = tuple(lifted(value, lift, i) for i, value in enumerate(args))
+        kwargs = {k: lifted(value, lift, k) for k, value in kwargs.items()}
         if found:
-            self._site(key, Rewrite("part", arguments=tuple(found), groups=groups))
+            self.note_site(key, Rewrite("part", arguments=tuple(found), groups=groups))
         return args, kwargs
 
     def _product(self, func: Any, args: Any, kwargs: Any, x: DTensor, key: str) -> Any:
         """Return the product of rows that are cut with a whole matrix."""
         given = [*((i, y) for i, y in enumerate(args) if i), *kwargs.items()]
         if found := tuple(((way,), None) for way, y in given if isinstance(y, Tensor) and y.requires_grad):
-            self._site(key, Rewrite("part", arguments=found))
+            self.note_site(key, Rewrite("part", arguments=found))
         out = func(x.to_local(), *args[1:], **kwargs)
         return cut_like(out, self.mesh, place_of(x)[0], (*x.shape[:-1], *out.shape[x.ndim - 1 :]))
 
@@ -283,9 +290,9 @@ class Trial(TorchFunctionMode):
                 found.append((way, part))
             local[n] = t if part is None else part_of(t, part + t.ndim, 1, self.ranks)
         if found:
-            self._site(key, Rewrite("part", arguments=tuple(found)))
+            self.note_site(key, Rewrite("part", arguments=tuple(found)))
         if float(bound["dropout_p"]) > 0:
-            self._site(key, Rewrite("dropout attention", dim))
+            self.note_site(key, Rewrite("dropout attention", dim))
         shape = (*local["query"].shape[:-1], v.shape[-1])
         out = local["query"].new_empty(shape) + 0 * local["query"].sum()  # keeps the gradient's flag
         return cut_tensor(out, self.mesh, None, dim + out.ndim, 1)
@@ -305,7 +312,7 @@ class Trial(TorchFunctionMode):
                 raise CannotCut(f"{self.lines[key]} takes it apart along the cut")
             raise OtherGroups(origin, {*bounds, *(known if sizes_behind(x) or groups > 1 else ())})
         if name not in ("chunk", "unsafe_chunk"):
-            self._site(key, Rewrite("pieces", dim - x.ndim))
+            self.note_site(key, Rewrite("pieces", dim - x.ndim))
         local, out = x.to_local(), list[Any]()
         for start, stop in pieces:
             inner = [n for n in known if start <= n <= stop]
@@ -391,10 +398,3 @@ def _require_whole(out: Any) -> None:
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = forward
-
-
-def _lifted(value: Any, lift: Callable[..., Any], first: str | int) -> Any:
-    if isinstance(value, Tensor):
-        return lift((), value, first)
-    leaves, spec = tree_flatten_with_path(value)
-    return tree_unflatten([lift(path, leaf, first) for path, leaf in leaves], spec)
