@@ -232,7 +232,7 @@ class _Derivation:
 
 
 class Expected(Protocol):
-    """What a trial has found, with which a run on parts must agree: the first rank's shapes by site, and words."""
+    """Findings of a trial, with which a run on parts must agree: the first rank's shapes by site, and words."""
 
     shapes: dict[str, list[tuple[int, ...] | None]]
     blame: dict[str, tuple[str, ...]]

@@ -51,7 +51,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What a block does whose hidden states are cut along the sequence; dimensions are counted from the right."""
+    """Plan of a block whose hidden states are cut along the sequence; dimensions are counted from the right."""
 
     dim: int
     """Dimension of the hidden states that is cut, counted from the left."""
