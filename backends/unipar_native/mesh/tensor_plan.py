@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, final
 
@@ -39,11 +39,13 @@ def derive_block_plan(
     `given`: kinds by pattern of names in the block, which win.
     """
     ranks = mesh if isinstance(mesh, int) else mesh.size()
-    return _Derivation(meta_block(block), *meta_arguments(args, kwargs), ranks, given or {}).plan()
+    return Derivation(meta_block(block), *meta_arguments(args, kwargs), ranks, given or {}).plan()
 
 
 @final
-class _Derivation:
+class Derivation:
+    """Search for a plan of one block; its last trials tell which calls need more than parts of matrices."""
+
     def __init__(self, block: nn.Module, args: Any, kwargs: Any, ranks: int, given: Mapping[str, str]) -> None:
         self.block, self.args, self.kwargs, self.ranks = block, args, kwargs, ranks
         own = [n for n, m in block.named_modules() if isinstance(m, nn.MultiheadAttention)]
@@ -57,6 +59,9 @@ class _Derivation:
         self.reasons: dict[str, str] = {}
         self.calls: dict[str, int] = {}
         self.trials = 0
+        self.last: tuple[Trial, ...] = ()
+        """Trials of the plan that was found, in training and in evaluation."""
+
         self.wanted = self._wanted(given)
 
     def _wanted(self, given: Mapping[str, str]) -> dict[str, str]:
@@ -212,14 +217,14 @@ class _Derivation:
             for key, rewrites in trial.sites.items():
                 merged[key] = tuple(dict.fromkeys((*merged.get(key, ()), *rewrites)))
             trials.append(trial)
-        cuts = trials[0].cuts
+        cuts, self.last = trials[0].cuts, tuple(trials)
         failed: CannotCut | None = None
         for without in (SHAPES, {"size"}, set[str]()):
             kept = {k: tuple(r for r in rs if r.kind not in without) for k, rs in merged.items()}
             plan = BlockPlan(cuts, {}, 0, self.ranks, {k: rs for k, rs in kept.items() if rs})
             try:
-                for trial, training in zip(trials, (True, False), strict=True):
-                    rehearse(self.block, plan, self._arguments(), trial, training=training)
+                for trial in trials:
+                    self.rehearse(plan, trial)
             except CannotCut as e:
                 failed = e
             else:
@@ -229,6 +234,13 @@ class _Derivation:
 
     def _arguments(self) -> tuple[Any, Any]:
         return meta_arguments(self.args, self.kwargs)
+
+    def rehearse(self, plan: BlockPlan, trial: Trial, change: Callable[[nn.Module], None] | None = None) -> None:
+        """Run the block on one rank's parts, and raise CannotCut where a shape is not that of the trial's part.
+
+        `change` is made to the copy of the block that runs. The error tells how many calls were right.
+        """
+        rehearse(self.block, plan, self._arguments(), trial, training=trial.block.training, change=change)
 
 
 class Expected(Protocol):
@@ -240,10 +252,19 @@ class Expected(Protocol):
 
 
 def rehearse(
-    block: nn.Module, plan: BlockPlan, call: tuple[Any, Any], expected: Expected, *, training: bool, rank: int = 0
+    block: nn.Module,
+    plan: BlockPlan,
+    call: tuple[Any, Any],
+    expected: Expected,
+    *,
+    training: bool,
+    rank: int = 0,
+    change: Callable[[nn.Module], None] | None = None,
 ) -> Any:
     """Run a block on one rank's parts; return its results, or raise CannotCut where a shape is not the expected one."""
     block = meta_block(block).train(training)
+    if change is not None:
+        change(block)
     for name, cut in cut_parameters(block, plan).items():
         owner, _, key = name.rpartition(".")
         module: Any = block.get_submodule(owner)
@@ -260,11 +281,14 @@ def rehearse(
     args, kwargs = call
     try:
         return block(*args, **kwargs)
-    except CannotCut:
+    except CannotCut as e:
+        e.calls = watched[0].calls
         raise
     except Exception as e:
         text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
-        raise CannotCut(f"its part does not fit: {text}", watched[0].last or tuple(plan.cuts)[-1:]) from e
+        error = CannotCut(f"its part does not fit: {text}", watched[0].last or tuple(plan.cuts)[-1:])
+        error.calls = watched[0].calls
+        raise error from e
 
 
 @final
@@ -277,6 +301,7 @@ class _Rehearsal(TorchFunctionMode):
         self._mode, self._trial = mode, trial
         self._left = {key: list(shapes) for key, shapes in trial.shapes.items()}
         self.last: tuple[str, ...] = ()
+        self.calls = 0
 
     @property
     def span(self) -> Any:
@@ -300,4 +325,5 @@ class _Rehearsal(TorchFunctionMode):
                     if expected != tuple(x.shape):
                         text = f"{self._trial.lines.get(key, func.__name__)} gives {tuple(x.shape)} for {expected}"
                         raise CannotCut(text, blame or self.last)
+        self.calls += 1
         return out
