@@ -36,6 +36,7 @@ PAGE = ROOT / "docs" / "mesh-models.md"
 STEPS = 4
 CELLS = {
     "native/nothing+tensor2": 2,
+    "native/nothing+tensor2+sequence": 2,
     "native/nothing+pipeline2": 2,
     "native/nothing+context2": 2,
     "native/nothing+tensor2+pipeline2": 4,

@@ -224,7 +224,8 @@ class Native(Backend):
         assert part.loss is not None
         assert part.sample is not None
         ranks = config.parallel.tensor
-        plan = derive_model_plan(part.module, part.blocks, part.loss, part.sample(), ranks, part.tensor)
+        model, sequence = part.module, config.parallel.sequence
+        plan = derive_model_plan(model, part.blocks, part.loss, part.sample(), ranks, part.tensor, sequence=sequence)
         yield from plan.sentences()
         trials = sum(plan.blocks[name].trials for name in plan.tried)
         yield f"found in {trials} trials of {len(plan.tried)} blocks, {plan.seconds:.1f} s of CPU"
@@ -381,8 +382,6 @@ def _mesh_refusals(config: Config) -> Iterator[str]:
             yield f"model.compile is not available with {axes}: calls inside blocks are changed; leave it out"
         elif compiling.what == "model":
             yield "model.compile: model is not available with pipeline: a stage leaves the model; compile blocks"
-    if axes.sequence:
-        yield "parallel.sequence: true is not available yet: leave it out"
     if axes.pieces > 1:
         yield from refusals_of_torch_schedules(config)
 

@@ -108,6 +108,20 @@ SEQUENCES = {
 }
 """The same for sequences that two ranks split."""
 
+POSITIONS = {
+    "norm-not-summed": (
+        "a partial gradient that is not added up",
+        "differ between ranks 0 and 1, which split the sequence along tensor: each rank's gradient of a parameter that "
+        "is not cut comes from its own positions, and the parts must be added up before the update",
+    ),
+    "bias-counted-again": (
+        "scaled by the size of tensor",
+        "is 2 times that of one process in step 1: the 2 ranks of tensor train on the same samples, and a gradient "
+        "must not grow with their number; it may have been added up over ranks that all have the whole of it",
+    ),
+}
+"""The same for sequences that the two ranks of tensor split."""
+
 AT_ONCE = ("tied-not-summed", "same-masks", "stale-statistics", "rows-not-added", "columns-not-added", "copies-apart")
 """Faults that are planted whenever tests run; the others are in the sweeps."""
 
@@ -180,6 +194,25 @@ def test_right_parts_agree(parts: dict[str, Any]) -> None:
     """A fused projection, tied weights and dropout inside of blocks that are cut: nothing is named."""
     row = parts["faulty/nothing+healthy-mesh+tensor2"]
     assert (row["outcome"], row["finding"]) == ("agrees", None)
+
+
+@pytest.fixture(scope="module")
+def positions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Any]:
+    """Verdicts on sequences that the ranks of tensor split; tied weights, dropout."""
+    folder = tmp_path_factory.mktemp("positions")
+    cells = [f"faulty/nothing+{fault}+tensor2+sequence" for fault in ("healthy-mesh", *POSITIONS)]
+    return verified(forks, folder, cells, tied=True, dropout=0.2)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("fault", POSITIONS)
+def test_a_fault_of_split_positions(positions: dict[str, Any], fault: str) -> None:
+    """Each is found, with its kind and the figures that show it; without a fault nothing is named."""
+    row = positions[f"faulty/nothing+{fault}+tensor2+sequence"]
+    assert row["outcome"] == "disagrees", row
+    kind, says = POSITIONS[fault]
+    assert (row["finding"]["kind"], row["finding"]["says"][-len(says) :]) == (kind, says)
+    assert positions["faulty/nothing+healthy-mesh+tensor2+sequence"]["outcome"] == "agrees"
 
 
 @pytest.mark.sweep

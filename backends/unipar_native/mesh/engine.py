@@ -36,6 +36,7 @@ from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_input
 from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
 from unipar_native.mesh.probe import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_native.mesh.proof import prove
+from unipar_native.mesh.sequence.parts import join_before, part_alone
 from unipar_native.mesh.state_kept import modules_not_fused
 from unipar_native.mesh.tensor.cuts import BlockPlan
 from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, find_vocabulary
@@ -93,6 +94,8 @@ class MeshEngine(ShardedEngine):
         for name in own:
             if (plan := plans.get(name)) is not None:
                 arm_block(part.module.get_submodule(name), plan, world.groups.group("tensor"))
+                if self.axes.sequence and plan.sequence is None:
+                    join_before(part.module.get_submodule(name))
         stages = [Stage(part.module, facts.blocks, first, end, facts.tuples) for first, end in ranges]
         self._stage = stages[0] if self._stages > 1 and self.axes.pieces == 1 else None
         if vocabulary is not None:
@@ -154,7 +157,9 @@ class MeshEngine(ShardedEngine):
         if self.axes.tensor == 1:
             return {}
         mesh = world.groups.devices["tensor"]
-        plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, part.tensor or {})
+        plans = plan_blocks(
+            part.module, facts.blocks, facts.block_inputs, mesh, part.tensor or {}, sequence=self.axes.sequence
+        )
         refuse_empty_plans(self.axes.tensor, plans.values())
         return plans
 
@@ -256,7 +261,7 @@ class MeshEngine(ShardedEngine):
 
         def receive() -> Arrival:
             arrival = self._channel.receive_hidden(gradient=True)
-            got.append(arrival.hidden)
+            got.append(arrival.hidden if arrival.leaf is None else arrival.leaf)
             return arrival
 
         stage.inlet = None if stage.is_first else receive
@@ -264,7 +269,7 @@ class MeshEngine(ShardedEngine):
         out = self.wrapped(partial(stage.run, bound), OpaqueBatch(micro.batch))
         if not stage.is_last:
             self._channel.send_hidden(number, out)
-        return out, got[0] if got else None
+        return part_alone(out), got[0] if got else None
 
     @override
     def run_forward(self, fn: Fn, batch: Any) -> Any:

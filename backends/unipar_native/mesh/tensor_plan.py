@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -240,46 +240,77 @@ class Derivation:
 
         `change` is made to the copy of the block that runs. The error tells how many calls were right.
         """
-        block = meta_block(self.block).train(trial.block.training)
-        if change is not None:
-            change(block)
-        for name, cut in cut_parameters(block, plan).items():
-            owner, _, key = name.rpartition(".")
-            module: Any = block.get_submodule(owner)
-            old = module._parameters[key]
-            part = torch.empty(cut.local_shape(), dtype=old.dtype, device="meta")
-            module._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
-        watched = list[_Rehearsal]()
+        rehearse(self.block, plan, self._arguments(), trial, training=trial.block.training, change=change)
 
-        def watch(armed: nn.Module, mode: PartCalls) -> Any:
-            watched.append(_Rehearsal(armed, mode, trial))
-            return watched[0]
 
-        arm_block(block, plan, None, rank=0, watch=watch)
-        args, kwargs = self._arguments()
-        try:
-            block(*args, **kwargs)
-        except CannotCut as e:
-            e.calls = watched[0].calls
-            raise
-        except Exception as e:
-            text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
-            error = CannotCut(f"its part does not fit: {text}", watched[0].last or tuple(plan.cuts)[-1:])
-            error.calls = watched[0].calls
-            raise error from e
+class Expected(Protocol):
+    """Findings of a trial, with which a run on parts must agree: the first rank's shapes by site, and words."""
+
+    shapes: dict[str, list[tuple[int, ...] | None]]
+    blame: dict[str, tuple[str, ...]]
+    lines: dict[str, str]
+
+
+def rehearse(
+    block: nn.Module,
+    plan: BlockPlan,
+    call: tuple[Any, Any],
+    expected: Expected,
+    *,
+    training: bool,
+    rank: int = 0,
+    change: Callable[[nn.Module], None] | None = None,
+) -> Any:
+    """Run a block on one rank's parts; return its results, or raise CannotCut where a shape is not the expected one."""
+    block = meta_block(block).train(training)
+    if change is not None:
+        change(block)
+    for name, cut in cut_parameters(block, plan).items():
+        owner, _, key = name.rpartition(".")
+        module: Any = block.get_submodule(owner)
+        old = module._parameters[key]
+        part = torch.empty(cut.local_shape(), dtype=old.dtype, device="meta")
+        module._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
+    watched = list[_Rehearsal]()
+
+    def watch(armed: nn.Module, mode: PartCalls) -> Any:
+        watched.append(_Rehearsal(armed, mode, expected))
+        return watched[0]
+
+    arm_block(block, plan, None, rank=rank, watch=watch)
+    args, kwargs = call
+    try:
+        return block(*args, **kwargs)
+    except CannotCut as e:
+        e.calls = watched[0].calls
+        raise
+    except Exception as e:
+        text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
+        error = CannotCut(f"its part does not fit: {text}", watched[0].last or tuple(plan.cuts)[-1:])
+        error.calls = watched[0].calls
+        raise error from e
 
 
 @final
 class _Rehearsal(TorchFunctionMode):
     """Mode of a run on parts, which compares every result's shape with that of the trial."""
 
-    def __init__(self, block: nn.Module, mode: PartCalls, trial: Trial) -> None:
+    def __init__(self, block: nn.Module, mode: PartCalls, trial: Expected) -> None:
         super().__init__()
         self._names = {id(m): n for n, m in block.named_modules()}
         self._mode, self._trial = mode, trial
         self._left = {key: list(shapes) for key, shapes in trial.shapes.items()}
         self.last: tuple[str, ...] = ()
         self.calls = 0
+
+    @property
+    def span(self) -> Any:
+        """Part of the sequence that the mode inside works on."""
+        return self._mode.span
+
+    @span.setter
+    def span(self, value: Any) -> None:
+        self._mode.span = value
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -17,6 +17,8 @@ class Arrival(NamedTuple):
 
     hidden: Tensor
     generator: Tensor | None
+    leaf: Tensor | None = None
+    """Tensor that gets the gradient, if not `hidden`: that may be cut along the sequence."""
 
 
 @final
@@ -99,7 +101,7 @@ class Stage:
         def return_argument(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_of_input(args, kwargs)
             if number == self.first - 1 and self.inlet is not None:
-                hidden, generator = self.inlet()
+                hidden, generator, _ = self.inlet()
                 if generator is not None:
                     set_generator_state(generator, hidden.device)
             if number == len(self.blocks) - 1 and self.widen is not None:
