@@ -298,6 +298,12 @@ def require_clean(told: Mapping[str, Any], tmp_path: Path) -> None:
         ),
         (
             "plain",
+            {"tensor": 2, "sequence": True},
+            "native/nothing+tensor2+sequence: parallel.sequence: a script does not cut what lies between blocks over "
+            "the ranks of tensor; leave it out (--set parallel.sequence=false)",
+        ),
+        (
+            "plain",
             {"tensor": 3},
             "parallel.tensor: 3 would split nothing of this model (down: 3 does not divide its 32 outputs; out: 3 does "
             "not divide its 32 outputs; qkv: 3 does not divide the 32 outputs of one of its parts): leave tensor out, "
@@ -305,7 +311,7 @@ def require_clean(told: Mapping[str, Any], tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refused(kind: str, parallel: dict[str, int], sentence: str, tmp_path: Path) -> None:
+def test_refused(kind: str, parallel: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     """Each with its reason, and nothing is written; `<code>` stands for the number of that line."""
     task = {"use": f"{MODELS}:Kinds", "args": {"kind": kind}}
     lines = MODELS.read_text("utf-8").splitlines()

@@ -201,7 +201,7 @@ def positions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Verdicts on sequences that the ranks of tensor split; tied weights, dropout."""
     folder = tmp_path_factory.mktemp("positions")
     cells = [f"faulty/nothing+{fault}+tensor2+sequence" for fault in ("healthy-mesh", *POSITIONS)]
-    return verified(forks, folder, cells, tied=True, dropout=0.2)
+    return rows_of_cells(forks, folder, cells, tied=True, dropout=0.2)
 
 
 @pytest.mark.sweep
