@@ -8,7 +8,7 @@ from typing import Any
 
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
-from unipar.errors import Stopped, UniparError
+from unipar.errors import Stopped, UniparError, Unsupported
 from unipar.results.agreement import measure_agreement
 from unipar.results.verdicts import CutDependence, CutKind, Finding, Verdict, Verdicts
 from unipar.utils.text import first_few
@@ -205,10 +205,8 @@ class VerificationSession:
     def _take_cell_result(self, key: RunKey, result: JobResult) -> None:
         row = self._verdict(key)
         if isinstance(result, UniparError):
-            if row.outcome != "failed":
-                self._replace_row(
-                    replace(row, outcome="failed", note=str(result)), f"failed: {str(result).splitlines()[0]}"
-                )
+            if row.outcome not in ("refused", "failed"):
+                self._note_error(row, result)
             return
         record = combine_ranks(result)
         replays = self._runs.replays(self._runs.cells[key.cell].sizes.ranks)
@@ -218,7 +216,7 @@ class VerificationSession:
             alike = (k.kind for k in orders if k in self._records and equals_bitwise(record, self._records[k]))
             bits = next(alike, "")
             row = replace(row, bits=bits)
-            if bits or judgement.agrees or row.outcome in ("disagrees", "failed"):
+            if bits or judgement.agrees or row.outcome in ("disagrees", "refused", "failed"):
                 self._replace_row(
                     row,
                     "is bit-for-bit equal to the replay"
@@ -252,6 +250,13 @@ class VerificationSession:
             norms=[norms[0] for norms in record.norms],
         )
 
+    def _note_error(self, row: Verdict, error: UniparError, when: str = "") -> None:
+        """Note why a cell has no result: Unsupported is its engine's refusal, any other error a failure."""
+        refused = isinstance(error, Unsupported)
+        outcome, said = ("refused", "; ".join(error.reasons)) if refused else ("failed", str(error))
+        note = f"{when}{said}"
+        self._replace_row(replace(row, outcome=outcome, note=note), f"{outcome}: {note.splitlines()[0]}")
+
     def _replace_row(self, row: Verdict, line: str) -> None:
         self.verdicts = replace(
             self.verdicts, rows=[row if old.cell == row.cell else old for old in self.verdicts.rows]
@@ -282,8 +287,7 @@ class VerificationSession:
     def _take_dropout_result(self, key: RunKey, result: JobResult) -> None:
         row = self._verdict(key)
         if isinstance(result, UniparError):
-            note = f"with dropout: {result}"
-            self._replace_row(replace(row, outcome="failed", note=note), f"failed {note.splitlines()[0]}")
+            self._note_error(row, result, "with dropout: ")
             return
         record, settled = combine_ranks(result), self._runs.cells[key.cell]
         replay, exact, *others = [self._records[k] for k in self._dropout_keys(settled)]

@@ -18,7 +18,7 @@ from unipar.data.dataset import data_source_of
 from unipar.data.feed import MicrobatchFeed
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar.errors import UniparError
+from unipar.errors import TaskError, UniparError, Unsupported
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.run_folder.ledger import Ledger
@@ -89,9 +89,14 @@ def _run_job(
         build = replay.replay_builder(job.shares, job.order, apart=job.apart, perturbed=job.key.perturbed)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
-        live = build_run(
-            settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, build=build
-        )
+        try:
+            live = build_run(
+                settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, build=build
+            )
+        except TaskError as e:
+            if job.key.kind != "cell":
+                raise
+            raise Unsupported(job.key.cell, [str(e)]) from e  # one process can train this task
         recorder = RunRecorder(
             job.trace_at,
             partial(split_sums.sums_in_parts, job.key.tensor, job.key.context),

@@ -53,6 +53,8 @@ MESH_FAULTS = (
     "whole-added-up",
     "other-columns",
     "copies-apart",
+    "norm-not-summed",
+    "bias-counted-again",
 )
 """Faults of ranks that share the work: of cells with axes, as in `faulty/nothing+tied-not-summed+pipeline2`."""
 
