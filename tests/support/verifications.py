@@ -20,7 +20,15 @@ NORMS = [4.0 + 0.5 * i for i in range(STEPS)]
 
 
 def verified(
-    forks: Forks, folder: Path, task: str, cells: Sequence[str], *, steps: int, backend: str, **args: Any
+    forks: Forks,
+    folder: Path,
+    task: str,
+    cells: Sequence[str],
+    *,
+    steps: int,
+    backend: str,
+    more: Sequence[str] = (),
+    **args: Any,
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Verify a task on two ranks, with a backend of tests/support; return the command's end and verify.json."""
     config = {
@@ -34,7 +42,7 @@ def verified(
     (folder / "c.yaml").write_text(json.dumps(config), "utf-8")
     path = os.pathsep.join([str(ROOT / "tests" / "support" / backend), str(ROOT)])
     words = [word for cell in cells for word in ("--cells", cell)]
-    done = forks.unipar(["verify", str(folder / "c.yaml"), "--steps", str(steps), *words], {"PYTHONPATH": path})
+    done = forks.unipar(["verify", str(folder / "c.yaml"), "--steps", str(steps), *words, *more], {"PYTHONPATH": path})
     file = folder / "out" / "verify" / "verify.json"
     assert file.exists(), done.stdout + done.stderr
     return done, json.loads(file.read_text("utf-8"))
