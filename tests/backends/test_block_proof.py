@@ -65,13 +65,14 @@ def test_a_right_split_is_proved(tmp_path: Path, parallel: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("task", "parallel", "args", "sentence"),
     [
-        (
+        pytest.param(
             "unsplit.py:Unsummed",
             {"tensor": 2},
             {"where": "leave"},
             r"split as planned, the model is another: a loss of [\d.]+ for [\d.]+, and in blocks.0, run by itself, the "
             r"output of blocks.0 is off by [\d.e-]+ of its length, and the gradient of blocks.0.\w+.\w+ is off by "
             r"[\d.e-]+ of its length; tensor 2. Leave one of the axes out, or say in the task's tensor\(model\) or",
+            marks=pytest.mark.sweep,
         ),
         (
             "unsplit.py:Unsummed",
@@ -109,6 +110,7 @@ def test_parts_between_blocks_are_not_proved_by_blocks(tmp_path: Path) -> None:
         losses(tmp_path, "stacked.py:Stacked", {"tensor": 2, "sequence": True}, "blocks")
 
 
+@pytest.mark.sweep
 @pytest.mark.forked
 def test_what_blocks_do_not_show(tmp_path: Path) -> None:
     """A gradient that is another behind the blocks, with the right loss, is refused by the whole proof only."""

@@ -49,7 +49,7 @@ def test_attention_in_a_ring(tmp_path: Path) -> None:
 
 
 @pytest.mark.forked
-@pytest.mark.parametrize("proof", ["whole", "blocks"])
+@pytest.mark.parametrize("proof", [pytest.param("whole", marks=pytest.mark.sweep), "blocks"])
 def test_evaluation_of_layers_of_torch(tmp_path: Path, proof: str) -> None:
     """Without gradients they call no kernel for whole matrices: evaluations are those of one process."""
     config = {

@@ -14,8 +14,8 @@ from unipar_native.mesh.sequence.collectives import Span
 from unipar_native.mesh.sequence.plan import add_sequence
 from unipar_native.mesh.tensor_plan import derive_block_plan
 
-from tests.backends.test_tensor_parallel import NEAR, said_in_world
 from tests.support.tensor_blocks import own_blocks
+from tests.support.tensor_worlds import NEAR, said_in_world
 from unipar.errors import TaskError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it is imported

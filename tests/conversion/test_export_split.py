@@ -104,9 +104,9 @@ def compare(script: Path, told: Mapping[str, Any], folder: Path) -> None:
         ("llama", {"tensor": 2}, 2),
         ("gpt2", {"context": 2}, 2),
         ("plain", {"tensor": 2}, 2),
-        ("whole", {"tensor": 2}, 2),
-        ("dry", {"tensor": 2, "context": 2, "shard": "parameters"}, 4),
-        ("plain", {"tensor": 2, "pipeline": 2}, 4),
+        pytest.param("whole", {"tensor": 2}, 2, marks=pytest.mark.sweep),
+        pytest.param("dry", {"tensor": 2, "context": 2, "shard": "parameters"}, 4, marks=pytest.mark.sweep),
+        pytest.param("plain", {"tensor": 2, "pipeline": 2}, 4, marks=pytest.mark.sweep),
     ],
 )
 def test_a_script_trains_as_one_process(
