@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from unipar.checkpoint.format.names import step_folder_name
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
-from unipar.errors import Stopped, UniparError
+from unipar.errors import Stopped, UniparError, Unsupported
 from unipar.results.agreement import measure_agreement
 from unipar.results.verdicts import CutDependence, CutKind, Finding, Verdict, Verdicts
 from unipar.utils.text import first_few
 from unipar.verification import second_look
 from unipar.verification.diagnosis.mesh_faults import classify_masks
 from unipar.verification.judgement.judge import Judgement, judge
-from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise
+from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise, join_halves
 from unipar.verification.judgement.tolerance import Tolerance, measure_tolerance, widen
 from unipar.verification.runs import (
     BASE_RUN_NAME,
@@ -40,6 +41,9 @@ CUT_WAYS_OUT: dict[CutKind, str] = {
     "with one another, keep batch.micro fixed and report it with the result",
 }
 """Way out for each kind of dependence on how a batch is cut."""
+
+CHECKPOINTS = "checkpoints"
+"""Folder, beside those of the worlds, for the state that one cell saves."""
 
 DROPOUT_REMARK = "dropout is set to 0 for this verification"
 """Beginning of the remark on a task with dropout."""
@@ -66,7 +70,9 @@ class VerificationSession:
         """Run all parts and return the verdicts; after an interrupt, those known until then."""
         try:
             self._references()
-            if not self.verdicts.stopped:
+            if not self.verdicts.stopped and self._runs.halfway is not None:
+                self._resumed_cells(self._runs.halfway)
+            elif not self.verdicts.stopped:
                 self._cells()
                 self._dropout()
                 self._second_look()
@@ -202,23 +208,47 @@ class VerificationSession:
     def _cells(self) -> None:
         self._worlds.run_jobs(group_jobs_by_library(self._runs.cell_jobs()), self._take_cell_result)
 
+    def _resumed_cells(self, halfway: int) -> None:
+        """Run the first half in one cell, which saves its state, and the second half in every cell."""
+        saver, folder = self._runs.saver, self._worlds.folder / CHECKPOINTS
+        self._worlds.run_jobs([[self._runs.saving_job(folder)]], self._take_first_half)
+        said = (
+            f"every cell goes on from the state that {saver} saved after step {halfway}, and is compared from there on "
+            "with one process that was not interrupted"
+        )
+        self.verdicts = replace(self.verdicts, remarks=[said, *self.verdicts.remarks])
+        jobs = self._runs.resuming_jobs(folder / step_folder_name(halfway))
+        self._worlds.run_jobs(group_jobs_by_library(jobs), self._take_cell_result)
+
+    def _take_first_half(self, key: RunKey, result: JobResult) -> None:
+        if isinstance(result, UniparError):
+            raise result
+        if counted := result[0]["counted"]:
+            said = (
+                f"{first_few(counted)} changed while it trained and are not in a checkpoint, which holds tensors: make "
+                "them buffers, or return them in the task's state() and take them back in load_state(state)"
+            )
+            self.verdicts = replace(self.verdicts, remarks=[*self.verdicts.remarks, said])
+        self._show(self.verdicts, f"{key}: done")
+
     def _take_cell_result(self, key: RunKey, result: JobResult) -> None:
         row = self._verdict(key)
         if isinstance(result, UniparError):
-            if row.outcome != "failed":
-                self._replace_row(
-                    replace(row, outcome="failed", note=str(result)), f"failed: {str(result).splitlines()[0]}"
-                )
+            if row.outcome not in ("refused", "failed"):
+                self._note_error(row, result)
             return
-        record = combine_ranks(result)
-        replays = self._runs.replays(self._runs.cells[key.cell].sizes.ranks)
+        record, shares = combine_ranks(result), self._runs.cells[key.cell].sizes.ranks
+        replays = self._runs.replays(shares)
+        if key.half:
+            base = self._records[self._base_run(shares)]
+            record = join_halves(base, self._records[replays.bitwise_shares], record)
         judgement = judge(record, self._tolerance_of(key), self._records[replays.bitwise_shares])
         if key.bitwise:
             orders = replays.bitwise_shares, replays.bitwise_micros
             alike = (k.kind for k in orders if k in self._records and equals_bitwise(record, self._records[k]))
             bits = next(alike, "")
             row = replace(row, bits=bits)
-            if bits or judgement.agrees or row.outcome in ("disagrees", "failed"):
+            if bits or judgement.agrees or row.outcome in ("disagrees", "refused", "failed"):
                 self._replace_row(
                     row,
                     "is bit-for-bit equal to the replay"
@@ -252,6 +282,13 @@ class VerificationSession:
             norms=[norms[0] for norms in record.norms],
         )
 
+    def _note_error(self, row: Verdict, error: UniparError, when: str = "") -> None:
+        """Note why a cell has no result: Unsupported is its engine's refusal, any other error a failure."""
+        refused = isinstance(error, Unsupported)
+        outcome, said = ("refused", "; ".join(error.reasons)) if refused else ("failed", str(error))
+        note = f"{when}{said}"
+        self._replace_row(replace(row, outcome=outcome, note=note), f"{outcome}: {note.splitlines()[0]}")
+
     def _replace_row(self, row: Verdict, line: str) -> None:
         self.verdicts = replace(
             self.verdicts, rows=[row if old.cell == row.cell else old for old in self.verdicts.rows]
@@ -282,8 +319,7 @@ class VerificationSession:
     def _take_dropout_result(self, key: RunKey, result: JobResult) -> None:
         row = self._verdict(key)
         if isinstance(result, UniparError):
-            note = f"with dropout: {result}"
-            self._replace_row(replace(row, outcome="failed", note=note), f"failed {note.splitlines()[0]}")
+            self._note_error(row, result, "with dropout: ")
             return
         record, settled = combine_ranks(result), self._runs.cells[key.cell]
         replay, exact, *others = [self._records[k] for k in self._dropout_keys(settled)]
