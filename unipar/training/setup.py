@@ -73,9 +73,10 @@ def open_run(
             keep_freed_memory()
         if met is not None:
             met(world, heartbeat)
-        chosen = _choose_checkpoint(config, run, world, ledger)
+        chosen, after = _choose_checkpoint(config, run, world, ledger)
         watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
-        trackers = TrackerWriter(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
+        told = config.model_dump(mode="json")
+        trackers = TrackerWriter(config.log.to, run, place.rank, told, ledger.note, after=after)
         with explain_out_of_memory(run, place.rank):
             live = build_run(
                 settled,
@@ -106,9 +107,14 @@ def open_run(
         failed.pop_all()
 
 
-def _choose_checkpoint(config: Config, run: Path, world: World, ledger: Ledger) -> ChosenCheckpoint | None:
-    """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew."""
-    earlier, chosen = count_attempts(run), None
+def _choose_checkpoint(
+    config: Config, run: Path, world: World, ledger: Ledger
+) -> tuple[ChosenCheckpoint | None, int | None]:
+    """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew.
+
+    And the step after which it goes on in the folder of an earlier attempt; None if this is the first one in it.
+    """
+    earlier, chosen, step = count_attempts(run), None, None
     again = earlier > 0 or config.resume == "auto"
     folder = checkpoint_folder(run, config.checkpoint.to if config.checkpoint else None)
     if config.resume not in (None, "never"):
@@ -124,7 +130,7 @@ def _choose_checkpoint(config: Config, run: Path, world: World, ledger: Ledger) 
                 if not (path := ledger_path(run, rank)).exists():
                     break
                 Ledger.trim(path, step)
-    return chosen
+    return chosen, step
 
 
 def _deadline(config: Config, run: Path, rank: int) -> float | None:
