@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.foreign_launch import CONFIG as FOREIGN
 from tests.support.forks import Forks
 from tests.support.world import PYTHONPATH_VARIABLE, eventually
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
@@ -221,3 +222,67 @@ def test_errors_that_are_worth_a_restart(error: UniparError, again: bool) -> Non
 def test_pauses_double_up_to_a_minute() -> None:
     """1, 2, 4, ... seconds."""
     assert [pause_before(n) for n in (1, 2, 3, 6, 7, 8, 5000)] == [1, 2, 4, 32, 60, 60, 60]
+
+
+SMALL = """
+checkpoint: {every: 4, async: false}
+"""
+
+
+def foreign(forks: Forks, folder: Path, restart: int, steps: int, *more: str) -> list[Any]:
+    """Two ranks as torchrun starts them, for the nth time."""
+    words = ["-m", "unipar", "run", "x.yaml", "--set", f"train.steps={steps}", *more]
+    return forks.ranks(words, folder, {**ENVIRONMENT, "TORCHELASTIC_RESTART_COUNT": str(restart)})
+
+
+def test_torchrun_restarts_in_the_folder_of_its_first_attempt(forks: Forks, tmp_path: Path) -> None:
+    """From its newest checkpoint, with --overwrite too; a run of another job with that name is left alone."""
+    (tmp_path / "x.yaml").write_text(FOREIGN + SMALL, "utf-8")
+    for rank in foreign(forks, tmp_path, 0, 6):
+        assert rank.returncode == 0, rank.stderr
+    other = tmp_path / "runs/x-2"
+    other.mkdir()
+    for name in ("config.json", "launch.json"):
+        text = (tmp_path / "runs/x" / name).read_text("utf-8")
+        (other / name).write_text(
+            text.replace("torchrun tests", "torchrun else").replace("torchrun agent", "x"), "utf-8"
+        )
+    for rank in foreign(forks, tmp_path, 1, 9, "--overwrite"):
+        assert rank.returncode == 0, rank.stderr
+    assert sorted(os.listdir(tmp_path / "runs")) == ["x", "x-2"]
+    steps = [(r["event"], r["step"]) for r in rows(tmp_path / "runs/x") if r["event"] in ("step", "continued")]
+    assert steps == [("step", 1), ("step", 6), ("continued", 6), ("step", 9)]
+    assert len(read_attempts(tmp_path / "runs/x")) == 1
+
+
+def test_torchrun_restarts_without_checkpoints(forks: Forks, tmp_path: Path) -> None:
+    """Refused, with the way out; `resume: never` begins anew in the same folder."""
+    (tmp_path / "x.yaml").write_text(FOREIGN, "utf-8")
+    assert [rank.returncode for rank in foreign(forks, tmp_path, 0, 6)] == [0, 0]
+    for rank in foreign(forks, tmp_path, 2, 6):
+        assert rank.returncode == 2
+        assert (
+            "torchrun has restarted this run (2), and its config has no section checkpoint, so there is no state to go "
+            "on from: give it the section, or `resume: never`, which begins anew each time"
+        ) in " ".join(rank.stderr.split())
+    assert [rank.returncode for rank in foreign(forks, tmp_path, 3, 7, "--set", "resume=never")] == [0, 0]
+    assert os.listdir(tmp_path / "runs") == ["x"]
+    assert [r["step"] for r in rows(tmp_path / "runs/x") if r["event"] == "step"] == [1, 6, 7]
+
+
+def test_slurm_requeues_a_batch_script(forks: Forks, tmp_path: Path) -> None:
+    """A job that starts again goes on; another job of the same name begins a run of its own."""
+    (tmp_path / "x.yaml").write_text(FOREIGN + SMALL, "utf-8")
+
+    def job(number: int, restarts: int, steps: int) -> None:
+        words = ["-m", "unipar", "run", "x.yaml", "--set", f"train.steps={steps}"]
+        variables = {"SLURM_JOB_ID": str(number), **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})}
+        done = forks.python(words, tmp_path, {**ENVIRONMENT, **variables})
+        assert done.returncode == 0, done.stderr
+
+    job(7, 0, 6)
+    job(8, 0, 6)
+    job(7, 1, 8)
+    assert sorted(os.listdir(tmp_path / "runs")) == ["x", "x-2"]
+    assert [r["step"] for r in rows(tmp_path / "runs/x") if r["event"] == "step"] == [1, 6, 8]
+    assert not read_attempts(tmp_path / "runs/x-2")

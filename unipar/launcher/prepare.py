@@ -20,7 +20,8 @@ from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.distributed.launchers import Launcher, find_launcher, place_from_environment
 from unipar.distributed.place import Place
-from unipar.errors import UniparError, Unsupported, WorldMismatch
+from unipar.distributed.restarts import LaunchedJob, find_job
+from unipar.errors import ConfigError, UniparError, Unsupported, WorldMismatch
 from unipar.model import weight_file
 from unipar.run_folder import folder
 from unipar.run_folder.layout import checkpoint_folder
@@ -128,6 +129,9 @@ class PreparedRun:
     numbered: Path | None = None
     """First of the names of which the run takes one that is free: the config gives no `out`. None: `out` is the one."""
 
+    job: tuple[str, ...] = ()
+    """Names of the launcher's or scheduler's job, by which a restart finds the folder of its first attempt."""
+
     goes_on: bool = False
     """Whether the run goes on in the folder of an earlier one."""
 
@@ -148,22 +152,29 @@ class PreparedRun:
                 f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python"
             )
         settled = prepared.settled(ranks.number, place.local_size if place else None)
+        if (job := find_job()).restarted_by and config.resume is None:
+            settled = replace(settled, config=settled.config.changed({"resume": _resume_of_restart(config, job)}))
         out, numbered = source.out, None
         earlier = None
-        if config.resume == "auto" and not overwrite:
+        if job.restarted_by:
+            earlier = folder.newest_run_folder(out, alone=config.out is not None, job=job.restarted_names)
+        elif config.resume == "auto" and not overwrite:
             earlier = folder.newest_run_folder(out, alone=config.out is not None)
+        if config.out is None and (earlier is not None or not overwrite):
+            numbered = out
         if earlier is not None:
             out = earlier
-        elif config.out is None and not overwrite:
-            out, numbered = folder.first_free_folder(out), out
+        elif numbered is not None:
+            out = folder.first_free_folder(out)
         if earlier is None and (place is None or place.rank == 0):
             folder.check_run_folder(out, overwrite=overwrite)
         why = ranks.why or prepared.why
         said = tuple(sections_said(source.origins))
-        goes_on = earlier is not None
-        return cls(
-            settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered, goes_on=goes_on
-        ).in_folder(out)
+        run = cls(settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered, job.names)
+        if earlier is not None:
+            launched = folder.launch_time(earlier) if job.same_clock else None
+            run = replace(run, goes_on=True, launched=run.launched if launched is None else launched)
+        return run.in_folder(out)
 
     def in_folder(self, out: Path) -> Self:
         """Return the same run with this run folder."""
@@ -227,8 +238,18 @@ class PreparedRun:
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
         ran = {"versions": library_versions(self.backend.requires), "machine": machine_summary()}
         launch |= {"settled": self.settled.to_json(), "boot": boot_id(), "said": list(self.said)}
-        launch |= {"launched": self.launched, "ranks": self.size}
+        launch |= {"launched": self.launched, "ranks": self.size, "job": list(self.job)}
         return self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
+
+
+def _resume_of_restart(config: Config, job: LaunchedJob) -> str:
+    """Return `resume` for a job that its launcher has started again; raise ConfigError if nothing was saved."""
+    if config.checkpoint is None:
+        raise ConfigError(
+            f"{job.restarted_by}, and its config has no section checkpoint, so there is no state to go on from: give "
+            "it the section, or `resume: never`, which begins anew each time"
+        )
+    return "auto"
 
 
 def _foreign_place(source: CheckedSource, starts: str) -> Place | None:

@@ -217,7 +217,7 @@ def _state_of_run(
         state: RunState = "stopped" if recorded.kind in ("Stopped", "KeyboardInterrupt") else "failed"
         return state, _sentence(recorded), recorded.time
     if ended is not None and ended["event"] == "stopped":
-        return "stopped", f"stopped by a signal after step {ended['step']}", ended["time"]
+        return "stopped", f"stopped by {ended.get('why') or 'a signal'} after step {ended['step']}", ended["time"]
     if ended is not None:
         return "ended", "", ended["time"]
     elsewhere = launch.get("boot") not in (None, boot_id())

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any
 from unipar.errors import ConfigError, OutExists
 from unipar.run_folder.attempts import count_attempts, reached_step
 from unipar.run_folder.error_file import read_error_file, read_run_error
-from unipar.run_folder.layout import attempts_path
+from unipar.run_folder.layout import attempts_path, read_launch_file
+from unipar.utils.procfs import boot_id
 
 RUN_FILES = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
 """Files by which a run folder is recognised, each with sets of keys; the file has all keys of at least one set."""
@@ -230,11 +231,22 @@ def _recorded_end(out: Path) -> dict[str, Any]:
     return {} if first is None else {"kind": first.kind, "message": first.message, "time": first.time}
 
 
-def newest_run_folder(base: Path, *, alone: bool) -> Path | None:
-    """Return the newest run among base, base-2, ...; with `alone` only `base` counts. None if there is none."""
+def newest_run_folder(base: Path, *, alone: bool, job: Sequence[str] | None = None) -> Path | None:
+    """Return the newest run among base, base-2, ...; with `alone` only `base` counts. None if there is none.
+
+    `job`: names of a job, one of which the run must have; None: any run counts.
+    """
     named = [base] if alone else existing_numbered_folders(base)
     runs = [path for path in named if path.is_dir() and not _why_not_a_run(path)]
+    if job is not None:
+        runs = [path for path in runs if not set(job).isdisjoint(read_launch_file(path).get("job", ()))]
     return max(runs, key=lambda path: (path / next(iter(RUN_FILES))).stat().st_mtime_ns, default=None)
+
+
+def launch_time(out: Path) -> float | None:
+    """Return the time of time.monotonic() at which a run was launched; None if this machine has started again since."""
+    launch = read_launch_file(out)
+    return launch.get("launched") if launch.get("boot") == boot_id() else None
 
 
 def write_run_files(out: Path, config: str, launch: str) -> None:

@@ -61,7 +61,7 @@ def run_headline(run: RunPageData) -> str:
 def _describe_end(run: RunPageData) -> Badge:
     """Return the badge that says how the run ended."""
     if run.report.stopped is not None:
-        return Badge("open", f"stopped by a signal after step {run.report.stopped}")
+        return Badge("open", f"stopped by {run.report.stopped_by} after step {run.report.stopped}")
     if run.failure:
         return Badge("bad", f"failed: {run.failure}")
     if not run.ended:
