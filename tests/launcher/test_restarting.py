@@ -184,6 +184,28 @@ def test_a_second_signal_in_a_save(number: signal.Signals, forks: Forks, tmp_pat
     assert done.stdout.splitlines()[-1].endswith("; its state is lost: no checkpoint was saved before")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_processes(number: signal.Signals, forks: Forks, tmp_path: Path) -> None:
+    """As schedulers send it: ranks, their data workers and the launcher get it, and the state is saved all the same."""
+    (tmp_path / "script.py").write_text(SAVES.replace("range(30)", "range(1)"), "utf-8")
+    run = tmp_path / "runs/run"
+    with forks.begin(["script.py", "sync"], tmp_path, ENVIRONMENT) as process:
+        eventually(lambda: any(row["event"] == "step" for row in rows(run)), "it did not come so far", 60)
+        ranks = [row["pid"] for rank in (0, 1) for row in rows(run, rank) if row["event"] == "start"]
+        workers = [pid for rank in ranks for pid in children(rank)]
+        assert len(workers) == 2
+        for pid in (*workers, *ranks, process.pid):
+            os.kill(pid, number)
+        done = process.wait()
+    assert done.returncode == 130, done.stderr
+    (found,) = find_checkpoints(run / "checkpoints")
+    assert f"stopped by {number.name} after step {found.step};" in done.stdout
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()]
+
+
 def test_a_deadline(forks: Forks, tmp_path: Path) -> None:
     """launch.deadline: rank 0's clock stops all ranks at one step, the state is saved, exit code 130."""
     (tmp_path / "script.py").write_text(SAVES.replace("range(30)", "range(1)"), "utf-8")
