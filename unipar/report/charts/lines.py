@@ -146,7 +146,8 @@ def _draw_marks(drawing: Drawing, marks: Sequence[StepMark], x: AxisScale, y: Ax
         at, row = x(max(mark.step, 1)), y.end + 10 + 15 * (i % 6)
         drawing.line((at, y.start), (at, y.end), "attempt")
         left = at - x.start > x.end - at
-        drawing.text(at - 5 if left else at + 5, row, mark.name, "tick label", "end" if left else "start")
+        name = fit_name(mark.name, max(at - x.start, x.end - at) - 10)
+        drawing.text(at - 5 if left else at + 5, row, name, "tick label", "end" if left else "start")
 
 
 def step_ticks(count: int, about: int) -> list[int]:

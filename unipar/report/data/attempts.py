@@ -41,7 +41,7 @@ def shown_attempts(
     """Return all attempts of a run, this one last; none if there was only one."""
     try:
         earlier = read_attempts(folder)
-    except (OSError, LookupError, TypeError, ValueError) as e:
+    except (OSError, AttributeError, LookupError, TypeError, ValueError) as e:
         problems.append(f"{attempts_path(folder)} cannot be read ({type(e).__name__}): earlier attempts are left out")
         return []
     if not earlier:
@@ -54,7 +54,7 @@ def shown_attempts(
             a.ranks,
             0 if i == 1 else began.get(i),
             a.step,
-            _first_line(a.message) or "ended without an error",
+            _first_line(a.message) or "no error recorded",
         )
         for i, a in enumerate(earlier, 1)
     ]

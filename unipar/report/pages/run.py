@@ -148,11 +148,10 @@ def _marks(attempts: Sequence[ShownAttempt]) -> list[StepMark]:
 def _attempts_table(attempts: Sequence[ShownAttempt]) -> str:
     if not attempts:
         return ""
-    rows = [
-        [str(a.number), a.cell, str(a.ranks or _NO_VALUE), _NO_VALUE if a.after is None else str(a.after + 1)]
-        + [str(a.reached), a.end]
-        for a in attempts
-    ]
+    rows: list[list[str]] = []
+    for a in attempts:
+        first = _NO_VALUE if a.after is None else str(a.after + 1)
+        rows.append([str(a.number), a.cell, str(a.ranks or _NO_VALUE), first, str(a.reached), a.end])
     head = ["attempt", "cell", "ranks", "from step", "to step", "end"]
     return html_table(head, rows, "Attempts of this run", text=(0, 1, 5))
 
