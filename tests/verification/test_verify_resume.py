@@ -29,6 +29,24 @@ def test_a_state_that_is_not_loaded_whole_is_found(forks: Forks, tmp_path: Path)
     ]
 
 
+REAL = (
+    "native/nothing",
+    "native/parameters",
+    "native/nothing+tensor2",
+    "deepspeed/parameters",
+    "horovod/nothing",
+    "accelerate/parameters",
+)
+
+
+def test_every_library_goes_on_from_one_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    """Each loads exactly the tensors that native/nothing saved, and agrees with the uninterrupted process after."""
+    task = "tests.support.stacked:Stacked"
+    done, said = verified(forks, tmp_path, task, REAL, steps=4, backend="toy", more=["--resume"], tied=True)
+    assert [(row["cell"], row["outcome"]) for row in said["cells"]] == [(cell, "agrees") for cell in REAL]
+    assert done.returncode == 0
+
+
 def test_half_of_one_step_is_refused(forks: Forks, tmp_path: Path) -> None:
     """A state is saved after half of the steps, so there must be two."""
     (tmp_path / "c.yaml").write_text(

@@ -75,7 +75,10 @@ class RunPlan:
     """Config of each cell, by name."""
 
     halfway: int | None = None
-    """Step after which one cell saves its state and all go on from it; None: each cell runs by itself."""
+    """Step after which cells go on from a state that was saved; None: each cell runs by itself."""
+
+    checkpoint: Path | None = None
+    """Checkpoint from which they go on; None: one cell makes it."""
 
     fp64: bool = True
     """Whether the model can run in fp64; if not, what fp64 runs would show is taken from runs in fp32."""

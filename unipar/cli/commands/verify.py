@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,6 +35,9 @@ def verify(
     resume: Annotated[
         bool, typer.Option("--resume", help="Save after half of the steps, and go on in every cell from there.")
     ] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--from", metavar="PATH", help="Go on in every cell from this checkpoint of FILE.")
+    ] = None,
 ) -> None:
     """Check that all cells give the numbers of one process.
 
@@ -54,6 +58,12 @@ def verify(
 
     print_result(
         verify_cells(
-            source, cells=cells or (), world=world, steps=steps, overwrite=overwrite, strict=strict, resume=resume
+            source,
+            cells=cells or (),
+            world=world,
+            steps=steps,
+            overwrite=overwrite,
+            strict=strict,
+            resume=checkpoint or resume,
         )
     )

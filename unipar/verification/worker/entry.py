@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from unipar.backend import Backend, registry
+from unipar.checkpoint.saved_state import SavedState
 from unipar.config import Config
 from unipar.config.sections.checkpoint import Checkpoint
 from unipar.data.dataset import data_source_of
@@ -87,7 +88,7 @@ def _run_job(
     if job.kind == "probe":
         facts = {"quiet": dropout_names, "stream": again is not None, **probe_task(task, settled, world)}
         return facts | {"again": facts["again"] and again is not False}
-    build = None
+    build, unequal = None, list[str]()
     if job.kind == "replay":
         build = replay.replay_builder(job.shares, job.order, apart=job.apart, perturbed=job.key.perturbed)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
@@ -109,9 +110,7 @@ def _run_job(
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
         if job.resumes:
-            chosen = choose_checkpoint(job.resumes, folder, world, settled.config, ())
-            assert chosen is not None
-            restore_run(live, chosen)
+            unequal = _restore_and_compare(live, Path(job.resumes))
         recorder.record_initial_state()
         first_buffers = recorder.buffers(share=False)
         if job.kind == "replay":
@@ -146,6 +145,7 @@ def _run_job(
             "counted": sorted(
                 key for key, value in plain_numbers(task, live).items() if value != before.get(key, value)
             ),
+            "unequal": unequal,
             "first_buffers": first_buffers,
             "buffers": recorder.buffers() if job.kind == "replay" or settled.cell.axes.ranks > 1 else {},
         }
@@ -192,6 +192,19 @@ def _train_steps(task: Task, live: TrainingRun, steps: int) -> None:
     with contextlib.suppress(StepsDone):
         task.train(live)
     live.finish()
+
+
+def _restore_and_compare(live: TrainingRun, path: Path) -> list[str]:
+    """Give the run the state of a checkpoint; return the tensors on this rank that are not those of the checkpoint."""
+    chosen = choose_checkpoint(str(path), path.parent, live.world, live.config, ())
+    assert chosen is not None
+    restore_run(live, chosen)
+    with SavedState(path, chosen.checkpoint.manifest) as saved:
+        return [
+            f"{piece.name} ({piece.kind})"
+            for piece in live.pieces()
+            if not torch.equal(piece.tensor.detach().cpu().flatten(), saved(piece.name, piece.kind, piece.where))
+        ]
 
 
 def plain_numbers(task: Task, live: TrainingRun) -> dict[str, float]:
