@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, received by a parent that waits for its workers."""
+"""SIGINT, SIGTERM and SIGUSR1, received by a parent that waits for its workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that stop a run: of a terminal, of a scheduler, and its warning some time before (`sbatch --signal`)."""
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Signal by which a worker is asked to write its Python stack."""
 
 
 class SignalReceiver:
