@@ -84,14 +84,14 @@ def _sentences(state: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
 
 def _part_sentences(name: str, part: Mapping[str, Any]) -> Iterator[str]:
     of = f" of {name!r}" if name else ""
-    for group, number in zip(part.get("groups") or (), range(1_000_000), strict=False):
+    for number, group in enumerate(part.get("groups") or []):
         settings = ", ".join(f"{key} {value}" for key, value in group["settings"].items() if value is not None)
         yield f"optimizer group {number}{of}: {settings}"
     if skipped := part.get("skipped"):
         yield f"steps skipped{of} for the loss scale: {skipped}"
     if counters := part.get("counters"):
         yield f"numbers of the engine{of}: " + ", ".join(f"{key} {value:g}" for key, value in counters.items())
-    for names in part.get("tied") or ():
+    for names in part.get("tied") or []:
         yield f"one parameter{of}: {' = '.join(names)}"
 
 
