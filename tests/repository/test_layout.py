@@ -22,7 +22,7 @@ BACKENDS = ("unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accel
 MAY_REUSE = {"unipar_accelerate": {"unipar_native", "unipar_deepspeed"}, "unipar_deepspeed": {"unipar_native"}}
 """Accelerate wraps both; DeepSpeed gets the plan of `parallel.tensor`, which is derived and proved by native's mesh."""
 
-HELP = {ROOT / "unipar/cli/app.py", *(ROOT / "unipar/cli/commands").glob("*.py")}
+HELP = {ROOT / "unipar/cli/app.py", *(ROOT / "unipar/cli/commands").rglob("*.py")}
 """Files in which a text may name a library: `--help` teaches by example."""
 
 LAYOUT = Layout(ROOT)

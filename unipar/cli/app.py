@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +32,7 @@ COMMANDS = {
     "runs": "report:print_runs",
     "report": "report:report",
     "verify": "verify:verify",
+    "checkpoint": "checkpoint.group:build_group",
     "check": "check:check_run",
     "explain": "explain:explain",
     "export": "convert:export",
@@ -42,6 +43,9 @@ COMMANDS = {
     "install": "backends:install",
 }
 """Module in unipar.cli.commands and function of each command, in the order of `--help`."""
+
+GROUPS = ("checkpoint",)
+"""Commands that have commands of their own; their function returns them."""
 
 
 def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
@@ -57,8 +61,11 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     app.callback()(_common_options)
     for name in names:
         module, _, function = COMMANDS[name].partition(":")
-        command: Callable[..., None] = getattr(import_module(f"unipar.cli.commands.{module}"), function)
-        app.command(name, epilog=EXIT_CODES_HELP)(command)
+        command: Callable[..., Any] = getattr(import_module(f"unipar.cli.commands.{module}"), function)
+        if name in GROUPS:
+            app.add_typer(command(), name=name)
+        else:
+            app.command(name, epilog=EXIT_CODES_HELP)(command)
     return app
 
 

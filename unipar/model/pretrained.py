@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from unipar.config.sections.model import Weights
 from unipar.errors import ConfigError
+from unipar.model.state_names import unsaved_buffers
 from unipar.model.weight_file import (
     STATE_DICT_KEYS,
     check_weight_patterns,
@@ -94,12 +95,8 @@ def _describe_mismatch(missing: list[str], unexpected: list[str]) -> str:
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what a state dict holds: parameters and persistent buffers, under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
-    passing = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, inner in module.named_modules(remove_duplicate=False)
-        for name in inner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - there is no other way
-    }
-    yield from ((n, b) for n, b in module.named_buffers(remove_duplicate=False) if n not in passing)
+    unsaved = unsaved_buffers(module)
+    yield from ((n, b) for n, b in module.named_buffers(remove_duplicate=False) if n not in unsaved)
 
 
 def _copy_values(mine: Mapping[str, Tensor], values: Mapping[str, ReadTensor], file: str) -> None:

@@ -14,6 +14,7 @@ from unipar.backend import Engine, Part, Piece, Read, Region, Step
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import NonFinite, TaskError, UniparError
+from unipar.model.state_names import StateNames, state_names
 from unipar.training import stopping
 
 _MAX_PENDING_LOSSES = 64
@@ -33,6 +34,7 @@ class TrainedPart:
         *,
         alone: bool,
         tied: Sequence[Sequence[str]] = (),
+        names: StateNames | None = None,
     ) -> None:
         self.name, self.module, self.engine, self.world = part.name, part.module, engine, world
         self.config = config
@@ -60,6 +62,9 @@ class TrainedPart:
 
         self.tied = [list(names) for names in tied]
         """Names that share one parameter."""
+
+        self.state_names = names or state_names(part.module)
+        """Names that are trained, and those that state dicts leave out, as the model's author has made it."""
 
         self._born_groups = self._plain_groups()
         self._pending_losses: list[Tensor] = []

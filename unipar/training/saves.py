@@ -179,6 +179,7 @@ class RunCheckpoints:
                     "counters": part.engine.counters(),
                     "groups": part.group_state(),
                     "tied": part.tied,
+                    **part.state_names._asdict(),
                 }
                 for name, part in live.parts.items()
             },

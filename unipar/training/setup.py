@@ -25,6 +25,7 @@ from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
 from unipar.model.optimizer import optimizer_factory, parameter_groups, refuse_whole_matrices
 from unipar.model.pretrained import load_weights
+from unipar.model.state_names import state_names
 from unipar.model.transforms import apply_transforms
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.heartbeat import HeartbeatWriter
@@ -233,6 +234,7 @@ def build_run(
         own = config.of_part(name)
         groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=own_optimizer is not None)
         blocks, tied = find_blocks(module, own, given=task.blocks(module)), tied_names(module)
+        names = state_names(module)
         if config.parallel.axes.ranks > 1:
             in_blocks.update(_count_in_blocks(module, blocks))
         apply_transforms(module, blocks, own)
@@ -248,7 +250,7 @@ def build_run(
         )
         with _explain_import_error(backend):
             engine = (build or backend.build)(part, own, world)
-            parts[name] = TrainedPart(part, engine, own, world, alone=len(modules) == 1, tied=tied)
+            parts[name] = TrainedPart(part, engine, own, world, alone=len(modules) == 1, tied=tied, names=names)
     if len(parts) > 1:
         for part in parts.values():  # some libraries fix in the first forward which parameters take gradients
             part.engine.evaluate(_compute_nothing, None)

@@ -1,0 +1,115 @@
+"""List of the checkpoints of a run or of a folder, whole or broken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unipar.checkpoint.protocol.verifying import CheckpointContents, find_checkpoints, inspect_checkpoint
+from unipar.errors import CheckpointError
+from unipar.utils.table import format_table
+from unipar.utils.text import format_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedCheckpoint:
+    """Checkpoint in short; of a broken one nothing but step, path and reason is known."""
+
+    step: int
+    path: str
+    whole: bool
+    why: str = ""
+    """Sentence on what is wrong with it."""
+
+    time: float | None = None
+    """Time of the save, in seconds since 1970."""
+
+    bytes: int = 0
+    cell: str = ""
+    ranks: int | None = None
+    metrics: Mapping[str, float | None] | None = None
+    """Results of the last evaluation before the save."""
+
+    best: bool = False
+    """Whether it is among the best, as the newest whole checkpoint of the folder counts them."""
+
+
+def folder_with_checkpoints(given: Path) -> Path:
+    """Return the folder in which the checkpoints of a run folder, or of a folder itself, are."""
+    for folder in (given, given / "checkpoints"):
+        if find_checkpoints(folder):
+            return folder
+    if not given.is_dir():
+        raise CheckpointError(f"{given}: no such folder; name a run folder, or a folder with checkpoints")
+    raise CheckpointError(
+        f"{given} has no checkpoints: there is no folder such as step-00000500 in it, nor in its folder checkpoints; "
+        "if the run saves elsewhere, name the folder of its checkpoint.to"
+    )
+
+
+def list_checkpoints(given: Path) -> list[ListedCheckpoint]:
+    """Return the checkpoints of a folder, newest first; all about them is checked but the hashes of their tensors."""
+    best: set[int] | None = None
+    listed: list[ListedCheckpoint] = []
+    for found in find_checkpoints(folder_with_checkpoints(given)):
+        try:
+            contents = inspect_checkpoint(found.path)
+        except CheckpointError as e:
+            listed.append(ListedCheckpoint(step=found.step, path=str(found.path), whole=False, why=str(e)))
+            continue
+        if best is None:
+            best = {pair[0] for pair in contents.state.get("best") or ()}
+        listed.append(_listed(contents, found.step in best))
+    return listed
+
+
+def _listed(contents: CheckpointContents, best: bool) -> ListedCheckpoint:
+    state: dict[str, Any] = contents.state
+    return ListedCheckpoint(
+        step=contents.manifest.step,
+        path=str(contents.path),
+        whole=True,
+        time=state.get("time"),
+        bytes=contents.manifest.bytes,
+        cell=state.get("cell") or "",
+        ranks=state.get("ranks"),
+        metrics=state.get("metrics") or {},
+        best=best,
+    )
+
+
+def checkpoint_table(listed: list[ListedCheckpoint], width: int, now: float | None = None) -> str:
+    """Return the list as a table in plain text."""
+    now = time.time() if now is None else now
+    rows = [
+        [
+            str(one.step),
+            format_age(now - one.time) if one.time else "-",
+            format_size(one.bytes),
+            one.cell or "-",
+            str(one.ranks or "-"),
+            "yes" if one.best else "",
+            format_metrics(one.metrics or {}),
+        ]
+        if one.whole
+        else [str(one.step), f"broken: {one.why}"]
+        for one in listed
+    ]
+    header = ["step", "age", "size", "saved by", "ranks", "best", "metrics"]
+    return format_table(header, rows, right=(0, 1, 2, 4), width=width)
+
+
+def format_metrics(metrics: Mapping[str, float | None]) -> str:
+    """Return metrics in one line: `loss 0.25, accuracy 0.9`."""
+    return ", ".join(f"{name} {'not finite' if value is None else f'{value:.6g}'}" for name, value in metrics.items())
+
+
+def format_age(seconds: float) -> str:
+    """Return an age in its largest unit: 40 s, 12 min, 3 h, 5 days."""
+    for unit, length in (("days", 172800), ("h", 7200), ("min", 120)):
+        if seconds >= length:
+            return f"{seconds // {'days': 86400, 'h': 3600, 'min': 60}[unit]:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,1 @@
+"""Commands of `unipar checkpoint`, one a file."""

@@ -1,0 +1,39 @@
+"""`unipar checkpoint list`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unipar.cli.commands.options import JsonOption
+
+
+def print_list(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run folder, or a folder with checkpoints.", show_default=False)
+    ],
+    *,
+    as_json: JsonOption = False,
+) -> None:
+    """List checkpoints: step, age, size, metrics, the cell and ranks that saved them, and what is wrong.
+
+    Files, sizes, headers and the manifest's hash are checked; the hashes of tensors are what `verify` checks.
+    `best` is as the newest whole checkpoint counts it.
+
+    \b
+    unipar checkpoint list runs/char_gpt
+    unipar checkpoint list /data/checkpoints --json
+    """
+    from unipar.checkpoint.overview.listing import checkpoint_table, list_checkpoints
+
+    listed = list_checkpoints(folder)
+    if as_json:
+        from dataclasses import asdict
+
+        typer.echo(json.dumps([asdict(one) for one in listed], indent=2))
+    else:
+        typer.echo(checkpoint_table(listed, shutil.get_terminal_size().columns))

@@ -1,0 +1,43 @@
+"""Arguments and the progress bar that the commands of `unipar checkpoint` share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CheckpointArgument = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="A checkpoint; of a run folder, its newest.", show_default=False),
+]
+
+
+def checkpoint_path(given: Path) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest in the run folder or folder that it is."""
+    from unipar.checkpoint.format.names import MANIFEST_FILE, step_of_folder
+    from unipar.checkpoint.overview.listing import folder_with_checkpoints
+    from unipar.checkpoint.protocol.verifying import find_checkpoints
+
+    if step_of_folder(given.name) is not None or (given / MANIFEST_FILE).exists() or given.is_symlink():
+        return given
+    return find_checkpoints(folder_with_checkpoints(given))[0].path
+
+
+@contextmanager
+def progress_bar(text: str) -> Generator[Callable[[int, int], None] | None]:
+    """Context manager: a callback with what is done and the total, drawn on a terminal; None elsewhere."""
+    from unipar.utils.terminal import Terminal
+
+    terminal = Terminal(sys.stderr)
+    if not terminal.can_draw:
+        yield None
+        return
+    terminal.draw_spinner(text)
+    try:
+        yield lambda done, total: terminal.move_bar(completed=done, total=total)
+    finally:
+        terminal.stop()

@@ -1,0 +1,36 @@
+"""Names in a model's state that a checkpoint tells apart: trained parameters, and buffers that state dicts leave out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class StateNames(NamedTuple):
+    """Names of one part's state; a parameter or buffer with several names is here under the first."""
+
+    trained: list[str]
+    """Parameters that take gradients."""
+
+    unsaved: list[str]
+    """Buffers that are not persistent, so that state dicts do not have them."""
+
+
+def state_names(module: nn.Module) -> StateNames:
+    """Return the names of a module as its author made it."""
+    unsaved = unsaved_buffers(module)
+    return StateNames(
+        [name for name, p in module.named_parameters() if p.requires_grad],
+        [name for name, _ in module.named_buffers() if name in unsaved],
+    )
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Return the names of buffers that are not persistent, each under all of its names."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for name in inner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - there is no other way
+    }
