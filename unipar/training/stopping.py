@@ -19,7 +19,7 @@ SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second signal counts as the first one: launchers forward what the terminal sent already."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals after which a run stops at a step boundary."""
+"""Signals after which a run stops: of a scheduler, of a terminal, and a scheduler's warning (`sbatch --signal`)."""
 
 _stop_requested_at: float | None = None
 _stop_reason = ""

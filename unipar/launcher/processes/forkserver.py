@@ -28,8 +28,8 @@ from typing_extensions import override
 from unipar.errors import UniparError
 from unipar.launcher.processes import script_fork
 from unipar.launcher.processes.process import WorkerProcess, WorkerStarter
-from unipar.launcher.processes.signals import STOP_SIGNALS
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_with_parent
+from unipar.training.stopping import STOP_SIGNALS
 from unipar.utils import procfs
 
 FORK_MESSAGE_BYTES = 1 << 17

@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that stop a run: of a terminal, of a scheduler, and its warning some time before (`sbatch --signal`)."""
+from unipar.training.stopping import STOP_SIGNALS
 
 STACK_SIGNAL = signal.SIGUSR2
 """Signal by which a worker is asked to write its Python stack."""
