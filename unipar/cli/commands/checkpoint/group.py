@@ -17,6 +17,7 @@ HELP = """Look at checkpoints, and carry weights and state into and out of them.
     unipar checkpoint verify runs/char_gpt            every hash
     unipar checkpoint diff A B                        which tensors differ, and by how much
     unipar checkpoint export runs/char_gpt --to hf    weights for other libraries
+    unipar checkpoint import train.yaml zero3/        a checkpoint of another library, for `unipar run --from`
     """
 
 CHECKPOINT_COMMANDS = {
@@ -25,6 +26,7 @@ CHECKPOINT_COMMANDS = {
     "verify": "verify:verify",
     "diff": "diff:diff",
     "export": "export:export",
+    "import": "import_:import_",
 }
 """Module beside this one and function of each command, in the order of `--help`."""
 
