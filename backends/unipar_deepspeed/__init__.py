@@ -50,6 +50,7 @@ class DeepSpeed(Backend):
     name = "deepspeed"
     exports = "deepspeed"
     imports = "a ds_config.json"
+    reads_checkpoints = True
     requires = ("deepspeed",)
     hint = "pip install 'unipar[deepspeed]'"
     options: ClassVar[type[Section]] = DeepSpeedOptions

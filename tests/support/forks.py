@@ -207,7 +207,13 @@ class Forks(WorkerStarter):
                 process.end()
 
     def ranks(
-        self, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, *, size: int = 2
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        size: int = 2,
+        timeout: float = 60.0,
     ) -> list[subprocess.CompletedProcess[str]]:
         """Run `python WORDS...` as two ranks, or more, to their end, with the variables that torchrun would set."""
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -226,7 +232,7 @@ class Forks(WorkerStarter):
                 )
                 for rank in range(size)
             ]
-            return [process.wait() for process in ranks]
+            return [process.wait(timeout) for process in ranks]
 
 
 @final

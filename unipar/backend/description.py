@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from unipar.backend.engine import Category, Engine, Part
@@ -103,6 +104,9 @@ class Backend(ABC):
     imports: ClassVar[str] = ""
     """Name for `unipar import` of the library's own config, read by import_config.py; empty: not read."""
 
+    reads_checkpoints: ClassVar[bool] = False
+    """Whether import_checkpoint.py beside the description reads checkpoint folders that the library itself wrote."""
+
     def refuse(self, config: Config) -> Iterator[str]:
         """Yield each reason, beyond `capabilities`, why `config` cannot run here."""
         yield from ()
@@ -151,6 +155,14 @@ class Backend(ABC):
         if not self.imports:
             raise Unsupported(self.name, ["this backend's library has no config that unipar can read"])
         self._beside("import_config").read(reading, data)
+
+    def recognizes_checkpoint(self, path: Path) -> bool:
+        """Return whether a path is a checkpoint folder of the library's own."""
+        return self.reads_checkpoints and self._beside("import_checkpoint").recognizes(path)
+
+    def collect_checkpoint(self, path: Path, into: Any, *, weights_only: bool) -> None:
+        """Collect the state in such a folder by `collect` in import_checkpoint.py, into a `StateCollector`."""
+        self._beside("import_checkpoint").collect(path, into, weights_only=weights_only)
 
     @final
     def _beside(self, name: str) -> Any:

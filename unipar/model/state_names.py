@@ -1,4 +1,4 @@
-"""Names in a model's state that a checkpoint tells apart: trained parameters, and buffers that state dicts leave out."""
+"""Names in a model's state that a checkpoint tells apart: trained parameters, and buffers not in state dicts."""
 
 from __future__ import annotations
 

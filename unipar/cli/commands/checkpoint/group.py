@@ -25,6 +25,8 @@ CHECKPOINT_COMMANDS = {
     "inspect": "inspect:inspect",
     "verify": "verify:verify",
     "diff": "diff:diff",
+    "export": "export:export",
+    "import": "import_:import_",
 }
 """Module beside this one and function of each command, in the order of `--help`."""
 

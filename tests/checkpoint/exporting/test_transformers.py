@@ -1,0 +1,96 @@
+"""Models and adapters trained by unipar, exported, and loaded by transformers and peft themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GPT2LMHeadModel
+
+from tests.support.forks import Forks
+from tests.support.lora_task import lora_model
+from tests.support.transformer_models import LENGTH, WORDS, Gpt2
+from tests.support.world import ROOT
+from unipar.checkpoint.exporting.writing import ExportWish, export_checkpoint
+from unipar.checkpoint.protocol.verifying import CheckpointContents, verify_checkpoint
+from unipar.checkpoint.saved_state import SavedState
+
+pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
+
+CELLS = ["native/parameters", "deepspeed/parameters"]
+STEPS = 3
+
+
+def trained(forks: Forks, folder: Path, task: str, cell: str) -> CheckpointContents:
+    """Return the last checkpoint of a run of 2 ranks."""
+    config = {
+        "task": {"use": str(ROOT / "tests/support" / task)},
+        "backend": cell.partition("/")[0],
+        "parallel": {"data": 2, "shard": cell.partition("/")[2]},
+        "device": "cpu",
+        "batch": {"total": 4},
+        "train": {"steps": STEPS, "optimizer": {"name": "adamw", "lr": 0.05}},
+        "checkpoint": {"every": None},
+        "out": str(folder / "run"),
+    }
+    (folder / "config.yaml").write_text(json.dumps(config), "utf-8")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = forks.unipar(["run", str(folder / "config.yaml")], {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return verify_checkpoint(folder / "run/checkpoints" / f"step-{STEPS:08d}")
+
+
+def logits(model: Any) -> Tensor:
+    words = torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
+    with torch.no_grad():
+        return model.eval()(input_ids=words).logits
+
+
+def with_values_of(model: Any, contents: CheckpointContents) -> Any:
+    """Return the model with the saved weights, filled by their plain names without any export."""
+    with SavedState(contents.path, contents.manifest) as state, torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(state.whole(name, "weight"))
+    return model
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_transformers_loads_an_exported_model(forks: Forks, tmp_path: Path, cell: str) -> None:
+    """Several files with an index, tied embeddings under one name: the same logits, no key missing or unexpected."""
+    contents = trained(forks, tmp_path, "transformer_models.py:Gpt2", cell)
+    export_checkpoint(contents, tmp_path / "hf", ExportWish(to="hf", size="20KB"))
+    assert len(list((tmp_path / "hf").iterdir())) > 2
+    model: Any = Gpt2().model()
+    before = logits(model)
+    model.config.save_pretrained(tmp_path / "hf")
+    loaded, said = GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    after = logits(with_values_of(model, contents))
+    assert torch.equal(logits(loaded), after)
+    assert not torch.allclose(before, after)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_peft_loads_an_exported_adapter(forks: Forks, tmp_path: Path, cell: str) -> None:
+    """Only what was trained, under the names that peft expects; the same logits over a base model of its own."""
+    contents = trained(forks, tmp_path, "lora_task.py:Lora", cell)
+    made = lora_model()
+    before = logits(made)
+    export_checkpoint(contents, tmp_path / "adapter", ExportWish(to="peft"))
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    made.save_pretrained(tmp_path / "saved_by_peft")
+    assert set(load_file(file)) == set(load_file(tmp_path / "saved_by_peft/adapter_model.safetensors"))
+    made.peft_config["default"].save_pretrained(tmp_path / "adapter")
+    torch.manual_seed(3)
+    base: Any = Gpt2().model()
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    after = logits(with_values_of(made, contents))
+    assert torch.equal(logits(loaded), after)
+    assert not torch.allclose(before, after)

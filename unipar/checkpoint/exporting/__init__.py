@@ -1,0 +1,1 @@
+"""Export of a checkpoint's weights to files of other libraries."""
