@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def test_forks_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 PARENT = """
 import sys
+import time
 from pathlib import Path
 from unipar.launcher.processes.forkserver import ForkServer
 from unipar.launcher.processes.group import WorkerGroup
@@ -107,3 +109,13 @@ def test_a_server_that_was_killed(tmp_path: Path) -> None:
             workers.kill()
         eventually(lambda: not is_running(fork), "the fork lives on")
         assert workers.running_pids == {}
+
+
+def test_a_signal_to_all_processes_of_a_job() -> None:
+    """The server lives on, as ranks that save need it to the end."""
+    with ForkServer(["json"], PYTHONPATH_VARIABLE) as server:
+        server.wait_until_ready()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(server.pid, number)
+        time.sleep(0.2)
+        assert server.running
