@@ -24,7 +24,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory mesh bubble conformance chaos matrix sweeps compiled versions gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix sweeps compiled versions gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -69,6 +69,9 @@ mesh: setup $(DONE)/tests ## models that others wrote, split over tensor, pipeli
 
 bubble: setup ## how long the ranks of a pipeline wait under each schedule, measured on blocks that sleep
 	$(IN_VENV) $(BIN)/python -m benchmarks.bubble $(ARGS)
+
+pairs: setup ## every engine goes on from what every other one has saved: half an hour (ARGS=--help)
+	$(IN_VENV) $(BIN)/python -m benchmarks.checkpoint_pairs $(ARGS)
 
 conformance: setup $(DONE)/tests ## every case in every cell, in worlds of 1, 2 and 4
 	@$(PYTEST) tests/conformance --whole $(ARGS)

@@ -36,6 +36,7 @@ PAGE = ROOT / "docs" / "mesh-models.md"
 STEPS = 4
 CELLS = {
     "native/nothing+tensor2": 2,
+    "native/nothing+tensor2+sequence": 2,
     "native/nothing+pipeline2": 2,
     "native/nothing+context2": 2,
     "native/nothing+tensor2+pipeline2": 4,
@@ -132,8 +133,9 @@ def row_of_verdict(name: str, verdict: Verdict, stopped: str) -> Row:
     if verdict.outcome == "disagrees":
         kind = verdict.finding.kind if verdict.finding is not None else ""
         return Row(name, verdict.cell, False, False, f"DISAGREES: {kind or verdict.worst}")
-    why = verdict.note or stopped
-    return Row(name, verdict.cell, False, *_refused(why))
+    if verdict.outcome == "refused":
+        return Row(name, verdict.cell, False, True, f"refused: {verdict.note}")
+    return Row(name, verdict.cell, False, *_refused(verdict.note or stopped))
 
 
 def trained_rows(name: str, subject: Subject, ranks: int, cells: Sequence[str]) -> Iterator[Row]:

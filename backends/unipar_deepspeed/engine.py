@@ -21,7 +21,7 @@ from unipar.config import SHARDS, Config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
-from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
+from unipar.engines.gradients import clip_counted, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates, current_rates
 from unipar.engines.loss_scale import LossScaler
 from unipar.engines.placement import (
@@ -38,7 +38,6 @@ from unipar_deepspeed.offload import cpu_optimizer_for
 from unipar_deepspeed.options import options_of, remove_offload_files
 from unipar_deepspeed.partitions import ZeroPartitions, keep_exact_values
 from unipar_deepspeed.tensor import (
-    clip_counted,
     finish_split,
     forget_groups,
     keep_sizes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, final
 
 import torch
@@ -249,16 +248,3 @@ def _regions_of_parts(split: TensorSplit, held: Mapping[str, Tensor]) -> Iterato
                 yield name, numel, where, local.of(flat)
         elif split.seat == 0:
             yield name, flat.numel(), Region(0, flat.numel()), flat
-
-
-def clip_counted(grads: list[Tensor], counted: list[Tensor], limit: float, world: World) -> Tensor:
-    """Clip by the norm summed in fp64 and return it; `counted` are those that no other rank counts."""
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for g in counted:
-        total += g.double().square().sum()
-    norm = world.sum(total).sqrt()
-    if limit < inf and grads:
-        factor = min(limit / (norm.item() + 1e-6), 1.0)
-        if factor < 1.0:
-            torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateUsage]
-    return norm

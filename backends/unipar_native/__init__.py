@@ -14,6 +14,7 @@ from unipar.config import SHARDS, Config, Section
 from unipar.distributed import gpus
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
+from unipar.utils.text import format_size
 from unipar_native.schedule_refusals import refusals_of_torch_schedules
 
 if TYPE_CHECKING:
@@ -105,6 +106,11 @@ class NativeOptions(Section):
 
     attention: Literal["gather", "ring"] = "gather"
     """How attention reaches other ranks' positions under parallel.context: keys and values gathered, or passed on."""
+
+    proof: Literal["whole", "blocks", "off"] = "whole"
+    """What a model split over tensor, pipeline or context is compared with before the first step. whole: loss and
+    gradients of the whole model, which rank 0 computes; blocks: its loss, and gradients of a block of each kind, where
+    rank 0 cannot hold all gradients; off: nothing, which the log says."""
 
 
 @final
@@ -203,9 +209,7 @@ class Native(Backend):
             if config.parallel.shard == "nothing":
                 once = "the last microbatch"
                 settings |= {"reshard_after_backward": f"after {once}", "requires_gradient_sync": f"in {once}"}
-            return {"mesh": str(axes), "fully_shard": settings}
-        if config.parallel.axes.ranks > 1:
-            return mesh_settings(config)
+            return {"mesh": str(axes), "fully_shard": settings, "proof": _describe_proof(config, parameters)}
         if not uses_ddp(config):
             return {"fully_shard": fsdp_settings(config)}
         settings = {"DistributedDataParallel": ddp_settings(options_of(config))}
@@ -220,7 +224,8 @@ class Native(Backend):
         assert part.loss is not None
         assert part.sample is not None
         ranks = config.parallel.tensor
-        plan = derive_model_plan(part.module, part.blocks, part.loss, part.sample(), ranks, part.tensor)
+        model, sequence = part.module, config.parallel.sequence
+        plan = derive_model_plan(model, part.blocks, part.loss, part.sample(), ranks, part.tensor, sequence=sequence)
         yield from plan.sentences()
         trials = sum(plan.blocks[name].trials for name in plan.tried)
         yield f"found in {trials} trials of {len(plan.tried)} blocks, {plan.seconds:.1f} s of CPU"
@@ -284,23 +289,27 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def mesh_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of the mesh engine in words, for `unipar explain`."""
-    axes, shard = config.parallel.axes, config.parallel.shard
-    told: dict[str, Any] = {"mesh": f"pipeline {axes.pipeline} x data x context {axes.context} x tensor {axes.tensor}"}
-    if axes.pipeline > 1:
-        told["stages"] = "cut between blocks, balanced by measured time and parameters, or the task's cuts(stages)"
-        told["schedule"] = axes.schedule
-    if axes.tensor > 1:
-        told["blocks over tensor"] = "columns and rows found by trying a block, or the task's tensor(model)"
-    if axes.context > 1:
-        told["sequences over context"] = "from the first block to the last; attention gathers keys and values"
-    beneath = {
-        "ranks": "data x context: with one such rank nothing is wrapped",
-        "split": "nothing, copies alone" if shard == "nothing" else "each copy over data x context",
-        "reshard_after_forward": shard == "parameters",
-    }
-    return told | {"fully_shard": beneath, "before step 1": "loss and gradients of one microbatch, split against whole"}
+def _describe_proof(config: Config, parameters: int | None) -> str:
+    """Return what the mesh engine compares before the first step, and what rank 0 needs for it."""
+    proof = options_of(config).proof
+    if proof == "off":
+        return "off: it is not proved before the first step that the split model is the whole one"
+    each = 8 if config.train.precision == "fp64" else 4
+
+    def needed(copies: int) -> str:
+        total = "" if parameters is None else f" = {format_size(parameters * each * copies)}"
+        return f"parameters x {each * copies} bytes{total}"
+
+    if proof == "blocks":
+        return (
+            "blocks: the loss, and outputs and gradients of a block of each kind, against those of the whole model; "
+            f"rank 0 holds its weights, {needed(1)} of host memory, and gradients of one block at a time"
+        )
+    return (
+        f"whole: loss and all gradients against those of the whole model; rank 0 holds its weights and gradients, "
+        f"{needed(2)} of host memory, and the activations of one microbatch; options.native.proof: blocks needs "
+        "gradients of one block at a time"
+    )
 
 
 def data_parallel_devices(config: Config) -> list[int]:
@@ -344,6 +353,11 @@ def _mesh_refusals(config: Config) -> Iterator[str]:
     axes, model = config.parallel.axes, config.model
     if options_of(config).wrapper == "dp":
         yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
+    if options_of(config).proof == "blocks" and axes.sequence:
+        yield (
+            "options.native.proof: blocks is not available with parallel.sequence: true, where a block between others "
+            "has a part of its input; take proof: whole, or leave sequence out"
+        )
     if options_of(config).vocabulary == "split":
         if axes.tensor == 1:
             yield "options.native.vocabulary: split has no effect without parallel.tensor: leave it out"
@@ -368,8 +382,6 @@ def _mesh_refusals(config: Config) -> Iterator[str]:
             yield f"model.compile is not available with {axes}: calls inside blocks are changed; leave it out"
         elif compiling.what == "model":
             yield "model.compile: model is not available with pipeline: a stage leaves the model; compile blocks"
-    if axes.sequence:
-        yield "parallel.sequence: true is not available yet: leave it out"
     if axes.pieces > 1:
         yield from refusals_of_torch_schedules(config)
 

@@ -18,7 +18,8 @@ from unipar.backend.export import (
     render_samples_file,
 )
 from unipar_native import ZERO_OPTIMIZER_SETTINGS, options_of, uses_ddp
-from unipar_native.mesh.scripts.pipeline import mesh_script
+from unipar_native.mesh.scripts.pipeline import pipeline_script
+from unipar_native.mesh.scripts.split import split_script
 
 _CARRIED_OPTIONS = frozenset({"find_unused", "bucket_mb"})
 
@@ -29,10 +30,12 @@ def script(outline: Outline) -> Script:
     shard = config.parallel.shard
     refuse_uncarried_options("native", f"native/{shard}", config.options.get("native", {}), _CARRIED_OPTIONS)
     outline = replace(outline, autocast=config.train.precision == "bf16-mixed")
-    stages = config.parallel.pipeline
-    write = mesh_script if config.parallel.axes.ranks > 1 else _ddp_script if uses_ddp(config) else _fsdp2_script
+    if (axes := config.parallel.axes).ranks > 1:
+        write = pipeline_script if axes.pipeline > 1 else split_script
+    else:
+        write = _ddp_script if uses_ddp(config) else _fsdp2_script
     text = write(outline)
-    command = ["torchrun", "--standalone", "--nproc-per-node", str(outline.sizes.ranks * stages), "$@", "train.py"]
+    command = ["torchrun", "--standalone", "--nproc-per-node", str(outline.sizes.ranks * axes.ranks), "$@", "train.py"]
     return Script({"train.py": text, "samples.py": render_samples_file(outline)}, command)
 
 

@@ -37,7 +37,7 @@ TENSOR, PIPELINE = "native/nothing+tensor2", "native/nothing+pipeline2"
             True,
         ),
         (
-            Verdict(cell=TENSOR, outcome="failed", note="parallel.tensor: 2 would split nothing of this model"),
+            Verdict(cell=TENSOR, outcome="refused", note="parallel.tensor: 2 would split nothing of this model"),
             "refused: parallel.tensor: 2 would split nothing of this model",
             True,
         ),

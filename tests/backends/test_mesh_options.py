@@ -48,6 +48,23 @@ def test_attention_in_a_ring(tmp_path: Path) -> None:
     assert ring == pytest.approx(losses(tmp_path / "one", LETTERS, {}), abs=2e-6)
 
 
+@pytest.mark.forked
+@pytest.mark.parametrize("proof", [pytest.param("whole", marks=pytest.mark.sweep), "blocks"])
+def test_evaluation_of_layers_of_torch(tmp_path: Path, proof: str) -> None:
+    """Without gradients they call no kernel for whole matrices: evaluations are those of one process."""
+    config = {
+        "task": {"use": f"{ROOT}/tests/support/unsplit.py:Encoded"},
+        "device": "cpu",
+        "batch": {"total": 8, "micro": 4},
+        "train": {"steps": 2, "optimizer": {"lr": 1e-2}},
+        "eval": {"every": 2, "batches": 1},
+    }
+    one = unipar.launch({**config, "parallel": {"data": 1}, "out": str(tmp_path / "one")}, quiet=True)
+    native = {"options": {"native": {"proof": proof}}, "parallel": {"data": 1, "tensor": 2}}
+    split = unipar.launch({**config, **native, "out": str(tmp_path / "split")}, quiet=True)
+    assert [(step, pytest.approx(values, abs=2e-6)) for step, values in one.evals] == split.evals
+
+
 @pytest.mark.sweep
 @pytest.mark.forked
 @pytest.mark.parametrize("shard", ["nothing", "parameters"])

@@ -98,7 +98,7 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
         "eval.batches log.every log.to log.memory launch.heartbeat launch.timeout launch.grace launch.fork",
         "launch.deadline launch.restarts checkpoint resume",
         "options.native.find_unused options.native.bucket_mb options.native.wrapper options.native.vocabulary",
-        "options.native.attention compare.cells",
+        "options.native.attention options.native.proof compare.cells",
         "compare.repeat compare.memory out",
     }
     assert keys == {key for line in leaves for key in line.split()}
@@ -335,6 +335,12 @@ def test_what_follows_from_the_axes_of_a_mesh(source: ConfigSource) -> None:
     gpipe = mesh_of(explain_config(source, ["native/nothing+pipeline2+gpipe"]))
     assert gpipe["microbatches in flight"][0] == [4, 4]
     assert gpipe["pipeline bubble"][0] == 0.2
+    interleaved = changed(source, "data.ragged=drop")
+    assert mesh_of(explain_config(interleaved, ["native/nothing+pipeline2+interleaved"]))["microbatches in flight"] == (
+        [5, 3],
+        "derived: microbatches whose activations each rank keeps at the same time, counted in each stage, the first "
+        "rank first",
+    )
 
 
 def test_a_mesh_in_a_pipe(source: ConfigSource) -> None:

@@ -172,6 +172,23 @@ def test_a_world_of_nobody(world: int) -> None:
     assert str(e.value) == f"--world: {world}: wanted a whole number above 0, or several: 1,2,4"
 
 
+def test_what_an_engine_refuses_is_no_failure(tmp_path: Path) -> None:
+    """A split that the proof refuses is a row with its sentence, and the other cells decide the exit code."""
+    config = {
+        "task": {"use": "tests.support.unsplit:Unsummed", "args": {"where": "leave"}},
+        "device": "cpu",
+        "parallel": {"data": 2},
+        "batch": {"total": 8},
+        "train": {"steps": 3},
+        "compare": {"repeat": 1, "memory": False},
+        "out": str(tmp_path / "out"),
+    }
+    found = compare(config, cells=("native/nothing", "native/nothing+tensor2"))
+    assert [row.outcome for row in found.rows] == ["ran", "ran", "refused"]
+    assert found.rows[2].note.startswith("split as planned, the model is another: a loss of ")
+    assert (found.code, found.finished) == (0, True)
+
+
 def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One cell agrees, one fails with its sentence, one is refused: each is a row, and compare.json holds all."""
     given["task"]["args"] = {"reach": True}

@@ -234,7 +234,7 @@ MESH_CELLS = (
     "native/nothing+pipeline2", "native/nothing+tensor2", "native/nothing+context2", "native/parameters+pipeline2",
     "native/parameters+tensor2", "native/nothing+tensor2+pipeline2+gpipe", "native/nothing+pipeline2+interleaved",
     "native/nothing+pipeline2+zerobubble", "deepspeed/nothing+tensor2", "deepspeed/gradients+tensor2",
-    "deepspeed/parameters+tensor2",
+    "deepspeed/parameters+tensor2", "native/nothing+tensor2+sequence",
 )  # fmt: skip
 """Cells with axes of the mesh, whose sizes are open, that the suite plays."""
 

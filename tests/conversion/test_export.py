@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.exports import FILE, WORDS
+from tests.support.exports import FILE, FORGETS, HIDES, WORDS
 from tests.support.forks import Forks
 from tests.support.traveller import Loaded, Words20
 from unipar import Task, join
@@ -23,31 +23,6 @@ from unipar.conversion.export import export_script
 from unipar.errors import OutExists, TaskError, UniparError
 
 BIN = Path(sys.executable).parent
-
-
-HIDES = """
-import sys
-class Hidden:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0].startswith("unipar"):
-            raise ModuleNotFoundError(f"{name} is hidden")
-sys.meta_path.insert(0, Hidden)
-"""
-
-
-FORGETS = """
-import runpy
-for name in list(sys.modules):
-    if name.partition(".")[0].startswith("unipar"):
-        del sys.modules[name]
-try:
-    import unipar
-except ModuleNotFoundError:
-    sys.path.insert(0, "")
-    runpy.run_path("train.py", run_name="__main__")
-"""
-
 
 PORTS = {"deepspeed": "--master_port", "accelerate": "--main_process_port"}
 

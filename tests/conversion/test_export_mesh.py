@@ -89,18 +89,6 @@ def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, tmp_pa
             "schedules, which want the model as a list of stages, not your loss as it is; use 1f1b or gpipe",
         ),
         (
-            {"parallel": {"data": 1, "tensor": 2}},
-            "native/nothing+tensor2: parallel.tensor: a rank computes a part of each block by changing calls in its "
-            "forward while they run (numbers of heads, chunks, dropout), which a plain script cannot: leave tensor out "
-            "of the export, or write the blocks for a part of the heads yourself, by the plan that `unipar explain` "
-            "prints",
-        ),
-        (
-            {"parallel": {"data": 1, "context": 2}},
-            "native/nothing+context2: parallel.context: attention over ranks takes the place of the calls in your "
-            "model while they run, which a plain script cannot: leave context out of the export",
-        ),
-        (
             {"parallel": {"data": 1, "pipeline": 2}, "device": "cuda"},
             "native/nothing+pipeline2: device: a script of a pipeline sends by gloo, which fits the CPU; say "
             "device: cpu, or run this cell with `unipar run`",

@@ -184,7 +184,10 @@ if __name__ == "__main__":
     report = unipar.Report.read(tmp_path / "out")
     assert report.stopped is not None
     by = "SIGTERM" if to == "parent" else "a signal to its ranks"
-    assert f"Stopped: stopped by {by} after step {report.stopped}; what was logged is in {tmp_path}/out\n" in said
+    assert (
+        f"Stopped: stopped by {by} after step {report.stopped}; what was logged is in {tmp_path}/out; its state is "
+        "lost: a section checkpoint in the config would have kept it\n"
+    ) in said
     steps = [[line for line in x.read_text("utf-8").splitlines() if '"stopped"' in line] for x in ledgers]
     assert [f'"step": {report.stopped}' in rank[0] for rank in steps] == [True, True]
 

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unipar.config.sections.cell import Axes, PipelineSchedule
-from unipar.planning.pipeline import bubble, describe_bubble, microbatch_order, microbatches_in_flight, place_turns
+from unipar.planning.pipeline import (
+    bubble,
+    describe_bubble,
+    microbatch_order,
+    microbatches_in_flight,
+    order_of_rank,
+    place_turns,
+    shares_waited,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +83,59 @@ def test_turns_in_time_wait_as_the_formula_says(schedule: PipelineSchedule, stag
         busy = sum(turn.end - turn.start for turn in own)
         assert busy == 3 * micros
         assert 1 - busy / total == pytest.approx(bubble(schedule, stages, micros))
+
+
+CLASSES = {"interleaved": ScheduleInterleaved1F1B, "zerobubble": ScheduleInterleavedZeroBubble}
+WAYS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "inputs", "BACKWARD_WEIGHT": "weights"}
+
+
+def orders_of_torch(schedule: str, ranks: int, pieces: int, micros: int) -> Mapping[int, list[Any]]:
+    """Return what torch plans for each rank, by a group of ranks that are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        module, device = torch.nn.Linear(1, 1), torch.device("cpu")
+        stages = [PipelineStage(module, piece * ranks, pieces * ranks, device) for piece in range(pieces)]
+        order = CLASSES[schedule](stages, micros, loss_fn=torch.nn.MSELoss()).pipeline_order  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+    return {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+@pytest.mark.parametrize(
+    ("ranks", "pieces", "micros"),
+    [(2, 2, 2), (2, 2, 8), (4, 2, 12), (3, 2, 6), (2, 3, 4), (4, 3, 8), (4, 2, 5), (2, 2, 1), (3, 2, 2)],
+)
+def test_orders_are_those_of_torch(schedule: PipelineSchedule, ranks: int, pieces: int, micros: int) -> None:
+    """Stage, way and microbatch of every turn of every rank, also with fewer microbatches than ranks."""
+    for rank, actions in orders_of_torch(schedule, ranks, pieces, micros).items():
+        expected = [(a.stage_index, WAYS[a.computation_type.name], a.microbatch_index) for a in actions]
+        own = [(stage, *turn) for stage, turn in order_of_rank(schedule, ranks, rank, micros, pieces)]
+        assert own == expected
+
+
+@pytest.mark.parametrize(("ranks", "micros"), [(2, 2), (2, 8), (4, 8), (3, 6), (4, 5), (2, 1), (3, 2)])
+def test_two_stages_a_rank_in_time(ranks: int, micros: int) -> None:
+    """interleaved waits as the formula says, also with fewer microbatches than ranks; zerobubble less than 1f1b."""
+    assert shares_waited("interleaved", ranks, micros) == pytest.approx([bubble("interleaved", ranks, micros)] * ranks)
+    assert all(share < bubble("1f1b", ranks, micros) for share in shares_waited("zerobubble", ranks, micros))
+    for turn in (placed := place_turns("zerobubble", ranks, micros)):
+        before = {"forward": turn.stage - 1, "inputs": turn.stage + 1}.get(turn.turn.way, -1)
+        assert all(p.end <= turn.start for p in placed if (p.stage, p.turn) == (before, turn.turn))
+
+
+def test_what_a_rank_with_two_stages_keeps() -> None:
+    """Activations of each stage count; of a backward in halves, until that of the weights."""
+    kept = {
+        schedule: [microbatches_in_flight([turn for _, turn in order_of_rank(schedule, 2, rank, 8)]) for rank in (0, 1)]
+        for schedule in ("1f1b", "interleaved", "zerobubble")
+    }
+    assert kept == {"1f1b": [2, 1], "interleaved": [5, 3], "zerobubble": [4, 4]}
+
+
+def test_fewer_microbatches_than_ranks_of_two_stages() -> None:
+    """A rank waits between its stages as well, and the formula says so."""
+    assert describe_bubble(Axes(pipeline=3, schedule="interleaved"), 2) == (
+        "42.9 % of a step, if all stages take equally long: (2 p - m - 1) / (m + 2 p - 1) = 3 / 7, "
+        "p = 3 ranks with 2 stages each, m = 2 microbatches"
+    )

@@ -96,12 +96,70 @@ def test_cells_with_the_same_schedule_share_a_figure() -> None:
     ]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zerobubble"])
-def test_orders_of_torch_are_not_drawn(schedule: Any) -> None:
-    """They are not those of 1f1b; the bubble is told in words."""
+def test_a_rank_with_two_stages() -> None:
+    """A row for each rank, a colour for each of its stages: 2 ranks x 2 stages x 4 microbatches, forward and back."""
+    drawn = draw_pipeline(PipelineFacts(Axes(pipeline=2, schedule="interleaved"), 4), 920)
+    assert re.findall(">(rank [0-9]|stage [0-9])<", drawn) == ["rank 0", "rank 1"]
+    for stages, own in (((0, 1), ""), ((2, 3), " second")):
+        for way in ("forward", "backward"):
+            assert sorted(tip for *_, tip in boxes(drawn, way + own)) == [
+                f"stage {stage}: {way} of microbatch {micro}" for stage in stages for micro in range(4)
+            ]
+
+
+def test_halves_of_a_backward() -> None:
+    """Each as long as a forward; in the first stage there is one box, for both."""
+    drawn = draw_pipeline(PipelineFacts(Axes(pipeline=2, schedule="zerobubble"), 2), 920)
+    widths = {
+        way: {tip: round(right - left) for left, right, tip in boxes(drawn, way)}
+        for way in ("forward", "inputs", "weights")
+    }
+    unit = widths["forward"]["stage 0: forward of microbatch 0"]
+    assert list(widths["inputs"]) == [f"stage 1: backward to the inputs of microbatch {micro}" for micro in (0, 1)]
+    first = [w for tip, w in widths["weights"].items() if tip.startswith("stage 0: backward to the weights")]
+    other = [w for tip, w in widths["weights"].items() if tip.startswith("stage 1: backward to the weights")]
+    assert first == pytest.approx([2 * unit] * 2, abs=1)
+    assert other == pytest.approx([unit] * 2, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "row", "key"),
+    [
+        (
+            "interleaved",
+            ["0", "20.0 %", "4", "F0.0 F1.0 F0.2 F1.2 B0.2 B1.2 B0.0 B1.0"],
+            ["forward, stages 0 to 1", "backward, stages 0 to 1", "forward, stages 2 to 3", "backward, stages 2 to 3"],
+        ),
+        (
+            "zerobubble",
+            ["0", "7.7 %", "4", "F0.0 F1.0 F0.2 F1.2 I0.2 W0.2 I1.2 W1.2 I0.0 W0.0 I1.0 W1.0"],
+            [
+                *(
+                    "forward, stages 0 to 1",
+                    "gradients of inputs, stages 0 to 1",
+                    "gradients of weights, stages 0 to 1",
+                ),
+                *(
+                    "forward, stages 2 to 3",
+                    "gradients of inputs, stages 2 to 3",
+                    "gradients of weights, stages 2 to 3",
+                ),
+            ],
+        ),
+    ],
+)
+def test_the_order_of_a_schedule_of_torch(schedule: Any, row: list[str], key: list[str]) -> None:
+    """As a table with the stage of each turn, and a legend that tells stages and halves apart."""
     text = pipeline_section([("a/nothing", PipelineFacts(Axes(pipeline=2, schedule=schedule), 2))])
-    assert "<svg" not in text
-    assert f"The order of {schedule} is torch&#x27;s own, and is not drawn." in text
+    found = re.findall("<tr>(<th scope=.row.*?)</tr>", text)[0]
+    assert re.sub("<[^>]*>", "|", found).replace("||", "|").strip("|").split("|") == row
+    assert re.findall(r'<li><i class="[^"]*"></i>([^<]*)</li>', text) == [*key, "waits"]
+
+
+def test_a_long_step_of_torch_is_shortened_by_rounds() -> None:
+    """4 ranks run 4 microbatches in a row, so that 8 of 64 are drawn and none is cut."""
+    assert drawn_microbatches(PipelineFacts(Axes(pipeline=4, schedule="interleaved"), 64)) == 8
+    assert drawn_microbatches(PipelineFacts(Axes(pipeline=4, schedule="interleaved"), 5)) == 5
 
 
 def test_the_page_of_a_run_has_it(tmp_path: Path) -> None:

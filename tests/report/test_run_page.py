@@ -303,3 +303,39 @@ def test_a_page_of_a_run_that_cannot_be_written(run: Path) -> None:
         write_page(run)
     assert str(e.value) == f"{run}/report.html cannot be written: Is a directory; give another path by --out FILE"
     assert list(run.glob(".report*")) == []
+
+
+def test_a_run_that_went_on(run: Path) -> None:
+    """Each attempt is a line of the table and a mark on the curve, each checkpoint a tick."""
+    earlier = {
+        "config.json": {},
+        "launch.json": {"settled": {"cell": "deepspeed/parameters"}, "ranks": 4},
+        "ended": {"step": 7, "kind": "Stopped", "message": "stopped by SIGINT after step 7; what was logged is in x"},
+    }
+    (run / "attempts.jsonl").write_text(json.dumps(earlier) + "\n", "utf-8")
+    resumed = {"event": "resumed", "time": 102.0, "step": 6}
+    went_on = [{"event": "continued", "time": 102.0, "step": 6, "attempt": 2}, resumed]
+    wrote(run, 0, [*EVENTS[:2], *went_on, EVENTS[3], {"event": "checkpoint", "time": 103.5, "step": 10}, EVENTS[5]])
+    text = render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert "The run has 2 attempts: a vertical line is where one went on from a checkpoint" in text
+    assert "Ticks on the axis: checkpoints." in text
+    rows = re.findall(
+        r'<tr><th scope="row" class="text">(\d)</th>(.*?)</tr>', text.partition("Attempts of this run")[2]
+    )
+    told = [[number, *re.findall(r"<td[^>]*>(.*?)</td>", cells)] for number, cells in rows[:2]]
+    assert told == [
+        ["1", "deepspeed/parameters", "4", "1", "7", "stopped by SIGINT after step 7"],
+        ["2", "native/nothing", "2", "7", "12", "–"],
+    ]
+    svg = text.partition("<svg")[2].partition("</svg>")[0]
+    assert re.findall(r">([^<]*ranks)<", svg) == ["deepspeed/parameters, 4 ranks", "native/nothing, 2 ranks"]
+    assert svg.count('class="saved"') == 2
+    assert svg.count('class="attempt"') == 2
+
+
+def test_broken_attempts_are_left_out(run: Path) -> None:
+    """A line that is no attempt: the page is made without it, and says so."""
+    (run / "attempts.jsonl").write_text("[]\n", "utf-8")
+    text = render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert f"{run}/attempts.jsonl cannot be read (AttributeError): earlier attempts are left out" in text
+    assert "Attempts of this run" not in text

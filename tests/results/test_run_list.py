@@ -262,3 +262,14 @@ def test_no_folder(tmp_path: Path) -> None:
     assert str(e.value) == (
         f"{tmp_path}/runs does not exist: train first (unipar run FILE), or name a folder with runs"
     )
+
+
+def test_a_run_that_went_on(tmp_path: Path) -> None:
+    """Cell and ranks are those of its last attempt; how many there were is said; a deadline is named."""
+    run = plain(tmp_path / "x", settled={"cell": "deepspeed/parameters"}, ranks=4)
+    (run / "attempts.jsonl").write_text(json.dumps({"config.json": {}, "launch.json": {}}) + "\n", "utf-8")
+    entry = only(tmp_path)
+    assert (entry.cell, entry.ranks, entry.state, entry.why) == ("deepspeed/parameters", 4, "ended", "in 2 attempts")
+    wrote(run, 0, [*UNFINISHED, {"event": "stopped", "time": 105.0, "step": 11, "why": "launch.deadline"}])
+    entry = only(tmp_path)
+    assert (entry.state, entry.why) == ("stopped", "stopped by launch.deadline after step 11")

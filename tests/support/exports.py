@@ -24,3 +24,27 @@ WORDS: dict[str, Any] = {
     },
     "log": {"every": 1},
 }
+
+HIDES = """
+import sys
+class Hidden:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0].startswith("unipar"):
+            raise ModuleNotFoundError(f"{name} is hidden")
+sys.meta_path.insert(0, Hidden)
+"""
+"""Start of a script in which nothing of unipar can be imported."""
+
+FORGETS = """
+import runpy
+for name in list(sys.modules):
+    if name.partition(".")[0].startswith("unipar"):
+        del sys.modules[name]
+try:
+    import unipar
+except ModuleNotFoundError:
+    sys.path.insert(0, "")
+    runpy.run_path("train.py", run_name="__main__")
+"""
+"""Rest of a script that runs train.py in a process that has imported unipar before."""

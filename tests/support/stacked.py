@@ -78,3 +78,18 @@ class Stacked(unipar.Task):
     @override
     def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+class Counting(Stacked):
+    """A model that keeps a number of its own, which no checkpoint holds."""
+
+    @override
+    def model(self) -> nn.Module:
+        made: Any = super().model()
+        made.calls = 0
+        return made
+
+    @override
+    def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        model.calls += 1
+        return super().loss(model, batch)

@@ -21,6 +21,7 @@ from tests.support.tensor_blocks import Called, library_blocks, own_blocks
 from unipar.backend import registry
 from unipar.config import Config
 from unipar.distributed.place import Place
+from unipar.errors import TaskError
 
 WAYS = ("train", "eval", "recompute", "other shape")
 FREE = ("char_gpt", "nanogpt", "nanogpt slow", "odd", "unequal", "lora", "timm", "torch")
@@ -83,8 +84,9 @@ def off(part: Any, whole: Any) -> float:
     return ((part - whole).norm() / max(float(whole.norm()), 1e-2)).item()
 
 
-def compared(name: str, called: Called, rank: int, ranks: int) -> dict[str, Any]:
+def compared(name: str, called: Called, rank: int, ranks: int, *, sequence: bool) -> dict[str, Any]:
     """Return the largest difference between a block in parts and the whole block, in each way."""
+    from unipar_native.mesh.sequence.plan import add_sequence
     from unipar_native.mesh.tensor.cuts import cut_parameters
     from unipar_native.mesh.tensor_parallel import arm_block
     from unipar_native.mesh.tensor_plan import derive_block_plan
@@ -99,7 +101,14 @@ def compared(name: str, called: Called, rank: int, ranks: int) -> dict[str, Any]
         for p in block.parameters():  # no bias of zeros, no norm of ones
             p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.1)
     plans: list[Any] = [derive_block_plan(block, args, kwargs, ranks) if rank == 0 else None]
+    if sequence and rank == 0:
+        try:
+            plans = [add_sequence(name, block, args, kwargs, plans[0])]
+        except TaskError as e:
+            plans = [str(e)]
     dist.broadcast_object_list(plans)  # rank 0 alone derives it
+    if isinstance(plans[0], str):
+        return {"refused": plans[0]}
     cuts = cut_parameters(block, plans[0])
     said: dict[str, Any] = {"cuts": len(plans[0].cuts)}
     for way in WAYS:
@@ -133,10 +142,12 @@ def compared(name: str, called: Called, rank: int, ranks: int) -> dict[str, Any]
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     """Write down the differences of all blocks of this world's kind."""
     world = join(place)
+    torch.manual_seed(0)
     blocks = own_blocks(0.1) if (folder / "own").exists() else library_blocks(0.1, attention="sdpa")
     if (folder / "eager").exists():
         blocks = library_blocks(0.1, attention="eager")
-    said = {name: compared(name, called, place.rank, place.size) for name, called in blocks.items()}
+    sequence = (folder / "sequence").exists()
+    said = {name: compared(name, called, place.rank, place.size, sequence=sequence) for name, called in blocks.items()}
     (folder / f"said-{place.rank}.json").write_text(json.dumps(said), encoding="utf-8")
     world.close()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from typing_extensions import override
 
-from tests.support.stacked import Stack, Stacked
+from tests.support.stacked import Stack, Stacked, V
 
 
 class Skipping(Stacked):
@@ -54,3 +56,48 @@ class Misnamed(Stacked):
     @override
     def tensor(self, model: nn.Module) -> Mapping[str, str]:
         return {"blocks.*.query": "column"}
+
+
+class Unsummed(Stacked):
+    """Ranks of tensor do not add up: behind rows (`leave`), or the gradients of what columns get (`enter`)."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    @override
+    def model(self) -> nn.Module:
+        from unipar_native.mesh import tensor_parallel  # only workers have it
+
+        def alone(x: Tensor, *_: object, **__: object) -> Tensor:
+            return x
+
+        mock.patch.object(tensor_parallel, self.where, alone).start()  # until this worker ends
+        return super().model()
+
+
+class Stray(Stacked):
+    """The gradient of the head is another under a mesh: what no block shows."""
+
+    @override
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().loss(model, batch)
+        whole = model.get_submodule("blocks.0.up").get_parameter("weight").shape[0] == 64
+        return loss if whole else loss + (loss - loss.detach())
+
+
+class Encoded(Stacked):
+    """Layers of torch, which without gradients call one kernel in place of their modules."""
+
+    @override
+    def model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        return nn.Sequential(nn.Embedding(V, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, V))
+
+    @override
+    def cuts(self, stages: int) -> Sequence[str] | None:
+        return None
+
+    @override
+    def validation(self) -> TensorDataset:
+        return self.data()

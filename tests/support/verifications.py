@@ -1,17 +1,51 @@
-"""Verifications as `verify` leaves them in a folder, made up: figures of the right size, nothing was run."""
+"""Verifications: of a small training on two ranks, by the command; and made up, as `verify` leaves them in a folder."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from tests.support.forks import ROOT, Forks
 from unipar.results.verdicts import CutDependence, Finding, Verdict, Verdicts
 
 STEPS = 12
 LOSSES = [2.0 - 0.1 * i for i in range(STEPS)]
 NORMS = [4.0 + 0.5 * i for i in range(STEPS)]
+
+
+def verified(
+    forks: Forks,
+    folder: Path,
+    task: str,
+    cells: Sequence[str],
+    *,
+    steps: int,
+    backend: str,
+    more: Sequence[str] = (),
+    **args: Any,
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Verify a task on two ranks, with a backend of tests/support; return the command's end and verify.json."""
+    config = {
+        "task": {"use": task, "args": args},
+        "device": "cpu",
+        "parallel": {"data": 2},
+        "batch": {"total": 16, "micro": 4},
+        "train": {"steps": 20, "optimizer": {"name": "adamw", "lr": 1e-2, "decay": "matrices"}, "clip": 0.3},
+        "out": str(folder / "out"),
+    }
+    (folder / "c.yaml").write_text(json.dumps(config), "utf-8")
+    path = os.pathsep.join([str(ROOT / "tests" / "support" / backend), str(ROOT)])
+    words = [word for cell in cells for word in ("--cells", cell)]
+    done = forks.unipar(["verify", str(folder / "c.yaml"), "--steps", str(steps), *words, *more], {"PYTHONPATH": path})
+    file = folder / "out" / "verify" / "verify.json"
+    assert file.exists(), done.stdout + done.stderr
+    return done, json.loads(file.read_text("utf-8"))
 
 
 def _cell(cell: str, off: float, share: float, bits: str = "shares") -> Verdict:

@@ -70,7 +70,7 @@ def _tensorboard(run: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard")).Reload()
-    (config,) = events.Tensors("config/text_summary")
+    config, *_ = events.Tensors("config/text_summary")
     assert b"batch.total: 4\n" in config.tensor_proto.string_val[0]
     tags: Any = events.Tags()["scalars"]
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
@@ -94,10 +94,11 @@ def _wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
 
     made: Any = wandb_internal_pb2
 
-    (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
+    files = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert len({file.name for file in files}) == 1  # the name has the run's id
     found: dict[str, list[tuple[int, float]]] = {}
     seen: set[str] = set()
-    for data in _records(file.read_bytes()):
+    for data in (record for file in files for record in _records(file.read_bytes())):
         record: Any = made.Record()
         record.ParseFromString(data)
         seen.add(record.WhichOneof("record_type"))
@@ -127,6 +128,61 @@ def _records(data: bytes) -> Iterator[bytes]:
         if kind in (1, 4):  # a whole record, or the last part of one
             yield held
             held = b""
+
+
+@pytest.mark.usefixtures("_bare")
+@pytest.mark.filterwarnings("ignore")  # libraries' own
+def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
+    """Killed after step 5, it goes on from step 3: one run in each library, with the config of both attempts."""
+    keeps = {"every": 3, "async": False}
+    sections: dict[str, Any] = {"log": {"every": 1, "to": ["tensorboard", "wandb", "mlflow"]}, "checkpoint": keeps}
+
+    class Killed(Line):
+        @override
+        def train(self, run: Run) -> None:
+            for share in run.batches():
+                run.step(share)
+                if run.done == 5:
+                    run._log.close()  # pyright: ignore[reportAttributeAccessIssue] - trackers have written these steps
+                    raise RuntimeError("gone")
+
+    optimizer = {"name": "sgd", "lr": 1e-3}
+    train = {"steps": 7, "optimizer": optimizer}
+    with pytest.raises(RuntimeError), running(Killed(), tmp_path, train=train, **sections) as run:
+        run.task.train(run)
+    with running(Line(), tmp_path, train=train, resume="auto", eval={"every": 7}, **sections) as run:
+        run.task.train(run)
+    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    assert [row for row in rows if row["event"] == "tracker"] == []
+    losses = [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6, 7]
+    for found in (_tensorboard(tmp_path), _wandb(tmp_path), _mlflow(tmp_path)):
+        assert found["loss"] == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses]
+        assert len(found["eval/loss"]) == 1
+    with sqlite3.connect(tmp_path / "mlflow.db") as opened:
+        assert opened.execute("select key, value from tags where key like 'now.%'").fetchall() == [
+            ("now.eval.every", "7"),
+            ("now.resume", "auto"),
+        ]
+    opened.close()
+
+
+def test_a_tracker_that_cannot_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker without go_on() gets every step of this attempt, and a line says what that means."""
+    _offer(monkeypatch, {"x": _Kept})
+    (said,) = _notes_of(tmp_path, 3)
+    assert said == "x may show steps after 3 twice: it has no go_on()"
+    assert _notes_of(tmp_path, None) == []
+
+
+def _notes_of(run: Path, after: int | None) -> list[str]:
+    said: list[str] = []
+
+    def note(event: str, **fields: Any) -> None:
+        said.append(fields["said"])
+
+    TrackerWriter(("x",), run, 0, note=note, after=after).close()
+    return said
 
 
 class _Kept(Tracker):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.forks import Forks
-
-ROOT = Path(__file__).parents[2]
+from tests.support.verifications import verified
 
 STAGES = {
     "tied-not-summed": (
@@ -111,7 +108,21 @@ SEQUENCES = {
 }
 """The same for sequences that two ranks split."""
 
-AT_ONCE = ("tied-not-summed", "same-masks", "stale-statistics", "rows-not-added", "columns-not-added", "copies-apart")
+POSITIONS = {
+    "norm-not-summed": (
+        "a partial gradient that is not added up",
+        "differ between ranks 0 and 1, which split the sequence along tensor: each rank's gradient of a parameter that "
+        "is not cut comes from its own positions, and the parts must be added up before the update",
+    ),
+    "bias-counted-again": (
+        "scaled by the size of tensor",
+        "is 2 times that of one process in step 1: the 2 ranks of tensor train on the same samples, and a gradient "
+        "must not grow with their number; it may have been added up over ranks that all have the whole of it",
+    ),
+}
+"""The same for sequences that the two ranks of tensor split."""
+
+AT_ONCE = ("tied-not-summed", "same-masks", "rows-not-added", "columns-not-added")
 """Faults that are planted whenever tests run; the others are in the sweeps."""
 
 
@@ -120,29 +131,18 @@ def faults(planted: Mapping[str, Any]) -> list[Any]:
     return [pytest.param(f, marks=[] if f in AT_ONCE else [pytest.mark.sweep]) for f in planted]
 
 
-def verified(forks: Forks, folder: Path, cells: list[str], **args: Any) -> dict[str, Any]:
-    """Verify a small GPT on two ranks over three steps; return the verdicts by cell."""
-    config = {
-        "task": {"use": "tests.support.stacked:Stacked", "args": args},
-        "device": "cpu",
-        "parallel": {"data": 2},
-        "batch": {"total": 16, "micro": 4},
-        "train": {"steps": 20, "optimizer": {"name": "adamw", "lr": 1e-2, "decay": "matrices"}, "clip": 0.3},
-        "out": str(folder / "out"),
-    }
-    (folder / "c.yaml").write_text(json.dumps(config), "utf-8")
-    path = os.pathsep.join([str(ROOT / "tests" / "support" / "faulty"), str(ROOT)])
-    words = [word for cell in cells for word in ("--cells", cell)]
-    done = forks.unipar(["verify", str(folder / "c.yaml"), "--steps", "3", *words], {"PYTHONPATH": path})
-    file = folder / "out" / "verify" / "verify.json"
-    assert file.exists(), done.stdout + done.stderr
-    return {row["cell"]: row for row in json.loads(file.read_text("utf-8"))["cells"]}
+def rows_of_cells(forks: Forks, folder: Path, cells: list[str], **args: Any) -> dict[str, Any]:
+    """Verify a small GPT over three steps; return the verdicts by cell."""
+    _, said = verified(forks, folder, "tests.support.stacked:Stacked", cells, steps=3, backend="faulty", **args)
+    return {row["cell"]: row for row in said["cells"]}
 
 
 def planted(request: pytest.FixtureRequest, folder: Path, forks: Forks, axis: str, **args: Any) -> dict[str, Any]:
     """Verify a cell without a fault, and one with each fault of this axis that the collected tests ask for."""
     asked = [i.callspec.params["fault"] for i in request.session.items if f"_{axis}[" in i.name]  # type: ignore[attr-defined]
-    return verified(forks, folder, [f"faulty/nothing+{fault}+{axis}2" for fault in ("healthy-mesh", *asked)], **args)
+    return rows_of_cells(
+        forks, folder, [f"faulty/nothing+{fault}+{axis}2" for fault in ("healthy-mesh", *asked)], **args
+    )
 
 
 def check(rows: dict[str, Any], axis: str, fault: str, expected: tuple[str, str]) -> None:
@@ -196,6 +196,25 @@ def test_right_parts_agree(parts: dict[str, Any]) -> None:
     assert (row["outcome"], row["finding"]) == ("agrees", None)
 
 
+@pytest.fixture(scope="module")
+def positions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Any]:
+    """Verdicts on sequences that the ranks of tensor split; tied weights, dropout."""
+    folder = tmp_path_factory.mktemp("positions")
+    cells = [f"faulty/nothing+{fault}+tensor2+sequence" for fault in ("healthy-mesh", *POSITIONS)]
+    return rows_of_cells(forks, folder, cells, tied=True, dropout=0.2)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("fault", POSITIONS)
+def test_a_fault_of_split_positions(positions: dict[str, Any], fault: str) -> None:
+    """Each is found, with its kind and the figures that show it; without a fault nothing is named."""
+    row = positions[f"faulty/nothing+{fault}+tensor2+sequence"]
+    assert row["outcome"] == "disagrees", row
+    kind, says = POSITIONS[fault]
+    assert (row["finding"]["kind"], row["finding"]["says"][-len(says) :]) == (kind, says)
+    assert positions["faulty/nothing+healthy-mesh+tensor2+sequence"]["outcome"] == "agrees"
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("fault", faults(SEQUENCES))
 def test_a_fault_of_context(sequences: dict[str, Any], fault: str) -> None:
@@ -207,7 +226,7 @@ def test_a_fault_of_context(sequences: dict[str, Any], fault: str) -> None:
 @pytest.mark.sweep
 def test_a_skip_across_a_cut(tmp_path: Path, forks: Forks) -> None:
     """In an engine that cuts there without a proof it is named; the native one cuts where the skip does not cross."""
-    rows = verified(
+    rows = rows_of_cells(
         forks, tmp_path, ["faulty/nothing+skip-across-cut+pipeline2", "native/nothing+pipeline2"], skip=True
     )
     finding = rows["faulty/nothing+skip-across-cut+pipeline2"]["finding"]

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 from tests.support.forks import Forks
+from tests.support.verifications import verified
 
-ROOT = Path(__file__).parents[2]
 CELLS = ("toy/nothing", "toy/nothing+tensor2", "toy/nothing+pipeline2", "toy/nothing+context2")
 
 
-def verified(forks: Forks, folder: Path, task: str, cells: tuple[str, ...], **args: Any) -> dict[str, Any]:
-    """Verify a task on two ranks over five steps, with a backend that has all axes; return verify.json."""
-    config = {
-        "task": {"use": task, "args": args},
-        "device": "cpu",
-        "parallel": {"data": 2},
-        "batch": {"total": 16, "micro": 4},
-        "train": {"steps": 20, "optimizer": {"name": "adamw", "lr": 1e-2, "decay": "matrices"}, "clip": 0.3},
-        "out": str(folder / "out"),
-    }
-    (folder / "c.yaml").write_text(json.dumps(config), "utf-8")
-    path = os.pathsep.join([str(ROOT / "tests" / "support" / "toy"), str(ROOT)])
-    words = [word for cell in cells for word in ("--cells", cell)]
-    done = forks.unipar(["verify", str(folder / "c.yaml"), "--steps", "5", *words], {"PYTHONPATH": path})
+def verdicts(forks: Forks, folder: Path, task: str, cells: tuple[str, ...], **args: Any) -> dict[str, Any]:
+    """Verify a task over five steps, with a backend that has all axes; return verify.json."""
+    done, said = verified(forks, folder, task, cells, steps=5, backend="toy", **args)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "out" / "verify" / "verify.json").read_text("utf-8"))
+    return said
 
 
 def test_each_cell_is_compared_with_its_own_number_of_shares(forks: Forks, tmp_path: Path) -> None:
     """Of 35 samples, 3 are left for the third batch: two ranks split it into other microbatches than one would."""
-    said = verified(forks, tmp_path, "tests.conformance.tasks:Tokens", CELLS, count=35)
+    said = verdicts(forks, tmp_path, "tests.conformance.tasks:Tokens", CELLS, count=35)
     assert [(row["cell"], row["outcome"], row["bits"]) for row in said["cells"]] == [
         (cell, "agrees", "shares") for cell in CELLS
     ]
@@ -51,8 +38,24 @@ def test_each_cell_is_compared_with_its_own_number_of_shares(forks: Forks, tmp_p
 
 def test_the_cut_of_a_batch_matters_by_cell(forks: Forks, tmp_path: Path) -> None:
     """With BatchNorm each cell is compared with one process that splits batches as that cell does."""
-    said = verified(forks, tmp_path, "tests.conformance.tasks:Normed", CELLS[:2])
+    said = verdicts(forks, tmp_path, "tests.conformance.tasks:Normed", CELLS[:2])
     assert [(row["outcome"], row["bits"]) for row in said["cells"]] == [("agrees", "shares"), ("agrees", "shares")]
     assert said["base"] == "a replay, share by share, as configured"
     assert [row["base"] for row in said["cells"]] == ["", "a replay with 1 share, share by share, as configured"]
     assert said["cut_dependence"]["kind"] == "batch statistics"
+
+
+def test_what_an_engine_refuses_is_no_failure(forks: Forks, tmp_path: Path) -> None:
+    """Of a split that the proof refuses the row has the sentence, and the other cells decide the exit code."""
+    cells = ["native/nothing", "native/nothing+tensor2"]
+    where = {"where": "leave"}
+    done, said = verified(forks, tmp_path, "tests.support.unsplit:Unsummed", cells, steps=3, backend="toy", **where)
+    rows = said["cells"]
+    assert [row["outcome"] for row in rows] == ["agrees", "refused"]
+    assert rows[1]["note"].startswith("split as planned, the model is another: a loss of ")
+    assert said["summary"] == "native/nothing agrees with one process over 3 steps on 2 ranks"
+    assert (done.returncode, said["code"]) == (0, 0)
+    assert "refused: split as planned, the model is" in done.stdout
+    page = (tmp_path / "out/verify/report.html").read_text("utf-8")
+    assert "refused: split as planned, the model is another: a loss of " in page
+    assert "What is wrong" not in page

@@ -50,6 +50,7 @@ def prove(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return proved
 
 
+@pytest.mark.sweep
 def test_llama_in_parts(prove: Callable[..., Verdicts]) -> None:
     """Its blocks split over two ranks, and shared out among two: rotary tables and masks come by keyword."""
     model = str(Path(__file__).parents[2] / "benchmarks" / "mesh_models.py:Llama")

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.optimizer import SGD, Adam, Constant, optimizer_arguments
 from unipar.errors import Unsupported
+
+if TYPE_CHECKING:
+    from unipar.backend.engine import Part
 
 SCRIPT_LINE_WIDTH = 120
 """Longest line of a generated script."""
@@ -47,6 +50,10 @@ class Outline:
 
     blocks: tuple[str, ...]
     parameters: int
+    load: Callable[[], tuple[Part, Callable[[int], list[Any]]]] | None = None
+    """Function that creates the model with its values, for a script that depends on more than names, and returns with
+    it a function that reads so many of the first microbatches."""
+
     autocast: bool = False
     """True if the loss is computed under PyTorch's autocast; a backend may leave that to its library."""
 
@@ -136,7 +143,7 @@ def shared_values(outline: Outline) -> dict[str, str]:
         "origin": outline.origin,
         "names": ", ".join(sorted(names, key=lambda n: (n[0].islower(), n))),
         "group": "nccl" if outline.cuda else "gloo",
-        "args": ", ".join(f"{k}={v!r}" for k, v in args.items()),
+        "args": ", ".join(f"{k}={_literal(v)}" for k, v in args.items()),
         "constants": "\n".join(_constants(outline)),
         "functions": functions_code(outline),
         "placed": placed + (".to(device)" if outline.cuda else ""),
@@ -145,6 +152,10 @@ def shared_values(outline: Outline) -> dict[str, str]:
         "batches": "\n".join(_batches(outline)),
         "batch": (f"moved(batch, device{f', {cast}' if cast else ''})") if flags["moves"] else "batch",
     }
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) and '"' not in value else repr(value)
 
 
 def optimizer_class_name(config: Config) -> str:

@@ -56,6 +56,9 @@ class CellWorld:
         self.backend = registry.find_backend(settled.cell.backend)
         self._environment, self._watch, self.server = environment or {}, environment is not None, server
         self.size = settled.ranks
+        self.ready = False
+        """Whether all ranks have built their engines."""
+
         self._open_contexts = ExitStack()
         self._workers: WorkerGroup | None = None
 
@@ -80,6 +83,7 @@ class CellWorld:
             )
         )
         self._receive_answers()
+        self.ready = True
         return time.monotonic() - began
 
     def with_environment(self, run: Path, more: Mapping[str, str]) -> CellWorld:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from unipar.comparison.cell_world import CellWorld, MemoryNotRecorded
 from unipar.comparison.library_traffic import has_library_traffic, with_library_traffic
 from unipar.comparison.request import NO_MEMORY_NOTE, TurnSchedule
-from unipar.errors import ConfigError, Stopped, TaskError, UniparError
+from unipar.errors import ConfigError, Stopped, TaskError, UniparError, Unsupported
 from unipar.launcher.starters import SharedForkServer
 from unipar.memory.account import MemoryAccount
 from unipar.results.comparison import TurnResults
@@ -139,7 +139,8 @@ class TurnRunner(Generic[ResultsT]):
     def _drop_on_error(self, name: str) -> Generator[CellWorld]:
         """Context manager: an error in the body ends this cell only.
 
-        An error of the task or the config in the first cell is raised, as all other cells would fail too.
+        An error of the task or the config in the first cell is raised, as all other cells would fail too. In another
+        cell, before its engine is built, an error of the task is the engine's refusal.
         """
         run = self._active_worlds[name]
         try:
@@ -151,6 +152,10 @@ class TurnRunner(Generic[ResultsT]):
                 raise
             del self._active_worlds[name]
             run.close()
+            if not run.ready and isinstance(e, TaskError | Unsupported):
+                note = "; ".join(e.reasons) if isinstance(e, Unsupported) else str(e)
+                self._say(name, f"refuses: {note.splitlines()[0]}", outcome="refused", note=note)
+                return
             left = {"at": run.failed_phase(e), "memory": self._row(name).memory or run.accounts_so_far()}
             self._say(name, f"has failed: {str(e).splitlines()[0]}", outcome="failed", note=str(e), **left)
 

@@ -77,13 +77,13 @@ class Launch(Section):
     """Seconds that a collective may wait for its peers; always more than heartbeat."""
 
     grace: Seconds = 30.0
-    """Seconds that a run may take to reach a step boundary after a signal."""
+    """Seconds that a run may take to reach a step boundary after a signal; a save that makes progress is waited for."""
 
     deadline: Seconds | None = None
     """Seconds, or a duration such as 3h50m, after which the run saves and stops at a step boundary; null: never."""
 
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often a run that failed starts again from its newest whole checkpoint."""
+    """How often a run whose ranks failed starts again, by unipar's own launcher, from its newest whole checkpoint."""
 
     fork: bool = True
     """Start processes on the CPU as forks of one process that has imported the libraries; false: import in each."""

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
     """
     from unipar.backend.export import Outline
     from unipar.conversion.user_code import extract_user_code
-    from unipar.training.task_facts import gather_task_facts, load_task
+    from unipar.training.task_facts import gather_task_facts, load_part, load_task
 
     config = source.config
     sizes = config.batch.settle(resources.count_ranks(config).number // config.parallel.axes.ranks)
@@ -181,6 +182,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
         taken=depth.loader_arguments,
         blocks=depth.blocks,
         parameters=depth.parameters,
+        load=partial(load_part, config, sizes),
     )
     return outline, files
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from unipar.config import BatchSizes
+from unipar.data.data_worker import with_worker_start
 from unipar.data.dataset import DataSource
 from unipar.data.order import DataPosition, MicrobatchPlan, SampleKey, SampleOrder, split_batch
 from unipar.errors import TaskError
@@ -83,7 +84,7 @@ class MicrobatchFeed:
             collate_fn=self.source.collate,
             num_workers=settings.workers,
             pin_memory=self.pin,
-            **self.source.loader_arguments,
+            **with_worker_start(self.source.loader_arguments),
         )
         ready = iter(loader)
         for plans in self.plans(start):

@@ -16,6 +16,7 @@ from torch.utils.data._utils import worker as _worker
 from typing_extensions import override
 
 from unipar.config import BatchSizes
+from unipar.data.data_worker import with_worker_start
 from unipar.data.dataset import DataSource
 from unipar.data.order import MicrobatchPlan, SampleKey, split_batch
 from unipar.errors import TaskError
@@ -194,9 +195,8 @@ def wrap_in_workers(dataset: Any, source: DataSource, *, pin: bool = False) -> A
     workers = source.settings.workers
     if workers == 0:
         return dataset
-    return DataLoader(
-        dataset, batch_size=None, collate_fn=_identity, num_workers=workers, pin_memory=pin, **source.loader_arguments
-    )
+    given = with_worker_start(source.loader_arguments)
+    return DataLoader(dataset, batch_size=None, collate_fn=_identity, num_workers=workers, pin_memory=pin, **given)
 
 
 def _identity(portion: Any) -> Any:

@@ -43,8 +43,19 @@ def clip_in_fp64(grads: tuple[list[Tensor], bool], limit: float, world: World, c
     if split:
         world.sum(total)
         total /= copies
-    norm = total.sqrt()
-    factor = min(limit / (norm.item() + 1e-6), 1.0)
-    if factor < 1.0 and mine:
-        torch._foreach_mul_(mine, factor)  # pyright: ignore[reportPrivateUsage]
+    return _scale_to_limit(mine, total.sqrt(), limit)
+
+
+def clip_counted(grads: Sequence[Tensor], counted: Sequence[Tensor], limit: float, world: World) -> Tensor:
+    """Clip by the norm summed in fp64 and return it; `counted` are this rank's gradients that no other rank counts."""
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for g in counted:
+        total += g.double().square().sum()
+    return _scale_to_limit(grads, world.sum(total).sqrt(), limit)
+
+
+def _scale_to_limit(grads: Sequence[Tensor], norm: Tensor, limit: float) -> Tensor:
+    """Scale gradients whose norm is above the limit down to it, and return the norm."""
+    if limit < inf and grads and (factor := limit / (norm.item() + 1e-6)) < 1.0:
+        torch._foreach_mul_(list(grads), factor)  # pyright: ignore[reportPrivateUsage]
     return norm

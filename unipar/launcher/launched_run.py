@@ -19,6 +19,7 @@ from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.postmortem import make_stopped_error
 from unipar.launcher.processes.signals import SignalReceiver
 from unipar.launcher.progress import Progress
+from unipar.launcher.restarting import Restarts
 from unipar.launcher.starters import ENTRY_MODULES, SharedForkServer, may_fork
 from unipar.memory.sources.malloc_build import step_log_environment
 from unipar.results.run import Report
@@ -98,24 +99,30 @@ def run_join(
 
 
 def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[str] = ()) -> Path:
-    """Start a worker for each rank and wait until all have ended; return the run folder."""
+    """Start a worker for each rank and wait until all have ended, again after a failure; return the run folder."""
+
+    def attempt(plan: PreparedRun) -> None:
+        with (
+            plan.backend.host(plan.config, plan.size) as environment,
+            WorkerGroup.of(
+                plan.settled,
+                plan.backend,
+                run,
+                entry,
+                {**environment, **metered},
+                pickled_task=plan.ref.pickled_task if plan.ref is not None else b"",
+                starter=server.starter_of(plan.backend),
+            ) as workers,
+        ):
+            workers.wait(shown.tick, shown.every)
+
     with (
         plan.create_folder(script) as plan,
         record_run_error(run := plan.out.resolve()),
-        plan.backend.host(plan.config, plan.size) as environment,
         Progress(run, plan.config.train.steps, quiet=quiet, goes_on=plan.goes_on) as shown,
         _fork_server(plan, metered := step_log_environment(plan.config), shown.tick) as server,
-        WorkerGroup.of(
-            plan.settled,
-            plan.backend,
-            run,
-            entry,
-            {**environment, **metered},
-            pickled_task=plan.ref.pickled_task if plan.ref is not None else b"",
-            starter=server.starter_of(plan.backend),
-        ) as workers,
     ):
-        workers.wait(shown.tick, shown.every)
+        Restarts(plan, shown, tuple(script)).run(attempt)
     return plan.out
 
 

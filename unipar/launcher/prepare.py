@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from unipar.backend import Backend, checks, registry, resources
 from unipar.backend.checks import CheckedSource, given_source
 from unipar.backend.installed import library_versions, machine_summary
 from unipar.checkpoint.changes import sections_said
+from unipar.checkpoint.protocol.verifying import find_checkpoints
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.distributed.launchers import Launcher, find_launcher, place_from_environment
 from unipar.distributed.place import Place
-from unipar.errors import Unsupported, WorldMismatch
+from unipar.distributed.restarts import LaunchedJob, find_job
+from unipar.errors import ConfigError, UniparError, Unsupported, WorldMismatch
 from unipar.model import weight_file
 from unipar.run_folder import folder
+from unipar.run_folder.layout import checkpoint_folder
 from unipar.task import Task
 from unipar.task.importing import LaunchReached, is_importing_task
 from unipar.task.reference import TaskRef
 from unipar.task.task import FunctionTask
 from unipar.tracking.tracker import require_tracker
 from unipar.utils.procfs import boot_id
+
+_NEITHER_SAVES_NOR_STOPS: Final = {
+    "checkpoint": None,
+    "resume": None,
+    "launch.deadline": None,
+    "launch.restarts": 0,
+}
+"""Keys of runs that are compared with others."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ def prepare(
         raise LaunchReached
     source = given_source(config, overrides)
     if starts:  # what compares runs neither saves nor resumes them
-        source = replace(source, config=source.config.changed({"checkpoint": None, "resume": None}))
+        source = replace(source, config=source.config.changed(_NEITHER_SAVES_NOR_STOPS))
     place = _foreign_place(source, starts)
     ref = None
     if code == "needed" or (code == "if named" and source.config.task is not None):
@@ -117,8 +129,14 @@ class PreparedRun:
     numbered: Path | None = None
     """First of the names of which the run takes one that is free: the config gives no `out`. None: `out` is the one."""
 
+    job: tuple[str, ...] = ()
+    """Names of the launcher's or scheduler's job, by which a restart finds the folder of its first attempt."""
+
     goes_on: bool = False
     """Whether the run goes on in the folder of an earlier one."""
+
+    launched: float = field(default_factory=time.monotonic)
+    """Time of time.monotonic() from which `launch.deadline` counts; a restart does not change it."""
 
     @classmethod
     def of(cls, prepared: Prepared, *, overwrite: bool) -> Self:
@@ -134,22 +152,29 @@ class PreparedRun:
                 f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python"
             )
         settled = prepared.settled(ranks.number, place.local_size if place else None)
+        if (job := find_job()).restarted_by and config.resume is None:
+            settled = replace(settled, config=settled.config.changed({"resume": _resume_of_restart(config, job)}))
         out, numbered = source.out, None
         earlier = None
-        if config.resume == "auto" and not overwrite:
+        if job.restarted_by:
+            earlier = folder.newest_run_folder(out, alone=config.out is not None, job=job.restarted_names)
+        elif config.resume == "auto" and not overwrite:
             earlier = folder.newest_run_folder(out, alone=config.out is not None)
+        if config.out is None and (earlier is not None or not overwrite):
+            numbered = out
         if earlier is not None:
             out = earlier
-        elif config.out is None and not overwrite:
-            out, numbered = folder.first_free_folder(out), out
+        elif numbered is not None:
+            out = folder.first_free_folder(out)
         if earlier is None and (place is None or place.rank == 0):
             folder.check_run_folder(out, overwrite=overwrite)
         why = ranks.why or prepared.why
         said = tuple(sections_said(source.origins))
-        goes_on = earlier is not None
-        return cls(
-            settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered, goes_on=goes_on
-        ).in_folder(out)
+        run = cls(settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered, job.names)
+        if earlier is not None:
+            launched = folder.launch_time(earlier) if job.same_clock else None
+            run = replace(run, goes_on=True, launched=run.launched if launched is None else launched)
+        return run.in_folder(out)
 
     def in_folder(self, out: Path) -> Self:
         """Return the same run with this run folder."""
@@ -186,12 +211,45 @@ class PreparedRun:
             folder.write_run_files(out, *run._file_texts(script))
             yield run
 
+    def next_attempt(self, script: Sequence[str], error: UniparError) -> Self:
+        """Make the folder ready for another attempt after this error, and return that attempt's run."""
+        settled = self.settled
+        if self.config.resume is None:
+            settled = replace(settled, config=settled.config.changed({"resume": "auto"}))
+        run = replace(self, settled=settled, goes_on=True)
+        ended = {"kind": type(error).__name__, "message": str(error), "time": time.time()}
+        folder.begin_next_attempt(self.out, *run._file_texts(script), ended)
+        return run
+
+    def describe_start(self) -> str:
+        """Return from where a further attempt begins."""
+        settings = self.config.checkpoint
+        if self.config.resume == "never":
+            return "it begins anew (resume: never)"
+        found = find_checkpoints(checkpoint_folder(self.out, settings.to if settings else None))
+        if found:
+            return f"it goes on from its newest whole checkpoint, of step {found[0].step} or before"
+        if self.config.resume not in (None, "auto"):
+            return f"it begins again from {self.config.resume}, as it has no checkpoint of its own yet"
+        return "it begins anew, " + ("as it has no checkpoint yet" if settings else "without a section checkpoint")
+
     def _file_texts(self, script: Sequence[str]) -> tuple[str, str]:
         """Return the texts of config.json and launch.json."""
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
         ran = {"versions": library_versions(self.backend.requires), "machine": machine_summary()}
         launch |= {"settled": self.settled.to_json(), "boot": boot_id(), "said": list(self.said)}
+        launch |= {"launched": self.launched, "ranks": self.size, "job": list(self.job)}
         return self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
+
+
+def _resume_of_restart(config: Config, job: LaunchedJob) -> str:
+    """Return `resume` for a job that its launcher has started again; raise ConfigError if nothing was saved."""
+    if config.checkpoint is None:
+        raise ConfigError(
+            f"{job.restarted_by}, and its config has no section checkpoint, so there is no state to go on from: give "
+            "it the section, or `resume: never`, which begins anew each time"
+        )
+    return "auto"
 
 
 def _foreign_place(source: CheckedSource, starts: str) -> Place | None:

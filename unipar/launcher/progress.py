@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
 from unipar.model.weight_file import describe_loaded_weights
+from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
 from unipar.run_folder.heartbeat import read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
@@ -84,8 +85,8 @@ class Progress:
         self._stdout_tail = FileTail(stdout_path(run)) if prints else None
         """Tail of rank 0's prints; None if rank 0 is this process, which prints by itself."""
 
-        self._is_earlier = goes_on
-        """Whether the ledger's lines are still those of an earlier attempt."""
+        self._awaited = count_attempts(run) + 1 if goes_on else 0
+        """Number of the attempt whose lines are to be shown, while the ledger's are those of earlier ones; else 0."""
 
         self._rows: list[Mapping[str, Any]] = []
         self._shown = (0, 0.0)
@@ -96,7 +97,7 @@ class Progress:
         return 0.1 if self._err.draws else 0.5
 
     def __enter__(self) -> Self:
-        self._say(f"run folder: {relative_path(self._run)}")
+        self.say(f"run folder: {relative_path(self._run)}")
         if not self._quiet and self._err.can_draw:
             self._err.draw_bar("starting", redirect_stdout=self._out.can_draw)
         return self
@@ -107,7 +108,7 @@ class Progress:
             self._write_rank_output(unfinished)
         self._err.stop()
         if kind is None and not self._quiet and self._rows:
-            self._say(self._summary())
+            self.say(self._summary())
         for tail in (self._ledger, self._stdout_tail):
             if tail is not None:
                 tail.close()
@@ -139,30 +140,40 @@ class Progress:
             over.set()
             thread.join()
 
+    def begin_attempt(self) -> None:
+        """Show what a further attempt logs, and not again what earlier ones did."""
+        self.tick()
+        self._awaited, self._shown = count_attempts(self._run) + 1, (0, 0.0)
+
+    def say(self, text: str) -> None:
+        """Show a line, unless the run is quiet."""
+        if not self._quiet:
+            self._err.line(text)
+
     def _show_event(self, row: Mapping[str, Any]) -> None:
-        if row["event"] == "continued":
-            self._is_earlier = False
-        if self._is_earlier:
+        if row["event"] == "continued" and row["attempt"] == self._awaited:
+            self._awaited = 0
+        if self._awaited:
             return
         if row["event"] == "start":
-            self._say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
+            self.say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
-            self._say(f"weights: {describe_loaded_weights(row)}")
+            self.say(f"weights: {describe_loaded_weights(row)}")
         elif row["event"] in ("data", "tracker", "memory"):
-            self._say(f"{row['event']}: {row['said']}")
+            self.say(f"{row['event']}: {row['said']}")
         elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):
             for line in describe_checkpoint_event(row):
-                self._say(line)
+                self.say(line)
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)
             if not self._err.draws and self._line_is_due(row["step"]):
                 rate = _format_rate(row["samples"] / row["seconds"]) if row["seconds"] else ""
                 step = self._step_of_total(row["step"])
-                self._say(f"step {step}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}")
+                self.say(f"step {step}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}")
         elif row["event"] == "eval":
             named = "  ".join(f"{k} {format_number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
-            self._say(f"step {self._step_of_total(row['step'])}  evaluated: {named}")
+            self.say(f"step {self._step_of_total(row['step'])}  evaluated: {named}")
 
     def _line_is_due(self, step: int) -> bool:
         last, when = self._shown
@@ -190,10 +201,6 @@ class Progress:
 
     def _step_of_total(self, step: int) -> str:
         return f"{step}/{self._steps}" if self._steps else f"{step}"
-
-    def _say(self, text: str) -> None:
-        if not self._quiet:
-            self._err.line(text)
 
     def _write_rank_output(self, line: str) -> None:
         """Write a line that rank 0 printed to stdout, or above the bar if stdout is the same terminal."""

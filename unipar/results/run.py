@@ -63,7 +63,10 @@ class Report:
     """(step, its phases) of the rank that allocated the most in that step; only with `log.memory`."""
 
     stopped: int | None
-    """The step at which a signal ended the run."""
+    """The step at which a signal or its deadline ended the run."""
+
+    stopped_by: str = "a signal"
+    """What ended it there: a signal, or launch.deadline."""
 
     @classmethod
     def read(cls, run: Path) -> Self:
@@ -99,6 +102,7 @@ class Report:
             ],
             memory=_largest_memory_by_step(ranks),
             stopped=stops[-1] if stops else None,
+            stopped_by=next((str(row["why"]) for row in _select_events(rows, "stopped") if row.get("why")), "a signal"),
         )
 
     @override
@@ -113,7 +117,7 @@ class Report:
         """Return the run in a few lines of text."""
         ranks = "one process" if self.size == 1 else f"{self.size} ranks"
         rows = [("cell", f"{self.cell}, {ranks}"), ("parameters", f"{self.parameters:,}")]
-        how = f", stopped by a signal after step {self.stopped}" if self.stopped is not None else ""
+        how = f", stopped by {self.stopped_by} after step {self.stopped}" if self.stopped is not None else ""
         rows.append(("steps", f"{self.steps}{how}"))
         rows.append(("time", f"{format_duration(self.seconds)} from the first event to the last"))
         series = {f"loss of {name}": losses for name, losses in self.parts.items()} or {"loss": self.losses}

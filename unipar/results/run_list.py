@@ -14,6 +14,7 @@ from typing import Any, Literal
 from unipar import errors
 from unipar.errors import ReportError
 from unipar.results.files import nested_mapping, read_mapping
+from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.error_file import RecordedError, read_error, read_run_error
 from unipar.run_folder.folder import FOLDERS_THAT_STAY, RUN_FILES, is_locked
 from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
@@ -178,6 +179,8 @@ def _read_run(run: Path, entry: RunEntry) -> RunEntry:
     settled = nested_mapping(launch, "settled")
     head, tail = _first_and_last_events(ledger_path(run, 0))
     start = next((row for row in head if row["event"] == "start"), {})
+    if "ranks" in launch:  # of this attempt; the ledger begins with the first one
+        start = {"cell": settled.get("cell"), "size": launch["ranks"]}
     step = next((row for row in reversed(tail) if row["event"] == "step"), {})
     started = min([(run / "launch.json").stat().st_mtime] if launch else [entry.started], default=entry.started)
     started = min([started, *(row["time"] for row in head[:1])])
@@ -217,9 +220,10 @@ def _state_of_run(
         state: RunState = "stopped" if recorded.kind in ("Stopped", "KeyboardInterrupt") else "failed"
         return state, _sentence(recorded), recorded.time
     if ended is not None and ended["event"] == "stopped":
-        return "stopped", f"stopped by a signal after step {ended['step']}", ended["time"]
+        return "stopped", f"stopped by {ended.get('why') or 'a signal'} after step {ended['step']}", ended["time"]
     if ended is not None:
-        return "ended", "", ended["time"]
+        earlier = count_attempts(run)
+        return "ended", f"in {earlier + 1} attempts" if earlier else "", ended["time"]
     elsewhere = launch.get("boot") not in (None, boot_id())
     if elsewhere and time.time() - entry.changed < FRESH_SECONDS:
         return "running", "", time.time()

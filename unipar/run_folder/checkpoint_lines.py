@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,22 @@ def describe_checkpoint_event(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"step {row['step']}  not saved: {row['said']}"
 
 
+def _has_section(run: Path) -> bool:
+    path = run / "config.json"
+    return path.exists() and json.loads(path.read_bytes()).get("checkpoint") is not None
+
+
 def _shown(row: Mapping[str, Any]) -> str:
     return str(relative_path(Path(row["path"])))
 
 
 def describe_way_on(run: Path, step: int) -> str:
     """Return how a run that stopped after `step` steps goes on, or what would have kept its state."""
-    saved = [row for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "checkpoint" and row["step"] == step]
-    if saved:
+    saved = [row for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "checkpoint"]
+    if saved and saved[-1]["step"] == step:
         return f"its state is in {_shown(saved[-1])}: go on with --resume"
+    if saved:
+        return f"its state after step {saved[-1]['step']} is in {_shown(saved[-1])}: go on from there with --resume"
+    if step and _has_section(run):
+        return "its state is lost: no checkpoint was saved before"
     return "its state is lost: a section checkpoint in the config would have kept it" if step else ""

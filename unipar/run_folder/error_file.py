@@ -55,15 +55,16 @@ class RecordedError:
 
 def read_error(run: Path, rank: int) -> RecordedError | None:
     """Return the error that a rank wrote, or None if it wrote none."""
-    return _read(error_path(run, rank))
+    return read_error_file(error_path(run, rank))
 
 
 def read_run_error(run: Path) -> RecordedError | None:
     """Return the error with which the run as a whole ended, or None if none was recorded."""
-    return _read(run_error_path(run))
+    return read_error_file(run_error_path(run))
 
 
-def _read(path: Path) -> RecordedError | None:
+def read_error_file(path: Path) -> RecordedError | None:
+    """Return the error in a file, or None if there is no such file."""
     try:
         return RecordedError(**json.loads(path.read_text("utf-8")))
     except FileNotFoundError:

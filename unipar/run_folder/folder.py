@@ -8,14 +8,17 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from unipar.errors import ConfigError, OutExists
-from unipar.run_folder.layout import attempts_path
+from unipar.run_folder.attempts import count_attempts, reached_step
+from unipar.run_folder.error_file import read_error_file, read_run_error
+from unipar.run_folder.layout import attempts_path, read_launch_file
+from unipar.utils.procfs import boot_id
 
 RUN_FILES = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
 """Files by which a run folder is recognised, each with sets of keys; the file has all keys of at least one set."""
@@ -185,27 +188,65 @@ def _create_config_file(out: Path) -> bool:
 
 @contextmanager
 def continue_run_folder(out: Path, config: str, launch: str) -> Generator[None]:
-    """Context manager: locks the folder of a run that goes on, and writes config and launch to it.
-
-    Those of its earlier attempt become a line of attempts.jsonl; marks of its end are deleted.
-    """
+    """Context manager: locks the folder of a run that goes on, and makes it ready for that, as `begin_next_attempt`."""
     with lock_folder(out):
-        with explain_write_errors(out):
-            before = {name: json.loads((out / name).read_bytes()) for name in RUN_FILES}
-            with attempts_path(out).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(before) + "\n")
-            for pattern in ("error.json", "rank-*.error.json", "rank-*.beat", "rank-*.stack"):
-                for path in out.glob(pattern):
-                    path.unlink()
-        write_run_files(out, config, launch)
+        begin_next_attempt(out, config, launch)
         yield
 
 
-def newest_run_folder(base: Path, *, alone: bool) -> Path | None:
-    """Return the newest run among base, base-2, ...; with `alone` only `base` counts. None if there is none."""
+def begin_next_attempt(out: Path, config: str, launch: str, ended: Mapping[str, Any] | None = None) -> None:
+    """Make a locked run folder ready for another attempt, whose config and launch are written to it.
+
+    Those of the attempt before become a line of attempts.jsonl, with the step that it had reached and the error with
+    which it ended: `ended`, or what its files say. Its logs and errors are moved to attempt-N/.
+    """
+    with explain_write_errors(out):
+        row: dict[str, Any] = {name: json.loads((out / name).read_bytes()) for name in RUN_FILES}
+        kept = out / f"attempt-{count_attempts(out) + 1}"
+        end = {"step": reached_step(out), **(ended if ended is not None else _recorded_end(out))}
+        if "message" in end:
+            moved = str(out.resolve() / "rank-"), str(kept.resolve() / "rank-")
+            end["message"] = str(end["message"]).replace(*moved)
+        row["ended"] = end
+        with attempts_path(out).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        for pattern in _FILES_OF_AN_ATTEMPT:
+            for path in out.glob(pattern):
+                kept.mkdir(exist_ok=True)
+                path.rename(kept / path.name)
+        for path in out.glob("rank-*.beat"):
+            path.unlink()
+    write_run_files(out, config, launch)
+
+
+_FILES_OF_AN_ATTEMPT = ("error.json", "rank-*.error.json", "rank-*.log", "rank-*.stack")
+"""Files that each attempt has for itself."""
+
+
+def _recorded_end(out: Path) -> dict[str, Any]:
+    """Return kind, message and time of the error with which an attempt ended; empty if none was recorded."""
+    errors = [error for path in out.glob("rank-*.error.json") if (error := read_error_file(path)) is not None]
+    whole = read_run_error(out)
+    first = whole or min(errors, key=lambda error: (error.caused_by_other_rank, error.time), default=None)
+    return {} if first is None else {"kind": first.kind, "message": first.message, "time": first.time}
+
+
+def newest_run_folder(base: Path, *, alone: bool, job: Sequence[str] | None = None) -> Path | None:
+    """Return the newest run among base, base-2, ...; with `alone` only `base` counts. None if there is none.
+
+    `job`: names of a job, one of which the run must have; None: any run counts.
+    """
     named = [base] if alone else existing_numbered_folders(base)
     runs = [path for path in named if path.is_dir() and not _why_not_a_run(path)]
+    if job is not None:
+        runs = [path for path in runs if not set(job).isdisjoint(read_launch_file(path).get("job", ()))]
     return max(runs, key=lambda path: (path / next(iter(RUN_FILES))).stat().st_mtime_ns, default=None)
+
+
+def launch_time(out: Path) -> float | None:
+    """Return the time of time.monotonic() at which a run was launched; None if this machine has started again since."""
+    launch = read_launch_file(out)
+    return launch.get("launched") if launch.get("boot") == boot_id() else None
 
 
 def write_run_files(out: Path, config: str, launch: str) -> None:

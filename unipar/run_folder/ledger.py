@@ -27,13 +27,16 @@ class Ledger:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
-    def continue_after(self, step: int) -> None:
-        """Go on in the ledger of an earlier attempt: what it says of later steps, and of its end, is dropped."""
+    def continue_after(self, step: int, **fields: Any) -> None:
+        """Go on in the ledger of an earlier attempt: what it says of later steps, and of its end, is dropped.
+
+        `fields`: what the line about this says besides the step.
+        """
         path = Path(self._file.name)
         self._file.close()
         Ledger.trim(path, step)
         self._file = path.open("a", encoding="utf-8")
-        self.note("continued", step=step)
+        self.note("continued", step=step, **fields)
 
     @staticmethod
     def trim(path: Path, step: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from unipar.tracking.tracker import Tracker
+from unipar.utils.files import write_file_atomically
 from unipar.utils.mappings import flatten
 
 
@@ -37,15 +38,44 @@ class MLflow(Tracker):
         known = self._client.get_experiment_by_name(name)
         place = None if "MLFLOW_TRACKING_URI" in os.environ else (run / "mlflow").as_uri()
         number = known.experiment_id if known else self._client.create_experiment(name, artifact_location=place)
-        self._id = self._client.create_run(number, run_name=os.environ.get("MLFLOW_RUN_NAME", run.name)).info.run_id
-        params: list[Any] = [Param(key, str(value)) for key, value in flatten(config)]
+        self._written: dict[str, int] = {}
+        """The last step that an earlier attempt has written, by metric."""
+
+        self._id, known_params = self._begin(run, number)
+        params: list[Any] = []
+        for key, value in flatten(config):
+            if key not in known_params:
+                params.append(Param(key, str(value)))
+            elif known_params[key] != str(value):  # a param cannot change; a tag can
+                self._client.set_tag(self._id, f"now.{key}", str(value))
         for i in range(0, len(params), 100):  # MLflow takes no more than 100 params in one call
             self._client.log_batch(self._id, params=params[i : i + 100])
+
+    def _begin(self, run: Path, experiment: str) -> tuple[str, Mapping[str, str]]:
+        """Return the id and the params of MLflow's run: that of an earlier attempt in this folder, or a new one."""
+        file = run / "mlflow.id"
+        if file.exists():
+            known = self._client.get_run(file.read_text("utf-8"))
+            self._client.update_run(known.info.run_id, "RUNNING")
+            self._known_names = set(known.data.metrics)
+            return known.info.run_id, known.data.params
+        made = self._client.create_run(experiment, run_name=os.environ.get("MLFLOW_RUN_NAME", run.name)).info.run_id
+        write_file_atomically(file, made)
+        self._known_names = set[str]()
+        return made, {}
+
+    @override
+    def go_on(self, step: int) -> None:
+        """Leave out what an earlier attempt has written: MLflow can take nothing back."""
+        for name in self._known_names:
+            self._written[name] = max(m.step for m in self._client.get_metric_history(self._id, name))
 
     @override
     def write(self, step: int, named: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[self._metric(name, v, now, step) for name, v in named.items()])
+        new = {name: value for name, value in named.items() if step > self._written.get(name, -1)}
+        if new:
+            self._client.log_batch(self._id, metrics=[self._metric(name, v, now, step) for name, v in new.items()])
 
     @override
     def close(self) -> None:

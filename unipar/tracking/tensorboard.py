@@ -22,10 +22,23 @@ class TensorBoard(Tracker):
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
+        self._folder, self._library = str(run / "tensorboard"), SummaryWriter
+        # four spaces: a Markdown code block
+        self._config = "\n".join(f"    {key}: {value}" for key, value in flatten(config))
+        self._writer: Any = self._open(None)
+
+    def _open(self, after: int | None) -> Any:
         # a short interval, because a run that ends in an error may lose what is not flushed
-        self._writer: Any = SummaryWriter(str(run / "tensorboard"), flush_secs=10)
-        rows = "\n".join(f"    {key}: {value}" for key, value in flatten(config))  # four spaces: a Markdown code block
-        self._writer.add_text("config", rows)
+        purge = None if after is None else after + 1
+        writer = self._library(self._folder, purge_step=purge, flush_secs=10)
+        writer.add_text("config", self._config, after)
+        return writer
+
+    @override
+    def go_on(self, step: int) -> None:
+        """Have TensorBoard forget what earlier attempts wrote of later steps."""
+        self._writer.close()
+        self._writer = self._open(step)
 
     @override
     def write(self, step: int, named: Mapping[str, float]) -> None:

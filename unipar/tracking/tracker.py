@@ -28,6 +28,14 @@ class Tracker(ABC):
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         """Begin a run: `run` is the run folder, `config` all keys of the config as plain values."""
 
+    def go_on(self, step: int) -> None:  # noqa: B027 - trackers from before need not have it
+        """Go on as the tracker of a run that continues after `step` in the folder of an earlier attempt.
+
+        It is called once, before the first `write`, and not for a run's first attempt. That attempt may have written
+        steps after `step`, which come again: drop them, or leave out what comes again. A tracker without this method
+        may show such steps twice.
+        """
+
     @abstractmethod
     def write(self, step: int, named: Mapping[str, float]) -> None:
         """Write the metrics of one step, by name."""

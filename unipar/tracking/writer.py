@@ -10,7 +10,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from unipar.tracking.tracker import find_tracker, require_tracker
+from unipar.tracking.tracker import Tracker, find_tracker, require_tracker
 
 TRACKER_TIMEOUT_SECONDS = 30.0
 """Seconds that a run waits for a tracker to start, and to write its remaining metrics at the end."""
@@ -33,14 +33,19 @@ class TrackerWriter:
         rank: int,
         config: Mapping[str, Any] | None = None,
         note: NoteEvent | None = None,
+        *,
+        after: int | None = None,
     ) -> None:
+        """`after`: step after which the run goes on in the folder of an earlier attempt; None: it is the first one."""
         self._note = note
         wanted = dict.fromkeys(to) if rank == 0 else {}
         for name in wanted:
             require_tracker(name)
-        self._threads = [_TrackerThread(name, run, config or {}) for name in wanted]
+        self._threads = [_TrackerThread(name, run, config or {}, after) for name in wanted]
         for thread in self._threads:
             thread.ready.wait(TRACKER_TIMEOUT_SECONDS)
+            if thread.remark and note is not None:
+                note("tracker", said=thread.remark)
         self._drop_failed()
 
     def write(self, step: int, named: Mapping[str, float]) -> None:
@@ -76,19 +81,24 @@ class TrackerWriter:
 class _TrackerThread(threading.Thread):
     """Thread of one tracker, so that a slow disk or network does not delay the training."""
 
-    def __init__(self, tracker_name: str, run: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, tracker_name: str, run: Path, config: Mapping[str, Any], after: int | None) -> None:
         super().__init__(name=f"tracker {tracker_name}", daemon=True)
-        self.tracker_name, self._run, self._config = tracker_name, run, config
+        self.tracker_name, self._run, self._config, self._after = tracker_name, run, config, after
         self.rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
         self.ready = threading.Event()
-        self.fault = ""
+        self.fault = self.remark = ""
         self.start()
 
     @override
     def run(self) -> None:
         problem = "could not start"
         try:
-            tracker = find_tracker(self.tracker_name)(self._run, self._config)
+            kind = find_tracker(self.tracker_name)
+            tracker = kind(self._run, self._config)
+            if self._after is not None:
+                tracker.go_on(self._after)
+                if kind.go_on is Tracker.go_on:
+                    self.remark = f"{self.tracker_name} may show steps after {self._after} twice: it has no go_on()"
             self.ready.set()
             problem = "could not write"
             while (row := self.rows.get()) is not None:

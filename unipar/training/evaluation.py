@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from unipar.backend import Engine, Mark
 from unipar.config import BatchSizes, Config
+from unipar.data.data_worker import with_worker_start
 from unipar.data.dataset import data_source_of
 from unipar.data.feed import SeededDataset
 from unipar.data.order import SampleKey
@@ -94,7 +95,7 @@ class Evaluation:
             batch_sampler=mine,  # pyright: ignore[reportArgumentType] - keys, not ints
             collate_fn=self.source.collate,
             num_workers=self.source.settings.workers,
-            **self.source.loader_arguments,
+            **with_worker_start(self.source.loader_arguments),
         )
         for i, batch in enumerate(loader):
             yield batch, len(mine[i]) if rank + i * size < len(chunks) else 0

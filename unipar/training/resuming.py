@@ -54,17 +54,26 @@ class ChosenCheckpoint:
 
 
 def choose_checkpoint(
-    wanted: str, folder: Path, world: World, config: Config, said: Collection[str], progress: HashProgress | None = None
+    wanted: str,
+    folder: Path,
+    world: World,
+    config: Config,
+    said: Collection[str],
+    progress: HashProgress | None = None,
+    *,
+    again: bool = False,
 ) -> ChosenCheckpoint | None:
     """Return the checkpoint at the path `wanted`, or for "auto" the newest whole one in a folder, or None.
 
     All ranks call this together: each verifies a part of every candidate, and all choose the same. A broken one is
     passed over under "auto", and an error under a path. `said`: keys of the config that were given for this run.
+    `again`: the run has begun from the path in this folder already, whose own checkpoints are newer.
     """
     exchange = StoreExchange(world.store, world.rank, world.size, world.key("choose checkpoint"))
     auto = wanted == "auto"
-    listed = [found.path for found in find_checkpoints(folder)] if auto else [Path(wanted)]
-    listed = [Path(name) for name in json.loads(exchange(json.dumps([str(p) for p in listed]).encode())[0])]
+    own = [str(found.path) for found in find_checkpoints(folder)] if auto or again else []
+    auto, names = json.loads(exchange(json.dumps([auto or bool(own), own if auto or own else [wanted]]).encode())[0])
+    listed = [Path(name) for name in names]
     passed: list[str] = []
     for path in listed:
         found, error = None, ""

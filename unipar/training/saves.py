@@ -29,8 +29,19 @@ if TYPE_CHECKING:
 class RunCheckpoints:
     """Saves of a run in training, at step boundaries; all ranks call its methods together."""
 
-    def __init__(self, settings: Checkpoint, live: TrainingRun, run: Path, launched: Mapping[str, Any]) -> None:
-        """`launched`: contents of the run's launch.json, for the versions and the revision that the state names."""
+    def __init__(
+        self,
+        settings: Checkpoint,
+        live: TrainingRun,
+        run: Path,
+        launched: Mapping[str, Any],
+        *,
+        into: Path | None = None,
+    ) -> None:
+        """`launched`: contents of the run's launch.json, for the versions and the revision that the state names.
+
+        `into`: folder of the checkpoints, if it is not the one that the settings name.
+        """
         self._settings, self._live, self._launched = settings, live, launched
         self._best: list[tuple[int, float]] = []
         """Step and value of the best evaluations so far, the best first."""
@@ -40,7 +51,7 @@ class RunCheckpoints:
         self._last_saved: int | None = None
         self._began = time.monotonic()
         self._saver = CheckpointSaver(
-            checkpoint_folder(run, settings.to), live.world, asynchronous=settings.asynchronous, mark=live.mark
+            into or checkpoint_folder(run, settings.to), live.world, asynchronous=settings.asynchronous, mark=live.mark
         )
 
     @property

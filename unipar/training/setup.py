@@ -27,6 +27,7 @@ from unipar.model.optimizer import optimizer_factory, parameter_groups, refuse_w
 from unipar.model.pretrained import load_weights
 from unipar.model.state_names import state_names
 from unipar.model.transforms import apply_transforms
+from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import checkpoint_folder, heartbeat_path, ledger_path, read_launch_file
 from unipar.run_folder.ledger import Ledger
@@ -36,7 +37,7 @@ from unipar.training.out_of_memory import explain_out_of_memory
 from unipar.training.parts import TrainedPart, tied_names
 from unipar.training.run import TrainingRun
 from unipar.training.shares import first_microbatch
-from unipar.training.stopping import stop_on_signals
+from unipar.training.stopping import stop_on_signals, stop_reason
 from unipar.utils.malloc import is_malloc_set_by_environment, keep_freed_memory
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
 
@@ -63,7 +64,8 @@ def open_run(
     """
     config = settled.config
     heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
-    with stop_on_signals(), Ledger(ledger_path(run, place.rank)) as ledger, ExitStack() as failed:
+    deadline = _deadline(config, run, place.rank)
+    with stop_on_signals(deadline), Ledger(ledger_path(run, place.rank)) as ledger, ExitStack() as failed:
         if place.size == 1 or not place.started_by_unipar:
             failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
         with _explain_import_error(backend):
@@ -72,9 +74,10 @@ def open_run(
             keep_freed_memory()
         if met is not None:
             met(world, heartbeat)
+        chosen, after = _choose_checkpoint(config, run, world, ledger)
         watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
-        trackers = TrackerWriter(config.log.to, run, place.rank, config.model_dump(mode="json"), ledger.note)
-        chosen = _choose_checkpoint(config, run, world, ledger)
+        told = config.model_dump(mode="json")
+        trackers = TrackerWriter(config.log.to, run, place.rank, told, ledger.note, after=after)
         with explain_out_of_memory(run, place.rank):
             live = build_run(
                 settled,
@@ -93,7 +96,7 @@ def open_run(
         try:
             yield live
         except Stopped:
-            ledger.note("stopped", step=live.done)
+            ledger.note("stopped", step=live.done, why=stop_reason())
             trackers.close()
             raise
         live.finish()
@@ -105,24 +108,38 @@ def open_run(
         failed.pop_all()
 
 
-def _choose_checkpoint(config: Config, run: Path, world: World, ledger: Ledger) -> ChosenCheckpoint | None:
-    """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew."""
-    if config.resume in (None, "never"):
-        return None
-    from unipar.training.resuming import choose_checkpoint
+def _choose_checkpoint(
+    config: Config, run: Path, world: World, ledger: Ledger
+) -> tuple[ChosenCheckpoint | None, int | None]:
+    """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew.
 
-    said = read_launch_file(run).get("said", [])
+    And the step after which it goes on in the folder of an earlier attempt; None if this is the first one in it.
+    """
+    earlier, chosen, step = count_attempts(run), None, None
+    again = earlier > 0 or config.resume == "auto"
     folder = checkpoint_folder(run, config.checkpoint.to if config.checkpoint else None)
-    chosen = choose_checkpoint(config.resume, folder, world, config, said)
-    if config.resume == "auto":  # in the folder of an earlier attempt, which may have had more ranks
-        step = 0 if chosen is None else chosen.step
-        ledger.continue_after(step)
+    if config.resume not in (None, "never"):
+        from unipar.training.resuming import choose_checkpoint
+
+        said = read_launch_file(run).get("said", [])
+        chosen = choose_checkpoint(config.resume, folder, world, config, said, again=again)
+    if again:  # in the folder of an earlier attempt, which may have had more ranks
+        step = 0 if chosen is None or chosen.path.parent != folder else chosen.step
+        ledger.continue_after(step, attempt=earlier + 1)
         if world.rank == 0:
             for rank in count(world.size):
                 if not (path := ledger_path(run, rank)).exists():
                     break
                 Ledger.trim(path, step)
-    return chosen
+    return chosen, step
+
+
+def _deadline(config: Config, run: Path, rank: int) -> float | None:
+    """Return the time of time.monotonic() at which rank 0 stops the run; None on other ranks, which learn of it."""
+    launched: float | None = read_launch_file(run).get("launched")
+    if config.launch.deadline is None or launched is None or rank != 0:
+        return None
+    return launched + config.launch.deadline
 
 
 def _keep_state(live: TrainingRun, run: Path, chosen: ChosenCheckpoint | None) -> None:

@@ -1,4 +1,4 @@
-"""Microbatches of a step, each with its weight in the global batch; and one for a trial before the first step."""
+"""Microbatches of a step, each with its weight in the global batch; and the first ones, for trials and scripts."""
 
 from __future__ import annotations
 
@@ -80,3 +80,13 @@ def first_microbatch(task: Task, config: Config, sizes: BatchSizes) -> Any:
             f"gave none ({type(e).__name__}: {e}): let data() return the dataset that the training loop reads"
         ) from e
     return batch
+
+
+def first_microbatches(task: Task, config: Config, sizes: BatchSizes, number: int) -> list[Any]:
+    """Return the first microbatches of a map-style dataset, of all ranks; fewer if the first epoch has fewer."""
+    collate = task.collate if task.defines("collate") else None
+    source = training_data_source(task.data(), collate, task.collate, config, sizes)
+    feed = MicrobatchFeed(source, sizes, None, config.train.seed)
+    steps = islice(feed.plans(0), max(1, feed.order.per_epoch))
+    plans = islice((plan for step in steps for plan in step), number)
+    return [feed.read(plan.keys) for plan in plans]

@@ -1,11 +1,11 @@
-"""Stopping on a signal, at the same step boundary on all ranks; and the saver that a loop calls between two steps."""
+"""Stopping on a signal or at a deadline, at the same step on all ranks; the saver that a loop calls between steps."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,22 +18,32 @@ if TYPE_CHECKING:
 SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second signal counts as the first one: launchers forward what the terminal sent already."""
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals after which a run stops: of a scheduler, of a terminal, and a scheduler's warning (`sbatch --signal`)."""
+
 _stop_requested_at: float | None = None
+_stop_reason = ""
+"""What this rank knows of the reason; "" if another rank has it."""
+
+_deadline: float | None = None
+"""Time of time.monotonic() at which `launch.deadline` is over; None on ranks that do not look."""
+
 _previous_handlers: dict[int, Any] = {}
 """Handlers that were installed before those of `stop_on_signals`, by signal."""
 
 
 @contextmanager
-def stop_on_signals() -> Generator[None]:
-    """Context manager: SIGTERM and SIGINT request a stop of the run instead of ending the process at once."""
-    global _stop_requested_at
-    _stop_requested_at = None
+def stop_on_signals(deadline: float | None = None) -> Generator[None]:
+    """Context manager: a signal requests a stop of the run instead of ending the process at once.
+
+    `deadline`: time of time.monotonic() that does so too.
+    """
+    global _stop_requested_at, _stop_reason, _deadline
+    _stop_requested_at, _stop_reason, _deadline = None, "", deadline
     if threading.current_thread() is not threading.main_thread():
         yield  # Python allows signal handlers in the main thread only
         return
-    _previous_handlers.update(
-        {number: signal.signal(number, _handle_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    )
+    _previous_handlers.update({number: signal.signal(number, _handle_signal) for number in STOP_SIGNALS})
     try:
         yield
     finally:
@@ -44,25 +54,32 @@ def stop_on_signals() -> Generator[None]:
 
 def _handle_signal(number: int, frame: FrameType | None) -> None:
     """Request a stop; pass a second signal, SAME_SIGNAL_SECONDS or more after the first, to the previous handler."""
-    global _stop_requested_at
     if _stop_requested_at is not None and time.monotonic() - _stop_requested_at < SAME_SIGNAL_SECONDS:
         return
     if _stop_requested_at is not None and _previous_handlers:
         for which, handler in _previous_handlers.items():
             signal.signal(which, handler)
         signal.raise_signal(number)
-    _stop_requested_at = time.monotonic()
+    request_stop("a signal")
 
 
 def stop_requested() -> bool:
-    """Return whether this process got a signal, or learned that another rank did."""
+    """Return whether this process got a signal or is past its deadline, or learned that another rank did or is."""
+    if _stop_requested_at is None and _deadline is not None and time.monotonic() >= _deadline:
+        request_stop("launch.deadline")
     return _stop_requested_at is not None
 
 
-def request_stop() -> None:
-    """Request a stop of this rank because another rank got a signal."""
-    global _stop_requested_at
-    _stop_requested_at = time.monotonic() if _stop_requested_at is None else _stop_requested_at
+def request_stop(why: str = "") -> None:
+    """Request a stop of this rank; `why` is "" if another rank knows the reason."""
+    global _stop_requested_at, _stop_reason
+    if _stop_requested_at is None:
+        _stop_requested_at, _stop_reason = time.monotonic(), why
+
+
+def stop_reason() -> str:
+    """Return why the run stops, once all ranks have agreed to."""
+    return _stop_reason
 
 
 class StopAgreement:
@@ -80,7 +97,7 @@ class StopAgreement:
 
     def __call__(self, step: int) -> None:
         """Raise Stopped if a stop was requested and `step`, the number of steps done, is the agreed last one."""
-        if _stop_requested_at is not None:
+        if stop_requested():
             self._agree(step)
 
     def _agree(self, step: int) -> None:
@@ -88,19 +105,27 @@ class StopAgreement:
         if world.size == 1 or world.store is None:
             if step % self._every:
                 return
-            raise Stopped(f"stopped by a signal after step {step}")
+            raise Stopped(f"stopped by {_stop_reason} after step {step}")
         keys = [f"stop/{rank}" for rank in range(world.size)]
         if not self._published:
             self._published = True
             if world.device.type == "cuda":
                 world.synchronize()  # the GPU may still be computing earlier steps
-            world.store.set(keys[world.rank], str(step))
+            world.store.set(keys[world.rank], f"{step} {_stop_reason}")
         if self._last_step is None and world.store.check(keys):
-            last = max(int(world.store.get(key)) for key in keys) + 1
+            told = [world.store.get(key).decode().partition(" ") for key in keys]
+            _learn_reason(why for _, _, why in told)
+            last = max(int(done) for done, _, _ in told) + 1
             self._last_step = last + -last % self._every
         if self._last_step is not None and step >= self._last_step:
             world.barrier()  # until all ranks have read the store, which may be in a rank that exits first
-            raise Stopped(f"stopped by a signal after step {step}")
+            raise Stopped(f"stopped by {_stop_reason} after step {step}")
+
+
+def _learn_reason(told: Iterable[str]) -> None:
+    """Take the reason of the first rank that knows one, as all ranks do."""
+    global _stop_reason
+    _stop_reason = next((why for why in told if why), _stop_reason)
 
 
 class StateKeeper(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,13 +97,41 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
 
 def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[str]:
     """Return how the backend would split the blocks of the task's model over `parallel.tensor`, as sentences."""
-    from unipar.model.blocks import find_blocks
-    from unipar.training.shares import first_microbatch
-
     task = load_task(config)
     with _user_errors_as_task_errors("model()"):
         ((name, module),) = _make_parts_on_meta(task).items()
-    part = Part(
+    part = _part_of(task, name, module, config, sizes)
+    with _user_errors_as_task_errors("loss()"):
+        return list(backend.plan_split(part, config))
+
+
+def load_part(config: Config, sizes: BatchSizes) -> tuple[Part, Callable[[int], list[Any]]]:
+    """Create the task's model with its values; return it, and a function that reads so many of the first microbatches.
+
+    The model is that of seed `train.seed`; random generators are left as they were.
+    """
+    import torch
+
+    from unipar.model.create import check_parts
+    from unipar.training.shares import first_microbatches
+
+    task = load_task(config)
+    with _user_errors_as_task_errors("model()"), torch.random.fork_rng([]):
+        made: Any = task.model()
+        ((name, module),) = check_parts(made).items()
+
+    def samples(number: int) -> list[Any]:
+        with _user_errors_as_task_errors("data()"):
+            return first_microbatches(task, config, sizes, number)
+
+    return _part_of(task, name, module, config, sizes), samples
+
+
+def _part_of(task: Task, name: str, module: Any, config: Config, sizes: BatchSizes) -> Part:
+    from unipar.model.blocks import find_blocks
+    from unipar.training.shares import first_microbatch
+
+    return Part(
         name,
         module,
         optimizer=lambda model: _no_optimizer(),
@@ -112,8 +140,6 @@ def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[
         sample=partial(first_microbatch, task, config, sizes),
         tensor=task.tensor(module),
     )
-    with _user_errors_as_task_errors("loss()"):
-        return list(backend.plan_split(part, config))
 
 
 def _no_optimizer() -> Any:

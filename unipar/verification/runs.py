@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from unipar.backend.cells import ONE, config_in_cell
 from unipar.config import Config, Precision
@@ -72,6 +73,12 @@ class RunPlan:
     steps: int
     cells: Mapping[str, SettledConfig]
     """Config of each cell, by name."""
+
+    halfway: int | None = None
+    """Step after which cells go on from a state that was saved; None: each cell runs by itself."""
+
+    checkpoint: Path | None = None
+    """Checkpoint from which they go on; None: one cell makes it."""
 
     fp64: bool = True
     """Whether the model can run in fp64; if not, what fp64 runs would show is taken from runs in fp32."""
@@ -188,6 +195,25 @@ class RunPlan:
             jobs.append(self._run(RunKey("cell", name), settled))
             jobs.append(self._run(RunKey("cell", name, bitwise=True), with_bitwise_arithmetic(settled)))
         return jobs
+
+    @property
+    def saver(self) -> str:
+        """Name of the cell that saves: the config's own, if it is among those that run."""
+        own = str(self.settled.cell)
+        return own if own in self.cells else next(iter(self.cells))
+
+    def saving_job(self, folder: Path) -> Job:
+        """Return the job that runs the first half in one cell and saves its state."""
+        assert self.halfway is not None
+        key = RunKey("cell", self.saver, half="first")
+        return replace(self._run(key, self.cells[self.saver]), steps=self.halfway, saves_in=str(folder))
+
+    def resuming_jobs(self, checkpoint: Path) -> list[Job]:
+        """Return a job for each cell that goes on from the state that was saved."""
+        return [
+            replace(self._run(RunKey("cell", name, half="second"), settled), resumes=str(checkpoint))
+            for name, settled in self.cells.items()
+        ]
 
     def dropout_jobs(self, cells: Sequence[str]) -> tuple[list[Job], list[Job]]:
         """Return the jobs that run cells with dropout: the replays, and the cells."""

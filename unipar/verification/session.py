@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from unipar.checkpoint.format.names import step_folder_name
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
-from unipar.errors import Stopped, UniparError
+from unipar.errors import Stopped, UniparError, Unsupported
 from unipar.results.agreement import measure_agreement
-from unipar.results.verdicts import CutDependence, CutKind, Finding, Verdict, Verdicts
+from unipar.results.verdicts import CutDependence, Finding, Verdict, Verdicts
 from unipar.utils.text import first_few
 from unipar.verification import second_look
 from unipar.verification.diagnosis.mesh_faults import classify_masks
 from unipar.verification.judgement.judge import Judgement, judge
-from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise
+from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise, join_halves
 from unipar.verification.judgement.tolerance import Tolerance, measure_tolerance, widen
+from unipar.verification.remarks import CUT_WAYS_OUT, DROPOUT_REMARK, describe_task, kind_of_cut_dependence
 from unipar.verification.runs import (
     BASE_RUN_NAME,
     TASK_PROBE_NAME,
@@ -31,18 +34,8 @@ RANDOM_DATA_TEXT = (
 )
 """Reason why no verdict is possible on data that differs at each read."""
 
-CUT_WAYS_OUT: dict[CutKind, str] = {
-    "sum": "return the mean over the batch from loss(), as reduction='mean' gives it: the gradient of a sum grows with "
-    "the size of a microbatch",
-    "batch statistics": "use GroupNorm or LayerNorm, or on GPUs model.sync_batchnorm: true; or keep batch.micro fixed "
-    "and report it with the result",
-    "samples combined": "if the loss is a mean over tokens or the like, define weight(batch); if it compares samples "
-    "with one another, keep batch.micro fixed and report it with the result",
-}
-"""Way out for each kind of dependence on how a batch is cut."""
-
-DROPOUT_REMARK = "dropout is set to 0 for this verification"
-"""Beginning of the remark on a task with dropout."""
+CHECKPOINTS = "checkpoints"
+"""Folder, beside those of the worlds, for the state that one cell saves."""
 
 ShowProgress = Callable[[Verdicts, str], None]
 """Function that shows the verdicts so far and one line of progress."""
@@ -65,8 +58,10 @@ class VerificationSession:
     def run(self) -> Verdicts:
         """Run all parts and return the verdicts; after an interrupt, those known until then."""
         try:
-            self._references()
-            if not self.verdicts.stopped:
+            self.run_references()
+            if not self.verdicts.stopped and self._runs.halfway is not None:
+                self._resumed_cells(self._runs.halfway)
+            elif not self.verdicts.stopped:
                 self._cells()
                 self._dropout()
                 self._second_look()
@@ -76,7 +71,8 @@ class VerificationSession:
 
     # One process
 
-    def _references(self) -> None:
+    def run_references(self) -> None:
+        """Run what cells are compared with."""
         self._worlds.run_jobs(self._runs.reference_jobs(), self._take_reference, side_by_side=2)
         if not self._task_facts["again"]:
             rows = [replace(row, note="was not run") if row.outcome == "waits" else row for row in self.verdicts.rows]
@@ -202,23 +198,58 @@ class VerificationSession:
     def _cells(self) -> None:
         self._worlds.run_jobs(group_jobs_by_library(self._runs.cell_jobs()), self._take_cell_result)
 
+    def _resumed_cells(self, halfway: int) -> None:
+        """Have every cell go on from a checkpoint: the one that was given, or one that a cell saves halfway."""
+        path, source = self._runs.checkpoint, f"the state in {self._runs.checkpoint}, of step {halfway}"
+        if path is None:
+            folder = self._worlds.folder / CHECKPOINTS
+            self._worlds.run_jobs([[self._runs.saving_job(folder)]], self._take_first_half)
+            path = folder / step_folder_name(halfway)
+            source = f"the state that {self._runs.saver} saved after step {halfway}"
+        said = (
+            f"every cell goes on from {source}, and is compared from there on with one process that was not interrupted"
+        )
+        self.verdicts = replace(self.verdicts, remarks=[said, *self.verdicts.remarks])
+        self.go_on_from(path)
+
+    def go_on_from(self, checkpoint: Path) -> None:
+        """Have every cell go on from a checkpoint, and judge it; the references must have run."""
+        jobs = self._runs.resuming_jobs(checkpoint)
+        self._worlds.run_jobs(group_jobs_by_library(jobs), self._take_cell_result)
+
+    def _take_first_half(self, key: RunKey, result: JobResult) -> None:
+        if isinstance(result, UniparError):
+            raise result
+        if counted := result[0]["counted"]:
+            said = (
+                f"{first_few(counted)} changed while it trained and are not in a checkpoint, which holds tensors: make "
+                "them buffers, or return them in the task's state() and take them back in load_state(state)"
+            )
+            self.verdicts = replace(self.verdicts, remarks=[*self.verdicts.remarks, said])
+        self._show(self.verdicts, f"{key}: done")
+
     def _take_cell_result(self, key: RunKey, result: JobResult) -> None:
         row = self._verdict(key)
         if isinstance(result, UniparError):
-            if row.outcome != "failed":
-                self._replace_row(
-                    replace(row, outcome="failed", note=str(result)), f"failed: {str(result).splitlines()[0]}"
-                )
+            if row.outcome not in ("refused", "failed"):
+                self._note_error(row, result)
             return
-        record = combine_ranks(result)
-        replays = self._runs.replays(self._runs.cells[key.cell].sizes.ranks)
+        if unequal := sorted({name for rank in result for name in rank["unequal"]}):
+            note = f"after it was loaded, {first_few(unequal)} is not what the checkpoint holds"
+            self._replace_row(replace(row, outcome="disagrees", worst=note, note=note), f"disagrees: {note}")
+            return
+        record, shares = combine_ranks(result), self._runs.cells[key.cell].sizes.ranks
+        replays = self._runs.replays(shares)
+        if key.half:
+            base = self._records[self._base_run(shares)]
+            record = join_halves(base, self._records[replays.bitwise_shares], record)
         judgement = judge(record, self._tolerance_of(key), self._records[replays.bitwise_shares])
         if key.bitwise:
             orders = replays.bitwise_shares, replays.bitwise_micros
             alike = (k.kind for k in orders if k in self._records and equals_bitwise(record, self._records[k]))
             bits = next(alike, "")
             row = replace(row, bits=bits)
-            if bits or judgement.agrees or row.outcome in ("disagrees", "failed"):
+            if bits or judgement.agrees or row.outcome in ("disagrees", "refused", "failed"):
                 self._replace_row(
                     row,
                     "is bit-for-bit equal to the replay"
@@ -252,6 +283,13 @@ class VerificationSession:
             norms=[norms[0] for norms in record.norms],
         )
 
+    def _note_error(self, row: Verdict, error: UniparError, when: str = "") -> None:
+        """Note why a cell has no result: Unsupported is its engine's refusal, any other error a failure."""
+        refused = isinstance(error, Unsupported)
+        outcome, said = ("refused", "; ".join(error.reasons)) if refused else ("failed", str(error))
+        note = f"{when}{said}"
+        self._replace_row(replace(row, outcome=outcome, note=note), f"{outcome}: {note.splitlines()[0]}")
+
     def _replace_row(self, row: Verdict, line: str) -> None:
         self.verdicts = replace(
             self.verdicts, rows=[row if old.cell == row.cell else old for old in self.verdicts.rows]
@@ -282,8 +320,7 @@ class VerificationSession:
     def _take_dropout_result(self, key: RunKey, result: JobResult) -> None:
         row = self._verdict(key)
         if isinstance(result, UniparError):
-            note = f"with dropout: {result}"
-            self._replace_row(replace(row, outcome="failed", note=note), f"failed {note.splitlines()[0]}")
+            self._note_error(row, result, "with dropout: ")
             return
         record, settled = combine_ranks(result), self._runs.cells[key.cell]
         replay, exact, *others = [self._records[k] for k in self._dropout_keys(settled)]
@@ -311,55 +348,3 @@ class VerificationSession:
 def allowed_by_quantity(tolerance: Tolerance) -> dict[str, list[float]]:
     """Return the allowed difference of a loss and of a norm, by step."""
     return {"loss": tolerance.losses, "norm": tolerance.norms}
-
-
-def describe_task(facts: Mapping[str, Any]) -> list[str]:
-    """Return the facts about the task that matter for the comparison, as sentences."""
-    remarks: list[str] = []
-    if quiet := facts["quiet"]:
-        remarks.append(f"{DROPOUT_REMARK}: {first_few(quiet)}")
-    if facts["stream"]:
-        remarks.append(
-            "data() returns a stream: its first samples were read once and kept, and every cell takes its samples from "
-            "these; how ranks and workers read the stream itself is not compared"
-        )
-    if len(facts["parts"]) > 1:
-        remarks.append(
-            f"the parts ({first_few(facts['parts'])}) have losses of their own; whether these depend on how a "
-            "batch is split was not checked; each step of each part counts as one step"
-        )
-    if facts["optimizer"]:
-        remarks.append(
-            "the task's optimizer uses whole tensors (a step on a tensor differs from a step on its halves): cells "
-            "that keep a tensor in parts cannot give the same numbers as one process"
-        )
-    if not facts["readable"]:
-        remarks.append("no tensors were found in the batches, so it is not compared which samples are used")
-    if facts["draws"]:
-        remarks.append("the loss draws random numbers")
-    elif facts["apart"]:
-        figures = f"{facts['batch_loss']:.6g} for a batch, {facts['halves_loss']:.6g} for its halves"
-        if norms := facts["norms"]:
-            remarks.append(
-                f"BatchNorm without sync takes the statistics of a microbatch on one rank ({first_few(norms)}): the "
-                f"loss depends on how a batch is split, {figures}"
-            )
-        elif facts["sum"]:
-            remarks.append(f"the loss of a batch is the sum of its halves' losses, not their mean: {figures}")
-        else:
-            remarks.append(
-                "the loss of a batch is not the mean of its halves' losses: it combines samples, or it is a mean "
-                f"over something that weight(batch) does not count; {figures}"
-            )
-    return remarks
-
-
-def kind_of_cut_dependence(facts: Mapping[str, Any]) -> CutKind | None:
-    """Return how the training depends on the way in which a batch is cut; None if it does not.
-
-    A loss that draws random numbers draws others for other microbatches, as it would with another seed; whether it
-    depends on the cut otherwise cannot be seen.
-    """
-    if facts["draws"] or not facts["apart"]:
-        return None
-    return "batch statistics" if facts["norms"] else "sum" if facts["sum"] else "samples combined"

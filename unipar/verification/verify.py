@@ -11,6 +11,7 @@ from typing import Any
 from unipar.backend import checks, registry
 from unipar.backend.cells import ONE, is_single_process
 from unipar.backend.installed import installed_versions, machine_summary
+from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.config import Cell
 from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
@@ -45,19 +46,30 @@ def verify(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     strict: bool = False,
+    resume: bool | str | Path = False,
 ) -> Verdicts:
     """Train some steps of `config` in one process and in every cell, and compare the numbers.
 
     `cells` replaces the config's `compare.cells`, `world` its `parallel.data` (2 if that is not set), `steps` the
-    default of 10. With `strict`, a training that depends on how a batch is cut has the exit code 1. Progress goes to
-    stderr; the returned Verdicts print as a table.
+    default of 10. With `strict`, a training that depends on how a batch is cut has the exit code 1. With `resume` one
+    cell runs the first half and saves, or it is the path of a checkpoint, and every cell goes on from there. Progress
+    goes to stderr; the returned Verdicts print as a table.
     """
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
     assert prepared.ref is not None
     source, settled = prepared.source, _with_rank_count(prepared, world)
     train = settled.config.train
     selected = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)
-    wanted = min(steps or DEFAULT_STEPS, train.steps or steps or DEFAULT_STEPS)
+    checkpoint = inspect_checkpoint(Path(resume)) if isinstance(resume, str | Path) else None
+    begin = checkpoint.manifest.step if checkpoint is not None else 0
+    wanted = steps or begin + DEFAULT_STEPS
+    wanted = min(wanted, train.steps or wanted)
+    if checkpoint is not None and begin >= wanted:
+        raise ConfigError(
+            f"--from: {checkpoint.path} is of step {begin}, and {wanted} steps are compared; give it more"
+        )
+    if resume and wanted < 2:
+        raise ConfigError(f"verify --resume saves after half of the steps, and there is {wanted}; give it at least two")
     out = source.out / "verify"
     first = Verdicts(
         name=source.name,
@@ -79,7 +91,9 @@ def verify(
             file = original_config_path(out, source.name)
             file.parent.mkdir(exist_ok=True)
             file.write_text(settled.config.json_for_ranks(), encoding="utf-8")
-        now = _run_session(settled, prepared.ref, configs, first) if configs else first
+        halfway = begin or (wanted // 2 if resume else None)
+        path = checkpoint.path.absolute() if checkpoint is not None else None
+        now = _run_session(settled, prepared.ref, configs, first, halfway, path) if configs else first
         (out / VERIFY_JSON).write_text(json.dumps(now.to_json(), indent=2, allow_nan=True) + "\n", encoding="utf-8")
         return replace(now, note=try_write_page(lambda: write_page(out)))
 
@@ -112,13 +126,18 @@ def _with_rank_count(prepared: Prepared, world: int | None) -> SettledConfig:
 
 
 def _run_session(
-    settled: SettledConfig, ref: TaskRef, configs: Mapping[str, SettledConfig], first: Verdicts
+    settled: SettledConfig,
+    ref: TaskRef,
+    configs: Mapping[str, SettledConfig],
+    first: Verdicts,
+    halfway: int | None,
+    checkpoint: Path | None,
 ) -> Verdicts:
     from unipar.verification.runs import RunPlan
     from unipar.verification.session import VerificationSession
     from unipar.verification.world_pool import open_world_pool
 
-    runs = RunPlan(settled, first.steps, configs)
+    runs = RunPlan(settled, first.steps, configs, halfway, checkpoint)
     one = runs.one_process_config()
     checks.check_cell(one.config, registry.find_backend(one.cell.backend), one.cell)
     threads = cores_per_rank(first.ranks)  # the same in one process, because sums depend on the number of threads

@@ -44,7 +44,7 @@ class WorldPool:
     """Worlds that run jobs; workers are forks of `fork_server`, each with `threads` threads."""
 
     def __init__(self, folder: Path, ref: TaskRef, fork_server: WorkerStarter, threads: int) -> None:
-        self._folder, self._ref, self._fork_server, self._threads = folder, ref, fork_server, threads
+        self.folder, self._ref, self._fork_server, self._threads = folder, ref, fork_server, threads
         self._number = 0
 
     def run_jobs(
@@ -92,7 +92,7 @@ class WorldPool:
 
     def _create_world(self, jobs: Sequence[Job]) -> _RunningWorld:
         self._number += 1
-        folder = self._folder / f"world-{self._number}"
+        folder = self.folder / f"world-{self._number}"
         folder.mkdir(parents=True)
         content = {"task": self._ref.to_json(), "jobs": [job.to_json() for job in jobs]}
         (folder / JOBS_FILE_NAME).write_text(json.dumps(content), encoding="utf-8")

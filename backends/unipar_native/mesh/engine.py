@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -22,25 +22,22 @@ from unipar.distributed.mesh import Mesh
 from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, map_tensors, to_device
 from unipar.engines.forward import OpaqueBatch
-from unipar.engines.gradients import scale_loss
+from unipar.engines.gradients import clip_counted, scale_loss
 from unipar.engines.state import is_first_copy, local_part
 from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
 from unipar_native import options_of
 from unipar_native.fsdp2 import ShardedEngine
 from unipar_native.mesh.birth import Placement, place_model
+from unipar_native.mesh.block_proof import WholeBlocks, blocks_to_prove, prove_blocks, say_unproved, sketch_blocks
 from unipar_native.mesh.context import SequenceSplit
 from unipar_native.mesh.pipeline.channel import open_channel
 from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_input
 from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
-from unipar_native.mesh.probe import (
-    ModelFacts,
-    WholeModel,
-    look_at_model,
-    names_in_several,
-    whole_gradients,
-)
+from unipar_native.mesh.probe import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_native.mesh.proof import prove
+from unipar_native.mesh.sequence.parts import join_before, part_alone
+from unipar_native.mesh.state_kept import modules_not_fused
 from unipar_native.mesh.tensor.cuts import BlockPlan
 from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, find_vocabulary
 from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
@@ -65,7 +62,8 @@ class MeshEngine(ShardedEngine):
         self._stage_seat, self._stages = world.mesh.seat["pipeline"], self.axes.pipeline
         refuse_part(part, config)
         world.groups.devices  # noqa: B018 - made here by all ranks together
-        told, whole = self._look(part, config, world)
+        options = options_of(config)
+        told, whole = self._look(part, config, world, options.proof)
         batch, facts, plans = told
         self._blocks = facts.blocks
         self._buffer_stages, self._cuts = facts.buffer_stages, facts.cuts
@@ -73,7 +71,6 @@ class MeshEngine(ShardedEngine):
         self._shared = dict(names_in_several(self._needs))
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
         self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
-        options = options_of(config)
         vocabulary = None
         if options.vocabulary == "split":
             vocabulary = find_vocabulary(part.module, part.blocks, self.axes.tensor)
@@ -97,11 +94,13 @@ class MeshEngine(ShardedEngine):
         for name in own:
             if (plan := plans.get(name)) is not None:
                 arm_block(part.module.get_submodule(name), plan, world.groups.group("tensor"))
+                if self.axes.sequence and plan.sequence is None:
+                    join_before(part.module.get_submodule(name))
         stages = [Stage(part.module, facts.blocks, first, end, facts.tuples) for first, end in ranges]
         self._stage = stages[0] if self._stages > 1 and self.axes.pieces == 1 else None
         if vocabulary is not None:
             arm_vocabulary(part.module, vocabulary, world.groups.group("tensor"))
-        self._run_loss: Callable[[Fn, nn.Module, Any], Any] | None = None
+        self._sequences: SequenceSplit | None = None
         self._split_sequences(part, own, world, options.attention)
         self._executor: TorchScheduleExecutor | None = None
         if self._stages > 1:
@@ -117,15 +116,21 @@ class MeshEngine(ShardedEngine):
         if world.device.type == "cuda":
             batch = to_device(batch, world.device)
         assert part.loss is not None
-        prove(self, part.loss, batch, whole, dtype=self.dtype, words=self.split_words)
+        if options.proof == "off":
+            say_unproved(world.rank)
+        else:
+            proof = prove if options.proof == "whole" else partial(prove_blocks, sequences=self._sequences)
+            proof(self, part.loss, batch, whole, dtype=self.dtype, words=self.split_words)
 
     # Set-up
 
-    def _look(self, part: Part, config: Config, world: World) -> tuple[_Look, WholeModel | None]:
-        """Return what rank 0 finds out about the whole model; on rank 0, its loss and gradients as well."""
+    def _look(
+        self, part: Part, config: Config, world: World, proof: Literal["whole", "blocks", "off"]
+    ) -> tuple[_Look, Any]:
+        """Return what rank 0 finds out about the whole model; on rank 0, what it computes on the sample as well."""
         assert part.loss is not None
         assert part.sample is not None
-        whole: WholeModel | None = None
+        whole: WholeModel | WholeBlocks | None = None
         told: list[Any] = [None]
         if world.rank == 0:
             try:
@@ -134,7 +139,11 @@ class MeshEngine(ShardedEngine):
                 given = batch if cast_to is None else cast_floats(batch, cast_to)
                 facts = look_at_model(part.module, part.blocks, part.loss, given, self.axes.stages, part.cuts)
                 plans = self._plan_tensor(part, facts, world)
-                whole = whole_gradients(part.module, part.loss, given)
+                if proof == "whole":
+                    whole = whole_gradients(part.module, part.loss, given)
+                elif proof == "blocks":
+                    names = blocks_to_prove(part.module, facts, plans)
+                    whole = sketch_blocks(part.module, part.loss, given, names)
                 told = [_Look(batch, replace(facts, block_inputs={}), plans)]
             except TaskError as e:
                 told = [e]
@@ -148,7 +157,9 @@ class MeshEngine(ShardedEngine):
         if self.axes.tensor == 1:
             return {}
         mesh = world.groups.devices["tensor"]
-        plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, part.tensor or {})
+        plans = plan_blocks(
+            part.module, facts.blocks, facts.block_inputs, mesh, part.tensor or {}, sequence=self.axes.sequence
+        )
         refuse_empty_plans(self.axes.tensor, plans.values())
         return plans
 
@@ -159,7 +170,7 @@ class MeshEngine(ShardedEngine):
         group = world.groups.group("context")
         split = SequenceSplit(part.module, own, group, enters=first, leaves=last, attention=way)
         split.arm()
-        self._run_loss = split.run_loss
+        self._sequences = split
 
         def tell_length(block: nn.Module, args: Any, kwargs: Any) -> None:
             split.whole_length = hidden_of_input(args, kwargs).shape[1]
@@ -207,7 +218,7 @@ class MeshEngine(ShardedEngine):
 
     def _surrounded(self, fn: Fn) -> Fn:
         """Return the function with what a cut sequence needs around it."""
-        return fn if self._run_loss is None else partial(self._run_loss, fn)
+        return fn if self._sequences is None else partial(self._sequences.run_loss, fn)
 
     @override
     def forward_loss(self, fn: LossFn, micro: Micro) -> Tensor:
@@ -250,7 +261,7 @@ class MeshEngine(ShardedEngine):
 
         def receive() -> Arrival:
             arrival = self._channel.receive_hidden(gradient=True)
-            got.append(arrival.hidden)
+            got.append(arrival.hidden if arrival.leaf is None else arrival.leaf)
             return arrival
 
         stage.inlet = None if stage.is_first else receive
@@ -258,14 +269,15 @@ class MeshEngine(ShardedEngine):
         out = self.wrapped(partial(stage.run, bound), OpaqueBatch(micro.batch))
         if not stage.is_last:
             self._channel.send_hidden(number, out)
-        return out, got[0] if got else None
+        return part_alone(out), got[0] if got else None
 
     @override
     def run_forward(self, fn: Fn, batch: Any) -> Any:
         fn = self._surrounded(fn)
-        if self._stages == 1:
-            return super().run_forward(fn, batch)
-        out = self._forward_alone(fn, batch) if self._executor is None else self._executor.forward(fn, batch)
+        with modules_not_fused():
+            if self._stages == 1:
+                return super().run_forward(fn, batch)
+            out = self._forward_alone(fn, batch) if self._executor is None else self._executor.forward(fn, batch)
         last = self._stages - 1
         told = [map_tensors(out, lambda t: t.cpu()) if self._stage_seat == last else None]
         dist.broadcast_object_list(told, self.mesh.rank_at(pipeline=last), group=self.world.groups.group("pipeline"))
@@ -303,18 +315,17 @@ class MeshEngine(ShardedEngine):
     def norm(self) -> Tensor:
         grads = self._counted_grads()
         norms = torch._foreach_norm(grads) if grads else []  # pyright: ignore[reportPrivateUsage]
-        total = torch.stack(norms).double().square().sum() if norms else self._zero()
-        return self._clip(total).to(self.dtype)
+        zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        total = torch.stack(norms).double().square().sum() if norms else zero
+        norm = self.world.sum(total).sqrt()
+        if self.limit < inf:
+            factor = (self.limit / (norm + 1e-6)).clamp(max=1.0).to(self.dtype)
+            torch._foreach_mul_(self._local_grads()[0], factor)  # pyright: ignore[reportPrivateUsage]
+        return norm.to(self.dtype)
 
     @override
     def norm_in_fp64(self) -> Tensor:
-        total = self._zero()
-        for gradient in self._counted_grads():
-            total += gradient.double().square().sum()
-        return self._clip(total)
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.world.device)
+        return clip_counted(self._local_grads()[0], self._counted_grads(), self.limit, self.world)
 
     def _counted_grads(self) -> list[Tensor]:
         return [
@@ -322,14 +333,6 @@ class MeshEngine(ShardedEngine):
             for p, mine in zip(self.trained, self._counted, strict=True)
             if mine and p.grad is not None
         ]
-
-    def _clip(self, total: Tensor) -> Tensor:
-        """Scale all gradients to the limit; return their norm, of which `total` is this rank's part, squared."""
-        norm = self.world.sum(total).sqrt()
-        if self.limit < inf:
-            factor = (self.limit / (norm + 1e-6)).clamp(max=1.0).to(self.dtype)
-            torch._foreach_mul_(self._local_grads()[0], factor)  # pyright: ignore[reportPrivateUsage]
-        return norm
 
     # State: who holds what of the whole model
 

@@ -240,7 +240,8 @@ class _CutTrial:
     def run(self, cuts: Sequence[int]) -> tuple[list[frozenset[str]], bool]:
         """Return the parameters that each stage uses, and whether the loss is that of the whole model.
 
-        A stage uses those of its blocks, and others with a gradient from its output. A parameter outside of blocks
+        A stage uses those of its blocks, and others that its output's graph reaches: no backward runs, so that this
+        takes no memory for gradients and activations. A parameter outside of blocks
         that has none, such as an expert that got no sample, is in the first and last stage.
         """
         model, blocks = self.model, self.blocks
@@ -259,12 +260,10 @@ class _CutTrial:
         out = torch.empty(())
         for number, (first, end) in enumerate(pairwise(cuts)):
             arrived = None if number == 0 else out.detach().requires_grad_(out.is_floating_point())
-            out = self._stage_output(first, end, arrived)
-            gradients = cast(
-                "tuple[Tensor | None, ...]",
-                torch.autograd.grad(out.sum(), list(floating.values()), allow_unused=True),
-            )
-            found[number] |= {name for name, gradient in zip(floating, gradients, strict=True) if gradient is not None}
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda _: _no_backward()):  # no activations
+                out = self._stage_output(first, end, arrived)
+            reached = _leaves_of_graph(out)
+            found[number] |= {name for name, p in floating.items() if id(p) in reached}
         unused = set(named) - set().union(*found)
         found[0] |= unused
         found[-1] |= unused
@@ -313,6 +312,26 @@ class _CutTrial:
             ) from e
         finally:
             stage.leave()
+
+
+def _leaves_of_graph(out: Tensor) -> set[int]:
+    """Return the ids of the tensors from which autograd knows `out` to be computed."""
+    leaves: set[int] = set()
+    todo: list[Any] = [out.grad_fn]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.add(id(variable))
+        todo += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _no_backward() -> Tensor:
+    raise AssertionError("a stage on trial has no backward")
 
 
 def _stages_of_buffers(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,19 +46,34 @@ def refuse_difference(
 ) -> None:
     """Raise TaskError if loss or gradients differ; pairs are of the split model and of the whole one."""
     (loss, expected_loss), (found, expected) = losses, sketches
-    in_fp32 = dtype != torch.float64 or torch.tensor(expected_loss).item() == expected_loss  # some models' own losses
-    small_loss, small = _TOLERANCES[torch.float32 if in_fp32 else torch.float64]
-    lengths = expected.norm(dim=1)
-    off = (found - expected).norm(dim=1) / (lengths + _FLOOR * lengths.max()).clamp(min=1e-300)
-    off = torch.where(off.isfinite(), off, torch.inf)
+    small_loss, small = tolerances(expected_loss, dtype)
+    off = off_by_length(found, expected)
     worst = int(off.argmax())
     loss_off = abs(loss - expected_loss) / max(1.0, abs(expected_loss))
     if loss_off <= small_loss and float(off[worst]) <= small:
         return
     gradient = f", and the gradient of {names[worst]} is off by {float(off[worst]):.1e} of its length"
-    raise TaskError(
-        f"split as planned, the model is another: a loss of {loss:.9g} for {expected_loss:.9g}"
-        f"{gradient if float(off[worst]) > small else ''}; {words}. "
+    what = f"a loss of {loss:.9g} for {expected_loss:.9g}{gradient if float(off[worst]) > small else ''}"
+    raise refusal(what, words)
+
+
+def tolerances(loss: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the largest differences of the loss and of a gradient that rounding explains, given the whole's loss."""
+    in_fp32 = dtype != torch.float64 or torch.tensor(loss).item() == loss  # some models' own losses
+    return _TOLERANCES[torch.float32 if in_fp32 else torch.float64]
+
+
+def off_by_length(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return how far each sketch is from the one expected, as a share of its length."""
+    lengths = expected.norm(dim=1)
+    off = (found - expected).norm(dim=1) / (lengths + _FLOOR * lengths.max()).clamp(min=1e-300)
+    return torch.where(off.isfinite(), off, torch.inf)
+
+
+def refusal(what: str, words: str) -> TaskError:
+    """Return the error for a split model that differs; `words` say how it is split."""
+    return TaskError(
+        f"split as planned, the model is another: {what}; {words}. "
         "Leave one of the axes out, or say in the task's tensor(model) or cuts(stages) what must stay together"
     )
 
@@ -85,31 +101,39 @@ def sketch_regions(names: Sequence[str], regions: Iterable[tuple[str, int, Regio
 
 def _split_gradients(engine: WrapperEngine, fn: Fn, batch: Any, names: list[str]) -> tuple[float, torch.Tensor]:
     """Return the split model's loss, and the sketches of its gradients, on every rank."""
+    with evaluation_without_autocast(engine, fn):
+        share = engine.run_microbatches(
+            lambda model, given, number: fn(model, given),
+            [Micro(batch, 1.0 / engine.world.shares)],
+            engine.divisor,
+            lambda phase: None,
+        )
+        engine.finish_reduction()
+    engine.before_state_access()
+    world = engine.world
+    loss = torch.full((), float(share) if world.leads else 0.0, dtype=torch.float64, device=world.device)
+    rows = sketch_regions(names, regions_of_gradients(engine))
+    engine.optimizer.zero_grad()
+    return float(world.sum(loss)), world.sum(rows.to(world.device)).cpu()
+
+
+@contextmanager
+def evaluation_without_autocast(engine: WrapperEngine, fn: Fn) -> Generator[None]:
+    """Context manager: a pass of the split model draws nothing, and leaves modes, the task and autocast as before."""
     modes = [(module, module.training) for module in engine.wrapped.modules()]
     autocast, engine.call.autocast = engine.call.autocast, None
     engine.wrapped.eval()
     try:
         with torch.random.fork_rng(), kept_attributes([getattr(fn, "__self__", None)]):
-            share = engine.run_microbatches(
-                lambda model, given, number: fn(model, given),
-                [Micro(batch, 1.0 / engine.world.shares)],
-                engine.divisor,
-                lambda phase: None,
-            )
-        engine.finish_reduction()
+            yield
     finally:
         engine.call.autocast = autocast
         for module, mode in modes:
             module.training = mode
-    engine.before_state_access()
-    world = engine.world
-    loss = torch.full((), float(share) if world.leads else 0.0, dtype=torch.float64, device=world.device)
-    rows = sketch_regions(names, _regions_of_gradients(engine))
-    engine.optimizer.zero_grad()
-    return float(world.sum(loss)), world.sum(rows.to(world.device)).cpu()
 
 
-def _regions_of_gradients(engine: WrapperEngine) -> Iterator[tuple[str, int, Region, torch.Tensor]]:
+def regions_of_gradients(engine: WrapperEngine) -> Iterator[tuple[str, int, Region, torch.Tensor]]:
+    """Yield the regions of gradients for which this rank speaks, with the number of elements of the whole."""
     for name, p in engine.local_parameters():
         if p.grad is not None and engine.speaks_for(name, p.grad):
             numel = torch.Size(engine.whole_shape(name, p)).numel()

@@ -65,3 +65,17 @@ def unchanged(model: nn.Module, fn: Fn) -> Generator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+@contextmanager
+def modules_not_fused() -> Generator[None]:
+    """Context manager: without gradients, too, torch's attention and encoder layers run their modules.
+
+    In evaluation mode they would call one kernel with the weights as they are, of which a rank has parts.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from unipar.errors import TaskError
 from unipar_native.mesh.probe import kind_of_block
+from unipar_native.mesh.sequence.plan import add_sequence
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
 from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
 from unipar_native.mesh.tensor.vocabulary import Vocabulary, cut_vocabulary
@@ -44,8 +45,25 @@ class ModelPlan:
             rows = [n for n, cut in plan.cuts.items() if cut.kind == "row"]
             cut = f"columns {', '.join(columns)}; rows {', '.join(rows)}" if plan.cuts else "nothing is cut"
             said.append(f"{name}{f' and {alike - 1} more' if alike > 1 else ''}: {cut}")
+            said += _sequence_sentences(name, plan)
             said += [f"{name}: {module} stays whole: {reason}" for module, reason in plan.whole.items()]
         return said
+
+
+def _sequence_sentences(name: str, plan: BlockPlan) -> list[str]:
+    """Return what a block does with hidden states that are cut along the sequence; nothing if they are not."""
+    if (split := plan.sequence) is None:
+        return []
+    said = [
+        f"{name}: hidden states are split along their dimension {split.dim}: a rank keeps 1/{plan.ranks} of those of "
+        f"norms, residuals and dropout, and between blocks; gathered for {', '.join(split.gathered)}, added up in "
+        f"parts by {', '.join(split.scattered)}"
+    ]
+    if split.joined:
+        said.append(f"{name}: gathered whole, because these calls need all positions: {', '.join(split.joined)}")
+    if split.on_parts:
+        said.append(f"{name}: used on parts, with gradients added up: {', '.join(split.on_parts)}")
+    return said
 
 
 class _Captured(BaseException):
@@ -59,11 +77,13 @@ def derive_model_plan(
     batch: Any,
     ranks: int,
     given: Mapping[str, str] | None = None,
+    *,
+    sequence: bool = False,
 ) -> ModelPlan:
     """Return how so many ranks can cut a model's blocks.
 
     `loss` is called on a copy of the model without values until every kind of block was called. `given`: kinds by
-    pattern of names in the model, which win.
+    pattern of names in the model, which win. `sequence`: hidden states are cut along the sequence as well.
     """
     began = time.process_time()
     copied = meta_block(model)
@@ -74,7 +94,7 @@ def derive_model_plan(
     missing = [name for name in first.values() if name not in calls]
     if missing:
         raise TaskError(f"parallel.tensor: the loss does not call {missing[0]}, one of the model's blocks")
-    plans = plan_blocks(copied, blocks, calls, ranks, given or {})
+    plans = plan_blocks(copied, blocks, calls, ranks, given or {}, sequence=sequence)
     tried = {id(plan): name for name, plan in reversed(plans.items())}
     return ModelPlan(plans, tuple(name for name in plans if name in tried.values()), time.process_time() - began)
 
@@ -86,11 +106,13 @@ def plan_blocks(
     ranks: DeviceMesh | int,
     given: Mapping[str, str],
     left_whole: Callable[[nn.Module], Mapping[str, str]] | None = None,
+    *,
+    sequence: bool = False,
 ) -> dict[str, BlockPlan]:
     """Return the plan of each block of a kind that was called; equal blocks of which `given` says the same share one.
 
     `calls`: arguments of one block of each kind, by its name. `left_whole`: returns matrices that a library cannot cut,
-    each with the reason.
+    each with the reason. `sequence`: hidden states are cut as well.
     """
     refuse_unknown_patterns(given, model, blocks)
     arguments = {kind_of_block(model.get_submodule(name)): call for name, call in calls.items()}
@@ -105,6 +127,8 @@ def plan_blocks(
         if key not in tried:
             reasons = {} if left_whole is None else left_whole(block)
             plan = derive_block_plan(block, *arguments[kind], ranks, wanted | dict.fromkeys(reasons, "whole"))
+            if sequence:
+                plan = add_sequence(name, block, *arguments[kind], plan)
             tried[key] = replace(plan, whole={**plan.whole, **reasons})
         plans[name] = tried[key]
     return plans

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unipar_native.mesh.sequence.parts import BlockParts, hook_parts
 from unipar_native.mesh.tensor.attention import attend_with_parts
 from unipar_native.mesh.tensor.collectives import enter, leave
 from unipar_native.mesh.tensor.cuts import BlockPlan, is_transposed
@@ -43,18 +44,26 @@ def arm_block(
     seat = dist.get_rank(group) if rank is None else rank
     entered = _Entered(group)
     handles: list[Handle] = []
+    sequence = plan.sequence
+    parts = None if sequence is None else BlockParts(sequence, plan.ranks, seat, group)
     for name, cut in plan.cuts.items():
         module: Any = block.get_submodule(name)
         if isinstance(module, nn.MultiheadAttention):
-            handles.append(_replace(module, _attention(module, group, plan.ranks, seat)))
+            handles.append(_replace(module, _attention(module, group, plan.ranks, seat, parts, name)))
         elif isinstance(block.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             continue  # the output projection of the one above
         elif cut.kind == "column":
             if is_transposed(module):
                 handles.append(_set(module, "nf", module.nf // plan.ranks))
-            handles.append(_replace(module, _column(module, entered)))
+            dim = None if sequence is None else sequence.gathered.get(name, (None,))[0]
+            handles.append(_replace(module, _column(module, entered, parts, dim)))
         else:
-            handles.append(_replace(module, _row(module, group)))
+            dim = None if sequence is None else sequence.scattered.get(name)
+            handles.append(_replace(module, _row(module, group, parts, dim)))
+    for name in () if sequence is None else sequence.on_parts:
+        module = block.get_submodule(name)
+        handles.append(_replace(module, _on_part(module, group)))
+    handles += [Handle(undo) for undo in (() if group is None or parts is None else hook_parts(block))]
     mode: Any = PartCalls(block, plan.sites, seat, plan.ranks, group)
     if watch is not None:
         mode = watch(block, mode)
@@ -63,7 +72,7 @@ def arm_block(
         for name in mode.modules:
             module = block.get_submodule(name)
             handles.append(_replace(module, _within(mode, module.forward)))
-    handles.append(_wrap(block, entered, mode if everywhere else None))
+    handles.append(_wrap(block, entered, mode, parts, everywhere=everywhere))
     return handles
 
 
@@ -101,28 +110,52 @@ class _Entered:
         self._known.clear()
 
 
-def _column(module: Any, entered: _Entered) -> Callable[[Tensor], Tensor]:
+def _column(module: Any, entered: _Entered, parts: BlockParts | None, dim: int | None) -> Callable[[Tensor], Tensor]:
     plain = module.forward
 
     def forward(x: Tensor) -> Tensor:
+        if parts is not None and dim is not None:
+            return parts.gathered(x, dim).use(plain)
         return plain(entered.of(x))
 
     return forward
 
 
-def _row(module: Any, group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+def _row(
+    module: Any, group: dist.ProcessGroup | None, parts: BlockParts | None, dim: int | None
+) -> Callable[[Tensor], Tensor]:
     plain, transposed = module.forward, is_transposed(module)
+
+    def added_up(out: Tensor, bias: Tensor | None) -> Tensor:
+        if parts is None or dim is None:
+            return _biased(leave(out, group), bias)
+        return _biased(parts.scattered(out, dim), None if bias is None else enter(bias, group))
 
     def forward(x: Tensor) -> Tensor:
         bias = module._parameters.get("bias")
         if transposed:
-            return _biased(leave(x @ module.weight, group), bias)
+            return added_up(x @ module.weight, bias)
         module._parameters["bias"] = None  # every rank would add it
         try:
             out = plain(x)
         finally:
             module._parameters["bias"] = bias
-        return _biased(leave(out, group), bias)
+        return added_up(out, bias)
+
+    return forward
+
+
+def _on_part(module: Any, group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a whole matrix on a part of the sequence: its gradient is added up over the ranks."""
+    plain = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        own = dict(module._parameters)
+        module._parameters.update({key: None if p is None else enter(p, group) for key, p in own.items()})
+        try:
+            return plain(x)
+        finally:
+            module._parameters.update(own)
 
     return forward
 
@@ -131,9 +164,15 @@ def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias.to(out.dtype)
 
 
-def _attention(module: Any, group: dist.ProcessGroup | None, ranks: int, rank: int) -> Callable[..., Any]:
+def _attention(
+    module: Any, group: dist.ProcessGroup | None, ranks: int, rank: int, parts: BlockParts | None, name: str
+) -> Callable[..., Any]:
+    flow: dict[str, Any] = {}
+    if parts is not None and name in parts.plan.gathered:
+        flow = {"parts": parts, "dims": parts.plan.gathered[name], "to": parts.plan.scattered.get(name)}
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return attend_with_parts(module, group, ranks, rank, *args, **kwargs)
+        return attend_with_parts(module, group, ranks, rank, *args, **kwargs, **flow)
 
     return forward
 
@@ -155,7 +194,7 @@ def _set(module: Any, name: str, value: Any) -> Handle:
     return Handle(undo)
 
 
-def _wrap(block: Any, entered: _Entered, mode: PartCalls | None) -> Handle:
+def _wrap(block: Any, entered: _Entered, mode: Any, parts: BlockParts | None, *, everywhere: bool) -> Handle:
     """Wrap the block's forward, inside what recomputes or compiles it."""
     outer = block.__dict__.get("forward")
     inner: list[Callable[..., Any]] | None = getattr(outer, "unipar_inner", None)
@@ -164,10 +203,16 @@ def _wrap(block: Any, entered: _Entered, mode: PartCalls | None) -> Handle:
     def forward(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.callback(entered.clear)
-            if mode is not None:
+            if parts is not None:
+                args, kwargs = parts.enter(args, kwargs)
+                mode.span = parts.span
+            if everywhere:
                 stack.enter_context(mode)
-            return run_block(plain, args, kwargs)
+            out = run_block(plain, args, kwargs)
+        return out if parts is None else parts.leave(out)
 
+    if parts is not None:
+        parts.keep_wholes = inner is not None
     if inner is None:
         return _replace(block, forward)
     inner[0] = forward

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,13 @@ def derive_block_plan(
     `given`: kinds by pattern of names in the block, which win.
     """
     ranks = mesh if isinstance(mesh, int) else mesh.size()
-    return _Derivation(meta_block(block), *meta_arguments(args, kwargs), ranks, given or {}).plan()
+    return Derivation(meta_block(block), *meta_arguments(args, kwargs), ranks, given or {}).plan()
 
 
 @final
-class _Derivation:
+class Derivation:
+    """Search for a plan of one block; its last trials tell which calls need more than parts of matrices."""
+
     def __init__(self, block: nn.Module, args: Any, kwargs: Any, ranks: int, given: Mapping[str, str]) -> None:
         self.block, self.args, self.kwargs, self.ranks = block, args, kwargs, ranks
         own = [n for n, m in block.named_modules() if isinstance(m, nn.MultiheadAttention)]
@@ -57,6 +59,9 @@ class _Derivation:
         self.reasons: dict[str, str] = {}
         self.calls: dict[str, int] = {}
         self.trials = 0
+        self.last: tuple[Trial, ...] = ()
+        """Trials of the plan that was found, in training and in evaluation."""
+
         self.wanted = self._wanted(given)
 
     def _wanted(self, given: Mapping[str, str]) -> dict[str, str]:
@@ -212,14 +217,14 @@ class _Derivation:
             for key, rewrites in trial.sites.items():
                 merged[key] = tuple(dict.fromkeys((*merged.get(key, ()), *rewrites)))
             trials.append(trial)
-        cuts = trials[0].cuts
+        cuts, self.last = trials[0].cuts, tuple(trials)
         failed: CannotCut | None = None
         for without in (SHAPES, {"size"}, set[str]()):
             kept = {k: tuple(r for r in rs if r.kind not in without) for k, rs in merged.items()}
             plan = BlockPlan(cuts, {}, 0, self.ranks, {k: rs for k, rs in kept.items() if rs})
             try:
-                for trial, training in zip(trials, (True, False), strict=True):
-                    self._rehearse(plan, trial, training=training)
+                for trial in trials:
+                    self.rehearse(plan, trial)
             except CannotCut as e:
                 failed = e
             else:
@@ -230,42 +235,82 @@ class _Derivation:
     def _arguments(self) -> tuple[Any, Any]:
         return meta_arguments(self.args, self.kwargs)
 
-    def _rehearse(self, plan: BlockPlan, trial: Trial, *, training: bool) -> None:
-        """Run the block on one rank's parts, and raise CannotCut where a shape is not that of the trial's part."""
-        block = meta_block(self.block).train(training)
-        for name, cut in cut_parameters(block, plan).items():
-            owner, _, key = name.rpartition(".")
-            module: Any = block.get_submodule(owner)
-            old = module._parameters[key]
-            part = torch.empty(cut.local_shape(), dtype=old.dtype, device="meta")
-            module._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
-        watched = list[_Rehearsal]()
+    def rehearse(self, plan: BlockPlan, trial: Trial, change: Callable[[nn.Module], None] | None = None) -> None:
+        """Run the block on one rank's parts, and raise CannotCut where a shape is not that of the trial's part.
 
-        def watch(armed: nn.Module, mode: PartCalls) -> Any:
-            watched.append(_Rehearsal(armed, mode, trial))
-            return watched[0]
+        `change` is made to the copy of the block that runs. The error tells how many calls were right.
+        """
+        rehearse(self.block, plan, self._arguments(), trial, training=trial.block.training, change=change)
 
-        arm_block(block, plan, None, rank=0, watch=watch)
-        args, kwargs = self._arguments()
-        try:
-            block(*args, **kwargs)
-        except CannotCut:
-            raise
-        except Exception as e:
-            text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
-            raise CannotCut(f"its part does not fit: {text}", watched[0].last or tuple(plan.cuts)[-1:]) from e
+
+class Expected(Protocol):
+    """Findings of a trial, with which a run on parts must agree: the first rank's shapes by site, and words."""
+
+    shapes: dict[str, list[tuple[int, ...] | None]]
+    blame: dict[str, tuple[str, ...]]
+    lines: dict[str, str]
+
+
+def rehearse(
+    block: nn.Module,
+    plan: BlockPlan,
+    call: tuple[Any, Any],
+    expected: Expected,
+    *,
+    training: bool,
+    rank: int = 0,
+    change: Callable[[nn.Module], None] | None = None,
+) -> Any:
+    """Run a block on one rank's parts; return its results, or raise CannotCut where a shape is not the expected one."""
+    block = meta_block(block).train(training)
+    if change is not None:
+        change(block)
+    for name, cut in cut_parameters(block, plan).items():
+        owner, _, key = name.rpartition(".")
+        module: Any = block.get_submodule(owner)
+        old = module._parameters[key]
+        part = torch.empty(cut.local_shape(), dtype=old.dtype, device="meta")
+        module._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
+    watched = list[_Rehearsal]()
+
+    def watch(armed: nn.Module, mode: PartCalls) -> Any:
+        watched.append(_Rehearsal(armed, mode, expected))
+        return watched[0]
+
+    arm_block(block, plan, None, rank=rank, watch=watch)
+    args, kwargs = call
+    try:
+        return block(*args, **kwargs)
+    except CannotCut as e:
+        e.calls = watched[0].calls
+        raise
+    except Exception as e:
+        text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
+        error = CannotCut(f"its part does not fit: {text}", watched[0].last or tuple(plan.cuts)[-1:])
+        error.calls = watched[0].calls
+        raise error from e
 
 
 @final
 class _Rehearsal(TorchFunctionMode):
     """Mode of a run on parts, which compares every result's shape with that of the trial."""
 
-    def __init__(self, block: nn.Module, mode: PartCalls, trial: Trial) -> None:
+    def __init__(self, block: nn.Module, mode: PartCalls, trial: Expected) -> None:
         super().__init__()
         self._names = {id(m): n for n, m in block.named_modules()}
         self._mode, self._trial = mode, trial
         self._left = {key: list(shapes) for key, shapes in trial.shapes.items()}
         self.last: tuple[str, ...] = ()
+        self.calls = 0
+
+    @property
+    def span(self) -> Any:
+        """Part of the sequence that the mode inside works on."""
+        return self._mode.span
+
+    @span.setter
+    def span(self, value: Any) -> None:
+        self._mode.span = value
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -280,4 +325,5 @@ class _Rehearsal(TorchFunctionMode):
                     if expected != tuple(x.shape):
                         text = f"{self._trial.lines.get(key, func.__name__)} gives {tuple(x.shape)} for {expected}"
                         raise CannotCut(text, blame or self.last)
+        self.calls += 1
         return out

@@ -40,7 +40,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDifference:
-    """What differs between two checkpoints."""
+    """Differences between two checkpoints."""
 
     first: str
     second: str

@@ -332,7 +332,7 @@ def _explain_cell(
 
 def _explain_axes(config: Config, cell: Cell, ranks: int) -> Iterator[ExplainedValue]:
     """Yield what follows from a cell's axes, in a config moved to it."""
-    from unipar.planning.pipeline import bubble, describe_bubble, microbatch_order, microbatches_in_flight
+    from unipar.planning.pipeline import bubble, describe_bubble, microbatches_in_flight, order_of_rank
 
     axes = cell.axes
     sizes = config.batch.settle(ranks // axes.ranks)
@@ -344,11 +344,11 @@ def _explain_axes(config: Config, cell: Cell, ranks: int) -> Iterator[ExplainedV
     micros = sizes.accumulate
     waits = round(bubble(axes.schedule, axes.pipeline, micros), 4)
     yield ExplainedValue("pipeline bubble", waits, f"derived: a stage waits {describe_bubble(axes, micros)}")
-    if axes.schedule in ("1f1b", "gpipe"):
-        orders = [microbatch_order(axes.schedule, axes.pipeline, stage, micros) for stage in range(axes.pipeline)]
-        kept = [microbatches_in_flight(order) for order in orders]
-        why = "derived: microbatches whose activations each stage keeps at the same time, the first stage first"
-        yield ExplainedValue("microbatches in flight", kept, why)
+    orders = [order_of_rank(axes.schedule, axes.pipeline, rank, micros) for rank in range(axes.pipeline)]
+    kept = [microbatches_in_flight([turn for _, turn in order]) for order in orders]
+    who = "stage keeps at the same time" if axes.pieces == 1 else "rank keeps at the same time, counted in each stage"
+    why = f"derived: microbatches whose activations each {who}, the first {who.partition(' ')[0]} first"
+    yield ExplainedValue("microbatches in flight", kept, why)
 
 
 def _align_columns(rows: TextRows) -> str:

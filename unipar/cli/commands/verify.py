@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +32,12 @@ def verify(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 as well if the training depends on how a batch is cut.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Save after half of the steps, and go on in every cell from there.")
+    ] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--from", metavar="PATH", help="Go on in every cell from this checkpoint of FILE.")
+    ] = None,
 ) -> None:
     """Check that all cells give the numbers of one process.
 
@@ -43,9 +50,20 @@ def verify(
 
     \b
     unipar verify configs/char_gpt.yaml
+    unipar verify configs/char_gpt.yaml --resume
     unipar verify configs/char_gpt.yaml --cells native/parameters --cells 'deepspeed/*' --world 4
     """
     source = read_config_file(file, sets, out=out)
     from unipar.verification.verify import verify as verify_cells
 
-    print_result(verify_cells(source, cells=cells or (), world=world, steps=steps, overwrite=overwrite, strict=strict))
+    print_result(
+        verify_cells(
+            source,
+            cells=cells or (),
+            world=world,
+            steps=steps,
+            overwrite=overwrite,
+            strict=strict,
+            resume=checkpoint or resume,
+        )
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt, field_validator
 
 from unipar.config.sections.duration import parse_duration
 from unipar.config.sections.section import Section
@@ -49,7 +49,16 @@ class Checkpoint(Section):
     )
 
     to: str | None = None
-    """Folder or address (s3://bucket/path) for checkpoints; null: checkpoints/ in the run folder."""
+    """Folder for checkpoints; null: checkpoints/ in the run folder."""
+
+    @field_validator("to")
+    @classmethod
+    def _is_a_folder(cls, to: str | None) -> str | None:
+        if to is not None and "://" in to:
+            raise ValueError(
+                f"to ({to}) is an address; checkpoints are saved to folders so far: name one that all ranks see"
+            )
+        return to
 
     on_error: Literal["stop", "warn"] = "stop"
     """What follows if a checkpoint cannot be written. stop: the run ends with the error; warn: it goes on."""

@@ -29,6 +29,7 @@ from unipar.errors import UniparError
 from unipar.launcher.processes import script_fork
 from unipar.launcher.processes.process import WorkerProcess, WorkerStarter
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_with_parent
+from unipar.training.stopping import STOP_SIGNALS
 from unipar.utils import procfs
 
 FORK_MESSAGE_BYTES = 1 << 17
@@ -224,6 +225,8 @@ def run_fork_server(words: list[str]) -> NoReturn:
     die_with_parent(int(words[1]), signal.SIGKILL if words[2] == "1" else None)
     connection = socket.socket(fileno=int(words[0]))
     connection.set_inheritable(False)
+    for number in STOP_SIGNALS:  # a scheduler sends them to all processes of a job, and ranks need this one to the end
+        _handlers[number] = signal.signal(number, signal.SIG_IGN)
     while True:
         raw, fds, _, _ = socket.recv_fds(connection, FORK_MESSAGE_BYTES, 1 + len(_FD_FIELDS), socket.MSG_CMSG_CLOEXEC)
         if not raw:
@@ -235,6 +238,10 @@ def run_fork_server(words: list[str]) -> NoReturn:
         finally:
             for fd in fds:
                 os.close(fd)
+
+
+_handlers: dict[signal.Signals, Any] = {}
+"""Handlers of STOP_SIGNALS that workers have, and this process has not."""
 
 
 def _import_modules(connection: socket.socket, modules: Sequence[str]) -> None:
@@ -290,6 +297,8 @@ def _become_worker(
 ) -> NoReturn:
     """Turn this fork into a worker: session, output, environment and folder as a new process would have them."""
     os.setsid()
+    for number, handler in _handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
     connection.close()
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -32,7 +32,7 @@ from unipar.launcher.processes.process import (
     send_signal_to_group,
 )
 from unipar.launcher.processes.signals import SignalReceiver
-from unipar.launcher.processes.watchdog import HangDetector
+from unipar.launcher.processes.watchdog import HangDetector, end_of_grace_while_saving
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.run_folder.layout import log_path, stack_path
 from unipar.task import pickled
@@ -146,7 +146,10 @@ class WorkerGroup:
             reader, self._parent_alive_fd = os.pipe2(os.O_CLOEXEC)
             passed.callback(os.close, reader)
             _parent_alive_fds[self._parent_alive_fd] = self
-            listener = passed.enter_context(_open_listener(self.size)) if self.size > 1 else None
+            listener = None
+            if self.size > 1:  # rank 0's, made here, so that the port is known before ranks start, and is taken
+                made = socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size))
+                listener = passed.enter_context(made)
             pipes: list[int] = []
             for rank in self._ranks:
                 theirs = self._open_control_socket(rank, passed)
@@ -220,6 +223,7 @@ class WorkerGroup:
             if failed and not all(postmortem.was_stopped(self.run, rank) for rank in failed):
                 # with one rank gone, the others do not reach a step boundary any more
                 self._stop_deadline = min(self._stop_deadline, time.monotonic() + SECONDS_TO_END)
+                self._grace = 0.0  # a save cannot end without it either
             return self._check_stopped()
         if failed:
             raise self._end_after_failure(failed)
@@ -339,6 +343,8 @@ class WorkerGroup:
 
     def _check_stopped(self) -> bool:
         """Return whether all ended with code 0 after a request to stop; raise Stopped if they stopped or are late."""
+        saving = end_of_grace_while_saving(self.run, self.running_pids, self._grace)
+        self._stop_deadline = max(self._stop_deadline, saving)
         if self.running_pids and time.monotonic() < self._stop_deadline:
             return False
         self.kill()
@@ -373,11 +379,6 @@ class WorkerGroup:
 def build_worker_environment(size: int, more: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with a share of the cores for each rank, and with the variables in `more`."""
     return {"OMP_NUM_THREADS": str(cores_per_rank(size)), **os.environ, "PYTHONUNBUFFERED": "1", **more}
-
-
-def _open_listener(size: int) -> socket.socket:
-    """Return rank 0's listening socket: made here, so that the port is known before ranks start, and is taken."""
-    return socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
 
 
 def _short_temporary_folder() -> str:

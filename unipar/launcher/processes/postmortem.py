@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
 from unipar.launcher.processes.worker_arguments import PARENT_GONE_EXIT_CODE
+from unipar.run_folder.attempts import reached_step
 from unipar.run_folder.checkpoint_lines import describe_way_on
 from unipar.run_folder.error_file import RecordedError, is_timeout, read_error
 from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
@@ -170,13 +171,14 @@ def _last_log_line(log: Path) -> str:
 
 
 def make_stopped_error(run: Path, size: int, why: str) -> Stopped:
-    """Return the error of a run that a signal stopped, with the step that was reached."""
-    steps = [row["step"] for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "stopped"]
-    reached = (
-        steps[-1]
-        if steps
-        else max((b.step for r in range(size) if (b := read_heartbeat(heartbeat_path(run, r)))), default=0)
-    )
+    """Return the error of a run that a signal or its deadline stopped, with the step that was reached."""
+    stops = [row for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "stopped"]
+    if stops:
+        reached = stops[-1]["step"]
+        why = own if (own := stops[-1].get("why", "")).startswith("launch.") else why
+    else:
+        beats = [b.step for r in range(size) if (b := read_heartbeat(heartbeat_path(run, r))) is not None]
+        reached = max([*beats, reached_step(run)])
     where = f"after step {reached}" if reached else "before the first step"
     way_on = describe_way_on(run, reached)
     return Stopped(f"stopped by {why} {where}; what was logged is in {run}" + (f"; {way_on}" if way_on else ""))

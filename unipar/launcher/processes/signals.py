@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, received by a parent that waits for its workers."""
+"""SIGINT, SIGTERM and SIGUSR1, received by a parent that waits for its workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from unipar.training.stopping import STOP_SIGNALS
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Signal by which a worker is asked to write its Python stack."""
 
 
 class SignalReceiver:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import override
 
 from unipar.errors import Hung
+from unipar.launcher.processes.signals import STACK_SIGNAL
 from unipar.run_folder.heartbeat import STEP_PHASES, Heartbeat, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, log_path, stack_path
 from unipar.utils.procfs import process_state
@@ -157,6 +157,12 @@ class HangDetector:
         return Hung(f"{why}; which rank the others wait for is not known{every}")
 
 
+def end_of_grace_while_saving(run: Path, ranks: Iterable[int], grace: float) -> float:
+    """Return until when a stop waits for ranks that save: for `grace` seconds after a save's last sign of life."""
+    beats = [read_heartbeat(heartbeat_path(run, rank)) for rank in ranks]
+    return max((beat.when + grace for beat in beats if beat is not None and beat.phase == "save"), default=0.0)
+
+
 def _progress_order(beat: Heartbeat) -> tuple[int, int]:
     return beat.step, STEP_PHASES.index(beat.phase)
 
@@ -178,7 +184,7 @@ def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, StackFrame]:
     sizes = {rank: _file_size(stack_path(run, rank)) for rank in pids}
     for pid in pids.values():
         try:
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, STACK_SIGNAL)
         except ProcessLookupError:
             continue
     until = time.monotonic() + STACK_DUMP_SECONDS

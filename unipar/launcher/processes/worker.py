@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, UniparError
+from unipar.launcher.processes.signals import STACK_SIGNAL
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_when_pipe_closes, die_with_parent
 from unipar.run_folder.error_file import write_error
 from unipar.run_folder.layout import stack_path
@@ -48,7 +49,7 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     _use_temporary_folder(arguments.folder)
     faulthandler.enable()
     stack = stack_path(run, arguments.rank).open("w", encoding="utf-8")
-    faulthandler.register(signal.SIGUSR1, stack)
+    faulthandler.register(STACK_SIGNAL, stack)
     try:
         _import_entry(arguments.entry)(_place_of_worker(arguments), run, _control_socket(arguments.control))
     except SystemExit as e:

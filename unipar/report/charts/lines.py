@@ -100,8 +100,23 @@ def draw_losses(page: ComparisonPageData, width: int) -> str:
     return draw_lines(series, width, "Loss by step")
 
 
-def draw_lines(series: Sequence[LineSeries], width: int, label: str) -> str:
-    """Draw all series in one figure; values that are not finite are left out."""
+@dataclass(frozen=True)
+class StepMark:
+    """Step at which something changed, drawn as a vertical line with its name."""
+
+    step: int
+    name: str
+
+
+def draw_lines(
+    series: Sequence[LineSeries],
+    width: int,
+    label: str,
+    *,
+    marks: Sequence[StepMark] = (),
+    ticks: Sequence[int] = (),
+) -> str:
+    """Draw all series in one figure; values that are not finite are left out. `ticks`: steps marked on the axis."""
     series = [LineSeries(s.tip, s.kind, [(i, v) for i, v in s.points if math.isfinite(v)]) for s in series]
     values = [v for s in series for _, v in s.points] or [0.0]
     count = max((i for s in series for i, _ in s.points), default=1)
@@ -116,10 +131,23 @@ def draw_lines(series: Sequence[LineSeries], width: int, label: str) -> str:
     for step in step_ticks(count, 5 if small else 12):
         drawing.text(x(step), 208, str(step), "tick", "middle")
     drawing.text(x.end, 224, "optimizer step", "tick", "end")
+    for step in ticks:
+        drawing.line((x(step), y.start), (x(step), y.start - 7), "saved")
+    _draw_marks(drawing, marks, x, y)
     for s in series:
         tip = f"{s.tip}: {s.points[0][1]:.4f} to {s.points[-1][1]:.4f}" if s.points else s.tip
         drawing.polyline([(x(i), y(v)) for i, v in s.points], s.kind, tip)
     return str(drawing)
+
+
+def _draw_marks(drawing: Drawing, marks: Sequence[StepMark], x: AxisScale, y: AxisScale) -> None:
+    """Draw a vertical line at each mark, with its name on the side that has more room, one row a mark."""
+    for i, mark in enumerate(marks):
+        at, row = x(max(mark.step, 1)), y.end + 10 + 15 * (i % 6)
+        drawing.line((at, y.start), (at, y.end), "attempt")
+        left = at - x.start > x.end - at
+        name = fit_name(mark.name, max(at - x.start, x.end - at) - 10)
+        drawing.text(at - 5 if left else at + 5, row, name, "tick label", "end" if left else "start")
 
 
 def step_ticks(count: int, about: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from unipar.errors import ReportError
 from unipar.memory.account import MemoryAccount, read_accounts
+from unipar.report.data.attempts import ShownAttempt, saved_steps, shown_attempts
 from unipar.report.data.comparison import read_config_keys
 from unipar.results.files import CONFIG_FILE, nested_mapping, read_mapping
 from unipar.results.run import Report
@@ -49,6 +50,12 @@ class RunPageData:
 
     versions: Mapping[str, str]
     machine: Mapping[str, Any]
+    attempts: tuple[ShownAttempt, ...]
+    """Attempts of a run that went on, this one last; none if there was only one."""
+
+    saved: tuple[int, ...]
+    """Steps of which checkpoints were written."""
+
     problems: tuple[str, ...]
     """Sentences on files that could not be read."""
 
@@ -70,12 +77,13 @@ class RunPageData:
         launch = folder / "launch.json"
         launched = _read_launch_file(launch, problems) if launch.exists() else {}
         config = read_config_keys(folder / CONFIG_FILE, problems) if (folder / CONFIG_FILE).exists() else {}
+        failure = _read_first_error(folder)
         return cls(
             folder=folder,
             report=report,
             rows=tuple(row for row in ranks[0] if row["event"] == "step"),
             ended=any(row["event"] == "end" for row in ranks[0]),
-            failure=_read_first_error(folder),
+            failure=failure,
             peaks={rank: _peak(by.get(rank, ())) for rank in sorted({*range(report.size), *by})},
             watched=tuple(_describe_memory_recording(by)),
             memory=tuple(account for account in read_accounts(folder, problems) if account.phases),
@@ -83,6 +91,8 @@ class RunPageData:
             command=_command_to_repeat(folder, launched, config),
             versions={str(k): str(v) for k, v in nested_mapping(launched, "versions").items()},
             machine=nested_mapping(launched, "machine"),
+            attempts=tuple(shown_attempts(folder, report, ranks[0], failure, problems)),
+            saved=tuple(saved_steps(ranks[0])),
             problems=tuple(problems),
         )
 

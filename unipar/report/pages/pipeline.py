@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unipar.planning.pipeline import bubble, describe_bubble, microbatch_order, microbatches_in_flight
-from unipar.report.charts.pipeline import draw_pipeline, drawn_microbatches
+from unipar.config.sections.cell import Axes
+from unipar.planning.pipeline import (
+    StageTurn,
+    TurnWay,
+    describe_bubble,
+    microbatches_in_flight,
+    order_of_rank,
+    shares_waited,
+)
+from unipar.report.charts.pipeline import draw_pipeline, drawn_microbatches, turn_class
 from unipar.report.data.pipeline import PipelineFacts
 from unipar.report.pages.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
 from unipar.utils.text import first_few
@@ -19,7 +27,14 @@ def pipeline_section(pipelines: Iterable[tuple[str, PipelineFacts | None]]) -> s
             cells_of.setdefault(pipeline, []).append(cell)
     if not cells_of:
         return ""
-    key = colour_key([("turn forward", "forward"), ("turn backward", "backward"), ("phase", "waits")])
+    schedules = {pipeline.axes.schedule for pipeline in cells_of}
+    halves = (
+        " Under zerobubble a backward has two halves, gradients of inputs and of weights, each as long as a forward; "
+        "the first stage, whose inputs need no gradients, runs both as one."
+        if "zerobubble" in schedules
+        else ""
+    )
+    several = " A rank has two stages, told apart by colour." if schedules & {"interleaved", "zerobubble"} else ""
     parts: list[str] = []
     for pipeline, cells in cells_of.items():
         parts += [f"<h3>{escape(first_few(cells))}</h3>", *_one_pipeline(pipeline)]
@@ -28,30 +43,50 @@ def pipeline_section(pipelines: Iterable[tuple[str, PipelineFacts | None]]) -> s
         "Schedule of the pipeline",
         paragraph(
             "Which microbatch each stage of the pipeline works on, as its schedule says: not measured. Here all stages "
-            "take equally long, and a backward takes twice as long as a forward."
+            f"take equally long, and a backward takes twice as long as a forward.{several}{halves}"
         ),
-        key,
         *parts,
     )
 
 
+def _key(axes: Axes) -> str:
+    """Return the legend of one figure."""
+    ways: list[tuple[TurnWay, str]] = [("forward", "forward"), ("backward", "backward")]
+    if axes.schedule == "zerobubble":
+        ways = [("forward", "forward"), ("inputs", "gradients of inputs"), ("weights", "gradients of weights")]
+    p = axes.pipeline
+    stages = (
+        [""] if axes.pieces == 1 else [f", stages {p * piece} to {p * piece + p - 1}" for piece in range(axes.pieces)]
+    )
+    colours = [(turn_class(way, piece), said + own) for piece, own in enumerate(stages) for way, said in ways]
+    return colour_key([*colours, ("phase", "waits")])
+
+
 def _one_pipeline(pipeline: PipelineFacts) -> list[str]:
     axes, micros = pipeline.axes, pipeline.micros
-    waits = paragraph(f"{axes.schedule}: a stage waits {describe_bubble(axes, micros)}.")
-    if axes.schedule not in ("1f1b", "gpipe"):
-        return [waits, paragraph(f"The order of {axes.schedule} is torch's own, and is not drawn.", "note")]
     shown = drawn_microbatches(pipeline)
     more = f"Drawn with {shown} of {micros} microbatches: those in the middle follow in the same way."
+    waits = shares_waited(axes.schedule, axes.pipeline, micros)
     rows: list[list[str]] = []
-    for stage in range(axes.pipeline):
-        order = microbatch_order(axes.schedule, axes.pipeline, stage, shown)
-        kept = microbatches_in_flight(microbatch_order(axes.schedule, axes.pipeline, stage, micros))
-        words = " ".join(f"{turn.way[0].upper()}{turn.micro}" for turn in order)
-        rows.append([str(stage), f"{100 * bubble(axes.schedule, axes.pipeline, micros):.1f} %", str(kept), words])
-    head = ["stage", "waits", "microbatches in flight", "order"]
-    table = html_table(head, rows, "Order of forwards (F) and backwards (B) on each stage", (0, 3))
+    for rank in range(axes.pipeline):
+        kept = [turn for _, turn in order_of_rank(axes.schedule, axes.pipeline, rank, micros)]
+        order = order_of_rank(axes.schedule, axes.pipeline, rank, shown)
+        words = " ".join(_word(turn, axes) for turn in order)
+        rows.append([str(rank), f"{100 * waits[rank]:.1f} %", str(microbatches_in_flight(kept)), words])
+    head = ["stage" if axes.pieces == 1 else "rank", "waits", "microbatches in flight", "order"]
+    title = "Order of forwards (F) and backwards (B) on each stage"
+    if axes.pieces > 1:
+        backwards = "backwards in halves (I: inputs, W: weights)" if axes.schedule == "zerobubble" else "backwards (B)"
+        title = f"Order of forwards (F) and {backwards} on each rank, as microbatch.stage"
     return [
-        waits,
+        paragraph(f"{axes.schedule}: a stage waits {describe_bubble(axes, micros)}."),
         paragraph(more if shown < micros else "", "note"),
-        html_figure(lambda width: draw_pipeline(pipeline, width), table),
+        _key(axes),
+        html_figure(lambda width: draw_pipeline(pipeline, width), html_table(head, rows, title, (0, 3))),
     ]
+
+
+def _word(placed: StageTurn, axes: Axes) -> str:
+    """Return a turn in a word: F0, or F0.2 in the third stage where a rank has several."""
+    stage = f".{placed.stage}" if axes.pieces > 1 else ""
+    return f"{placed.turn.way[0].upper()}{placed.turn.micro}{stage}"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES, MemoryAccount, PhasePeak
-from unipar.report.charts.lines import LineSeries, draw_lines
+from unipar.report.charts.lines import LineSeries, StepMark, draw_lines
 from unipar.report.data import changes
+from unipar.report.data.attempts import ShownAttempt
 from unipar.report.data.headline import CATEGORY_LABELS
 from unipar.report.data.pipeline import read_pipeline
 from unipar.report.data.run import RunPageData
@@ -61,7 +62,7 @@ def run_headline(run: RunPageData) -> str:
 def _describe_end(run: RunPageData) -> Badge:
     """Return the badge that says how the run ended."""
     if run.report.stopped is not None:
-        return Badge("open", f"stopped by a signal after step {run.report.stopped}")
+        return Badge("open", f"stopped by {run.report.stopped_by} after step {run.report.stopped}")
     if run.failure:
         return Badge("bad", f"failed: {run.failure}")
     if not run.ended:
@@ -112,12 +113,47 @@ def _losses(run: RunPageData, before: RunPageData | None) -> str:
     return html_section(
         "losses",
         "Losses",
-        paragraph("Loss of the global batch, at each logged step." + (" Dashed: the earlier run." if before else "")),
+        paragraph(_describe_losses(run, before)),
         html_figure(
-            lambda width: draw_lines(_loss_series(run, before), width, "Loss by step"),
+            lambda width: draw_lines(
+                _loss_series(run, before), width, "Loss by step", marks=_marks(run.attempts), ticks=run.saved
+            ),
             html_table(head, rows, "Loss by step"),
         ),
+        _attempts_table(run.attempts),
     )
+
+
+def _describe_losses(run: RunPageData, before: RunPageData | None) -> str:
+    """Return what the figure of the losses shows."""
+    said = ["Loss of the global batch, at each logged step."]
+    if before is not None:
+        said.append("Dashed: the earlier run.")
+    if run.attempts:
+        said.append(
+            f"The run has {len(run.attempts)} attempts: a vertical line is where one went on from a checkpoint, with "
+            "the cell and the ranks that trained from there."
+        )
+    if run.saved:
+        said.append("Ticks on the axis: checkpoints.")
+    return " ".join(said)
+
+
+def _marks(attempts: Sequence[ShownAttempt]) -> list[StepMark]:
+    first, *later = attempts or [None]
+    marks = [StepMark(a.after, a.name) for a in later if a is not None and a.after is not None]
+    return [StepMark(1, first.name), *marks] if first is not None else marks
+
+
+def _attempts_table(attempts: Sequence[ShownAttempt]) -> str:
+    if not attempts:
+        return ""
+    rows: list[list[str]] = []
+    for a in attempts:
+        first = _NO_VALUE if a.after is None else str(a.after + 1)
+        rows.append([str(a.number), a.cell, str(a.ranks or _NO_VALUE), first, str(a.reached), a.end])
+    head = ["attempt", "cell", "ranks", "from step", "to step", "end"]
+    return html_table(head, rows, "Attempts of this run", text=(0, 1, 5))
 
 
 def _changes_section(run: RunPageData, before: RunPageData | None) -> str:

@@ -238,6 +238,13 @@ def _unequal_copies(case: FaultCase, step: int) -> Fault | None:
             f"after step {step}, {names} between stage {first.pipeline} and stage {second.pipeline}, which both use "
             "it: each stage updates it by its own part of the gradient, and the parts must be added up first",
         )
+    if axes == ["tensor"] and case.settled.cell.axes.sequence:
+        return Fault(
+            "a partial gradient that is not added up",
+            f"after step {step}, {names} between ranks {one} and {other}, which split the sequence along tensor: each "
+            "rank's gradient of a parameter that is not cut comes from its own positions, and the parts must be added "
+            "up before the update",
+        )
     return Fault(
         "copies that differ",
         f"after step {step}, {names} between ranks {one} and {other}, which keep copies of it along "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -152,6 +152,26 @@ def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
         first_buffers={name: buffer for rank in ranks for name, buffer in rank["first_buffers"].items()},
         shares=ranks[0]["shares"],
         groups=ranks[0]["groups"],
+    )
+
+
+def join_halves(before: RunRecord, replay: RunRecord, after: RunRecord) -> RunRecord:
+    """Return the record of a run that went on from a checkpoint, with the steps before it taken from one process.
+
+    `replay` splits its batches into as many shares as the run that went on.
+    """
+    first = before.steps - after.steps
+    return replace(
+        after,
+        losses=before.losses[:first] + after.losses,
+        norms=before.norms[:first] + after.norms,
+        rates=before.rates[:first] + after.rates,
+        batches=replay.batches[:first] + after.batches,
+        strays=[list[int]() for _ in range(first)] + after.strays,
+        prefixes=before.prefixes[:first] + after.prefixes,
+        states=before.states[:first] + after.states,
+        copies=[{} for _ in range(first)] + after.copies if after.copies else [],
+        masks=[[] for _ in range(first)] + after.masks,
     )
 
 

@@ -13,19 +13,23 @@ from typing import Any
 import torch
 
 from unipar.backend import Backend, registry
+from unipar.checkpoint.saved_state import SavedState
 from unipar.config import Config
+from unipar.config.sections.checkpoint import Checkpoint
 from unipar.data.dataset import data_source_of
 from unipar.data.feed import MicrobatchFeed
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar.errors import UniparError
+from unipar.errors import TaskError, UniparError, Unsupported
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.tracking.writer import TrackerWriter
+from unipar.training.resuming import choose_checkpoint, restore_run
 from unipar.training.run import TrainingRun
+from unipar.training.saves import RunCheckpoints
 from unipar.training.setup import build_run
 from unipar.utils.files import whole
 from unipar.verification.worker import replay, split_sums
@@ -84,14 +88,19 @@ def _run_job(
     if job.kind == "probe":
         facts = {"quiet": dropout_names, "stream": again is not None, **probe_task(task, settled, world)}
         return facts | {"again": facts["again"] and again is not False}
-    build = None
+    build, unequal = None, list[str]()
     if job.kind == "replay":
         build = replay.replay_builder(job.shares, job.order, apart=job.apart, perturbed=job.key.perturbed)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
-        live = build_run(
-            settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, build=build
-        )
+        try:
+            live = build_run(
+                settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, build=build
+            )
+        except TaskError as e:
+            if job.key.kind != "cell":
+                raise
+            raise Unsupported(job.key.cell, [str(e)]) from e  # one process can train this task
         recorder = RunRecorder(
             job.trace_at,
             partial(split_sums.sums_in_parts, job.key.tensor, job.key.context),
@@ -100,11 +109,16 @@ def _run_job(
         )
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
+        if job.resumes:
+            unequal = _restore_and_compare(live, Path(job.resumes))
         recorder.record_initial_state()
         first_buffers = recorder.buffers(share=False)
         if job.kind == "replay":
             live.use_feed(_feed_of_all_shares(task, settled.config, job.shares))
+        before = plain_numbers(task, live) if job.saves_in else {}
         _train_steps(task, live, job.steps)
+        if job.saves_in:
+            RunCheckpoints(Checkpoint(), live, folder, {}, into=Path(job.saves_in)).at_end(live.done)
         heartbeat.set_phase("start")  # collecting the result is not part of a step
         result = {
             "seat": {**world.mesh.seat, "leads": world.leads},
@@ -128,6 +142,10 @@ def _run_job(
                 for p in recorder.pieces()
             ],
             "copies": recorder.copies,
+            "counted": sorted(
+                key for key, value in plain_numbers(task, live).items() if value != before.get(key, value)
+            ),
+            "unequal": unequal,
             "first_buffers": first_buffers,
             "buffers": recorder.buffers() if job.kind == "replay" or settled.cell.axes.ranks > 1 else {},
         }
@@ -174,3 +192,29 @@ def _train_steps(task: Task, live: TrainingRun, steps: int) -> None:
     with contextlib.suppress(StepsDone):
         task.train(live)
     live.finish()
+
+
+def _restore_and_compare(live: TrainingRun, path: Path) -> list[str]:
+    """Give the run the state of a checkpoint; return the tensors on this rank that are not those of the checkpoint."""
+    chosen = choose_checkpoint(str(path), path.parent, live.world, live.config, ())
+    assert chosen is not None
+    restore_run(live, chosen)
+    with SavedState(path, chosen.checkpoint.manifest) as saved:
+        return [
+            f"{piece.name} ({piece.kind})"
+            for piece in live.pieces()
+            if not torch.equal(piece.tensor.detach().cpu().flatten(), saved(piece.name, piece.kind, piece.where))
+        ]
+
+
+def plain_numbers(task: Task, live: TrainingRun) -> dict[str, float]:
+    """Return the numbers that modules, the task and the dataset keep as attributes: a checkpoint has tensors alone."""
+    owners: dict[str, Any] = {"the task": task, "the dataset": live.feed.source.dataset}
+    for part in live.parts.values():
+        owners |= {name or "the model": module for name, module in part.module.named_modules()}
+    return {
+        f"{name} in {called}": value
+        for called, owner in owners.items()
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and not name.startswith("_")
+    }

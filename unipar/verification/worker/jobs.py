@@ -57,12 +57,18 @@ class RunKey:
     dropout: bool = False
     """Whether dropout is on: it is set to 0 in all other runs."""
 
+    half: Literal["", "first", "second"] = ""
+    """first: the run saves its state halfway and ends; second: it goes on from what another one saved."""
+
     @override
     def __str__(self) -> str:
         if self.kind == "probe":
             return "task probe"
         if self.kind == "cell":
-            return self.cell + (", bitwise" if self.bitwise else ", with dropout" if self.dropout else "")
+            halves = {"": "", "first": ", first half, saved", "second": ", second half, resumed"}
+            return self.cell + (
+                ", bitwise" if self.bitwise else ", with dropout" if self.dropout else halves[self.half]
+            )
         if self.kind == "one process":
             micro = "" if self.micro is None else f", microbatches of {self.micro}"
             return f"one process{micro}" + (f", {self.precision}" if self.precision else "")
@@ -96,6 +102,12 @@ class Job:
 
     apart: bool = False
     """Whether a replay keeps each microbatch's share of the gradient."""
+
+    saves_in: str = ""
+    """Folder in which the run saves its state after its last step; "": it does not."""
+
+    resumes: str = ""
+    """Checkpoint from which the run goes on; "": it begins anew."""
 
     trace_at: int | None = None
     """Step in which every module is traced; None: no step."""

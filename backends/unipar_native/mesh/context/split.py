@@ -22,6 +22,7 @@ from unipar_native.mesh.context.arguments import Arguments, position_dimension
 from unipar_native.mesh.context.attention import SequenceLayout, Way, gather_sequence
 from unipar_native.mesh.context.inside import BetweenBlocks, InsideBlock, Pass
 from unipar_native.mesh.context.trial import examine
+from unipar_native.mesh.sequence.parts import joined
 from unipar_native.mesh.state_kept import kept_attributes
 
 
@@ -178,7 +179,7 @@ class SequenceSplit:
             run.ours.clear()
             if not self.leaves:
                 return result
-            whole = gather_sequence(hidden, 1, run.layout, self.group)
+            whole = gather_sequence(joined(hidden), 1, run.layout, self.group)
             return (whole, *result[1:]) if isinstance(result, tuple) else whole
 
         return forward

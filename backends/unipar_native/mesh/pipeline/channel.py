@@ -11,10 +11,12 @@ from torch import Tensor
 from unipar.config.sections.cell import Axes
 from unipar.distributed.world import World
 from unipar_native.mesh.pipeline.stage import Arrival, generator_state
+from unipar_native.mesh.sequence.collectives import Span
+from unipar_native.mesh.sequence.parts import CutSequence, part_alone
 
 _DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER_NUMBERS: Final = 10
-"""Numbers in a header: dimensions, dtype, and up to eight sizes."""
+_HEADER_NUMBERS: Final = 12
+"""Numbers in a header: dimensions, dtype, where a sequence is cut and its length, and up to eight sizes."""
 
 _FORWARD_TAG, _BACKWARD_TAG = 1, 2
 
@@ -35,8 +37,13 @@ class Channel:
         before: int | None,
         behind: int | None,
         device: torch.device,
+        tensor: dist.ProcessGroup | None = None,
     ) -> None:
-        """Take ranks of the neighbours. NCCL knows no tags, so that the two directions need a group each."""
+        """Take ranks of the neighbours. NCCL knows no tags, so that the two directions need a group each.
+
+        `tensor`: ranks over which a sequence may be cut; each sends its part to the same seat.
+        """
+        self._tensor = tensor
         self._forward_group, self._backward_group = forward_group, backward_group
         self._before, self._behind, self._device = before, behind, device
         self._state_bytes = generator_state(device).numel()
@@ -45,24 +52,31 @@ class Channel:
     def send_hidden(self, micro: int, hidden: Tensor) -> None:
         """Send hidden states of a microbatch, and the generator's state, to the next stage."""
         assert self._behind is not None
-        if hidden.ndim > _HEADER_NUMBERS - 2 or hidden.dtype not in _DTYPES:
+        cut, length = (hidden.cut_dim + 1, hidden.span.length) if isinstance(hidden, CutSequence) else (0, 0)
+        hidden = part_alone(hidden)
+        if hidden.ndim > _HEADER_NUMBERS - 4 or hidden.dtype not in _DTYPES:
             raise ValueError(f"a stage cannot send hidden states of {hidden.ndim} dimensions and {hidden.dtype}")
         numbers = torch.zeros(_HEADER_NUMBERS, dtype=torch.int64)
-        numbers[: 2 + hidden.ndim] = torch.tensor([hidden.ndim, _DTYPES.index(hidden.dtype), *hidden.shape])
+        facts = [hidden.ndim, _DTYPES.index(hidden.dtype), cut, length, *hidden.shape]
+        numbers[: len(facts)] = torch.tensor(facts)
         header = torch.cat([numbers.view(torch.uint8), generator_state(self._device).cpu()]).to(self._device)
         for message in (header, hidden.detach().contiguous()):
             work = dist.isend(message, self._behind, group=self._forward_group, tag=_FORWARD_TAG)
             self._works.setdefault(("hidden", micro), []).append((work, message))
 
     def receive_hidden(self, *, gradient: bool) -> Arrival:
-        """Return the next hidden states of the stage before, a leaf that takes a gradient if asked for."""
+        """Return the next hidden states of the stage before, a leaf, or of one, that takes a gradient if asked for."""
         header = torch.empty(_HEADER_NUMBERS * 8 + self._state_bytes, dtype=torch.uint8, device=self._device)
         dist.recv(header, self._before, group=self._forward_group, tag=_FORWARD_TAG)
         header = header.cpu()
-        dimensions, kind, *sizes = header[: _HEADER_NUMBERS * 8].view(torch.int64).tolist()
+        dimensions, kind, cut, length, *sizes = header[: _HEADER_NUMBERS * 8].view(torch.int64).tolist()
         hidden = torch.empty(sizes[:dimensions], dtype=_DTYPES[kind], device=self._device)
         dist.recv(hidden, self._before, group=self._forward_group, tag=_FORWARD_TAG)
-        return Arrival(hidden.requires_grad_(gradient), header[_HEADER_NUMBERS * 8 :].clone())
+        hidden = leaf = hidden.requires_grad_(gradient)
+        if cut and self._tensor is not None:
+            span = Span(length, self._tensor.size(), self._tensor.rank(), self._tensor)
+            hidden = CutSequence.of(hidden, cut - 1, span)
+        return Arrival(hidden, header[_HEADER_NUMBERS * 8 :].clone(), leaf)
 
     def send_gradient(self, micro: int, gradient: Tensor) -> None:
         """Send the gradient of what the stage before had sent."""
@@ -99,4 +113,5 @@ def open_channel(world: World, axes: Axes) -> Channel:
         before=world.mesh.rank_at(pipeline=(seat - 1) % ranks) if seat > 0 or ring else None,
         behind=world.mesh.rank_at(pipeline=(seat + 1) % ranks) if seat < ranks - 1 or ring else None,
         device=world.device,
+        tensor=world.groups.group("tensor") if axes.sequence else None,
     )

@@ -17,6 +17,8 @@ class Arrival(NamedTuple):
 
     hidden: Tensor
     generator: Tensor | None
+    leaf: Tensor | None = None
+    """Tensor that gets the gradient, if not `hidden`: that may be cut along the sequence."""
 
 
 @final
@@ -99,13 +101,14 @@ class Stage:
         def return_argument(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_of_input(args, kwargs)
             if number == self.first - 1 and self.inlet is not None:
-                hidden, generator = self.inlet()
+                hidden, generator, _ = self.inlet()
                 if generator is not None:
                     set_generator_state(generator, hidden.device)
             if number == len(self.blocks) - 1 and self.widen is not None:
                 hidden = self.widen(hidden)
             return (hidden, *[None] * (length - 1)) if length else hidden
 
+        setattr(return_argument, _LEFT_OUT, True)
         block.forward = return_argument
 
         def restore() -> None:
@@ -135,6 +138,15 @@ class Stage:
         if self.outlet is None:
             raise StageLeft(hidden)
         self.outlet(hidden)
+
+
+_LEFT_OUT = "_unipar_left_out"
+"""Mark of a forward that stands for a block of another stage."""
+
+
+def is_left_out(block: nn.Module) -> bool:
+    """Return whether the stage whose hooks are on does without this block."""
+    return hasattr(vars(block).get("forward"), _LEFT_OUT)
 
 
 def hidden_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

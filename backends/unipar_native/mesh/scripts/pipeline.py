@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from unipar.backend.cells import cell_of
 from unipar.backend.export import Outline, constant_tuple, fill_template, functions_code, optimizer_code
 from unipar.errors import Unsupported
+from unipar_native.mesh.scripts.pieces import Pieces, pieces_of_script
+from unipar_native.mesh.scripts.split import refused_axes
 
 
-def mesh_script(outline: Outline) -> str:
+def pipeline_script(outline: Outline) -> str:
     """Return the text of train.py; raise Unsupported with a reason for each thing that it cannot carry."""
     parallel = outline.config.parallel
     if reasons := [*_reasons(outline)]:
         raise Unsupported(str(cell_of(outline.config)), reasons)
+    pieces = pieces_of_script(outline) if parallel.tensor > 1 else Pieces()
     flags = {
+        **pieces.flags,
+        "maths": pieces.flags["maths"] or outline.config.train.schedule.name == "cosine",
         "shards": parallel.shard != "nothing",
         "boundary": parallel.shard == "optimizer",
         "gpipe": parallel.schedule == "gpipe",
@@ -22,6 +27,8 @@ def mesh_script(outline: Outline) -> str:
     }
     firsts = [len(outline.blocks) * stage // parallel.pipeline for stage in range(parallel.pipeline)]
     values = {
+        **pieces.values,
+        "way": f"over {parallel.axes}" if parallel.tensor > 1 else f"in a pipeline of {parallel.pipeline} stages",
         "stages": str(parallel.pipeline),
         "schedule": {"gpipe": "GPipe", "1f1b": "1F1B"}.get(parallel.schedule, ""),
         "blocks": constant_tuple("BLOCKS", [f'"{name}"' for name in outline.blocks], "submodules, in their order"),
@@ -36,16 +43,11 @@ def mesh_script(outline: Outline) -> str:
 def _reasons(outline: Outline) -> Iterator[str]:
     """Yield why a script cannot do this training."""
     parallel = outline.config.parallel
-    if parallel.tensor > 1:
-        yield (
-            "parallel.tensor: a rank computes a part of each block by changing calls in its forward while they run "
-            "(numbers of heads, chunks, dropout), which a plain script cannot: leave tensor out of the export, or "
-            "write the blocks for a part of the heads yourself, by the plan that `unipar explain` prints"
-        )
+    yield from refused_axes(outline)
     if parallel.context > 1:
         yield (
-            "parallel.context: attention over ranks takes the place of the calls in your model while they run, which a "
-            "plain script cannot: leave context out of the export"
+            "parallel.context: a script has a pipeline or sequences over context, not both: leave one of them out of "
+            "the export"
         )
     if parallel.schedule not in ("1f1b", "gpipe"):
         yield (

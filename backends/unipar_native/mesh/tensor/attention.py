@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unipar.errors import TaskError
+from unipar_native.mesh.sequence.parts import BlockParts
 from unipar_native.mesh.tensor.collectives import enter, leave
 
 
@@ -27,27 +30,47 @@ def attend_with_parts(
     attn_mask: Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
+    parts: BlockParts | None = None,
+    dims: tuple[int | None, ...] = (None, None, None),
+    to: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what the module's own forward does; its input projections are this rank's heads, its output a row."""
+    """Return what the module's own forward does; its input projections are this rank's heads, its output a row.
+
+    `parts`: query, key and value are parts of sequences, cut along `dims` where that is not None, and so is the output,
+    along `to`.
+    """
     heads, batched, first = module.num_heads // ranks, query.ndim == 3, module.batch_first
     if need_weights and not average_attn_weights:
         raise TaskError(
             "tensor: MultiheadAttention is cut over its heads, and need_weights=True with average_attn_weights=False "
             "asks for those of all heads: return {its name: 'whole'} from the task's tensor()"
         )
-    given = {id(x): enter(x, group) for x in (query, key, value)}  # one sum for what is the same tensor
-    inputs = [given[id(x)] for x in (query, key, value)]
-    if not batched:
-        inputs = [x.unsqueeze(0) for x in inputs]
-    elif not first:
-        inputs = [x.transpose(0, 1) for x in inputs]
+    given: dict[int, Tensor] = {}  # one sum for what is the same tensor
+    uses: dict[int, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {}
+    for x, dim in zip((query, key, value), dims, strict=True):
+        if dim is None or parts is None:
+            given.setdefault(id(x), enter(x, group))
+        else:
+            whole = parts.gathered(x, dim)
+            given[id(x)], uses[id(x)] = whole.whole, whole.use
     weights = (
         module.in_proj_weight.chunk(3)
         if module.in_proj_weight is not None
         else (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     )
     biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    projected = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+
+    def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not batched:
+            x = x.unsqueeze(0)
+        elif not first:
+            x = x.transpose(0, 1)
+        return F.linear(x, weight, bias)
+
+    projected = [
+        uses[id(x)](partial(project, weight=w, bias=b)) if id(x) in uses else project(given[id(x)], w, b)
+        for x, w, b in zip((query, key, value), weights, biases, strict=True)
+    ]
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
     mask = _mask(key_padding_mask, attn_mask, q, k, module.num_heads, rank)
     dropout = module.dropout if module.training else 0.0
@@ -62,9 +85,15 @@ def attend_with_parts(
         out = shares @ v
     # laid out as torch does it, queries first: a dropout behind draws its mask in the order of memory
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), module.out_proj.weight)
-    out = leave(out, group)
-    if module.out_proj.bias is not None:
-        out = out + module.out_proj.bias.to(out.dtype)
+    bias = module.out_proj.bias
+    if parts is None or to is None:
+        out = leave(out, group)
+    else:
+        along = 0 if not batched or (to == -2) == first else 1
+        out = parts.scattered(out, along)
+        bias = None if bias is None else enter(bias, group)
+    if bias is not None:
+        out = out + bias.to(out.dtype)
     mean = None if shares is None or not need_weights else leave(shares.sum(1) / module.num_heads, group)
     if not batched:
         return out.squeeze(1), None if mean is None else mean.squeeze(0)

@@ -45,6 +45,31 @@ class Rewrite:
     """For `enter` and `part`: where a whole tensor is among the arguments, and which dimension is to be cut."""
 
     groups: int = 1
+    sequence: bool = False
+    """Whether it is the sequence that is cut, in parts of which the last ones may be shorter."""
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Plan of a block whose hidden states are cut along the sequence; dimensions are counted from the right."""
+
+    dim: int
+    """Dimension of the hidden states that is cut, counted from the left."""
+
+    gathered: Mapping[str, tuple[int | None, ...]]
+    """Modules that take a part and need the whole: the dimension to gather each input along, None for whole ones."""
+
+    scattered: Mapping[str, int]
+    """Modules whose partial sums become parts, with the dimension."""
+
+    on_parts: tuple[str, ...]
+    """Whole matrices that are used on a part: their gradients are added up over the ranks."""
+
+    outputs: tuple[int, ...]
+    """Places of the results that are parts, among all."""
+
+    joined: tuple[str, ...] = ()
+    """Calls that need all positions, with their lines: what they are given is gathered."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +86,9 @@ class BlockPlan:
     ranks: int
     sites: Mapping[str, tuple[Rewrite, ...]] = field(default_factory=dict[str, tuple[Rewrite, ...]])
     """Calls that are rewritten, by their place in the program."""
+
+    sequence: SequencePlan | None = None
+    """How the sequence is split between the matrices; None: it is not."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from unipar_native.mesh.sequence.collectives import Span, join_sequence
 from unipar_native.mesh.tensor.collectives import enter
 from unipar_native.mesh.tensor.cuts import Cut, Rewrite
 from unipar_native.mesh.tensor.rules import (
@@ -56,6 +57,9 @@ class PartCalls(TorchFunctionMode):
         """Names of the modules whose own methods make these calls."""
 
         self.active = False
+        self.span: Span | None = None
+        """This rank's part of the sequence in this pass, where that is cut."""
+
         self._known: dict[tuple[Any, ...], tuple[Rewrite, ...]] = {}
 
     @override
@@ -82,26 +86,29 @@ class PartCalls(TorchFunctionMode):
         for rewrite in rewrites:
             match rewrite.kind:
                 case "size":
-                    return self._size(name, func, args, kwargs, rewrite.dim)
+                    return self._size(name, args, kwargs, rewrite)
                 case "sizes":
-                    args, kwargs = self._divided(name, args, kwargs, rewrite.dim)
+                    args, kwargs = self._divided(name, args, kwargs, rewrite)
                 case "pieces":
                     args, kwargs = self._piece(name, args, kwargs, rewrite.dim)
                 case "part":
                     for way, dim in rewrite.arguments:
-                        args, kwargs = _with(args, kwargs, way, partial(self._part, dim=dim, groups=rewrite.groups))
+                        args, kwargs = _with(args, kwargs, way, partial(self._part, dim=dim, rewrite=rewrite))
+                case "join":
+                    for way, dim in rewrite.arguments:
+                        args, kwargs = _with(args, kwargs, way, partial(self._join, dim=dim))
                 case "dropout":
                     return self._dropout(func, args, kwargs, rewrite)
                 case _:
                     attention = rewrite
         if attention is not None and float(bound_arguments(args, kwargs)["dropout_p"]) > 0:
-            return self._attention(bound_arguments(args, kwargs), attention.dim)
+            return self._attention(bound_arguments(args, kwargs), attention)
         return func(*args, **kwargs)
 
-    def _size(self, name: str, func: Any, args: Any, kwargs: Any, dim: int) -> Any:
+    def _size(self, name: str, args: Any, kwargs: Any, rewrite: Rewrite) -> Any:
         """Return sizes of the whole."""
         x: Tensor = args[0]
-        whole = self._whole_shape(x, dim)
+        whole = self._whole_shape(x, rewrite)
         if name in ("numel", "nelement"):
             return math.prod(whole)
         if name == "__len__":
@@ -109,14 +116,20 @@ class PartCalls(TorchFunctionMode):
         along = kwargs.get("dim", args[1] if len(args) > 1 else None)
         return whole if along is None else whole[along]
 
-    def _whole_shape(self, x: Tensor, dim: int) -> torch.Size:
-        dim += x.ndim
-        return torch.Size(n * self._ranks if d == dim else n for d, n in enumerate(x.shape))
+    def _whole_shape(self, x: Tensor, rewrite: Rewrite) -> torch.Size:
+        dim = rewrite.dim + x.ndim
+        whole = self._sequence.length if rewrite.sequence else x.shape[dim] * self._ranks
+        return torch.Size(whole if d == dim else n for d, n in enumerate(x.shape))
 
-    def _divided(self, name: str, args: Any, kwargs: Any, place: int) -> Any:
+    @property
+    def _sequence(self) -> Span:
+        assert self.span is not None
+        return self.span
+
+    def _divided(self, name: str, args: Any, kwargs: Any, rewrite: Rewrite) -> Any:
         numbers, _ = numbers_of(name, args, kwargs) or ([], False)
-        if numbers[place] != -1:
-            numbers[place] //= self._ranks
+        if numbers[rewrite.dim] != -1:
+            numbers[rewrite.dim] = self._sequence.count if rewrite.sequence else numbers[rewrite.dim] // self._ranks
         return with_numbers(name, args, kwargs, numbers)
 
     def _piece(self, name: str, args: Any, kwargs: Any, dim: int) -> Any:
@@ -136,19 +149,24 @@ class PartCalls(TorchFunctionMode):
                 return args, {**kwargs, key: _over(kwargs[key], n, name)}
         return (args[0], _over(args[1], n, name), *args[2:]), kwargs
 
-    def _part(self, x: Tensor, dim: int | None, groups: int) -> Tensor:
+    def _part(self, x: Tensor, dim: int | None, rewrite: Rewrite) -> Tensor:
         x = enter(x, self._group)
-        if dim is None:
-            return x
-        parts = [x.narrow(dim, *s) for s in Cut("column", groups).spans(x.shape[dim], self._rank, self._ranks)]
+        return x if dim is None else self._own(x, dim, rewrite)
+
+    def _join(self, x: Tensor, dim: int | None) -> Tensor:
+        return x if dim is None else join_sequence(x, dim, self._sequence)
+
+    def _own(self, x: Tensor, dim: int, rewrite: Rewrite) -> Tensor:
+        if rewrite.sequence:
+            return x if x.shape[dim] == 1 else x.narrow(dim, self._sequence.start, self._sequence.count)
+        parts = [x.narrow(dim, *s) for s in Cut("column", rewrite.groups).spans(x.shape[dim], self._rank, self._ranks)]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
-    def _mask(self, shape: torch.Size, like: Tensor, dim: int, groups: int, p: float, order: list[int]) -> Tensor:
+    def _mask(self, shape: torch.Size, like: Tensor, rewrite: Rewrite, p: float, order: list[int]) -> Tensor:
         """Return this rank's part of the mask that one process draws; kept elements are scaled."""
         ones = torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device).fill_(1.0)
-        mask, dim = F.dropout(ones, p, True), dim + len(shape)
-        parts = [mask.narrow(dim, *s) for s in Cut("column", groups).spans(shape[dim], self._rank, self._ranks)]
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        mine = self._own(F.dropout(ones, p, True), rewrite.dim + len(shape), rewrite)
+        return mine.clone() if rewrite.sequence else mine  # autograd keeps it, and must not keep all of the mask
 
     def _dropout(self, func: Any, args: Any, kwargs: Any, rewrite: Rewrite) -> Tensor:
         names = ("input", "p", "training" if func is F.dropout else "train", "inplace")
@@ -160,16 +178,17 @@ class PartCalls(TorchFunctionMode):
             **kwargs,
         }
         x: Tensor = given["input"]
-        if not given[names[2]] or given["p"] == 0.0 or x.numel() == 0:
+        whole = self._whole_shape(x, rewrite)
+        if not given[names[2]] or given["p"] == 0.0 or whole.numel() == 0:
             return func(*args, **kwargs)
         order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), d))  # as `empty_like` lays out its mask
         if torch.empty_permuted(x.shape, order, device="meta").stride() != x.stride():
             order = list(range(x.ndim))
-        mask = self._mask(self._whole_shape(x, rewrite.dim), x, rewrite.dim, rewrite.groups, given["p"], order)
+        mask = self._mask(whole, x, rewrite, given["p"], order)
         inplace = given["inplace"] or func.__name__ == "dropout_"
         return x.mul_(mask) if inplace else x * mask
 
-    def _attention(self, given: dict[str, Any], dim: int) -> Tensor:
+    def _attention(self, given: dict[str, Any], rewrite: Rewrite) -> Tensor:
         """Return attention by products, with the part of the mask that one process's products draw."""
         q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
         castable = q.device.type != "meta" and q.dtype != torch.float64  # as autocast has it
@@ -188,8 +207,8 @@ class PartCalls(TorchFunctionMode):
         weights = scores.softmax(-1)
         if mask is not None and mask.dtype == torch.bool:
             weights = weights.masked_fill(weights.isnan(), 0.0)  # rows in which nothing is allowed
-        shape = self._whole_shape(weights, dim)
-        weights = weights * self._mask(shape, weights, dim, 1, given["dropout_p"], list(range(len(shape))))
+        shape = self._whole_shape(weights, rewrite)
+        weights = weights * self._mask(shape, weights, rewrite, given["dropout_p"], list(range(len(shape))))
         return weights.to(v.dtype) @ v
 
 

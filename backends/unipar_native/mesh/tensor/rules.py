@@ -40,6 +40,12 @@ SIZES = {"size", "shape", "numel", "nelement", "__len__"}
 
 SPLITS = {"split", "split_with_sizes", "chunk", "unsafe_chunk", "tensor_split", "narrow", "__getitem__"}
 
+VIEWS = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
+"""Functions that may put dimensions together."""
+
+PRODUCTS = {"linear", "matmul", "__matmul__"}
+"""Functions that multiply rows by a matrix."""
+
 _PRODUCTS = {"matmul", "bmm", "baddbmm"}
 _PAIRS = {
     *("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "truediv", "true_divide", "floordiv"),
@@ -182,3 +188,17 @@ def place_in_index(index: Any, ndim: int, dim: int) -> int | None:
             return None if item is Ellipsis else place
         at += step
     return None
+
+
+def odd(y: Any, length: int, viewed: DTensor | None) -> bool:
+    """Return whether this is not cut along a whole sequence; `viewed`: of which it is a view."""
+    if not isinstance(y, DTensor):
+        return False
+    placement: Any = y.placements[0]
+    dim = placement.dim % y.ndim
+    if getattr(placement, "split_factor", 1) != 1 or y.shape[dim] != length:
+        return True
+    if viewed is None:
+        return False
+    before: Any = viewed.placements[0]
+    return tuple(y.shape[:dim]) != tuple(viewed.shape[: before.dim % viewed.ndim])

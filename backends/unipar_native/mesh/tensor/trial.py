@@ -12,16 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from unipar_native.mesh.tensor.cut_tensors import (
     SentByTensors,
+    cut_like,
+    cut_sequence,
     cut_tensor,
+    lifted,
     mark_sources,
     mesh_of,
+    origin_of,
     part_of,
     place_of,
+    rest_of_index,
     sizes_behind,
     sources_of,
 )
@@ -29,11 +34,14 @@ from unipar_native.mesh.tensor.cuts import Cut, Rewrite, is_linear, is_transpose
 from unipar_native.mesh.tensor.rules import (
     DROPOUTS,
     LITERALS,
+    PRODUCTS,
     RANDOM,
     SIZES,
     SPLITS,
+    VIEWS,
     bound_arguments,
     name_of_call,
+    odd,
     part_dimension,
     pieces_along,
     place_of_number,
@@ -79,8 +87,13 @@ class Trial(TorchFunctionMode):
         self.shapes: dict[str, list[tuple[int, ...] | None]] = {}
         self.blame: dict[str, tuple[str, ...]] = {}
         self.lines: dict[str, str] = {}
-        self._sent = SentByTensors()
+        self.sent = SentByTensors()
         self.calls = 0
+        self.length: int | None = None
+        """Length of the sequence, if that is what is cut."""
+
+        self.instead: Callable[[Any, Any, Any, str], Any] | None = None  # for a call that cannot be made on a part
+
         block.train(training)
         own = [n for n, m in block.named_modules() if isinstance(m, nn.MultiheadAttention)]
         for name, module in block.named_modules():
@@ -92,7 +105,7 @@ class Trial(TorchFunctionMode):
     def run(self, args: Any, kwargs: Any) -> None:
         """Run it to its end; raise CannotCut or OtherGroups if the plan does not hold."""
         try:
-            with implicit_replication(), self._sent, self:
+            with implicit_replication(), self.sent, self:
                 out = run_block(self.block.forward, args, kwargs)
             _require_whole(out)
         except CannotCut as e:
@@ -113,14 +126,17 @@ class Trial(TorchFunctionMode):
         sources = tuple(dict.fromkeys(s for x in cut for s in sources_of(x)))
         name = name_of_call(func)
         self.lines[key] = f"{name} at {line_of(frames)}"
+        known = list(self.sites.get(key, ()))
         try:
             out = self._call(name, func, args, kwargs, cut, key)
         except OtherGroups:
             raise
-        except CannotCut as e:
-            raise CannotCut(e.reason, e.sources or sources) from e
         except Exception as e:
-            raise CannotCut(self._sentence(name, line_of(frames), e), sources) from e
+            if self.instead is None:
+                reason = e.reason if isinstance(e, CannotCut) else self._sentence(name, line_of(frames), e)
+                raise CannotCut(reason, getattr(e, "sources", ()) or sources) from e
+            self.sites[key] = known
+            out = self.instead(func, args, kwargs, key)
         for x in tree_leaves(out):
             if isinstance(x, DTensor):
                 mark_sources(x, sources)
@@ -144,7 +160,8 @@ class Trial(TorchFunctionMode):
                 if sources:
                     self.blame[key] = sources
 
-    def _site(self, key: str, rewrite: Rewrite) -> None:
+    def note_site(self, key: str, rewrite: Rewrite) -> None:
+        """Note that a call is to be rewritten."""
         known = self.sites.setdefault(key, [])
         if rewrite not in known:
             known.append(rewrite)
@@ -157,14 +174,18 @@ class Trial(TorchFunctionMode):
         if name in SIZES:
             along = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if along is None or along % x.ndim == dim:
-                self._site(key, Rewrite("size", dim - x.ndim))
+                self.note_site(key, Rewrite("size", dim - x.ndim))
             return func(*args, **kwargs)
         if func.__name__ == "__get__" and name not in ("T", "mT", "H", "mH", "data", "real", "imag"):
             return func(*args, **kwargs)  # dtype, device, requires_grad
         if name in RANDOM:
             raise CannotCut(f"{name} draws random numbers for a part of an activation")
+        if self.length is not None and name in PRODUCTS and x is args[0] and dim < x.ndim - 1:
+            others = tree_leaves((args[1:], kwargs))
+            if all(y.ndim <= 2 for y in others if isinstance(y, Tensor) and not isinstance(y, DTensor)):
+                return self._product(func, args, kwargs, x, key)
         if name in DROPOUTS:
-            self._site(key, Rewrite("dropout", dim - x.ndim, groups=groups))
+            self.note_site(key, Rewrite("dropout", dim - x.ndim, groups=groups))
             return x
         if name == "scaled_dot_product_attention":
             return self._scaled_dot_product(args, kwargs, key)
@@ -178,20 +199,22 @@ class Trial(TorchFunctionMode):
             parts = [t for t in args[0] if t.numel() or t.ndim > 1]
             args = (parts, *args[1:])
         args, kwargs = self._joined(name, args, kwargs, cut, key)
-        before = self._sent.times
+        before = self.sent.times
         if name == "__iter__":
             out: Any = iter(x.unbind(0))
             out = list(out)
         else:
             out = func(*args, **kwargs)
-        if self._sent.times > before:
+        if self.sent.times > before:
             raise CannotCut(f"{self.lines[key]} needs it whole")
         out = tree_map(partial(self._result, key=key), out)
+        if self.length is not None and any(odd(y, self.length, x if name in VIEWS else None) for y in tree_leaves(out)):
+            raise CannotCut(f"{self.lines[key]} needs it whole")
         first = next((y for y in tree_leaves(out) if isinstance(y, DTensor)), None)
         if name in LITERALS and first is not None:
             place = place_of_number(name, args, kwargs, place_of(first)[0], first.ndim)
             if place is not None:
-                self._site(key, Rewrite("sizes", place))
+                self.note_site(key, Rewrite("sizes", place))
         return iter(out) if name == "__iter__" else out
 
     def _result(self, y: Any, key: str) -> Any:
@@ -218,13 +241,23 @@ class Trial(TorchFunctionMode):
                 found.append((way, dim))
             if dim is None:
                 return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
+            if self.length is not None:
+                return cut_sequence(value, self.mesh, dim)
             return cut_tensor(part_of(value, dim, groups, self.ranks), self.mesh, value, dim, groups)
 
-        args = tuple(_lifted(value, lift, i) for i, value in enumerate(args))
-        kwargs = {k: _lifted(value, lift, k) for k, value in kwargs.items()}
+        args = tuple(lifted(value, lift, i) for i, value in enumerate(args))
+        kwargs = {k: lifted(value, lift, k) for k, value in kwargs.items()}
         if found:
-            self._site(key, Rewrite("part", arguments=tuple(found), groups=groups))
+            self.note_site(key, Rewrite("part", arguments=tuple(found), groups=groups))
         return args, kwargs
+
+    def _product(self, func: Any, args: Any, kwargs: Any, x: DTensor, key: str) -> Any:
+        """Return the product of rows that are cut with a whole matrix."""
+        given = [*((i, y) for i, y in enumerate(args) if i), *kwargs.items()]
+        if found := tuple(((way,), None) for way, y in given if isinstance(y, Tensor) and y.requires_grad):
+            self.note_site(key, Rewrite("part", arguments=found))
+        out = func(x.to_local(), *args[1:], **kwargs)
+        return cut_like(out, self.mesh, place_of(x)[0], (*x.shape[:-1], *out.shape[x.ndim - 1 :]))
 
     def _scaled_dot_product(self, args: Any, kwargs: Any, key: str) -> Any:
         bound = bound_arguments(args, kwargs)
@@ -257,9 +290,9 @@ class Trial(TorchFunctionMode):
                 found.append((way, part))
             local[n] = t if part is None else part_of(t, part + t.ndim, 1, self.ranks)
         if found:
-            self._site(key, Rewrite("part", arguments=tuple(found)))
+            self.note_site(key, Rewrite("part", arguments=tuple(found)))
         if float(bound["dropout_p"]) > 0:
-            self._site(key, Rewrite("dropout attention", dim))
+            self.note_site(key, Rewrite("dropout attention", dim))
         shape = (*local["query"].shape[:-1], v.shape[-1])
         out = local["query"].new_empty(shape) + 0 * local["query"].sum()  # keeps the gradient's flag
         return cut_tensor(out, self.mesh, None, dim + out.ndim, 1)
@@ -275,11 +308,11 @@ class Trial(TorchFunctionMode):
         sizes = sizes_behind(x) or (width // groups,) * groups
         known = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         if not set(bounds) <= set(known):
-            if (origin := _origin(x, self.cuts, width, self.block)) is None:
+            if (origin := origin_of(x, self.cuts, width, self.block)) is None:
                 raise CannotCut(f"{self.lines[key]} takes it apart along the cut")
             raise OtherGroups(origin, {*bounds, *(known if sizes_behind(x) or groups > 1 else ())})
         if name not in ("chunk", "unsafe_chunk"):
-            self._site(key, Rewrite("pieces", dim - x.ndim))
+            self.note_site(key, Rewrite("pieces", dim - x.ndim))
         local, out = x.to_local(), list[Any]()
         for start, stop in pieces:
             inner = [n for n in known if start <= n <= stop]
@@ -289,7 +322,7 @@ class Trial(TorchFunctionMode):
             out.append(cut_tensor(part, self.mesh, None, dim, 1))
         if name == "__getitem__":  # what else the index asks for
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return _rest_of_index(out[0], index, dim)
+            return rest_of_index(out[0], index, dim)
         return out[0] if name == "narrow" else tuple(out)
 
     # Modules with a matrix
@@ -365,35 +398,3 @@ def _require_whole(out: Any) -> None:
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = forward
-
-
-def _origin(x: DTensor, cuts: Mapping[str, Cut], width: int, block: nn.Module) -> str | None:
-    """Return the projection whose output this is."""
-    columns = [n for n in sources_of(x) if cuts[n].kind == "column"]
-    shape: Any = getattr(block.get_submodule(columns[-1]), "weight", x).shape
-    return columns[-1] if len(columns) == 1 and width in shape else None
-
-
-def _lifted(value: Any, lift: Callable[..., Any], first: str | int) -> Any:
-    if isinstance(value, Tensor):
-        return lift((), value, first)
-    leaves, spec = tree_flatten_with_path(value)
-    return tree_unflatten([lift(path, leaf, first) for path, leaf in leaves], spec)
-
-
-def _rest_of_index(x: DTensor, index: tuple[Any, ...], dim: int) -> Any:
-    full = slice(None)
-    at, out = 0, list[Any]()
-    after = len([i for i in index if i is not None and i is not Ellipsis])
-    for i in index:
-        if i is Ellipsis:
-            skipped = x.ndim - after
-            out += [full] * skipped
-            at += skipped
-            continue
-        if i is not None:
-            out.append(full if at == dim else i)
-            at += 1
-        else:
-            out.append(None)
-    return x[tuple(out)]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from unipar.errors import TaskError
+from unipar_native.mesh.sequence.parts import joined
 from unipar_native.mesh.tensor.collectives import enter, leave
 from unipar_native.mesh.tensor.cuts import Cut, ParameterCut
 
@@ -86,7 +87,7 @@ def arm_vocabulary(model: nn.Module, vocabulary: Vocabulary, group: dist.Process
         return leave(rows.masked_fill(here.logical_not().unsqueeze(-1), 0.0), group)
 
     def score(x: Tensor) -> Tensor:
-        return CutLogits.of(scored(enter(x, group)), -1, group)
+        return CutLogits.of(scored(enter(joined(x), group)), -1, group)
 
     table.forward, head.forward = read, score
 

@@ -53,8 +53,14 @@ MESH_FAULTS = (
     "whole-added-up",
     "other-columns",
     "copies-apart",
+    "norm-not-summed",
+    "bias-counted-again",
 )
 """Faults of ranks that share the work: of cells with axes, as in `faulty/nothing+tied-not-summed+pipeline2`."""
+
+
+RESUME_FAULTS = ("moments-forgotten",)
+"""Faults of an engine that is given the state of another."""
 
 
 class FaultyOptions(Section):
@@ -71,7 +77,7 @@ class Faulty(Backend):
         shards=("nothing",),
         variants={
             f: Variant(options={"fault": f}, shards=("nothing",), says=f"with the fault {f}")
-            for f in FAULTS + MESH_FAULTS
+            for f in FAULTS + MESH_FAULTS + RESUME_FAULTS
         },
         axes={"tensor": ("nothing",), "pipeline": ("nothing",), "context": ("nothing",)},
         devices=("cpu",),

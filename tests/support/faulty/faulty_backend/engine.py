@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
-from unipar.backend import Engine, Holding, LossFn, Mark, Micro, Part, Step
+from unipar.backend import Engine, Holding, LossFn, Mark, Micro, Part, Read, Region, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
 from unipar.data.feed import MicrobatchFeed
@@ -317,6 +317,33 @@ class Nameless(Healthy):
         yield from super().extra_holdings()
 
 
+@final
+class MomentsForgotten(DelegatingEngine):
+    """A state of which the weights alone are loaded."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(Healthy(part, config, world))
+
+    @override
+    def restore(self, read: Read) -> None:
+        self.inner.restore(_Weights(read))
+
+
+@final
+class _Weights:
+    def __init__(self, read: Read) -> None:
+        self.read = read
+
+    def __call__(self, name: str, kind: str, where: Region) -> Tensor:
+        return self.read(name, kind, where)
+
+    def kinds(self, name: str) -> set[str]:
+        return {"weight"}
+
+    def shape(self, name: str, kind: str) -> tuple[int, ...]:
+        return self.read.shape(name, kind)
+
+
 KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "none": Healthy,
     "other-start": OtherStart,
@@ -338,4 +365,5 @@ KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "dies": Dies,
     "hidden-buffer": HiddenBuffer,
     "nameless": Nameless,
+    "moments-forgotten": MomentsForgotten,
 }

@@ -17,7 +17,8 @@ from torch import Tensor
 from unipar_native.mesh import engine as native
 from unipar_native.mesh import tensor_parallel
 from unipar_native.mesh.pipeline.stage import Arrival
-from unipar_native.mesh.tensor.collectives import leave
+from unipar_native.mesh.tensor import rewrites
+from unipar_native.mesh.tensor.collectives import enter, leave
 
 from unipar.backend import Engine, Part
 from unipar.config import Config
@@ -118,9 +119,27 @@ def _columns_not_added(engine: Any) -> None:
     _replace_until_closed(engine, "enter", unsummed)
 
 
-def _replace_until_closed(engine: Any, name: str, value: Any) -> None:
+def _norm_not_summed(engine: Any) -> None:
+    """Each rank keeps the gradient that its own positions give a norm's parameters."""
+
+    def unsummed(x: Tensor, group: Any) -> Tensor:
+        return x
+
+    _replace_until_closed(engine, "enter", unsummed, rewrites)
+
+
+def _bias_counted_again(engine: Any) -> None:
+    """The gradient of a row's bias, summed over the parts of the sequence, is summed over the ranks again."""
+
+    def twice(x: Tensor, group: Any, *, alone: bool = False) -> Tensor:
+        return enter(enter(x, group, alone=alone), group, alone=alone)
+
+    _replace_until_closed(engine, "enter", twice)
+
+
+def _replace_until_closed(engine: Any, name: str, value: Any, module: Any = tensor_parallel) -> None:
     """Replace a function of tensor parallelism, which other jobs of the same process need."""
-    patch = mock.patch.object(tensor_parallel, name, value)
+    patch = mock.patch.object(module, name, value)
     patch.start()
     engine.close = patch.stop
 
@@ -185,4 +204,6 @@ PLANTS: dict[str, Callable[[Any], None]] = {
     "whole-added-up": _whole_added_up,
     "other-columns": _other_columns,
     "copies-apart": _copies_apart,
+    "norm-not-summed": _norm_not_summed,
+    "bias-counted-again": _bias_counted_again,
 }

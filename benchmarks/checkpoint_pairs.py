@@ -1,0 +1,156 @@
+"""Pairs of engines, one of which saves and the other goes on: `python -m benchmarks.checkpoint_pairs [--cells CELL]`.
+
+Each cell trains a few steps and saves; every cell loads each of these checkpoints, which must give it exactly the
+tensors that were saved, and trains on beside one process that was never interrupted. Then each cell by itself from one
+number of ranks to another. Exit 1: a pair differs, or fails without a refusal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import unipar
+from unipar.backend.checks import in_cell
+from unipar.config import Cell
+from unipar.config.source import load_given_config
+from unipar.errors import UniparError
+from unipar.utils.table import format_table
+
+ROOT = Path(__file__).parents[1]
+CELLS = (
+    "native/nothing",
+    "native/optimizer",
+    "native/parameters",
+    "native/nothing+tensor2",
+    "native/nothing+pipeline2",
+    "native/nothing+context2",
+    "deepspeed/nothing",
+    "deepspeed/optimizer",
+    "deepspeed/gradients",
+    "deepspeed/parameters",
+    "horovod/nothing",
+    "accelerate/nothing",
+    "accelerate/parameters",
+    "accelerate/parameters+zero",
+)
+"""Engines that save and go on, of every library."""
+
+HALF, STEPS = 3, 13
+"""Steps before the checkpoint, and in all."""
+
+WORLDS = ((2, 1), (1, 2), (2, 4), (4, 2))
+"""Numbers of ranks of the run that saves and of the one that goes on."""
+
+
+def config_of(steps: int, **more: Any) -> dict[str, Any]:
+    """Return the config of the small model, trained for so many steps."""
+    args = {"layers": 2, "width": 32, "heads": 4, "context": 16}
+    return {
+        "task": {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": args},
+        "device": "cpu",
+        "batch": {"total": 16, "micro": 4},
+        "train": {"steps": steps, "optimizer": {"name": "adamw", "lr": 1e-3, "decay": "matrices"}, "clip": 1.0},
+        "log": {"every": 1},
+        **more,
+    }
+
+
+def save_in(cell: str, ranks: int, folder: Path) -> Path:
+    """Train the first half in a cell and return its checkpoint."""
+    parsed = Cell.parse(cell)
+    out = folder / f"{parsed.slug}-{ranks}"
+    config = config_of(HALF, checkpoint={"every": None}, parallel={"data": ranks // parsed.axes.ranks}, out=str(out))
+    unipar.launch(in_cell(load_given_config(config), parsed), quiet=True)
+    return out / "checkpoints" / f"step-{HALF:08d}"
+
+
+def go_on(checkpoint: Path, cells: Sequence[str], ranks: int, folder: Path) -> Mapping[str, tuple[bool, str]]:
+    """Have cells go on from a checkpoint; return for each whether all is well, and the words for the table."""
+    out = folder / f"{checkpoint.parents[1].name}-to-{ranks}"
+    if ranks == 1:
+        return {cell: _alone(checkpoint, cell, out) for cell in cells}
+    config = config_of(STEPS, out=str(out))
+    found = unipar.verify(config, cells=cells, world=ranks, steps=STEPS, resume=checkpoint, overwrite=True)
+    told = {"agrees": "equal", "refused": "refused"}
+    return {
+        row.cell: (
+            row.outcome in told,
+            told.get(row.outcome, row.outcome) + (f" {row.share:.2f}" if row.share is not None else f": {row.note}"),
+        )
+        for row in found.rows
+    }
+
+
+def _alone(checkpoint: Path, cell: str, out: Path) -> tuple[bool, str]:
+    """Go on in one process and compare the losses with those of one that was never interrupted."""
+    config = config_of(STEPS, resume=str(checkpoint), parallel={"data": 1})
+    whole = unipar.launch({**config_of(STEPS), "backend": "single", "out": f"{out}-whole"}, quiet=True, overwrite=True)
+    source = in_cell(load_given_config({**config, "out": f"{out}-{Cell.parse(cell).slug}"}), Cell.parse(cell))
+    mine = unipar.launch(source, quiet=True, overwrite=True)
+    wanted = dict(whole.losses)
+    off = max(abs(loss - wanted[step]) / wanted[step] for step, loss in mine.losses)
+    return off < 1e-5, f"{'equal' if off < 1e-5 else 'differs'} {off:.0e}"
+
+
+def rows_of_pairs(cells: Sequence[str], folder: Path) -> Iterator[tuple[str, bool, Sequence[str]]]:
+    """Yield for each cell that saves on two ranks its name, whether all is well, and a word for each that goes on."""
+    for cell in cells:
+        print(f"{cell} saves", file=sys.stderr, flush=True)
+        found = go_on(save_in(cell, 2, folder), cells, 2, folder)
+        yield cell, all(well for well, _ in found.values()), [found[other][1] for other in cells]
+
+
+def rows_of_worlds(cells: Sequence[str], folder: Path) -> Iterator[tuple[str, bool, Sequence[str]]]:
+    """Yield for each cell that goes on on another number of ranks, in itself and in native/parameters, the same."""
+    for cell in cells:
+        words, well = list[str](), True
+        for before, after in WORLDS:
+            least = Cell.parse(cell).axes.ranks
+            if min(before, after) < least:
+                words.append("-")
+                continue
+            others = list(dict.fromkeys((cell, "native/parameters")))
+            try:
+                found = go_on(save_in(cell, before, folder), others, after, folder)
+            except UniparError as e:
+                words.append(f"failed: {e}")
+                well = False
+                continue
+            words.append(", ".join(word for _, word in found.values()))
+            well = well and all(fine for fine, _ in found.values())
+        yield cell, well, words
+
+
+def main() -> int:
+    """Print both tables; return the exit code."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint_pairs", description=__doc__)
+    parser.add_argument("--cells", default=",".join(CELLS), help="cells that save and go on, with commas")
+    parser.add_argument("--only", choices=("pairs", "worlds"), help="one of both tables")
+    given = parser.parse_args()
+    cells = given.cells.split(",")
+    good = True
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if given.only != "worlds":
+            rows = list(rows_of_pairs(cells, folder))
+            good = all(well for _, well, _ in rows)
+            print(f"saved on 2 ranks after step {HALF} by the cell of the row, and gone on with to step {STEPS}:")
+            for cell, _, words in rows:
+                print("\n".join([cell, *(f"  {other}: {word}" for other, word in zip(cells, words, strict=True))]))
+        if given.only != "pairs":
+            rows = list(rows_of_worlds(cells, folder))
+            good = good and all(well for _, well, _ in rows)
+            header = ("cell, then native/parameters", *(f"{a} to {b}" for a, b in WORLDS))
+            print(format_table(header, [(cell, *words) for cell, _, words in rows], width=160))
+    print("all pairs are equal, or refused in a sentence" if good else "some pairs differ")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,91 @@
+"""Restarts of a run whose ranks failed: which errors are worth one, how long to wait before it, what is shown."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unipar.errors import OutOfMemory, UniparError, WorkerFailed
+from unipar.launcher.prepare import PreparedRun
+from unipar.launcher.processes.forkserver import ForkServerFailed
+from unipar.launcher.processes.postmortem import make_stopped_error
+from unipar.launcher.processes.signals import SignalReceiver
+from unipar.launcher.progress import Progress
+from unipar.run_folder.attempts import count_attempts
+from unipar.utils.files import relative_path
+from unipar.utils.text import count_of
+
+LONGEST_PAUSE_SECONDS = 60.0
+"""The longest wait before a restart."""
+
+
+def is_worth_restart(error: BaseException) -> bool:
+    """Return whether a run with this error may do better when it starts again.
+
+    A rank that failed, hung, was killed or ran out of memory may; what the config, the task or the state is wrong
+    about fails again.
+    """
+    return isinstance(error, (WorkerFailed, OutOfMemory, ForkServerFailed))
+
+
+def pause_before(restart: int) -> float:
+    """Return the seconds to wait before the first, second, ... restart: 1, 2, 4, ..., at most 60."""
+    return min(LONGEST_PAUSE_SECONDS, 2.0 ** min(restart - 1, 30))
+
+
+@dataclass
+class Restarts:
+    """Restarts of one run, counted."""
+
+    plan: PreparedRun
+    """Run as its current attempt has it."""
+
+    shown: Progress
+    script: tuple[str, ...] = ()
+    """Script that the ranks run again, for launch.json."""
+
+    made: int = 0
+    """Number of restarts so far."""
+
+    def run(self, attempt: Callable[[PreparedRun], None]) -> None:
+        """Call `attempt` until it succeeds, or raises an error that a restart cannot mend, or none is left."""
+        while True:
+            try:
+                return attempt(self.plan)
+            except UniparError as e:
+                if not self._again(e):
+                    raise
+
+    def _again(self, error: UniparError) -> bool:
+        """Wait for the next attempt and prepare it; return False if there is none."""
+        of = self.plan.config.launch.restarts
+        if not of or not is_worth_restart(error):
+            return False
+        self.shown.tick()  # what the ranks printed and logged last
+        if self.made == of:
+            self.shown.say(f"launch.restarts: {count_of(of, 'restart')} made, none left")
+            return False
+        self.made += 1
+        pause = pause_before(self.made)
+        plan = self.plan.next_attempt(self.script, error)
+        first, *_ = str(error).splitlines()
+        self.shown.say(first)
+        kept = relative_path(plan.out / f"attempt-{count_attempts(plan.out)}")
+        self.shown.say(f"restart {self.made} of {of} in {pause:g} s: {plan.describe_start()}; logs so far: {kept}")
+        self._wait(pause)
+        self.shown.begin_attempt()
+        self.plan = plan
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        """Wait so long; a signal stops the run."""
+        until = time.monotonic() + seconds
+        run = self.plan.out.resolve()
+        with SignalReceiver() as signals:
+            while (left := until - time.monotonic()) > 0:
+                select.select([signals], [], [], min(left, self.shown.every))
+                if signals.received_signals:
+                    raise make_stopped_error(run, self.plan.size, signals.received_signals[0].name)
+                self.shown.tick()
