@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from typing_extensions import override
 
 from tests.support.foreign_trainers import DECAY, LAST, RATE, SAVED_AT, TOTAL, adamw, make_net
 from tests.support.forks import Forks
@@ -47,7 +48,8 @@ def config(folder: Path) -> Config:
 
 
 def imported(folder: Path, source: Path, **wish: Any) -> tuple[ImportedCheckpoint, CheckpointContents]:
-    done = import_checkpoint(config(folder), ImportWish(source, folder / "start", **{"trust_pickle": True, **wish}))
+    wish = {"trust_pickle": True} | wish
+    done = import_checkpoint(config(folder), ImportWish(source, folder / "start", **wish))
     return done, verify_checkpoint(done.path)
 
 
@@ -174,6 +176,7 @@ class Payload:
     def __init__(self, file: Path) -> None:
         self.file = file
 
+    @override
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.file),)
 

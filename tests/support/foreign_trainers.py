@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 SAVED_AT, LAST = 3, 8
 TOTAL, SAMPLES, WIDTH = 4, 20, 5
@@ -41,6 +42,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.tensor([3.0]))
         self.register_buffer("shift", torch.full((3,), 0.25), persistent=False)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.frozen(torch.tanh(self.inner(x))))) * self.seen + self.shift
 
@@ -188,17 +190,20 @@ def with_lightning(folder: Path) -> list[float]:
             super().__init__()
             self.model = make_net()
 
+        @override
         def training_step(self, batch: Any, number: int) -> Tensor:
             x, y = batch
             loss = (self.model(x) - y).square().mean()
             losses.append(float(loss))
             return loss
 
+        @override
         def configure_optimizers(self) -> Any:
             return adamw(self)
 
     class Keep(lightning.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: object) -> None:
+        @override
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == SAVED_AT:
                 trainer.save_checkpoint(folder / "last.ckpt")
 

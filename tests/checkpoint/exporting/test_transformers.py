@@ -70,7 +70,8 @@ def test_transformers_loads_an_exported_model(forks: Forks, tmp_path: Path, cell
     model: Any = Gpt2().model()
     before = logits(model)
     model.config.save_pretrained(tmp_path / "hf")
-    loaded, said = GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    both: Any = GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    loaded, said = both
     assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     after = logits(with_values_of(model, contents))
     assert torch.equal(logits(loaded), after)

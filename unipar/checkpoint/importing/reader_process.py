@@ -100,7 +100,7 @@ def take_tensors(
     return verify_checkpoint(folder / f"step-{TRANSIT_STEP:08d}")
 
 
-def main() -> None:
+def answer_request() -> None:
     """Do what the request in the file that is named first asks for; an error is the last line of stderr."""
     try:
         leave_tensors(json.loads(Path(sys.argv[1]).read_text("utf-8")))
@@ -110,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_request()
