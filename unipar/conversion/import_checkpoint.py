@@ -35,7 +35,7 @@ class ImportedCheckpoint:
 
 @dataclass(frozen=True)
 class ImportWish:
-    """What is to be imported, as the command says it."""
+    """Import that the command asks for."""
 
     source: Path
     out: Path

@@ -41,7 +41,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 
 @dataclass(frozen=True, kw_only=True)
 class ExportWish:
-    """What is to be exported, as the command says it."""
+    """Export that the command asks for."""
 
     to: str = "safetensors"
     only: Sequence[str] = ()
