@@ -71,12 +71,12 @@ def continued(forks: Forks, folder: Path, start: Path, *sets: str) -> list[float
 @pytest.mark.parametrize(
     ("library", "ranks", "source"),
     [
-        ("deepspeed-1", 2, "saved"),
+        pytest.param("deepspeed-1", 2, "saved", marks=pytest.mark.sweep),
         ("deepspeed-3", 2, "saved"),
-        ("accelerate-ddp", 2, "saved"),
+        pytest.param("accelerate-ddp", 2, "saved", marks=pytest.mark.sweep),
         ("torch-fsdp", 2, "saved"),
         ("lightning", 1, "saved/last.ckpt"),
-        ("torch-pt", 1, "saved/state.pt"),
+        pytest.param("torch-pt", 1, "saved/state.pt", marks=pytest.mark.sweep),
         pytest.param("deepspeed-0", 2, "saved", marks=pytest.mark.sweep),
         pytest.param("deepspeed-2", 3, "saved/global_step3", marks=pytest.mark.sweep),
         pytest.param("deepspeed-3", 3, "saved", marks=pytest.mark.sweep),

@@ -61,7 +61,7 @@ def with_values_of(model: Any, contents: CheckpointContents) -> Any:
     return model
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", [CELLS[0], pytest.param(CELLS[1], marks=pytest.mark.sweep)])
 def test_transformers_loads_an_exported_model(forks: Forks, tmp_path: Path, cell: str) -> None:
     """Several files with an index, tied embeddings under one name: the same logits, no key missing or unexpected."""
     contents = trained(forks, tmp_path, "transformer_models.py:Gpt2", cell)
@@ -78,7 +78,7 @@ def test_transformers_loads_an_exported_model(forks: Forks, tmp_path: Path, cell
     assert not torch.allclose(before, after)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", [pytest.param(CELLS[0], marks=pytest.mark.sweep), CELLS[1]])
 def test_peft_loads_an_exported_adapter(forks: Forks, tmp_path: Path, cell: str) -> None:
     """Only what was trained, under the names that peft expects; the same logits over a base model of its own."""
     contents = trained(forks, tmp_path, "lora_task.py:Lora", cell)
