@@ -107,6 +107,7 @@ class RunCheckpoints:
             self.save(done)
         self._take(self._saver.wait)
         self._saver.close()
+        self._live.world.barrier()  # until all ranks have read the store, which may be in a rank that exits first
 
     def after_evaluation(self, done: int, metrics: Mapping[str, float]) -> None:
         """Keep what an evaluation gave, and whether it is one of the best."""

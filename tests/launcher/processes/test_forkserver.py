@@ -35,6 +35,7 @@ def test_it_ends_with_its_context() -> None:
 def test_cuda_is_not_started_by_a_question() -> None:
     """Libraries ask torch at import for GPUs; if torch started CUDA for the answer, no fork could use it."""
     with ForkServer(["json"]) as server:
+        server.wait_until_ready()
         assert b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
 
 
