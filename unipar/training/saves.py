@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 
 from unipar.backend import Piece, Region
-from unipar.checkpoint.format.names import step_folder_name
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
 from unipar.checkpoint.task_state import pack_task_state
@@ -194,8 +193,3 @@ def rank_best(found: list[tuple[int, float]], wanted: Best) -> list[tuple[int, f
     """Return the best of (step, value), best first; of equal values the earlier step."""
     sign = 1 if wanted.mode == "min" else -1
     return sorted(found, key=lambda pair: (sign * pair[1], pair[0]))[: wanted.keep]
-
-
-def describe_saved(path: Path, step: int) -> str:
-    """Return the words for a saved state, in the sentence with which a run stops."""
-    return f"the state is saved in {path / step_folder_name(step)}"

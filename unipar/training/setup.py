@@ -6,13 +6,13 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unipar.backend import Backend, Engine, Part
 from unipar.backend.cells import ONE
@@ -64,7 +64,8 @@ def open_run(
     """
     config = settled.config
     heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
-    deadline = _deadline(config, run, place.rank)
+    launched = read_launch_file(run)
+    deadline = _deadline(config, launched, place.rank)
     with stop_on_signals(deadline), Ledger(ledger_path(run, place.rank)) as ledger, ExitStack() as failed:
         if place.size == 1 or not place.started_by_unipar:
             failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
@@ -74,7 +75,7 @@ def open_run(
             keep_freed_memory()
         if met is not None:
             met(world, heartbeat)
-        chosen, after = _choose_checkpoint(config, run, world, ledger)
+        chosen, after = _choose_checkpoint(config, run, launched, world, ledger)
         watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
         told = config.model_dump(mode="json")
         trackers = TrackerWriter(config.log.to, run, place.rank, told, ledger.note, after=after)
@@ -89,7 +90,7 @@ def open_run(
                 trackers=trackers,
                 loads_weights=chosen is None,
             )
-        _keep_state(live, run, chosen)
+        _keep_state(live, run, launched, chosen)
         if watcher is not None:
             _attach_step_memory(live, watcher)
         gc.collect()  # frees what is in reference cycles: rank 0's whole model, if it was split
@@ -109,7 +110,7 @@ def open_run(
 
 
 def _choose_checkpoint(
-    config: Config, run: Path, world: World, ledger: Ledger
+    config: Config, run: Path, launched: Mapping[str, Any], world: World, ledger: Ledger
 ) -> tuple[ChosenCheckpoint | None, int | None]:
     """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew.
 
@@ -121,8 +122,7 @@ def _choose_checkpoint(
     if config.resume not in (None, "never"):
         from unipar.training.resuming import choose_checkpoint
 
-        said = read_launch_file(run).get("said", [])
-        chosen = choose_checkpoint(config.resume, folder, world, config, said, again=again)
+        chosen = choose_checkpoint(config.resume, folder, world, config, launched.get("said", []), again=again)
     if again:  # in the folder of an earlier attempt, which may have had more ranks
         step = 0 if chosen is None or chosen.path.parent != folder else chosen.step
         ledger.continue_after(step, attempt=earlier + 1)
@@ -134,21 +134,21 @@ def _choose_checkpoint(
     return chosen, step
 
 
-def _deadline(config: Config, run: Path, rank: int) -> float | None:
+def _deadline(config: Config, launched: Mapping[str, Any], rank: int) -> float | None:
     """Return the time of time.monotonic() at which rank 0 stops the run; None on other ranks, which learn of it."""
-    launched: float | None = read_launch_file(run).get("launched")
-    if config.launch.deadline is None or launched is None or rank != 0:
+    began: float | None = launched.get("launched")
+    if config.launch.deadline is None or began is None or rank != 0:
         return None
-    return launched + config.launch.deadline
+    return began + config.launch.deadline
 
 
-def _keep_state(live: TrainingRun, run: Path, chosen: ChosenCheckpoint | None) -> None:
+def _keep_state(live: TrainingRun, run: Path, launched: Mapping[str, Any], chosen: ChosenCheckpoint | None) -> None:
     """Have the state of a run saved, as the config says, and give it that of the checkpoint from which it goes on."""
     settings, keeper = live.config.checkpoint, None
     if settings is not None:
         from unipar.training.saves import RunCheckpoints
 
-        keeper = RunCheckpoints(settings, live, run, read_launch_file(run))
+        keeper = RunCheckpoints(settings, live, run, launched)
         live.use_checkpoints(keeper)
     if chosen is not None:
         from unipar.training.resuming import best_so_far, restore_run

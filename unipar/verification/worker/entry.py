@@ -142,9 +142,7 @@ def _run_job(
                 for p in recorder.pieces()
             ],
             "copies": recorder.copies,
-            "counted": sorted(
-                key for key, value in plain_numbers(task, live).items() if value != before.get(key, value)
-            ),
+            "counted": _changed_numbers(before, task, live) if job.saves_in else [],
             "unequal": unequal,
             "first_buffers": first_buffers,
             "buffers": recorder.buffers() if job.kind == "replay" or settled.cell.axes.ranks > 1 else {},
@@ -205,6 +203,10 @@ def _restore_and_compare(live: TrainingRun, path: Path) -> list[str]:
             for piece in live.pieces()
             if not torch.equal(piece.tensor.detach().cpu().flatten(), saved(piece.name, piece.kind, piece.where))
         ]
+
+
+def _changed_numbers(before: dict[str, float], task: Task, live: TrainingRun) -> list[str]:
+    return sorted(key for key, value in plain_numbers(task, live).items() if value != before.get(key, value))
 
 
 def plain_numbers(task: Task, live: TrainingRun) -> dict[str, float]:

@@ -96,36 +96,27 @@ def add_parts(partial: Tensor, dim: int, span: Span) -> Tensor:
     return mine.narrow(along, span.start, span.count).contiguous().permute(_back(order))
 
 
-class _Split(torch.autograd.Function):
-    """This rank's part; backward gathers."""
+_Way = Callable[[Tensor, int, Span], Tensor]
+
+
+def _part(x: Tensor, dim: int, span: Span) -> Tensor:
+    return span.part(x, dim)
+
+
+class _Along(torch.autograd.Function):
+    """One way between whole and parts; backward goes the other way."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, dim: int, span: Span) -> Tensor:
-        ctx.dim, ctx.span = dim, span
+    def forward(ctx: Any, x: Tensor, dim: int, span: Span, there: _Way, back: _Way) -> Tensor:
+        ctx.dim, ctx.span, ctx.back = dim, span, back
         with _unseen():
-            return span.part(x, dim)
+            return there(x, dim, span)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> Any:
-        return gather_parts(grads[0], ctx.dim, ctx.span), None, None
-
-
-class _Join(torch.autograd.Function):
-    """The whole, of which all ranks make the same; backward is this rank's part."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, dim: int, span: Span) -> Tensor:
-        ctx.dim, ctx.span = dim, span
-        with _unseen():
-            return gather_parts(x, dim, span)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.span.part(grads[0], ctx.dim), None, None
+        return ctx.back(grads[0], ctx.dim, ctx.span), None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -144,35 +135,19 @@ class _Gather(torch.autograd.Function):
         return add_parts(grads[0].to(ctx.dtype), ctx.dim, ctx.span), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
-    """This rank's part of the sum over ranks; backward gathers."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, dim: int, span: Span) -> Tensor:
-        ctx.dim, ctx.span = dim, span
-        with _unseen():
-            return add_parts(x, dim, span)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return gather_parts(grads[0], ctx.dim, ctx.span), None, None
-
-
 def split_sequence(x: Tensor, dim: int, span: Span) -> Tensor:
     """Return this rank's part of what all ranks have alike."""
-    return _Split.apply(x, dim % x.ndim, span)  # pyright: ignore[reportReturnType]
+    return _Along.apply(x, dim % x.ndim, span, _part, gather_parts)  # pyright: ignore[reportReturnType]
 
 
 def join_sequence(part: Tensor, dim: int, span: Span) -> Tensor:
     """Return the whole of the ranks' parts, with which all ranks do the same."""
-    return _Join.apply(part, dim % part.ndim, span)  # pyright: ignore[reportReturnType]
+    return _Along.apply(part, dim % part.ndim, span, gather_parts, _part)  # pyright: ignore[reportReturnType]
 
 
 def scatter_sum(partial: Tensor, dim: int, span: Span) -> Tensor:
     """Return this rank's part of the sum of partial results over the ranks."""
-    return _Scatter.apply(partial, dim % partial.ndim, span)  # pyright: ignore[reportReturnType]
+    return _Along.apply(partial, dim % partial.ndim, span, add_parts, gather_parts)  # pyright: ignore[reportReturnType]
 
 
 @final
