@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.timing import interleaved, interval
 from unipar.backend import Region
-from unipar.checkpoint.format.disk import Disk
+from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.format.shard_file import ShardTensor, write_shard
 from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention

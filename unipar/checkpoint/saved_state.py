@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
@@ -17,6 +16,7 @@ from unipar.checkpoint.format.shard_file import ShardReader
 from unipar.checkpoint.overlaps import Overlap, find_overlaps
 from unipar.checkpoint.tensor_bytes import DTYPE_OF_NAME, bytes_of
 from unipar.errors import CheckpointError
+from unipar.utils.address import Location
 
 _LONG_RUN = 2**16
 """Bytes of a run from which each is read by itself; shorter ones are read together with what lies between them."""
@@ -29,7 +29,7 @@ _SPAN = 2**26
 class SavedState:
     """A `Read` over one checkpoint whose files were verified; it reads only what it is asked for."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Location, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self.bytes_read = 0
         """Bytes of tensors that were read so far."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -21,6 +20,7 @@ from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
 from unipar.errors import CheckpointError
+from unipar.utils.address import Location
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
@@ -44,7 +44,7 @@ class CheckpointSaver:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Location,
         world: World,
         *,
         asynchronous: bool,

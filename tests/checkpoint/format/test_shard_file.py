@@ -14,7 +14,7 @@ import torch
 from xxhash import xxh3_128
 
 from unipar.checkpoint.format import shard_file
-from unipar.checkpoint.format.disk import Disk
+from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.format.names import ITEM_BYTES
 from unipar.checkpoint.format.shard_file import ShardReader, ShardTensor, write_shard
 from unipar.errors import CheckpointError

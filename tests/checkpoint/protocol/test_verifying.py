@@ -17,7 +17,7 @@ from tests.support.checkpoint_copies import PAYLOAD, Mutated
 from tests.support.checkpoints import pieces_of_rank, save_two_steps
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import Region
-from unipar.checkpoint.protocol import verifying
+from unipar.checkpoint.format.shard_file import RegularFile
 from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint, newest_whole, verify_checkpoint
 from unipar.errors import CheckpointError, UniparError, rebuild
@@ -221,7 +221,7 @@ def test_progress_counts_every_byte_of_the_shards(
     tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one thread or several; ranks that verify together hash each shard once."""
-    monkeypatch.setattr(verifying, "CHUNK", 100)
+    monkeypatch.setattr(RegularFile, "chunk", 100)
     _, new = save_two_steps(tmp_path)
     sizes = [file.stat().st_size for file in (new / "shards").iterdir()]
     seen: list[tuple[int, int]] = []

@@ -17,10 +17,10 @@ import torch
 
 from unipar.checkpoint.exporting.selection import ChosenTensor, adapter_tensors, choose_tensors
 from unipar.checkpoint.exporting.source import Advance, ExportSource
-from unipar.checkpoint.format.disk import Disk
 from unipar.checkpoint.format.shard_file import ShardTensor, write_shard
 from unipar.checkpoint.protocol.verifying import CheckpointContents
 from unipar.checkpoint.saved_state import SavedState
+from unipar.checkpoint.storage.disk import Disk
 from unipar.errors import CheckpointError, OutExists
 from unipar.utils.text import did_you_mean, format_size
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 from typing_extensions import Buffer
 from xxhash import xxh3_128
 
-from unipar.checkpoint.format.disk import Disk
 from unipar.checkpoint.format.manifest import FileRecord
 from unipar.checkpoint.format.names import (
     ITEM_BYTES,
@@ -25,7 +24,10 @@ from unipar.checkpoint.format.names import (
     MOST_KEYS,
 )
 from unipar.checkpoint.format.strict_json import parse_strict_json
+from unipar.checkpoint.storage.disk import Disk, OutputFile
+from unipar.checkpoint.storage.remote import RemoteFile
 from unipar.errors import CheckpointError
+from unipar.utils.address import Address, Location
 from unipar.utils.text import show_value
 
 CHUNK = 2**18
@@ -84,10 +86,14 @@ def write_shard(
     progress: Callable[[int], None] | None = None,
 ) -> FileRecord:
     """Write a new shard and flush it to the device; return its size and hash. `progress` gets each chunk's bytes."""
+    return write_tensors(HashedFile(disk.create(path), progress), tensors, metadata or {})
+
+
+def write_tensors(writing: HashedFile, tensors: Sequence[ShardTensor], metadata: Mapping[str, str]) -> FileRecord:
+    """Write and flush the contents of a shard to a new file; return its size and hash."""
     tensors = sorted_for_shard(tensors)
-    writing = HashedFile(disk, path, progress)
     with writing:
-        writing.write(shard_header(tensors, {"format": "pt", **(metadata or {})}))
+        writing.write(shard_header(tensors, {"format": "pt", **metadata}))
         for tensor in tensors:
             data = memoryview(tensor.data() if callable(tensor.data) else tensor.data)
             if data.nbytes != tensor.bytes:
@@ -102,8 +108,8 @@ def write_shard(
 class HashedFile:
     """New file whose bytes are hashed while they are written."""
 
-    def __init__(self, disk: Disk, path: Path, progress: Callable[[int], None] | None = None) -> None:
-        self._file = disk.create(path)
+    def __init__(self, file: OutputFile, progress: Callable[[int], None] | None = None) -> None:
+        self._file = file
         self._hash = xxh3_128()
         self._bytes = 0
         self._progress = progress
@@ -151,6 +157,9 @@ class ShardEntry(NamedTuple):
 class RegularFile:
     """Regular file of a checkpoint, open for reading: no symlink in its folder, no pipe, no second hard link."""
 
+    chunk = CHUNK
+    """Bytes that are read at a time where the whole file is."""
+
     def __init__(self, folder: Path, name: str) -> None:
         self.called = f"{folder / name}"
         try:
@@ -168,12 +177,6 @@ class RegularFile:
                 f"{self.called}: has {found.st_nlink} hard links, so that it changes when another file does; copy the "
                 "checkpoint instead"
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
@@ -195,23 +198,49 @@ class RegularFile:
             first += count
             view = view[count:]
 
-    def read(self, first: int, count: int) -> bytes:
-        """Return bytes from `first`."""
-        data = bytearray(count)
-        self.read_into(first, data)
-        return bytes(data)
+
+@contextmanager
+def open_stored_file(folder: Location, name: str) -> Generator[RegularFile | RemoteFile]:
+    """Context manager: a file of a checkpoint, open for reading."""
+    file = _open_stored(folder, name)
+    try:
+        yield file
+    finally:
+        file.close()
 
 
-class ShardReader(RegularFile):
+def read_stored(file: RegularFile | RemoteFile, first: int, count: int) -> bytes:
+    """Return bytes of a file from `first`."""
+    data = bytearray(count)
+    file.read_into(first, data)
+    return bytes(data)
+
+
+def _open_stored(folder: Location, name: str) -> RegularFile | RemoteFile:
+    return RemoteFile(folder, name) if isinstance(folder, Address) else RegularFile(folder, name)
+
+
+class ShardReader:
     """Shard that is open for reading, with a header that was checked; the bytes of tensors are not."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        super().__init__(folder, name)
+    def __init__(self, folder: Location, name: str) -> None:
+        self._file = _open_stored(folder, name)
+        self.called, self.bytes = self._file.called, self._file.bytes
         try:
             self.tensors, self.metadata = self._read_header()
         except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        self._file.close()
 
     def read_tensor_into(self, key: str, first_byte: int, buffer: Buffer) -> None:
         """Fill a buffer with bytes of a tensor, from its byte `first_byte`."""
@@ -222,12 +251,12 @@ class ShardReader(RegularFile):
                 f"{self.called}: {key} has {entry.end - entry.begin:,} bytes; {count:,} from {first_byte:,} were wanted"
             )
         if count:
-            self.read_into(entry.begin + first_byte, buffer)
+            self._file.read_into(entry.begin + first_byte, buffer)
 
     def _read_header(self) -> tuple[dict[str, ShardEntry], dict[str, str]]:
         if self.bytes < 8:
             raise CheckpointError(f"{self.called}: {self.bytes} bytes, too few for a header; it is truncated")
-        length = int.from_bytes(self.read(0, 8), "little")
+        length = int.from_bytes(read_stored(self._file, 0, 8), "little")
         if length > LARGEST_HEADER:
             raise CheckpointError(
                 f"{self.called}: its header claims {length:,} bytes; at most {LARGEST_HEADER:,} are read"
@@ -235,7 +264,7 @@ class ShardReader(RegularFile):
         if length > self.bytes - 8:
             raise CheckpointError(f"{self.called}: {self.bytes:,} bytes hold no complete header; it is truncated")
         header = parse_strict_json(
-            self.read(8, length), f"{self.called}: header", largest=length, deepest=_HEADER_DEPTH
+            read_stored(self._file, 8, length), f"{self.called}: header", largest=length, deepest=_HEADER_DEPTH
         )
         if not isinstance(header, dict):
             raise CheckpointError(f"{self.called}: its header is not an object")

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: all ranks write into a temporary folder, agree, and one rename publishes it.
+"""Saving a checkpoint: all ranks write their files and agree, then one rename or one last file publishes it.
 
 Whatever fails, and whenever a process is killed, checkpoints that were published before stay as they are, and no other
 process ever sees a new one that is not whole.
@@ -7,19 +7,15 @@ process ever sees a new one that is not whole.
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
 from typing_extensions import Buffer
 
 from unipar.backend import Region
-from unipar.checkpoint.format.disk import Disk
 from unipar.checkpoint.format.manifest import FileRecord, Manifest, StoredPiece, StoredTensor
 from unipar.checkpoint.format.names import (
     DEEPEST_JSON,
@@ -34,20 +30,16 @@ from unipar.checkpoint.format.names import (
     piece_key,
     piece_shape,
     shard_file_name,
-    step_folder_name,
 )
-from unipar.checkpoint.format.shard_file import HashedFile, ShardTensor, shard_header, sorted_for_shard, write_shard
+from unipar.checkpoint.format.shard_file import HashedFile, ShardTensor, shard_header, sorted_for_shard, write_tensors
 from unipar.checkpoint.format.strict_json import dump_strict_json
-from unipar.checkpoint.protocol.retention import (
-    Retention,
-    remove_old_checkpoints,
-    sweep_abandoned,
-    temporary_name,
-    trash_name,
-)
+from unipar.checkpoint.protocol.publication import DiskPublication, RemotePublication, publication_in
+from unipar.checkpoint.protocol.retention import Retention, remove_old_checkpoints
 from unipar.checkpoint.protocol.verifying import check_tiling, seal_of_manifest
+from unipar.checkpoint.storage.disk import Disk
 from unipar.errors import CheckpointError
-from unipar.utils.text import count_of, format_size
+from unipar.utils.address import Location
+from unipar.utils.text import count_of
 
 _T = TypeVar("_T")
 
@@ -75,7 +67,7 @@ class PieceToSave(NamedTuple):
 class SavedCheckpoint:
     """Checkpoint that was published."""
 
-    path: Path
+    path: Location
     step: int
     bytes: int
     removed: tuple[int, ...]
@@ -86,7 +78,7 @@ class SavedCheckpoint:
 
 
 def save_checkpoint(
-    folder: Path,
+    folder: Location,
     step: int,
     pieces: Sequence[PieceToSave],
     state: Mapping[str, Any] | None,
@@ -102,7 +94,7 @@ def save_checkpoint(
     `state` is rank 0's, for state.json. On failure all ranks raise CheckpointError with the same sentence, and nothing
     is published. `progress` gets the bytes of each chunk that this rank has written.
     """
-    saving = _Saving(folder, step, rank, exchange, disk or Disk(), progress)
+    saving = _Saving(publication_in(folder, step, disk or Disk()), rank, exchange, progress)
     return saving.save(pieces, state, retention or Retention())
 
 
@@ -112,36 +104,29 @@ class _Saving:
 
     def __init__(
         self,
-        folder: Path,
-        step: int,
+        publication: DiskPublication | RemotePublication,
         rank: int,
         exchange: Exchange,
-        disk: Disk,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self.folder, self.step, self.rank, self.exchange = folder, step, rank, exchange
-        self.disk, self.progress = disk, progress
-        self.temporary: Path | None = None
-        self.published = False
-        self.remarks: list[str] = []
-        self.lock = ExitStack()
+        self.publication, self.step = publication, publication.step
+        self.rank, self.exchange, self.progress = rank, exchange, progress
 
     def save(
         self, pieces: Sequence[PieceToSave], state: Mapping[str, Any] | None, retention: Retention
     ) -> SavedCheckpoint:
-        with self.lock:
+        with closing(self.publication):
             try:
                 prepared = self.agree(lambda: self.prepare(pieces, state))
-                name = self.agree(lambda: self.begin(prepared) if self.rank == 0 else "")[0]
-                self.temporary = self.folder / name
+                name = self.agree(lambda: self.publication.begin(sum(prepared)) if self.rank == 0 else "")[0]
+                self.publication.join(name)
                 written = self.agree(self.write)
                 done = self.agree(lambda: self.publish(written, retention) if self.rank == 0 else None)[0]
             except BaseException:
-                self.abandon()
+                if self.rank == 0:
+                    self.publication.abandon()
                 raise
-        return SavedCheckpoint(
-            self.folder / step_folder_name(self.step), self.step, done[0], tuple(done[1]), tuple(done[2])
-        )
+        return SavedCheckpoint(self.publication.target, self.step, done[0], tuple(done[1]), tuple(done[2]))
 
     def agree(self, attempt: Callable[[], Any]) -> list[Any]:
         """Return what an attempt returned on each rank; if it failed on any, raise the same sentence on all."""
@@ -151,7 +136,7 @@ class _Saving:
             message["result"] = attempt()
         except BaseException as e:  # the others wait, whatever happened here
             error = e
-            message = {"error": _sentence(e), "published": self.published}
+            message = {"error": _sentence(e), "outcome": self.publication.outcome}
         told: list[dict[str, Any]] = [json.loads(text) for text in self.exchange(json.dumps(message).encode("utf-8"))]
         failed = {rank: one["error"] for rank, one in enumerate(told) if "error" in one}
         if error is not None and not isinstance(error, Exception):
@@ -159,11 +144,9 @@ class _Saving:
         if failed:
             first = min(failed)
             more = f" (and {count_of(len(failed) - 1, 'more rank')})" if len(failed) > 1 else ""
-            unsure = any(one.get("published") for one in told)
-            outcome = "it is published, but a power failure may undo that" if unsure else "it is not published"
             raise CheckpointError(
-                f"checkpoint of step {self.step} in {self.folder}: rank {first}{more}: {failed[first]}; {outcome}; "
-                "those of other steps are as they were"
+                f"checkpoint of step {self.step} in {self.publication.folder}: rank {first}{more}: {failed[first]}; "
+                f"{told[first]['outcome']}; those of other steps are as they were"
             ) from error
         return [one["result"] for one in told]
 
@@ -209,49 +192,26 @@ class _Saving:
         """Metadata of shards: `format` is what other libraries look for."""
         return {"format": "pt", "unipar": str(FORMAT), "step": str(self.step)}
 
-    def begin(self, needed: Sequence[int]) -> str:
-        """Create the temporary folder, and delete those of dead writers; return its name."""
-        self.disk.make_parents(self.folder)
-        self.remarks += sweep_abandoned(self.disk, self.folder)
-        free = self.disk.free_bytes(self.folder)
-        if sum(needed) > free:
-            raise CheckpointError(
-                f"it needs {format_size(sum(needed))} and {format_size(free)} are free: free some space, keep fewer "
-                "checkpoints, or save elsewhere"
-            )
-        self.temporary = self.folder / temporary_name(self.step)
-        self.disk.make_folder(self.temporary, 0o700)
-        self.lock.enter_context(self.disk.lock(self.temporary))
-        self.disk.make_folder(self.temporary / SHARD_FOLDER)
-        return self.temporary.name
-
     def write(self) -> dict[str, Any]:
         """Write this rank's files; return their sizes and hashes, and where each piece is."""
         files: dict[str, FileRecord] = {}
         for name, tensors in self.shards:
             files[name] = _named(name, partial(self.write_shard, name, tensors))
         if self.shards and self.rank:  # rank 0 flushes it when all have written
-            _named(SHARD_FOLDER, lambda: self.disk.flush_folder(self.temporary_folder / SHARD_FOLDER))
+            _named(SHARD_FOLDER, self.publication.flush_shards)
         if self.rank == 0:
             files[STATE_FILE] = self.write_file(STATE_FILE, self.state)
         return {"files": files, "rows": self.rows}
 
     def write_shard(self, name: str, tensors: Sequence[ShardTensor]) -> FileRecord:
         """Write and flush one shard."""
-        path = self.temporary_folder / name
-        return write_shard(self.disk, path, tensors, metadata=self.metadata, progress=self.progress)
-
-    @property
-    def temporary_folder(self) -> Path:
-        """Folder that is being written."""
-        assert self.temporary is not None
-        return self.temporary
+        return write_tensors(HashedFile(self.publication.create(name), self.progress), tensors, self.metadata)
 
     def write_file(self, name: str, data: bytes) -> FileRecord:
         """Write and flush a small file."""
 
         def write() -> FileRecord:
-            with HashedFile(self.disk, self.temporary_folder / name) as file:
+            with HashedFile(self.publication.create(name)) as file:
                 file.write(data)
                 return file.finish()
 
@@ -263,37 +223,19 @@ class _Saving:
         for tensor in manifest.tensors.values():
             check_tiling(tensor, "what the ranks wrote")
         data = manifest.to_json()
-        self.write_file(MANIFEST_FILE, data)
-        self.write_file(SEAL_FILE, seal_of_manifest(data))
-        temporary, target = self.temporary_folder, self.folder / step_folder_name(self.step)
-        self.disk.flush_folder(temporary / SHARD_FOLDER)
-        self.disk.change_mode(temporary, stat.S_IMODE(self.folder.stat().st_mode) & 0o777)
-        self.disk.flush_folder(temporary)
-        self.put_in_place(temporary, target)
-        self.published = True
-        self.disk.flush_folder(self.folder)
-        removed, remarks = remove_old_checkpoints(self.disk, self.folder, retention, self.step)
-        self.remove_replaced()
-        return manifest.bytes, removed, [*self.remarks, *remarks]
-
-    def put_in_place(self, temporary: Path, target: Path) -> None:
-        """Give the folder its name; a checkpoint of the same step that is there gets the temporary name for it."""
-        if not os.path.lexists(target):
-            self.disk.rename(temporary, target)
-        elif not self.disk.exchange(temporary, target):
-            self.disk.rename(target, self.folder / trash_name(self.step))
-            self.disk.rename(temporary, target)
-
-    def remove_replaced(self) -> None:
-        """Delete what had this step's name before; what stays is swept by the next save."""
-        with suppress(OSError):
-            self.disk.remove_tree(self.temporary_folder)
-
-    def abandon(self) -> None:
-        """Delete the temporary folder after a failure; what stays is swept by the next save."""
-        if self.rank == 0 and self.temporary is not None and not self.published:
-            with suppress(OSError):
-                self.disk.remove_tree(self.temporary)
+        files = {**manifest.files, MANIFEST_FILE: self.write_file(MANIFEST_FILE, data)}
+        self.publication.check_written(files)
+        try:
+            self.write_file(SEAL_FILE, seal_of_manifest(data))
+        except CheckpointError:
+            self.publication.withdraw()
+            raise
+        self.publication.publish()
+        removed, remarks = remove_old_checkpoints(
+            self.publication.folder, retention, self.step, self.publication.delete
+        )
+        self.publication.remove_replaced()
+        return manifest.bytes, removed, [*self.publication.remarks, *remarks]
 
 
 def merge_written(step: int, written: Sequence[Mapping[str, Any]]) -> Manifest:

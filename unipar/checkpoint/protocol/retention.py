@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from unipar.checkpoint.format.disk import Disk, lock_is_free
 from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX, step_folder_name
-from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
+from unipar.checkpoint.protocol.verifying import FoundCheckpoint, find_checkpoints, inspect_checkpoint
+from unipar.checkpoint.storage.disk import Disk, lock_is_free
 from unipar.errors import CheckpointError
+from unipar.utils.address import Location
 
 ABANDONED_SECONDS = 24 * 3600
 """Age of a temporary folder that is deleted on a file system whose locks do not tell whether its writer lives."""
@@ -66,7 +67,9 @@ def is_abandoned(path: Path) -> bool:
         return False
 
 
-def remove_old_checkpoints(disk: Disk, folder: Path, retention: Retention, current: int) -> tuple[list[int], list[str]]:
+def remove_old_checkpoints(
+    folder: Location, retention: Retention, current: int, delete: Callable[[FoundCheckpoint], None]
+) -> tuple[list[int], list[str]]:
     """Delete checkpoints that need not stay; return their steps, and sentences about what did not go as it should.
 
     Nothing is deleted unless the current one, which was just published, is whole. Broken ones do not count as kept.
@@ -85,10 +88,10 @@ def remove_old_checkpoints(disk: Disk, folder: Path, retention: Retention, curre
                     return removed, [*remarks, "no older checkpoint was deleted"]
         elif found.step not in retention.protected:
             try:
-                trash = folder / trash_name(found.step)
-                disk.rename(found.path, trash)
-                disk.remove_tree(trash)
+                delete(found)
                 removed.append(found.step)
+            except CheckpointError as e:
+                remarks.append(str(e))
             except OSError as e:
                 remarks.append(f"{found.path}: cannot be deleted ({e.strerror})")
     return removed, remarks

@@ -27,11 +27,17 @@ from unipar.checkpoint.format.names import (
     step_folder_name,
     step_of_folder,
 )
-from unipar.checkpoint.format.shard_file import CHUNK, RegularFile, ShardReader
+from unipar.checkpoint.format.shard_file import ShardReader, open_stored_file, read_stored
 from unipar.checkpoint.format.strict_json import parse_strict_json
 from unipar.checkpoint.format.tiling import explain_tiling_fault
+from unipar.checkpoint.protocol.remote_steps import list_remote_steps
+from unipar.checkpoint.storage.remote import RemoteFolder
 from unipar.errors import CheckpointError
+from unipar.utils.address import Address, Location
 from unipar.utils.text import first_few
+
+_REQUESTS = 8
+"""Files at an address that are read at a time."""
 
 HashProgress = Callable[[int, int], None]
 """Callback with the bytes hashed so far and their total; called from several threads, one at a time."""
@@ -41,13 +47,13 @@ class FoundCheckpoint(NamedTuple):
     """Folder with the name of a published checkpoint; nothing else is known of it."""
 
     step: int
-    path: Path
+    path: Location
 
 
 class PassedOver(NamedTuple):
     """Checkpoint that cannot be used, and why."""
 
-    path: Path
+    path: Location
     reason: str
 
 
@@ -55,7 +61,7 @@ class PassedOver(NamedTuple):
 class CheckpointContents:
     """Checkpoint whose files were checked."""
 
-    path: Path
+    path: Location
     manifest: Manifest
     state: dict[str, Any]
     """Contents of state.json."""
@@ -66,20 +72,27 @@ class CheckpointContents:
         return _open_checked_shard(self.path, name, self.manifest.files[name].bytes, pieces)
 
 
-def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
+def find_checkpoints(folder: Location) -> list[FoundCheckpoint]:
     """Return what has the name of a checkpoint in a folder, newest first; nothing if there is no such folder."""
+    if isinstance(folder, Address):
+        published, _ = list_remote_steps(folder)
+        return _newest_first(folder, published)
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as e:
         raise CheckpointError(f"{folder}: cannot be listed ({e.strerror})") from None
+    return _newest_first(folder, names)
+
+
+def _newest_first(folder: Location, names: Sequence[str]) -> list[FoundCheckpoint]:
     steps = [(step, name) for name in names if (step := step_of_folder(name)) is not None]
     return [FoundCheckpoint(step, folder / name) for step, name in sorted(steps, reverse=True)]
 
 
 def newest_whole(
-    folder: Path, *, threads: int = 2, progress: HashProgress | None = None
+    folder: Location, *, threads: int = 2, progress: HashProgress | None = None
 ) -> tuple[CheckpointContents | None, list[PassedOver]]:
     """Return the newest checkpoint that verifies, or None, and those that were passed over on the way to it."""
     passed: list[PassedOver] = []
@@ -92,7 +105,7 @@ def newest_whole(
 
 
 def verify_checkpoint(
-    path: Path, *, threads: int = 2, share: tuple[int, int] = (0, 1), progress: HashProgress | None = None
+    path: Location, *, threads: int = 2, share: tuple[int, int] = (0, 1), progress: HashProgress | None = None
 ) -> CheckpointContents:
     """Check everything about a checkpoint, hashes of all files included; raise CheckpointError if anything is amiss.
 
@@ -107,7 +120,7 @@ def verify_checkpoint(
     return checkpoint
 
 
-def inspect_checkpoint(path: Path) -> CheckpointContents:
+def inspect_checkpoint(path: Location) -> CheckpointContents:
     """Check everything about a checkpoint but the hashes of its shards; raise CheckpointError if anything is amiss."""
     _check_folder(path)
     manifest = _read_manifest(path)
@@ -133,7 +146,10 @@ def check_tiling(tensor: StoredTensor, called: str) -> None:
         raise CheckpointError(f"{called}: {tensor}, of shape {list(tensor.shape)}: {subject} {why}")
 
 
-def _check_folder(path: Path) -> None:
+def _check_folder(path: Location) -> None:
+    if isinstance(path, Address):
+        _check_address(path)
+        return
     try:
         mode = path.lstat().st_mode
     except OSError as e:
@@ -150,14 +166,26 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _read_whole(path: Path, name: str, largest: int) -> bytes:
-    with RegularFile(path, name) as file:
+def _check_address(address: Address) -> None:
+    files = RemoteFolder(address)
+    if files.has(SEAL_FILE):
+        return
+    if inside := first_few([found.path.name for found in find_checkpoints(address)]):
+        raise CheckpointError(f"{address}: not a unipar checkpoint; name one of the checkpoints in it: {inside}")
+    there = files.sizes()
+    if step_of_folder(address.name) is not None and there:
+        raise CheckpointError(f"{address}: not published: there is no {SEAL_FILE}, so its upload did not end")
+    raise CheckpointError(f"{address}: no checkpoint (there is {f'no {SEAL_FILE}' if there else 'nothing'} in it)")
+
+
+def _read_whole(path: Location, name: str, largest: int) -> bytes:
+    with open_stored_file(path, name) as file:
         if file.bytes > largest:
             raise CheckpointError(f"{file.called}: {file.bytes:,} bytes; at most {largest:,} are read")
-        return file.read(0, file.bytes)
+        return read_stored(file, 0, file.bytes)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Location) -> Manifest:
     seal = _read_whole(path, SEAL_FILE, 200)
     data = _read_whole(path, MANIFEST_FILE, LARGEST_JSON)
     if seal != seal_of_manifest(data):
@@ -170,9 +198,17 @@ def seal_of_manifest(data: bytes) -> bytes:
     return f"{hashlib.sha256(data).hexdigest()}  {MANIFEST_FILE}\n".encode()
 
 
-def _check_file_set(path: Path, manifest: Manifest) -> None:
+def _check_file_set(path: Location, manifest: Manifest) -> None:
     """Raise CheckpointError unless the folder holds the files of the manifest and no other entry."""
     wanted = {MANIFEST_FILE, SEAL_FILE, *manifest.files}
+    found = set(RemoteFolder(path).sizes()) if isinstance(path, Address) else _files_on_disk(path)
+    if extra := sorted(found - wanted):
+        raise CheckpointError(f"{path / extra[0]}: not listed in {MANIFEST_FILE}; a checkpoint holds no other files")
+    if missing := sorted(wanted - found):
+        raise CheckpointError(f"{path / missing[0]}: missing, though {MANIFEST_FILE} lists it")
+
+
+def _files_on_disk(path: Path) -> set[str]:
     try:
         found = {name for name in os.listdir(path) if name != SHARD_FOLDER}
         if stat.S_ISLNK((path / SHARD_FOLDER).lstat().st_mode):
@@ -180,13 +216,10 @@ def _check_file_set(path: Path, manifest: Manifest) -> None:
         found |= {f"{SHARD_FOLDER}/{name}" for name in os.listdir(path / SHARD_FOLDER)}
     except OSError as e:
         raise CheckpointError(f"{e.filename}: cannot be listed ({e.strerror})") from None
-    if extra := sorted(found - wanted):
-        raise CheckpointError(f"{path / extra[0]}: not listed in {MANIFEST_FILE}; a checkpoint holds no other files")
-    if missing := sorted(wanted - found):
-        raise CheckpointError(f"{path / missing[0]}: missing, though {MANIFEST_FILE} lists it")
+    return found
 
 
-def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
+def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:
     called, record = f"{path / STATE_FILE}", manifest.files[STATE_FILE]
     data = _read_whole(path, STATE_FILE, LARGEST_JSON)
     if len(data) != record.bytes:
@@ -201,10 +234,10 @@ def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _open_checked_shard(
-    path: Path, name: str, size: int, pieces: Mapping[str, tuple[StoredTensor, Region]]
+    path: Location, name: str, size: int, pieces: Mapping[str, tuple[StoredTensor, Region]]
 ) -> ShardReader:
     """Return a shard, open for reading; raise CheckpointError if it is not what the manifest says."""
-    with RegularFile(path, name) as file:  # its size first: a truncated file is best called so
+    with open_stored_file(path, name) as file:  # its size first: a truncated file is best called so
         if file.bytes != size:
             raise CheckpointError(f"{file.called}: {file.bytes:,} bytes; {MANIFEST_FILE} says {size:,}")
     shard = ShardReader(path, name)
@@ -245,20 +278,23 @@ def _hash_files(
                 progress(done, total)
 
     def check(name: str) -> None:
-        hashed, buffer = xxh3_128(), bytearray(CHUNK)
-        with RegularFile(checkpoint.path, name) as file:
+        hashed = xxh3_128()
+        with open_stored_file(checkpoint.path, name) as file:
+            buffer = bytearray(min(file.chunk, file.bytes))
             if file.bytes != files[name].bytes:
                 raise CheckpointError(f"{file.called}: its size changed while it was verified")
-            for first in range(0, file.bytes, CHUNK):
+            for first in range(0, file.bytes, file.chunk):
                 if stopped:
                     return
-                part = memoryview(buffer)[: min(CHUNK, file.bytes - first)]
+                part = memoryview(buffer)[: min(file.chunk, file.bytes - first)]
                 file.read_into(first, part)
                 hashed.update(part)
                 advance(len(part))
             if hashed.hexdigest() != files[name].xxh3_128:
                 raise CheckpointError(f"{file.called}: its hash is not the one in {MANIFEST_FILE}; its bytes changed")
 
+    if isinstance(checkpoint.path, Address):
+        threads = max(threads, _REQUESTS)  # they wait for a network, not for a processor
     if threads < 2 or len(names) < 2:
         for name in names:
             check(name)

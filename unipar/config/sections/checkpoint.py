@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator
 
 from unipar.config.sections.duration import parse_duration
 from unipar.config.sections.section import Section
+from unipar.utils.address import parse_location
 
 
 def _steps_or_duration(value: int | str) -> int | str:
@@ -49,16 +50,13 @@ class Checkpoint(Section):
     )
 
     to: str | None = None
-    """Folder for checkpoints; null: checkpoints/ in the run folder."""
+    """Folder, or address such as s3://bucket/path, in which each run has a folder for its checkpoints; null:
+    checkpoints/ in the run folder."""
 
     @field_validator("to")
     @classmethod
-    def _is_a_folder(cls, to: str | None) -> str | None:
-        if to is not None and "://" in to:
-            raise ValueError(
-                f"to ({to}) is an address; checkpoints are saved to folders so far: name one that all ranks see"
-            )
-        return to
+    def _is_a_place(cls, to: str | None) -> str | None:
+        return None if to is None else str(parse_location(to))
 
     on_error: Literal["stop", "warn"] = "stop"
     """What follows if a checkpoint cannot be written. stop: the run ends with the error; warn: it goes on."""

@@ -10,7 +10,9 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import final
+from typing import Self, final
+
+from unipar.utils.address import Location
 
 _EXCHANGE = 2
 _AT_FDCWD = -100
@@ -19,9 +21,16 @@ _AT_FDCWD = -100
 class OutputFile:
     """New file that is open for writing."""
 
-    def __init__(self, path: Path, number: int) -> None:
+    def __init__(self, path: Location, number: int) -> None:
         self.path = path
         self._number = number
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self.close()
 
     def write(self, data: memoryview) -> int:
         """Write some of the bytes, at least one; return how many."""
@@ -32,7 +41,7 @@ class OutputFile:
         os.fsync(self._number)
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file, which is given up if it was not flushed; a second time does nothing."""
         number, self._number = self._number, -1
         if number >= 0:
             os.close(number)
