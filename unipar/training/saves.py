@@ -21,6 +21,8 @@ from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.heartbeat import ShowWork, show_nothing
 from unipar.run_folder.layout import checkpoint_folder
+from unipar.task.location import code_folder
+from unipar.utils.git import git_revision
 
 if TYPE_CHECKING:
     from unipar.training.run import TrainingRun
@@ -40,7 +42,7 @@ class RunCheckpoints:
         show: ShowWork = show_nothing,
         into: Path | None = None,
     ) -> None:
-        """`launched`: contents of the run's launch.json, for the versions and the revision that the state names.
+        """`launched`: contents of the run's launch.json, for the versions and the cell that the state names.
 
         `show` is told how far a save has come.
         `into`: folder of the checkpoints, if it is not the one that the settings name.
@@ -49,6 +51,7 @@ class RunCheckpoints:
         self._best: list[tuple[int, float]] = []
         """Step and value of the best evaluations so far, the best first."""
 
+        self._git = git_revision(code_folder(live.task)) if live.rank == 0 else None
         self._is_best = False
         self._metrics: dict[str, float] = {}
         self._last_saved: int | None = None
@@ -175,7 +178,7 @@ class RunCheckpoints:
         position = live.feed.position(done)
         return {
             "unipar": self._launched.get("versions", {}),
-            "git": self._launched.get("git"),
+            "git": self._git,
             "time": time.time(),
             "cell": str(self._launched.get("settled", {}).get("cell", "")),
             "ranks": live.size,
