@@ -24,11 +24,11 @@ from typing import Any
 
 from tests.support.checkpoints import HookedDisk, floats
 from unipar.backend import Region
-from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX
 from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
+from unipar.checkpoint.storage.disk import Disk
 
 WORLD = 3
 WITHIN = 5.0

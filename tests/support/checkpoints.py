@@ -14,9 +14,9 @@ from typing import Any
 from typing_extensions import override
 
 from unipar.backend import Region
-from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.checkpoint.protocol.publishing import Exchange, PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
+from unipar.checkpoint.storage.disk import Disk, OutputFile
 
 
 def floats(*values: float) -> bytes:

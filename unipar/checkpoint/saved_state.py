@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self, final
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unipar.backend import Region
 from unipar.checkpoint.format.manifest import Manifest, StoredPiece, StoredTensor
-from unipar.checkpoint.format.names import normal_region
+from unipar.checkpoint.format.names import ITEM_BYTES, normal_region
 from unipar.checkpoint.format.shard_file import ShardReader
 from unipar.checkpoint.overlaps import Overlap, find_overlaps
 from unipar.checkpoint.tensor_bytes import DTYPE_OF_NAME, bytes_of
@@ -33,6 +33,9 @@ class SavedState:
         self.folder, self.manifest = folder, manifest
         self.bytes_read = 0
         """Bytes of tensors that were read so far."""
+
+        self.on_read: Callable[[int], None] = lambda read: None
+        """Function that is called with `bytes_read` after each read."""
 
         self._kinds: dict[str, set[str]] = {}
         for name, kind in manifest.tensors:
@@ -59,6 +62,11 @@ class SavedState:
     def shape(self, name: str, kind: str) -> tuple[int, ...]:
         """Return the shape of a tensor of the state as a whole."""
         return self._tensor(name, kind).shape
+
+    def element_bytes(self, name: str, kind: str) -> int:
+        """Return how many bytes an element of a saved tensor has; 0 if there is none."""
+        found = self.manifest.tensors.get((name, kind))
+        return 0 if found is None else ITEM_BYTES[found.dtype]
 
     def __call__(self, name: str, kind: str, where: Region) -> Tensor:
         stored, where = self._tensor(name, kind), normal_region(where)
@@ -109,3 +117,4 @@ class SavedState:
         memory = bytes_of(into)
         self._shards[piece.file].read_tensor_into(piece.key, first * into.element_size(), memory)
         self.bytes_read += memory.nbytes
+        self.on_read(self.bytes_read)

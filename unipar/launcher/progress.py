@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self, TextIO
 from unipar.model.weight_file import describe_loaded_weights
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
-from unipar.run_folder.heartbeat import read_heartbeat
+from unipar.run_folder.heartbeat import Heartbeat, LongWork, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
 from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
@@ -90,6 +90,7 @@ class Progress:
 
         self._rows: list[Mapping[str, Any]] = []
         self._shown = (0, 0.0)
+        self._work_shown = time.monotonic()
 
     @property
     def every(self) -> float:
@@ -119,9 +120,12 @@ class Progress:
             self._write_rank_output(line)
         for line in self._ledger.lines():
             self._show_event(json.loads(line))
+        beat = read_heartbeat(heartbeat_path(self._run, 0))
         if self._err.draws:
-            self._update_bar()
+            self._update_bar(beat)
             self._err.refresh()
+        elif beat is not None:
+            self._say_work(beat.work)
 
     @contextmanager
     def tick_in_background(self) -> Generator[None]:
@@ -184,9 +188,22 @@ class Progress:
         self._shown = (step, now)
         return True
 
-    def _update_bar(self) -> None:
-        beat = read_heartbeat(heartbeat_path(self._run, 0))
-        if beat is None or beat.step < 1:
+    def _say_work(self, work: LongWork | None) -> None:
+        """Show a plain line now and then about work that lasts."""
+        now = time.monotonic()
+        if work is None:
+            self._work_shown = now
+        elif now - self._work_shown >= SECONDS_BETWEEN_LINES:
+            self._work_shown = now
+            self.say(f"{work.name}: {_format_work(work)}")
+
+    def _update_bar(self, beat: Heartbeat | None) -> None:
+        if beat is None:
+            return
+        if (work := beat.work) is not None and beat.phase in ("start", "save"):  # training waits for it
+            self._err.move_bar(description=work.name, completed=work.done, total=work.total, says=_format_work(work))
+            return
+        if beat.step < 1:
             return
         row = self._rows[-1] if self._rows else None
         done = max(beat.step - 1, row["step"] if row else 0)
@@ -195,6 +212,8 @@ class Progress:
             says += f"  {_format_rate(row['samples'] / row['seconds'])}{_format_memory(row)}"
             if self._steps:
                 says += f"  {format_clock((self._steps - done) * row['seconds'])}"
+        if work is not None and work.total:
+            says += f"  {work.name} {work.done / work.total:.0%}"
         self._err.move_bar(
             description=f"step {self._step_of_total(done)}", completed=done, total=self._steps, says=says
         )
@@ -211,6 +230,10 @@ class Progress:
         first, last = self._rows[0], self._rows[-1]
         steps, took = count_of(last["step"], "step"), format_clock(last["time"] - first["time"])
         return f"{steps} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {relative_path(self._run)}"
+
+
+def _format_work(work: LongWork) -> str:
+    return f"{format_size(work.done)} of {format_size(work.total)}" if work.total else ""
 
 
 def _format_memory(row: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from unipar.config import Config
 from unipar.data.order import DataPosition
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
+from unipar.run_folder.heartbeat import ShowWork, show_nothing
 from unipar.utils.text import first_few
 
 if TYPE_CHECKING:
@@ -97,12 +98,16 @@ def choose_checkpoint(
     return None
 
 
-def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
-    """Give a run that was just built the state of a checkpoint; all ranks call this together."""
+def restore_run(live: TrainingRun, chosen: ChosenCheckpoint, show: ShowWork = show_nothing) -> None:
+    """Give a run that was just built the state of a checkpoint; all ranks call this together.
+
+    `show` is told how far it has come.
+    """
     state, began = chosen.state, time.monotonic()
     _refuse_other_data(live, state, chosen.path)
     with SavedState(chosen.path, chosen.checkpoint.manifest) as saved:
-        _refuse_other_tensors(live, saved)
+        total = _refuse_other_tensors(live, saved)
+        saved.on_read = lambda read: show("loading the checkpoint", min(read, total), total)
         live.mark("save")
         live.restore(saved)
         for name, part in live.parts.items():
@@ -113,6 +118,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         packed = state["task"]
         live.task.load_state(unpack_task_state(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
+    show("", 0, 0)
     live.go_on_from(DataPosition(chosen.step, int(state["data"]["epoch"]), int(state["data"]["sample"])))
     if live.done >= live.steps:
         raise CheckpointError(
@@ -151,13 +157,19 @@ def _samples(length: int | None) -> str:
     return "no length" if length is None else f"{length:,} samples"
 
 
-def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> None:
-    """Raise the same CheckpointError on all ranks unless the model's tensors are those of the checkpoint."""
+def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> int:
+    """Raise the same CheckpointError on all ranks unless the model's tensors are those of the checkpoint.
+
+    Return about how many bytes this rank is to read.
+    """
     mine: dict[tuple[str, str], list[Any]] = {}
+    total = 0
     for piece in live.pieces():
         if piece.kind in ("weight", "buffer"):
             called = f"{piece.kind} of {piece.name}"
             mine[piece.name, piece.kind] = [list(piece.shape), dtype_name(piece.tensor, called)]
+            kinds = saved.kinds(piece.name) if piece.kind == "weight" else {"buffer"}
+            total += piece.where.numel * sum(saved.element_bytes(piece.name, kind) for kind in kinds)
     world = live.world
     exchange = StoreExchange(world.store, world.rank, world.size, world.key("tensors"))
     rows = [[*key, *value] for key, value in mine.items()]
@@ -167,6 +179,7 @@ def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> None:
             wanted[name, kind] = (tuple(shape), dtype)
     there = {key: t for key, t in saved.tensors.items() if key[1] in ("weight", "buffer")}
     refuse_other_model(wanted, there, f"checkpoint {saved.folder}")
+    return total
 
 
 def refuse_other_model(

@@ -14,9 +14,9 @@ import torch
 from xxhash import xxh3_128
 
 from unipar.checkpoint.format import shard_file
-from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.format.names import ITEM_BYTES
 from unipar.checkpoint.format.shard_file import ShardReader, ShardTensor, write_shard
+from unipar.checkpoint.storage.disk import Disk
 from unipar.errors import CheckpointError
 
 TENSORS = {

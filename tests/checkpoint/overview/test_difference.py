@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tests.support.checkpoints import floats, pieces_of_rank, save_on_ranks
 from unipar.backend import Region
-from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.overview.difference import TensorDifference, compare_checkpoints
 from unipar.checkpoint.protocol.publishing import PieceToSave
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
+from unipar.checkpoint.storage.disk import Disk
 
 
 def test_two_layouts_of_one_state_are_equal(tmp_path: Path) -> None:

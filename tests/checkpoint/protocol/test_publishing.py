@@ -21,10 +21,10 @@ from tests.support.checkpoints import (
     save_two_steps,
 )
 from unipar.backend import Region
-from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.verifying import find_checkpoints, newest_whole, verify_checkpoint
+from unipar.checkpoint.storage.disk import Disk
 from unipar.errors import CheckpointError
 
 Pieces = Callable[[int, int], Sequence[PieceToSave]]

@@ -11,11 +11,11 @@ import pytest
 from typing_extensions import override
 
 from tests.support.checkpoints import pieces_of_rank
-from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.protocol import retention as retention_module
 from unipar.checkpoint.protocol.publishing import SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import ABANDONED_SECONDS, Retention, sweep_abandoned, temporary_name
 from unipar.checkpoint.protocol.verifying import find_checkpoints
+from unipar.checkpoint.storage.disk import Disk
 
 
 def save(folder: Path, step: int, retention: Retention) -> SavedCheckpoint:

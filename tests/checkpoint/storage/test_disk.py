@@ -18,9 +18,9 @@ from typing_extensions import override
 from tests.support.checkpoints import save_on_ranks, save_two_steps
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import Region
-from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.protocol.publishing import PieceToSave
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
+from unipar.checkpoint.storage.disk import Disk
 from unipar.errors import CheckpointError
 
 UNPUBLISHED = "it is not published; those of other steps are as they were"
