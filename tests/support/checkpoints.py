@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -17,6 +17,9 @@ from unipar.backend import Region
 from unipar.checkpoint.protocol.publishing import Exchange, PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.storage.disk import Disk, OutputFile
+from unipar.utils.address import Address, Location
+
+_Where = TypeVar("_Where", Path, Address)
 
 
 def floats(*values: float) -> bytes:
@@ -61,7 +64,7 @@ class Meeting:
 
 
 def save_on_ranks(
-    folder: Path,
+    folder: Location,
     step: int,
     *,
     disks: Sequence[Disk] = (Disk(), Disk()),
@@ -91,7 +94,7 @@ def save_on_ranks(
         return list(pool.map(save, range(len(disks))))
 
 
-def save_two_steps(folder: Path) -> tuple[Path, Path]:
+def save_two_steps(folder: _Where) -> tuple[_Where, _Where]:
     """Return the folders of two checkpoints of equal size, of steps 1 and 2."""
     for step in (1, 2):
         for done in save_on_ranks(folder, step):

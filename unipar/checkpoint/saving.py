@@ -20,7 +20,7 @@ from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
 from unipar.errors import CheckpointError
-from unipar.utils.address import Location
+from unipar.utils.address import Address, Location
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
@@ -70,6 +70,9 @@ class CheckpointSaver:
         self._save = _Save(partial(self._write, step, given, dict(state), retention, key, total), began)
         if self._asynchronous:
             self._save.start()
+        elif isinstance(self.folder, Address):
+            self._save.start()  # a request may take long, and this thread says meanwhile that the rank lives
+            self._watch(self._save)
         else:
             self._save.run()
         self._save.waited = time.monotonic() - began
@@ -128,11 +131,14 @@ class CheckpointSaver:
         if save is None:
             return None
         began = time.monotonic()
+        self._watch(save)
+        save.waited += time.monotonic() - began
+        return self.finished()
+
+    def _watch(self, save: _Save) -> None:
         while save.running and save.thread is not None:
             self._mark("save")
             save.thread.join(0.2)
-        save.waited += time.monotonic() - began
-        return self.finished()
 
     def _piece(self, piece: Piece) -> PieceToSave:
         called = f"{piece.kind} of {piece.name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.checkpoint import Checkpoint
@@ -14,6 +14,7 @@ from unipar.config.sections.model import Model
 from unipar.config.sections.parallel import Parallel
 from unipar.config.sections.section import Section
 from unipar.config.sections.train import Train
+from unipar.utils.address import is_address, parse_address
 
 
 class TaskUse(Section):
@@ -149,7 +150,12 @@ class Config(Section):
 
     resume: str | None = None
     """auto: go on from the newest whole checkpoint of the newest run of this name; never: start anew; or the path of
-    one checkpoint. null: never for a start by hand, auto for a restart by a launcher."""
+    one checkpoint, or its address. null: never for a start by hand, auto for a restart by a launcher."""
+
+    @field_validator("resume")
+    @classmethod
+    def _names_a_place(cls, resume: str | None) -> str | None:
+        return str(parse_address(resume)) if resume is not None and is_address(resume) else resume
 
     launch: Launch = Launch()
     """Time limits for the processes of the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from unipar.backend.checks import CheckedSource, given_source
 from unipar.backend.installed import library_versions, machine_summary
 from unipar.checkpoint.changes import sections_said
 from unipar.checkpoint.protocol.verifying import find_checkpoints
+from unipar.checkpoint.storage.remote import open_file_system
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
@@ -24,12 +26,13 @@ from unipar.distributed.restarts import LaunchedJob, find_job
 from unipar.errors import ConfigError, UniparError, Unsupported, WorldMismatch
 from unipar.model import weight_file
 from unipar.run_folder import folder
-from unipar.run_folder.layout import checkpoint_folder
+from unipar.run_folder.layout import checkpoint_folder, read_launch_file
 from unipar.task import Task
 from unipar.task.importing import LaunchReached, is_importing_task
 from unipar.task.reference import TaskRef
 from unipar.task.task import FunctionTask
 from unipar.tracking.tracker import require_tracker
+from unipar.utils.address import is_address, parse_address
 from unipar.utils.procfs import boot_id
 
 _NEITHER_SAVES_NOR_STOPS: Final = {
@@ -146,6 +149,7 @@ class PreparedRun:
         checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell)
         for tracker in config.log.to:
             require_tracker(tracker)
+        _require_file_systems(config)
         ranks = prepared.ranks()
         if place is not None and place.size != ranks.number:
             raise WorldMismatch(
@@ -233,12 +237,22 @@ class PreparedRun:
             return f"it begins again from {self.config.resume}, as it has no checkpoint of its own yet"
         return "it begins anew, " + ("as it has no checkpoint yet" if settings else "without a section checkpoint")
 
+    def _own_folder(self) -> str:
+        """Return the name of the run's folder below `checkpoint.to`: another for each run, the same when it goes on.
+
+        "" for a run that an older unipar has begun: its checkpoints are in `checkpoint.to` itself.
+        """
+        if self.goes_on and self.config.resume != "never":
+            return read_launch_file(self.out).get("checkpoints", "")
+        return f"{self.out.name}-{secrets.token_hex(4)}"
+
     def _file_texts(self, script: Sequence[str]) -> tuple[str, str]:
         """Return the texts of config.json and launch.json."""
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
         ran = {"versions": library_versions(self.backend.requires), "machine": machine_summary()}
         launch |= {"settled": self.settled.to_json(), "boot": boot_id(), "said": list(self.said)}
         launch |= {"launched": self.launched, "ranks": self.size, "job": list(self.job)}
+        launch["checkpoints"] = self._own_folder()
         return self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
 
 
@@ -250,6 +264,13 @@ def _resume_of_restart(config: Config, job: LaunchedJob) -> str:
             "it the section, or `resume: never`, which begins anew each time"
         )
     return "auto"
+
+
+def _require_file_systems(config: Config) -> None:
+    """Raise CheckpointError if a package is missing for an address that the config names."""
+    for text in (config.checkpoint.to if config.checkpoint else None, config.resume):
+        if text is not None and is_address(text):
+            open_file_system(parse_address(text))
 
 
 def _foreign_place(source: CheckedSource, starts: str) -> Place | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
+from unipar.utils.address import is_address
 from unipar.utils.files import relative_path
 from unipar.utils.text import count_of, format_duration, format_size
 
@@ -38,7 +39,8 @@ def _has_section(run: Path) -> bool:
 
 
 def _shown(row: Mapping[str, Any]) -> str:
-    return str(relative_path(Path(row["path"])))
+    path = str(row["path"])
+    return path if is_address(path) else str(relative_path(Path(path)))
 
 
 def describe_way_on(run: Path, step: int) -> str:

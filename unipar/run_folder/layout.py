@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from unipar.utils.address import Location, parse_location
+
 
 def heartbeat_path(run: Path, rank: int) -> Path:
     """Return the path of a rank's heartbeat."""
@@ -42,9 +44,15 @@ def log_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.log"
 
 
-def checkpoint_folder(run: Path, to: str | None) -> Path:
-    """Return the folder in which a run's checkpoints are; `to` is its config's `checkpoint.to`."""
-    return run / "checkpoints" if to is None else Path(to)
+def checkpoint_folder(run: Path, to: str | None) -> Location:
+    """Return the folder in which a run's checkpoints are; `to` is its config's `checkpoint.to`.
+
+    Below `to` each run has a folder of its own, whose name is in its launch.json.
+    """
+    if to is None:
+        return run / "checkpoints"
+    own = read_launch_file(run).get("checkpoints")
+    return parse_location(to) / own if own else parse_location(to)
 
 
 def attempts_path(run: Path) -> Path:

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unipar.checkpoint.changes import refuse_changes
@@ -21,6 +20,7 @@ from unipar.data.order import DataPosition
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
 from unipar.run_folder.heartbeat import ShowWork, show_nothing
+from unipar.utils.address import Location, parse_location
 from unipar.utils.text import first_few
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ChosenCheckpoint:
     """Sentences about keys of the config that have changed since."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Location:
         """Folder of the checkpoint."""
         return self.checkpoint.path
 
@@ -56,7 +56,7 @@ class ChosenCheckpoint:
 
 def choose_checkpoint(
     wanted: str,
-    folder: Path,
+    folder: Location,
     world: World,
     config: Config,
     said: Collection[str],
@@ -72,9 +72,17 @@ def choose_checkpoint(
     """
     exchange = StoreExchange(world.store, world.rank, world.size, world.key("choose checkpoint"))
     auto = wanted == "auto"
-    own = [str(found.path) for found in find_checkpoints(folder)] if auto or again else []
-    auto, names = json.loads(exchange(json.dumps([auto or bool(own), own if auto or own else [wanted]]).encode())[0])
-    listed = [Path(name) for name in names]
+    own, error = list[str](), ""
+    if world.rank == 0 and (auto or again):
+        try:
+            own = [str(found.path) for found in find_checkpoints(folder)]
+        except CheckpointError as e:
+            error = str(e)
+    found = [auto or bool(own), own if auto or own else [wanted], error]
+    auto, names, error = json.loads(exchange(json.dumps(found).encode())[0])
+    if error:
+        raise CheckpointError(error)
+    listed = [parse_location(name) for name in names]
     passed: list[str] = []
     for path in listed:
         found, error = None, ""
@@ -143,7 +151,7 @@ def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:
     return [(int(step), float(value)) for step, value in state["best"]]
 
 
-def _refuse_other_data(live: TrainingRun, state: Mapping[str, Any], path: Path) -> None:
+def _refuse_other_data(live: TrainingRun, state: Mapping[str, Any], path: Location) -> None:
     """Raise CheckpointError if the data has another length than it had."""
     before, now = state["data"]["length"], live.feed.source.length
     if before != now:

@@ -22,6 +22,7 @@ from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.heartbeat import ShowWork, show_nothing
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder
+from unipar.utils.address import Location
 from unipar.utils.git import git_revision
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class RunCheckpoints:
         launched: Mapping[str, Any],
         *,
         show: ShowWork = show_nothing,
-        into: Path | None = None,
+        into: Location | None = None,
     ) -> None:
         """`launched`: contents of the run's launch.json, for the versions and the cell that the state names.
 
@@ -65,7 +66,7 @@ class RunCheckpoints:
         )
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         """Folder in which the checkpoints are."""
         return self._saver.folder
 

@@ -9,7 +9,7 @@ from typing import final
 
 from typing_extensions import override
 
-_BEGINNING = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_BEGINNING = re.compile(r"([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _PASSWORD = re.compile(r"://[^/]*:[^/]*@")
 
 

@@ -11,6 +11,7 @@ from unipar.config import Config, Precision
 from unipar.config.sections.cell import Axes
 from unipar.config.sections.optimizer import Clip
 from unipar.config.settled import SettledConfig
+from unipar.utils.address import Location
 from unipar.verification.worker.jobs import Job, RunKey
 
 TASK_PROBE_NAME, FP64_RUN_NAME, FP32_RUN_NAME, BASE_RUN_NAME = (
@@ -77,7 +78,7 @@ class RunPlan:
     halfway: int | None = None
     """Step after which cells go on from a state that was saved; None: each cell runs by itself."""
 
-    checkpoint: Path | None = None
+    checkpoint: Location | None = None
     """Checkpoint from which they go on; None: one cell makes it."""
 
     fp64: bool = True
@@ -208,7 +209,7 @@ class RunPlan:
         key = RunKey("cell", self.saver, half="first")
         return replace(self._run(key, self.cells[self.saver]), steps=self.halfway, saves_in=str(folder))
 
-    def resuming_jobs(self, checkpoint: Path) -> list[Job]:
+    def resuming_jobs(self, checkpoint: Location) -> list[Job]:
         """Return a job for each cell that goes on from the state that was saved."""
         return [
             replace(self._run(RunKey("cell", name, half="second"), settled), resumes=str(checkpoint))

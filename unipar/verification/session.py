@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from unipar.checkpoint.format.names import step_folder_name
@@ -13,6 +12,7 @@ from unipar.config.settled import SettledConfig
 from unipar.errors import Stopped, UniparError, Unsupported
 from unipar.results.agreement import measure_agreement
 from unipar.results.verdicts import CutDependence, Finding, Verdict, Verdicts
+from unipar.utils.address import Location
 from unipar.utils.text import first_few
 from unipar.verification import second_look
 from unipar.verification.diagnosis.mesh_faults import classify_masks
@@ -212,7 +212,7 @@ class VerificationSession:
         self.verdicts = replace(self.verdicts, remarks=[said, *self.verdicts.remarks])
         self.go_on_from(path)
 
-    def go_on_from(self, checkpoint: Path) -> None:
+    def go_on_from(self, checkpoint: Location) -> None:
         """Have every cell go on from a checkpoint, and judge it; the references must have run."""
         jobs = self._runs.resuming_jobs(checkpoint)
         self._worlds.run_jobs(group_jobs_by_library(jobs), self._take_cell_result)

@@ -27,6 +27,7 @@ from unipar.results.verdicts import Verdict, Verdicts
 from unipar.run_folder import folder
 from unipar.task import Task
 from unipar.task.reference import TaskRef
+from unipar.utils.address import Location, parse_location
 from unipar.utils.procfs import cores_per_rank
 
 DEFAULT_STEPS = 10
@@ -46,7 +47,7 @@ def verify(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     strict: bool = False,
-    resume: bool | str | Path = False,
+    resume: bool | str | Location = False,
 ) -> Verdicts:
     """Train some steps of `config` in one process and in every cell, and compare the numbers.
 
@@ -60,7 +61,7 @@ def verify(
     source, settled = prepared.source, _with_rank_count(prepared, world)
     train = settled.config.train
     selected = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)
-    checkpoint = inspect_checkpoint(Path(resume)) if isinstance(resume, str | Path) else None
+    checkpoint = None if isinstance(resume, bool) else inspect_checkpoint(parse_location(str(resume)))
     begin = checkpoint.manifest.step if checkpoint is not None else 0
     wanted = steps or begin + DEFAULT_STEPS
     wanted = min(wanted, train.steps or wanted)
@@ -92,7 +93,8 @@ def verify(
             file.parent.mkdir(exist_ok=True)
             file.write_text(settled.config.json_for_ranks(), encoding="utf-8")
         halfway = begin or (wanted // 2 if resume else None)
-        path = checkpoint.path.absolute() if checkpoint is not None else None
+        path = checkpoint.path if checkpoint is not None else None
+        path = path.absolute() if isinstance(path, Path) else path
         now = _run_session(settled, prepared.ref, configs, first, halfway, path) if configs else first
         (out / VERIFY_JSON).write_text(json.dumps(now.to_json(), indent=2, allow_nan=True) + "\n", encoding="utf-8")
         return replace(now, note=try_write_page(lambda: write_page(out)))
@@ -131,7 +133,7 @@ def _run_session(
     configs: Mapping[str, SettledConfig],
     first: Verdicts,
     halfway: int | None,
-    checkpoint: Path | None,
+    checkpoint: Location | None,
 ) -> Verdicts:
     from unipar.verification.runs import RunPlan
     from unipar.verification.session import VerificationSession

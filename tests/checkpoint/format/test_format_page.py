@@ -105,6 +105,7 @@ def test_the_example_of_the_page_is_read(tmp_path: Path) -> None:
         for size in [4 * numbers[1] * numbers[3]]
     ]
     saved = save_checkpoint(tmp_path, example["step"], zeros, {})
+    assert isinstance(saved.path, Path)
     _, tensors = read_checkpoint(saved.path)
     assert {key: value.shape for key, value in tensors.items()} == {
         ("net.weight", "weight"): (4, 6),

@@ -45,7 +45,7 @@ def test_folders_without_checkpoints_are_named(tmp_path: Path) -> None:
         list_checkpoints(tmp_path)
     assert str(caught.value) == (
         f"{tmp_path} has no checkpoints: there is no folder such as step-00000500 in it, nor in its folder "
-        "checkpoints; if the run saves elsewhere, name the folder of its checkpoint.to"
+        "checkpoints; if the run saves elsewhere, name its folder in checkpoint.to"
     )
     save_two_steps(tmp_path)
     assert [one.step for one in list_checkpoints(tmp_path)] == [2, 1]

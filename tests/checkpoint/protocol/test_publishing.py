@@ -45,6 +45,7 @@ def test_two_ranks_save_one_checkpoint(tmp_path: Path) -> None:
     first, second = save_on_ranks(tmp_path / "a" / "b", 42, state={"data": {"samples": 336}})
     assert isinstance(first, SavedCheckpoint)
     assert first == second
+    assert isinstance(first.path, Path)
     assert first.path == tmp_path / "a" / "b" / "step-00000042"
     checkpoint = verify_checkpoint(first.path)
     assert checkpoint.state == {"data": {"samples": 336}, "format": 1, "step": 42}
@@ -85,6 +86,7 @@ def test_a_rank_with_many_tensors_writes_several_shards(tmp_path: Path, monkeypa
     """At most so many keys go into one file as a reader takes."""
     monkeypatch.setattr("unipar.checkpoint.protocol.publishing.MOST_KEYS", 2)
     saved = save_checkpoint(tmp_path, 1, pieces_of_rank(0, 1, world=1), {})
+    assert isinstance(saved.path, Path)
     assert names(saved.path / "shards") == [
         "rank-00000-001.safetensors",
         "rank-00000-002.safetensors",

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unipar.checkpoint.protocol.verifying import CheckpointContents, find_checkpoints, inspect_checkpoint
+from unipar.checkpoint.protocol.verifying import (
+    CheckpointContents,
+    find_checkpoints,
+    inspect_checkpoint,
+    list_names,
+)
 from unipar.errors import CheckpointError
+from unipar.run_folder.layout import checkpoint_folder
+from unipar.utils.address import Address, Location
 from unipar.utils.table import format_table
-from unipar.utils.text import format_size
+from unipar.utils.text import first_few, format_size
+
+_MOST_RUNS = 20
+"""Folders that are looked into, to name those with checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +48,42 @@ class ListedCheckpoint:
     """Whether it is among the best, as the newest whole checkpoint of the folder counts them."""
 
 
-def folder_with_checkpoints(given: Path) -> Path:
+def folder_with_checkpoints(given: Location) -> Location:
     """Return the folder in which the checkpoints of a run folder, or of a folder itself, are."""
-    for folder in (given, given / "checkpoints"):
+    folders = [given, given / "checkpoints"]
+    if isinstance(given, Path) and (elsewhere := _folder_of_run(given)) is not None:
+        folders.append(elsewhere)
+    for folder in folders:
         if find_checkpoints(folder):
             return folder
-    if not given.is_dir():
+    if isinstance(given, Path) and not given.is_dir():
         raise CheckpointError(f"{given}: no such folder; name a run folder, or a folder with checkpoints")
+    if inside := first_few([f"{given / name}" for name in _runs_in(given)]):
+        raise CheckpointError(f"{given} has checkpoints of several runs; name one: {inside}")
+    if isinstance(given, Address):
+        raise CheckpointError(f"{given} has no checkpoints: there is no folder such as step-00000500 in it")
     raise CheckpointError(
         f"{given} has no checkpoints: there is no folder such as step-00000500 in it, nor in its folder checkpoints; "
-        "if the run saves elsewhere, name the folder of its checkpoint.to"
+        "if the run saves elsewhere, name its folder in checkpoint.to"
     )
 
 
-def list_checkpoints(given: Path) -> list[ListedCheckpoint]:
+def _runs_in(folder: Location) -> list[str]:
+    """Return the names of folders in a folder that have checkpoints, as below `checkpoint.to`."""
+    names = list_names(folder)[:_MOST_RUNS]
+    return [name for name in names if find_checkpoints(folder / name)]
+
+
+def _folder_of_run(run: Path) -> Location | None:
+    """Return where the checkpoints of a run folder are if its config names another place."""
+    try:
+        config: Any = json.loads((run / "config.json").read_bytes())
+        return checkpoint_folder(run, config["checkpoint"]["to"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def list_checkpoints(given: Location) -> list[ListedCheckpoint]:
     """Return the checkpoints of a folder, newest first; all about them is checked but the hashes of their tensors."""
     best: set[int] | None = None
     listed: list[ListedCheckpoint] = []

@@ -1,4 +1,4 @@
-"""Way of a checkpoint from its first file to the moment when readers see it, on a disk and at an address."""
+"""Publication of a checkpoint: from its first file to the moment when readers see it, on a disk and at an address."""
 
 from __future__ import annotations
 

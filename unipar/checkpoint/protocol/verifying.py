@@ -75,20 +75,23 @@ class CheckpointContents:
 def find_checkpoints(folder: Location) -> list[FoundCheckpoint]:
     """Return what has the name of a checkpoint in a folder, newest first; nothing if there is no such folder."""
     if isinstance(folder, Address):
-        published, _ = list_remote_steps(folder)
-        return _newest_first(folder, published)
+        names, _ = list_remote_steps(folder)
+    else:
+        names = list_names(folder)
+    steps = [(step, name) for name in names if (step := step_of_folder(name)) is not None]
+    return [FoundCheckpoint(step, folder / name) for step, name in sorted(steps, reverse=True)]
+
+
+def list_names(folder: Location) -> list[str]:
+    """Return the names in a folder; nothing if there is no such folder."""
+    if isinstance(folder, Address):
+        return RemoteFolder(folder).names()
     try:
-        names = os.listdir(folder)
+        return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as e:
         raise CheckpointError(f"{folder}: cannot be listed ({e.strerror})") from None
-    return _newest_first(folder, names)
-
-
-def _newest_first(folder: Location, names: Sequence[str]) -> list[FoundCheckpoint]:
-    steps = [(step, name) for name in names if (step := step_of_folder(name)) is not None]
-    return [FoundCheckpoint(step, folder / name) for step, name in sorted(steps, reverse=True)]
 
 
 def newest_whole(

@@ -1,1 +1,1 @@
-"""Where checkpoints are kept besides folders of a disk: object stores and other file systems, through fsspec."""
+"""Storage of checkpoints: the operations on a disk that writing one needs, and folders at addresses, through fsspec."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from unipar.config.source import ConfigSource
     from unipar.results.comparison import TurnResults
     from unipar.results.verdicts import Verdicts
+    from unipar.utils.address import Location
 
 
 def print_result(result: TurnResults | Verdicts, more: str = "") -> NoReturn:
@@ -31,6 +32,16 @@ def read_config_file(
     if cell is not None:
         source = in_cell(source, Cell.parse(cell))
     return source if out is None else source.with_out(out)
+
+
+def location_given(text: str) -> Location:
+    """Return what a path or an address on the command line means; raise BadParameter if it cannot be one."""
+    from unipar.utils.address import parse_location
+
+    try:
+        return parse_location(text)
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from None
 
 
 EXIT_CODES_HELP = """Exit codes: 0 success; 1 a run failed, or an unexpected error; 2 the config, the task or the

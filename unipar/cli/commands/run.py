@@ -14,6 +14,7 @@ from unipar.cli.commands.options import (
     OutOption,
     OverwriteOption,
     SetOption,
+    location_given,
     read_config_file,
 )
 
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
     from unipar.config.source import ConfigSource
 
 
-def resume_settings(file: Path, *, resume: bool, checkpoint: Path | None) -> list[str]:
+def resume_settings(file: Path, *, resume: bool, checkpoint: str | None) -> list[str]:
     """Return what `--resume` and `--from PATH` set in the config."""
     if resume and checkpoint is not None:
         raise typer.BadParameter("give --resume, for the newest checkpoint, or --from PATH, for exactly that one")
     if checkpoint is not None:
-        return [f"resume={json.dumps(str(checkpoint.absolute()))}"]
+        named = location_given(checkpoint)
+        return [f"resume={json.dumps(str(named.absolute() if isinstance(named, Path) else named))}"]
     return ["resume=auto"] if resume else []
 
 
@@ -60,7 +62,7 @@ def run(
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the newest run of this name.")
     ] = False,
     checkpoint: Annotated[
-        Path | None, typer.Option("--from", metavar="PATH", help="Begin a run with the state of this checkpoint.")
+        str | None, typer.Option("--from", metavar="PATH", help="Begin a run with the state of this checkpoint.")
     ] = None,
 ) -> None:
     """Train as FILE describes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +12,7 @@ from unipar.cli.commands.options import (
     OutOption,
     OverwriteOption,
     SetOption,
+    location_given,
     print_result,
     read_config_file,
 )
@@ -36,7 +36,7 @@ def verify(
         bool, typer.Option("--resume", help="Save after half of the steps, and go on in every cell from there.")
     ] = False,
     checkpoint: Annotated[
-        Path | None, typer.Option("--from", metavar="PATH", help="Go on in every cell from this checkpoint of FILE.")
+        str | None, typer.Option("--from", metavar="PATH", help="Go on in every cell from this checkpoint of FILE.")
     ] = None,
 ) -> None:
     """Check that all cells give the numbers of one process.
@@ -64,6 +64,6 @@ def verify(
             steps=steps,
             overwrite=overwrite,
             strict=strict,
-            resume=checkpoint or resume,
+            resume=resume if checkpoint is None else location_given(checkpoint),
         )
     )

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator
 
 from unipar.config.sections.duration import parse_duration
 from unipar.config.sections.section import Section
-from unipar.utils.address import parse_location
+from unipar.utils.address import is_address, parse_address
 
 
 def _steps_or_duration(value: int | str) -> int | str:
@@ -56,7 +56,7 @@ class Checkpoint(Section):
     @field_validator("to")
     @classmethod
     def _is_a_place(cls, to: str | None) -> str | None:
-        return None if to is None else str(parse_location(to))
+        return str(parse_address(to)) if to is not None and is_address(to) else to
 
     on_error: Literal["stop", "warn"] = "stop"
     """What follows if a checkpoint cannot be written. stop: the run ends with the error; warn: it goes on."""

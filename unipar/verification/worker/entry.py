@@ -31,6 +31,7 @@ from unipar.training.resuming import choose_checkpoint, restore_run
 from unipar.training.run import TrainingRun
 from unipar.training.saves import RunCheckpoints
 from unipar.training.setup import build_run
+from unipar.utils.address import Location, parse_location
 from unipar.utils.files import whole
 from unipar.verification.worker import replay, split_sums
 from unipar.verification.worker.fixed_stream import fix_stream_samples
@@ -110,7 +111,7 @@ def _run_job(
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
         if job.resumes:
-            unequal = _restore_and_compare(live, Path(job.resumes))
+            unequal = _restore_and_compare(live, parse_location(job.resumes))
         recorder.record_initial_state()
         first_buffers = recorder.buffers(share=False)
         if job.kind == "replay":
@@ -192,7 +193,7 @@ def _train_steps(task: Task, live: TrainingRun, steps: int) -> None:
     live.finish()
 
 
-def _restore_and_compare(live: TrainingRun, path: Path) -> list[str]:
+def _restore_and_compare(live: TrainingRun, path: Location) -> list[str]:
     """Give the run the state of a checkpoint; return the tensors on this rank that are not those of the checkpoint."""
     chosen = choose_checkpoint(str(path), path.parent, live.world, live.config, ())
     assert chosen is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,8 +13,8 @@ from unipar.cli.commands.options import JsonOption
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, or a run folder.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or a run folder.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     *,
     as_json: JsonOption = False,
 ) -> None:

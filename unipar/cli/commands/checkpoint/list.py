@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from unipar.cli.commands.options import JsonOption
+from unipar.cli.commands.options import JsonOption, location_given
 
 
 def print_list(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A run folder, or a folder with checkpoints.", show_default=False)
+        str, typer.Argument(metavar="FOLDER", help="A run folder, or a folder with checkpoints.", show_default=False)
     ],
     *,
     as_json: JsonOption = False,
@@ -27,10 +26,11 @@ def print_list(
     \b
     unipar checkpoint list runs/char_gpt
     unipar checkpoint list /data/checkpoints --json
+    unipar checkpoint list s3://bucket/path/char_gpt-1f6e02ab
     """
     from unipar.checkpoint.overview.listing import checkpoint_table, list_checkpoints
 
-    listed = list_checkpoints(folder)
+    listed = list_checkpoints(location_given(folder))
     if as_json:
         from dataclasses import asdict
 

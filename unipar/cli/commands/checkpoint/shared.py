@@ -6,25 +6,38 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from unipar.cli.commands.options import location_given
+
+if TYPE_CHECKING:
+    from unipar.utils.address import Location
+
 CheckpointArgument = Annotated[
-    Path,
+    str,
     typer.Argument(metavar="PATH", help="A checkpoint; of a run folder, its newest.", show_default=False),
 ]
 
 
-def checkpoint_path(given: Path) -> Path:
+def checkpoint_path(given: str) -> Location:
     """Return the checkpoint that a path means: itself, or the newest in the run folder or folder that it is."""
+    return checkpoints_meant(given)[0]
+
+
+def checkpoints_meant(given: str) -> list[Location]:
+    """Return the checkpoint that a path or an address is, or those in the run folder or folder that it is."""
     from unipar.checkpoint.format.names import MANIFEST_FILE, step_of_folder
     from unipar.checkpoint.overview.listing import folder_with_checkpoints
     from unipar.checkpoint.protocol.verifying import find_checkpoints
 
-    if step_of_folder(given.name) is not None or (given / MANIFEST_FILE).exists() or given.is_symlink():
-        return given
-    return find_checkpoints(folder_with_checkpoints(given))[0].path
+    place = location_given(given)
+    if step_of_folder(place.name) is not None:
+        return [place]
+    if isinstance(place, Path) and ((place / MANIFEST_FILE).exists() or place.is_symlink()):
+        return [place]
+    return [found.path for found in find_checkpoints(folder_with_checkpoints(place))]
 
 
 @contextmanager
