@@ -130,7 +130,7 @@ $(DONE)/horovod: $(DONE)/packages
 
 $(DONE)/tests: $(DONE)/packages
 	@echo "set-up: tools for tests and lint, and the other trackers"
-	@$(PIP) --group test --group lint --no-build-isolation -e '.[wandb,mlflow]'
+	@$(PIP) --group test --group lint --no-build-isolation -e '.[wandb,mlflow,remote]'
 	@touch $@
 
 $(DONE)/bench: $(DONE)/packages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -17,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 TRACKERS = {"tensorboard", "wandb", "mlflow"}
-EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "notebook", "report", "weights"} | TRACKERS
+EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "notebook", "remote", "report", "weights"} | TRACKERS
 
 
 @pytest.fixture(scope="module")
@@ -119,5 +120,5 @@ def test_what_is_installed_is_constrained() -> None:
     extras = {name: extra for name, extra in PROJECT["project"]["optional-dependencies"].items() if name != "all"}
     lists = [PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"].values(), *extras.values()]
     asked = [name for names in lists for name in names]
-    names = {name.partition(">")[0].partition("<")[0].partition("=")[0].lower().replace("-", "_") for name in asked}
+    names = {re.split(r"[\[<>=]", name)[0].lower().replace("-", "_") for name in asked}
     assert names - {name.replace("-", "_") for name in pinned} == set()

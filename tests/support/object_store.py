@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import pytest
+
 BUCKET = "bucket"
 
 
@@ -34,15 +36,21 @@ class ObjectStore:
 
 @contextmanager
 def object_store() -> Generator[ObjectStore]:
-    """Context manager: a store with an empty bucket."""
+    """Context manager: a store with an empty bucket, which this process's environment names."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
     server: Any = import_module("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
+    files: Any = import_module("s3fs").S3FileSystem
     try:
         host, port = server.get_host_and_port()
-        endpoint = f"http://{host}:{port}"
-        with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")):
+        made = ObjectStore(f"http://{host}:{port}", f"s3://{BUCKET}")
+        with urllib.request.urlopen(urllib.request.Request(f"{made.endpoint}/{BUCKET}", method="PUT")):
             pass
-        yield ObjectStore(endpoint, f"s3://{BUCKET}")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in made.environment.items():
+                patch.setenv(name, value)
+            files.clear_instance_cache()  # of an earlier server
+            yield made
     finally:
+        files.clear_instance_cache()
         server.stop()

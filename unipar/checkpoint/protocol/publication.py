@@ -229,8 +229,8 @@ class RemotePublication(Publication[Address]):
             name = min(found.items() ^ wanted.items())[0]
             there, written = (f"{sizes.get(name, 0):,} bytes" for sizes in (found, wanted))
             raise CheckpointError(
-                f"{self._files.address / name}: {there} are there, and {written} were written: does another run save "
-                "to the same address?"
+                f"{self._files.address / name}: {there} are there, and {written} were written: another run may save "
+                "to the same address"
             )
         self.outcome = "whether it is published is not known"
 

@@ -1,0 +1,120 @@
+"""Runs that save to an object store over HTTP, and to a folder that several runs share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forks import Forks
+from tests.support.object_store import ObjectStore, object_store
+from tests.support.world import PYTHONPATH_VARIABLE
+from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
+from unipar.checkpoint.storage.remote import RemoteFolder
+from unipar.run_folder.ledger import Ledger
+from unipar.utils.address import Address, parse_address
+
+pytestmark = pytest.mark.forked
+
+SGD = {"optimizer": {"name": "sgd", "lr": 0.01}}
+
+SCRIPT = """
+import json, sys
+import unipar
+from tests.support.tiny import CONFIG, Tiny
+
+if __name__ == "__main__":
+    config = {**CONFIG, "log": {"every": 1}, "checkpoint": {"every": 4, "keep": 2}, **json.loads(sys.argv[1])}
+    try:
+        unipar.launch(config, task=Tiny)
+    except unipar.UniparError as e:
+        print(e)
+        raise SystemExit(e.code)
+"""
+
+
+@pytest.fixture(scope="module")
+def store() -> Generator[ObjectStore]:
+    with object_store() as made:
+        yield made
+
+
+def run(forks: Forks, folder: Path, code: int = 0, **config: Any) -> str:
+    """Run the script with these sections to its end; return what it printed."""
+    (folder / "script.py").write_text(SCRIPT, "utf-8")
+    environment = {**PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
+    done = forks.python(["script.py", json.dumps(config)], folder, environment)
+    assert done.returncode == code, done.stderr + done.stdout
+    return done.stdout
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in Ledger.read(run / "rank-0.jsonl") if row["event"] == "step"}
+
+
+def own_folder(run: Path) -> str:
+    return json.loads((run / "launch.json").read_bytes())["checkpoints"]
+
+
+def download(place: Address, to: Path) -> None:
+    files = RemoteFolder(place)
+    for name, size in files.sizes().items():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_bytes(files.read(name, 0, size))
+
+
+def test_saved_to_s3_and_continued_by_another_cell(forks: Forks, store: ObjectStore, tmp_path: Path) -> None:
+    """Two ranks of DDP save over HTTP, two of DeepSpeed's ZeRO-3 go on: with the losses that they have from a disk.
+
+    No file of the run holds the store's key.
+    """
+    optimizer = {"name": "adamw", "lr": 0.01}
+    first = {"train": {"steps": 8, "optimizer": optimizer}, "out": "s3"}
+    first["checkpoint"] = {"every": 4, "keep": 2, "to": f"{store.address}/exp"}
+    run(forks, tmp_path, **first)
+    place = parse_address(f"{store.address}/exp/{own_folder(tmp_path / 's3')}")
+    assert [found.step for found in find_checkpoints(place)] == [8, 4]
+    download(place / "step-00000008", tmp_path / "copy")
+    verify_checkpoint(tmp_path / "copy")
+    zero = {"backend": "deepspeed", "parallel": {"data": 2, "shard": "parameters"}}
+    then = {**first, **zero, "train": {"steps": 12, "optimizer": optimizer}}
+    run(forks, tmp_path, **then, resume="auto")
+    run(forks, tmp_path, **{**then, "out": "disk", "checkpoint": None}, resume=str(tmp_path / "copy"))
+    assert list(losses(tmp_path / "s3")) == list(range(1, 13))
+    assert [losses(tmp_path / "s3")[step] for step in range(9, 13)] == list(losses(tmp_path / "disk").values())
+    assert [found.step for found in find_checkpoints(place)] == [12, 8]
+    kept = [path.read_bytes() for path in (tmp_path / "s3").rglob("*") if path.is_file()]
+    kept += [RemoteFolder(place).read(name, 0, size) for name, size in RemoteFolder(place).sizes().items()]
+    assert len(kept) > 12
+    assert not any(store.environment["AWS_SECRET_ACCESS_KEY"].encode() in data for data in kept)
+
+
+def test_a_folder_that_several_runs_share(forks: Forks, tmp_path: Path) -> None:
+    """A run takes its own checkpoints alone, deletes its own alone, and goes on in its own folder."""
+    keeps = {"every": 4, "keep": 1, "to": str(tmp_path / "shared")}
+    for name in ("one", "two"):
+        run(forks, tmp_path, out=name, train={**SGD, "steps": 8}, checkpoint=keeps, resume="auto")
+        assert list(losses(tmp_path / name)) == list(range(1, 9))  # nothing was taken from the other
+    owned = [own_folder(tmp_path / name) for name in ("one", "two")]
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == sorted(owned)
+    assert owned[0].startswith("one-")
+    run(forks, tmp_path, out="one", train={**SGD, "steps": 12}, checkpoint=keeps, resume="auto")
+    assert own_folder(tmp_path / "one") == owned[0]
+    for name, step in zip(owned, (12, 8), strict=True):
+        assert [found.step for found in find_checkpoints(tmp_path / "shared" / name)] == [step]
+
+
+def test_a_store_that_fails(forks: Forks, store: ObjectStore, tmp_path: Path) -> None:
+    """A bucket that is not there: one sentence, before step 1; with on_error: warn training goes on, and is told so."""
+    keeps = {"every": 4, "to": "s3://nobucket/exp"}
+    said = run(forks, tmp_path, 2, out="stop", checkpoint=keeps)
+    assert "s3://nobucket/exp/stop-" in said
+    assert said.endswith("cannot be written (The specified bucket does not exist)\n")
+    assert losses(tmp_path / "stop") == {}
+    run(forks, tmp_path, out="warn", checkpoint={**keeps, "on_error": "warn", "async": False})
+    assert list(losses(tmp_path / "warn")) == list(range(1, 13))
+    failed = [row for row in Ledger.read(tmp_path / "warn/rank-0.jsonl") if row["event"] == "checkpoint failed"]
+    assert [row["step"] for row in failed] == [0, 4, 8, 12]
