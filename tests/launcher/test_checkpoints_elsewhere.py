@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ def store() -> Generator[ObjectStore]:
         yield made
 
 
-def run(forks: Forks, folder: Path, code: int = 0, **config: Any) -> str:
+def run(forks: Forks, folder: Path, config: dict[str, Any], code: int = 0) -> str:
     """Run the script with these sections to its end; return what it printed."""
     (folder / "script.py").write_text(SCRIPT, "utf-8")
     environment = {**PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
@@ -72,17 +74,17 @@ def test_saved_to_s3_and_continued_by_another_cell(forks: Forks, store: ObjectSt
     No file of the run holds the store's key.
     """
     optimizer = {"name": "adamw", "lr": 0.01}
-    first = {"train": {"steps": 8, "optimizer": optimizer}, "out": "s3"}
+    first: dict[str, Any] = {"train": {"steps": 8, "optimizer": optimizer}, "out": "s3"}
     first["checkpoint"] = {"every": 4, "keep": 2, "to": f"{store.address}/exp"}
-    run(forks, tmp_path, **first)
+    run(forks, tmp_path, first)
     place = parse_address(f"{store.address}/exp/{own_folder(tmp_path / 's3')}")
     assert [found.step for found in find_checkpoints(place)] == [8, 4]
     download(place / "step-00000008", tmp_path / "copy")
     verify_checkpoint(tmp_path / "copy")
     zero = {"backend": "deepspeed", "parallel": {"data": 2, "shard": "parameters"}}
-    then = {**first, **zero, "train": {"steps": 12, "optimizer": optimizer}}
-    run(forks, tmp_path, **then, resume="auto")
-    run(forks, tmp_path, **{**then, "out": "disk", "checkpoint": None}, resume=str(tmp_path / "copy"))
+    then: dict[str, Any] = {**first, **zero, "train": {"steps": 12, "optimizer": optimizer}}
+    run(forks, tmp_path, {**then, "resume": "auto"})
+    run(forks, tmp_path, {**then, "out": "disk", "checkpoint": None, "resume": str(tmp_path / "copy")})
     assert list(losses(tmp_path / "s3")) == list(range(1, 13))
     assert [losses(tmp_path / "s3")[step] for step in range(9, 13)] == list(losses(tmp_path / "disk").values())
     assert [found.step for found in find_checkpoints(place)] == [12, 8]
@@ -94,14 +96,14 @@ def test_saved_to_s3_and_continued_by_another_cell(forks: Forks, store: ObjectSt
 
 def test_a_folder_that_several_runs_share(forks: Forks, tmp_path: Path) -> None:
     """A run takes its own checkpoints alone, deletes its own alone, and goes on in its own folder."""
-    keeps = {"every": 4, "keep": 1, "to": str(tmp_path / "shared")}
+    shared = {"checkpoint": {"every": 4, "keep": 1, "to": str(tmp_path / "shared")}, "resume": "auto"}
     for name in ("one", "two"):
-        run(forks, tmp_path, out=name, train={**SGD, "steps": 8}, checkpoint=keeps, resume="auto")
+        run(forks, tmp_path, {**shared, "out": name, "train": {**SGD, "steps": 8}})
         assert list(losses(tmp_path / name)) == list(range(1, 9))  # nothing was taken from the other
     owned = [own_folder(tmp_path / name) for name in ("one", "two")]
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == sorted(owned)
     assert owned[0].startswith("one-")
-    run(forks, tmp_path, out="one", train={**SGD, "steps": 12}, checkpoint=keeps, resume="auto")
+    run(forks, tmp_path, {**shared, "out": "one", "train": {**SGD, "steps": 12}})
     assert own_folder(tmp_path / "one") == owned[0]
     for name, step in zip(owned, (12, 8), strict=True):
         assert [found.step for found in find_checkpoints(tmp_path / "shared" / name)] == [step]
@@ -110,11 +112,54 @@ def test_a_folder_that_several_runs_share(forks: Forks, tmp_path: Path) -> None:
 def test_a_store_that_fails(forks: Forks, store: ObjectStore, tmp_path: Path) -> None:
     """A bucket that is not there: one sentence, before step 1; with on_error: warn training goes on, and is told so."""
     keeps = {"every": 4, "to": "s3://nobucket/exp"}
-    said = run(forks, tmp_path, 2, out="stop", checkpoint=keeps)
+    said = run(forks, tmp_path, {"out": "stop", "checkpoint": keeps}, code=1)
     assert "s3://nobucket/exp/stop-" in said
     assert said.endswith("cannot be written (The specified bucket does not exist)\n")
     assert losses(tmp_path / "stop") == {}
-    run(forks, tmp_path, out="warn", checkpoint={**keeps, "on_error": "warn", "async": False})
+    run(forks, tmp_path, {"out": "warn", "checkpoint": {**keeps, "on_error": "warn", "async": False}})
     assert list(losses(tmp_path / "warn")) == list(range(1, 13))
     failed = [row for row in Ledger.read(tmp_path / "warn/rank-0.jsonl") if row["event"] == "checkpoint failed"]
     assert [row["step"] for row in failed] == [0, 4, 8, 12]
+
+
+APART = """
+import ctypes, os
+import torch
+import unipar
+from tests.support.tiny import CONFIG, Tiny
+
+class Apart(Tiny):
+    def model(self):
+        if torch.distributed.get_rank() == 1:  # as on another machine, another disk is at the same path
+            libc = ctypes.CDLL(None, use_errno=True)
+            private = 0x4000 | 0x40000
+            done = libc.unshare(0x20000) or libc.mount(b"none", b"/", None, private, None)
+            if done or libc.mount(b"tmpfs", os.fsencode(os.environ["APART"]), b"tmpfs", 0, None):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return super().model()
+
+if __name__ == "__main__":
+    try:
+        unipar.launch({**CONFIG, "log": {"every": 1}, "checkpoint": {"to": os.environ["APART"]}}, task=Apart)
+    except unipar.UniparError as e:
+        print(e)
+        raise SystemExit(e.code)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts another disk for one rank: needs root")
+def test_a_folder_that_is_another_on_each_machine(forks: Forks, tmp_path: Path) -> None:
+    """Refused before step 1, in a sentence with the way out."""
+    (tmp_path / "to").mkdir()
+    (tmp_path / "script.py").write_text(APART, "utf-8")
+    environment = {**PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1", "APART": str(tmp_path / "to")}
+    done = forks.python(["script.py"], tmp_path, environment)
+    if "Operation not permitted" in done.stdout + done.stderr:
+        pytest.skip("may not mount a disk here")
+    assert done.returncode == 1, done.stderr
+    host = socket.gethostname()
+    assert done.stdout.endswith(
+        f"rank 1: it is on {host} as well, and does not see there what rank 0 wrote on {host}: name a folder in "
+        "checkpoint.to that all ranks share, or an address such as s3://bucket/path\n"
+    )
+    assert losses(tmp_path / "runs/run") == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 
 from unipar.backend import Piece, Region
+from unipar.checkpoint.protocol.probing import check_checkpoint_folder
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
+from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.checkpoint.task_state import pack_task_state
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
@@ -69,6 +72,18 @@ class RunCheckpoints:
     def folder(self) -> Location:
         """Folder in which the checkpoints are."""
         return self._saver.folder
+
+    def check_folder(self) -> None:
+        """Check that checkpoints can be saved, before the first step; a failure is one of a save."""
+        world = self._live.world
+        exchange = StoreExchange(world.store, world.rank, world.size, world.key("checkpoint folder"))
+        needed = sum(p.where.numel * p.tensor.element_size() for p in self._live.pieces())
+        try:
+            check_checkpoint_folder(
+                self.folder, needed, rank=world.rank, exchange=exchange, machine=socket.gethostname()
+            )
+        except CheckpointError as e:
+            self._fail(e)
 
     def go_on_from(self, step: int, best: list[tuple[int, float]]) -> None:
         """Count the checkpoint from which the run goes on as the last one."""

@@ -164,6 +164,8 @@ def _keep_state(
         restore_run(live, chosen, heartbeat.set_work)
         if keeper is not None:
             keeper.go_on_from(chosen.step, best_so_far(chosen.state))
+    if keeper is not None:
+        keeper.check_folder()
 
 
 def _make_step_memory(

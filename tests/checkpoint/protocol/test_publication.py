@@ -219,14 +219,26 @@ def test_another_writer_at_the_same_address(folder: Address) -> None:
     assert steps(folder) == []
 
 
+def flip(data: bytes) -> bytes:
+    return data[:-1] + b"\x07"
+
+
+def cut(data: bytes) -> bytes:
+    return data[:-1]
+
+
+def add(data: bytes) -> bytes:
+    return data + b" "
+
+
 @pytest.mark.parametrize(
     ("name", "change", "sentence"),
     [
-        (SHARDS[1], lambda data: data[:-1] + b"\x07", "its hash is not the one in manifest.json; its bytes changed"),
-        (SHARDS[1], lambda data: data[:-1], "385 bytes; manifest.json says 386"),
-        ("manifest.json", lambda data: data + b" ", "its SHA-256 is not the one in manifest.sha256"),
-        ("shards/rank-00002.safetensors", lambda data: b"x", "not listed in manifest.json"),
-        ("extra.pkl", lambda data: b"x", "not listed in manifest.json"),
+        (SHARDS[1], flip, "its hash is not the one in manifest.json; its bytes changed"),
+        (SHARDS[1], cut, "385 bytes; manifest.json says 386"),
+        ("manifest.json", add, "its SHA-256 is not the one in manifest.sha256"),
+        ("shards/rank-00002.safetensors", add, "not listed in manifest.json"),
+        ("extra.pkl", add, "not listed in manifest.json"),
     ],
 )
 def test_damage_is_found(folder: Address, name: str, change: Callable[[bytes], bytes], sentence: str) -> None:

@@ -136,7 +136,7 @@ class _Saving:
             message["result"] = attempt()
         except BaseException as e:  # the others wait, whatever happened here
             error = e
-            message = {"error": _sentence(e), "outcome": self.publication.outcome}
+            message = {"error": describe_failure(e), "outcome": self.publication.outcome}
         told: list[dict[str, Any]] = [json.loads(text) for text in self.exchange(json.dumps(message).encode("utf-8"))]
         failed = {rank: one["error"] for rank, one in enumerate(told) if "error" in one}
         if error is not None and not isinstance(error, Exception):
@@ -273,7 +273,7 @@ def _named(name: str, attempt: Callable[[], _T]) -> _T:
         raise CheckpointError(f"{name}: {e.strerror or e}") from e
 
 
-def _sentence(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """Return what went wrong, in one line."""
     if isinstance(error, CheckpointError):
         return str(error)
