@@ -271,3 +271,23 @@ def test_refusals(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(config(**changes))
     assert str(e.value) == sentence
+
+
+@pytest.mark.parametrize("key", ["checkpoint.to", "resume"])
+def test_addresses_of_checkpoints(key: str) -> None:
+    """They are kept, and one with a password is refused in a sentence that does not repeat it."""
+    data: dict[str, Any] = {"batch": {"total": 8}, "train": {"steps": 1}}
+    source = load_given_config({**data, **_nested(key, "S3://bucket/path/")})
+    config = source.config
+    assert (config.checkpoint.to if config.checkpoint else config.resume) == "s3://bucket/path"
+    with pytest.raises(ConfigError) as refused:
+        load_given_config({**data, **_nested(key, "sftp://me:hunter2@host/path")})
+    assert str(refused.value) == (
+        f"the config: {key}: sftp://***@host/path holds a password, which would be written to config files and logs: "
+        "leave it out, and give it to the store's own library, in its environment variables or its file"
+    )
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    first, _, rest = key.partition(".")
+    return {first: _nested(rest, value) if rest else value}

@@ -16,19 +16,25 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
 
 from tests.support.checkpoints import HookedDisk, floats
 from unipar.backend import Region
 from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX
 from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
+from unipar.checkpoint.protocol.remote_steps import list_remote_steps
 from unipar.checkpoint.protocol.retention import Retention
-from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
-from unipar.checkpoint.storage.disk import Disk
+from unipar.checkpoint.protocol.verifying import find_checkpoints, list_names, verify_checkpoint
+from unipar.checkpoint.storage.disk import Disk, OutputFile
+from unipar.checkpoint.storage.remote import RemoteFolder, RemoteOutput
+from unipar.utils.address import Address, Location, parse_location
 
 WORLD = 3
 WITHIN = 5.0
@@ -91,8 +97,40 @@ class Kill:
     everyone: bool = False
 
 
+@contextmanager
+def remote_operations(before: Callable[[str, str], None]) -> Generator[None]:
+    """Context manager: `before` is called before each request of this process that changes a folder at an address."""
+    create, delete, write = RemoteFolder.create, RemoteFolder.delete, RemoteOutput.write
+    flush = RemoteOutput.flush
+
+    def creating(self: RemoteFolder, name: str) -> OutputFile:
+        before("create", name)
+        return create(self, name)
+
+    def writing(self: RemoteOutput, data: memoryview) -> int:
+        before("write", self.path.name)
+        return write(self, data)
+
+    def flushing(self: RemoteOutput) -> None:
+        before("flush", self.path.name)
+        flush(self)
+        before("after the flush", self.path.name)
+
+    def deleting(self: RemoteFolder, names: Iterable[str]) -> None:
+        for name in names:
+            before("delete", name)
+            delete(self, [name])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteFolder, "create", creating)
+        patch.setattr(RemoteFolder, "delete", deleting)
+        patch.setattr(RemoteOutput, "write", writing)
+        patch.setattr(RemoteOutput, "flush", flushing)
+        yield
+
+
 def _write_forever(
-    rank: int, folder: Path, sockets: Sequence[socket.socket], kill: Kill, first: int, told: int
+    rank: int, folder: Location, sockets: Sequence[socket.socket], kill: Kill, first: int, told: int
 ) -> None:
     """Save step after step; rank 0 reports each that is saved."""
     operations = 0
@@ -103,7 +141,11 @@ def _write_forever(
             os.kill(os.getpid(), signal.SIGKILL)
         operations += 1
 
-    disk = HookedDisk(before) if rank == kill.rank and kill.operation is not None else Disk()
+    counted = ExitStack()  # stays open until this process is killed
+    counts = rank == kill.rank and kill.operation is not None
+    disk = HookedDisk(before) if counts else Disk()
+    if counts and isinstance(folder, Address):
+        counted.enter_context(remote_operations(before))
     exchange = _exchange(rank, sockets)
     step = first
     while True:
@@ -122,7 +164,7 @@ def _write_forever(
         step += 1
 
 
-def _start(folder: Path, kill: Kill, first: int) -> tuple[list[int], int]:
+def _start(folder: Location, kill: Kill, first: int) -> tuple[list[int], int]:
     """Fork the ranks; return their process ids, and the pipe through which rank 0 reports."""
     pairs = [socket.socketpair() for _ in range(WORLD - 1)]
     reading, writing = os.pipe()
@@ -162,7 +204,7 @@ class Outcome:
     faults: list[str] = field(default_factory=list[str])
 
 
-def play_kill(folder: Path, kill: Kill) -> Outcome:
+def play_kill(folder: Location, kill: Kill) -> Outcome:
     """Start writers that go on from the newest checkpoint, kill, and look at what is left."""
     before = find_checkpoints(folder)
     first = before[0].step + 1 if before else 1
@@ -171,7 +213,7 @@ def play_kill(folder: Path, kill: Kill) -> Outcome:
         time.sleep(kill.seconds)
         for pid in pids if kill.everyone else [pids[kill.rank]]:
             os.kill(pid, signal.SIGKILL)
-    faults = _end(pids)
+    faults = _end(pids, OVER_HTTP.within if _is_over_http(folder) else WITHIN)
     with open(reading, "rb") as pipe:
         told = pipe.read()
     saved = int.from_bytes(told[-8:], "little") if told else first - 1
@@ -184,8 +226,11 @@ def play_kill(folder: Path, kill: Kill) -> Outcome:
         faults.append(f"step {saved} was saved, and is not there")
     if before and not found:
         faults.append("the old checkpoints are gone")
-    temporary = [name for name in os.listdir(folder) if name.startswith(TEMPORARY_PREFIX)]
-    trash = [name for name in os.listdir(folder) if name.startswith(TRASH_PREFIX)]
+    if isinstance(folder, Address):  # at most one upload that did not end, and one deletion
+        temporary, trash = list_remote_steps(folder)[1][-1:], list_remote_steps(folder)[1][:-1]
+    else:
+        temporary = [name for name in os.listdir(folder) if name.startswith(TEMPORARY_PREFIX)]
+        trash = [name for name in os.listdir(folder) if name.startswith(TRASH_PREFIX)]
     if len(temporary) > 1 or len(trash) > 1:
         faults.append(f"left are {temporary + trash}")
     published = found[0].step - first + 1 if found else 0
@@ -197,14 +242,17 @@ def play_kill(folder: Path, kill: Kill) -> Outcome:
         {"samples": first + published},
         retention=RETENTION,
     )
-    if strange := [name for name in os.listdir(folder) if not name.startswith("step-")]:
+    strange = [name for name in list_names(folder) if not name.startswith("step-")]
+    if isinstance(folder, Address):
+        strange += list_remote_steps(folder)[1]
+    if strange:
         faults.append(f"the next save left {strange}")
     return Outcome(published, left, faults)
 
 
-def _end(pids: Sequence[int]) -> list[str]:
+def _end(pids: Sequence[int], within: float) -> list[str]:
     """Wait for the ranks; kill those that do not end by themselves, and say so."""
-    until, left, faults = time.monotonic() + WITHIN, set(pids), list[str]()
+    until, left, faults = time.monotonic() + within, set(pids), list[str]()
     while left:
         for pid in list(left):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -213,10 +261,10 @@ def _end(pids: Sequence[int]) -> list[str]:
                 if os.waitstatus_to_exitcode(status) not in (3, -signal.SIGKILL):
                     faults.append(f"a rank ended with {os.waitstatus_to_exitcode(status)}")
         if left and time.monotonic() > until:
-            faults.append(f"{len(left)} ranks did not end within {WITHIN:g} s")
+            faults.append(f"{len(left)} ranks did not end within {within:g} s")
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
-            until = time.monotonic() + WITHIN
+            until = time.monotonic() + within
         time.sleep(0.001)
     return faults
 
@@ -225,28 +273,48 @@ OPERATIONS = (110, 45, 45)
 """Operations of each rank's disk in about three saves, the last of which delete old checkpoints."""
 
 
-def choose_kills(trials: int, seed: int) -> list[tuple[str, Kill]]:
+class _Scale(NamedTuple):
+    """Length of what is killed."""
+
+    operations: tuple[int, int, int]
+    """Operations of each rank among which one is chosen."""
+
+    seconds: float
+    """Latest random moment."""
+
+    within: float
+
+
+OVER_HTTP = _Scale((45, 10, 10), 3.0, 30.0)
+
+
+def _is_over_http(folder: Location) -> bool:
+    return isinstance(folder, Address) and folder.protocol == "s3"
+
+
+def choose_kills(trials: int, seed: int, scale: _Scale) -> list[tuple[str, Kill]]:
     """Return what to kill, and when: two thirds before an operation, each in turn; the rest at random moments."""
     draw = random.Random(seed)
-    orders = [cycle(draw.sample(range(count), count)) for count in OPERATIONS]
+    orders = [cycle(draw.sample(range(count), count)) for count in scale.operations]
     made: list[tuple[str, Kill]] = []
     for number in range(trials):
         rank = number % WORLD
         if number % 9 < 6:
             made.append((f"rank {rank}, before an operation", Kill(rank, next(orders[rank]))))
         elif number % 9 < 8:
-            made.append(("one rank, at any time", Kill(draw.randrange(WORLD), seconds=draw.uniform(0, 0.06))))
+            made.append(("one rank, at any time", Kill(draw.randrange(WORLD), seconds=draw.uniform(0, scale.seconds))))
         else:
-            made.append(("all ranks, at any time", Kill(0, seconds=draw.uniform(0, 0.06), everyone=True)))
+            made.append(("all ranks, at any time", Kill(0, seconds=draw.uniform(0, scale.seconds), everyone=True)))
     return made
 
 
-def play(folder: Path, trials: int, seed: int) -> dict[str, Any]:
+def play(folder: Location, trials: int, seed: int) -> dict[str, Any]:
     """Play all kills in one folder; return counts by way of killing and by what was left, and all faults."""
+    scale = OVER_HTTP if _is_over_http(folder) else _Scale(OPERATIONS, 0.06, WITHIN)
     left: dict[str, Counter[str]] = {}
     faults: list[str] = []
     published, began = 0, time.monotonic()
-    for number, (way, kill) in enumerate(choose_kills(trials, seed)):
+    for number, (way, kill) in enumerate(choose_kills(trials, seed, scale)):
         outcome = play_kill(folder, kill)
         left.setdefault(way, Counter())[outcome.left] += 1
         published += outcome.published
@@ -256,5 +324,7 @@ def play(folder: Path, trials: int, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
-    print(json.dumps(play(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    place = parse_location(sys.argv[1])
+    if isinstance(place, Path):
+        place.mkdir(parents=True, exist_ok=True)
+    print(json.dumps(play(place, int(sys.argv[2]), int(sys.argv[3]))))

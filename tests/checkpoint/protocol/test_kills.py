@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_kills_leave_no_broken_checkpoint(tmp_path: Path) -> None:
-    """Forty-five kills of one rank or all of three; `make chaos` plays a thousand."""
-    command = [sys.executable, "-m", "tests.support.checkpoint_kills", str(tmp_path / "run"), "45", "3"]
+
+@pytest.mark.parametrize("protocol", ["", "file://"])
+def test_kills_leave_no_broken_checkpoint(tmp_path: Path, protocol: str) -> None:
+    """Forty-five kills of one rank or all of three; `make chaos` plays a thousand, and some over HTTP."""
+    place = f"{protocol}{tmp_path}/run"
+    command = [sys.executable, "-m", "tests.support.checkpoint_kills", place, "45", "3"]
     played = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=120).stdout)
     assert played["faults"] == []
     left = [sum(kinds.values()) for kinds in played["left"].values()]

@@ -58,9 +58,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """A file is in its way."""
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "below"
-    assert check([folder, folder]) == {
-        f"no checkpoint can be saved in {folder}: rank 0: {tmp_path}/file: Not a directory"
-    }
+    assert check([folder, folder]) == {f"no checkpoint can be saved in {folder}: rank 0: {folder}: Not a directory"}
 
 
 def test_too_little_space(tmp_path: Path) -> None:

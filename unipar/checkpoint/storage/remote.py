@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, final
@@ -39,6 +39,10 @@ def open_file_system(address: Address) -> tuple[Any, str]:
     except ValueError as e:
         raise CheckpointError(f"{address}: {e}") from None
     return found, str(path).rstrip("/")
+
+
+TEMPORARY_FILE = ".tmp-"
+"""Beginning of a file's name while it is written to a store that has folders and renames files."""
 
 
 @contextmanager
@@ -122,11 +126,14 @@ class RemoteFolder:
 
     def create(self, name: str) -> OutputFile:
         """Open a file for writing, which is there once it is flushed."""
+        path = self._at(name)
         with explain_store_errors(self.address / name, "written"):
-            path = self._at(name)
-            if self.address.protocol not in _WITHOUT_FOLDERS:
-                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            return RemoteOutput(self.address / name, self._files.open(path, "wb"))
+            if self.address.protocol in _WITHOUT_FOLDERS:
+                return RemoteOutput(self.address / name, self._files.open(path, "wb"))
+            above, _, last = path.rpartition("/")
+            self._files.makedirs(above, exist_ok=True)
+            under = f"{above}/{TEMPORARY_FILE}{last}"
+            return RemoteOutput(self.address / name, self._files.open(under, "wb"), lambda: self._files.mv(under, path))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file."""
@@ -162,9 +169,11 @@ class RemoteFolder:
 class RemoteOutput(OutputFile):
     """File at an address that is being written: it is there, all of it, once it is flushed."""
 
-    def __init__(self, address: Address, file: Any) -> None:
+    def __init__(self, address: Address, file: Any, put_in_place: Callable[[], None] = lambda: None) -> None:
+        """`put_in_place` gives a file its name where a store shows files while they are written."""
         super().__init__(address, -1)
         self._file: Any = file
+        self._put_in_place = put_in_place
 
     @override
     def write(self, data: memoryview) -> int:
@@ -176,6 +185,7 @@ class RemoteOutput(OutputFile):
     def flush(self) -> None:
         with explain_store_errors(self.path, "written"):
             self._file.close()
+            self._put_in_place()
         self._file = None
 
     @override

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,8 +21,6 @@ from unipar.cli.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pydantic import BaseModel
 
     from unipar.backend.resources import RankCount
@@ -310,9 +309,9 @@ def _explain_checkpoint(settings: Checkpoint, size: int, out: Path) -> Explained
 
     many = settings.keep + (settings.best.keep if settings.best else 0) + 1
     why = f"weights, buffers and optimizer state, {format_size(size)}; {many} at a time are {format_size(many * size)}"
-    if settings.to is None or "://" not in settings.to:
-        folder = checkpoint_folder(out, settings.to).absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
+    folder = checkpoint_folder(out, settings.to)
+    if isinstance(folder, Path):
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         why += f", and {there} has {format_size(disk_usage(there).free)} free"
     return ExplainedValue("checkpoint bytes", size, why)
 
