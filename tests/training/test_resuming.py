@@ -306,20 +306,50 @@ def test_an_unknown_metric_is_named(tmp_path: Path) -> None:
     assert str(caught.value) == "checkpoint.best.metric: the evaluation has no 'accuracy'; it has loss"
 
 
-@pytest.mark.parametrize(("on_error", "steps"), [("stop", 4), ("warn", 9)])
-def test_a_save_that_fails_stops_the_run_or_is_told(tmp_path: Path, on_error: str, steps: int) -> None:
+class Blocks(Counted):
+    """A task that puts a file in the way of the folder for checkpoints, once the first step is done."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self._place = place
+
+    @override
+    def train(self, run: Any) -> None:
+        for share in run.batches():
+            run.step(share)
+            if run.done == 1:
+                self._place.rmdir()
+                self._place.write_text("a file")
+
+
+@pytest.mark.parametrize(("on_error", "failed", "steps"), [("stop", [], 4), ("warn", [4, 8, 9], 9)])
+def test_a_save_that_fails_stops_the_run_or_is_told(
+    tmp_path: Path, on_error: str, failed: list[int], steps: int
+) -> None:
     """`on_error` decides; the folder that is in the way is named either way."""
     place = tmp_path / "in-the-way"
-    place.write_text("a file")
     keeps = {"every": 4, "to": str(place), "on_error": on_error, "async": False}
     if on_error == "stop":
-        with pytest.raises(CheckpointError, match="in-the-way"):
-            trained(tmp_path / "run", **settings(checkpoint=keeps))
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 4 in .*in-the-way"):
+            trained(tmp_path / "run", Blocks(place), **settings(checkpoint=keeps))
     else:
-        trained(tmp_path / "run", **settings(checkpoint=keeps))
-        assert [row["step"] for row in rows(tmp_path / "run", "checkpoint failed")] == [4, 8, 9]
-        assert all("in-the-way" in row["said"] for row in rows(tmp_path / "run", "checkpoint failed"))
+        trained(tmp_path / "run", Blocks(place), **settings(checkpoint=keeps))
+    told = rows(tmp_path / "run", "checkpoint failed")
+    assert [row["step"] for row in told] == failed
+    assert all("in-the-way" in row["said"] for row in told)
     assert max(row["step"] for row in rows(tmp_path / "run", "step")) <= steps
+
+
+def test_the_folder_is_checked_before_the_first_step(tmp_path: Path) -> None:
+    """What is in its way is told at once; with `on_error: warn` training goes on."""
+    place = tmp_path / "in-the-way"
+    place.write_text("a file")
+    with pytest.raises(CheckpointError) as refused:
+        trained(tmp_path / "stop", **settings(checkpoint={"to": str(place)}))
+    assert str(refused.value) == f"no checkpoint can be saved in {place}: rank 0: {place}: File exists"
+    assert rows(tmp_path / "stop", "step") == []
+    trained(tmp_path / "warn", **settings(checkpoint={"to": str(place), "on_error": "warn"}))
+    assert [row["step"] for row in rows(tmp_path / "warn", "checkpoint failed")] == [0, 9]
 
 
 def test_the_state_names_the_revision_of_the_code(tmp_path: Path) -> None:
