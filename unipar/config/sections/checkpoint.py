@@ -59,7 +59,7 @@ class Checkpoint(Section):
         return str(parse_address(to)) if to is not None and is_address(to) else to
 
     on_error: Literal["stop", "warn"] = "stop"
-    """What follows if a checkpoint cannot be written. stop: the run ends with the error; warn: it goes on."""
+    """Consequence of a checkpoint that cannot be written. stop: the run ends with the error; warn: it goes on."""
 
     @property
     def asynchronous(self) -> bool:
