@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.forks import Forks
 from tests.support.verifications import verified
 
@@ -45,6 +47,7 @@ def test_the_cut_of_a_batch_matters_by_cell(forks: Forks, tmp_path: Path) -> Non
     assert said["cut_dependence"]["kind"] == "batch statistics"
 
 
+@pytest.mark.sweep  # a comparison with such a cell is played always
 def test_what_an_engine_refuses_is_no_failure(forks: Forks, tmp_path: Path) -> None:
     """Of a split that the proof refuses the row has the sentence, and the other cells decide the exit code."""
     cells = ["native/nothing", "native/nothing+tensor2"]
