@@ -31,6 +31,10 @@ BITS = {
 """Cells that add the same numbers in the same order: their results are equal to the last bit."""
 
 
+EIGHT_CASES = ("ragged last batch", "token weights, ragged", "tied weights", "dropout", "state out and in")
+"""Cases that are played on eight ranks, once."""
+
+
 def test_agrees(hall: CellRunner, cell: Cell, size: int, case: str) -> None:
     """Losses, norms, parameters and evaluations are those of one process, within the stated tolerance."""
     wanted = CASES[case]
@@ -66,6 +70,15 @@ def test_agrees(hall: CellRunner, cell: Cell, size: int, case: str) -> None:
         for rank in got.evals:
             for mine, theirs in zip(rank, one.evals, strict=True):
                 assert mine == pytest.approx(theirs, abs=5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EIGHT_CASES)
+def test_agrees_on_eight_ranks(hall: CellRunner, case: str) -> None:
+    """Two shares of the data, two stages and two parts of each matrix, parameters split over the shares by FSDP2."""
+    cell = Cell.parse("native/parameters+tensor2+pipeline2")
+    hall.wanted.setdefault((cell, 8), list(EIGHT_CASES))
+    test_agrees(hall, cell, 8, case)
 
 
 def test_closed_by_default(hall: CellRunner) -> None:

@@ -198,7 +198,7 @@ class WrapperEngine(OptimizerEngine):
                     value = self._new_state(name, kind, p, read)
                     state[p][kind] = value = self._on_its_device(kind, value, p.device)
                 for where, local in self.local_regions(name, value):
-                    local.copy_(read(name, kind, where).view(local.shape))
+                    read.fill(local, name, kind, where)
         restore_buffers(self.model, read)
 
     @override
@@ -230,7 +230,7 @@ class WrapperEngine(OptimizerEngine):
         if kind == "step" and not shape:
             return torch.zeros((), dtype=torch.float32)
         if shape == self.whole_shape(name, p):
-            return torch.zeros_like(p)
+            return torch.empty_like(p)
         if shape and isinstance(p, DTensor):
             raise TaskError(
                 f"the optimizer's {kind!r} of {name} has the shape {shape}, the parameter {tuple(p.shape)}: such a "
