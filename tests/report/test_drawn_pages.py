@@ -179,14 +179,10 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
 
 
 @needs_browser
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("flags", "width"),
-    [
-        ((), 1280),
-        pytest.param((DARK,), 390, marks=pytest.mark.sweep),
-        pytest.param((), 390, marks=pytest.mark.sweep),
-        pytest.param((DARK,), 1280, marks=pytest.mark.sweep),
-    ],
+    [((), 1280), ((DARK,), 390), ((), 390), ((DARK,), 1280)],
     ids=["light-1280", "dark-390", "light-390", "dark-1280"],
 )
 def test_labels_of_many_cells_can_be_read(

@@ -38,6 +38,7 @@ def test_each_cell_is_compared_with_its_own_number_of_shares(forks: Forks, tmp_p
     assert rows["toy/nothing+tensor2"]["allowed"]["norm"] != said["allowed"]["norm"]
 
 
+@pytest.mark.sweep
 def test_the_cut_of_a_batch_matters_by_cell(forks: Forks, tmp_path: Path) -> None:
     """With BatchNorm each cell is compared with one process that splits batches as that cell does."""
     said = verdicts(forks, tmp_path, "tests.conformance.tasks:Normed", CELLS[:2])

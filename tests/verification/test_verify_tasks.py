@@ -184,6 +184,7 @@ def test_a_model_that_cannot_run_in_fp64(prove: Callable[..., Verdicts]) -> None
     assert found.cut_dependence.kind == "batch statistics"
 
 
+@pytest.mark.sweep
 def test_a_size_of_microbatches_that_fails_is_left_out(prove: Callable[..., Verdicts]) -> None:
     """The config's own size works: runs with a size that does not are no part of the spread, and a remark says so."""
     found = prove(special_tasks.NeverOne)
