@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 
 from unipar.backend import Piece, Region
+from unipar.checkpoint.packed_values import pack_values
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
-from unipar.checkpoint.task_state import pack_task_state
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
+from unipar.training.feeds import describe_stream_place
 
 if TYPE_CHECKING:
     from unipar.training.run import TrainingRun
@@ -48,6 +49,9 @@ class RunCheckpoints:
         self._is_best = False
         self._metrics: dict[str, float] = {}
         self._last_saved: int | None = None
+        self._told = False
+        """Whether a line has said that the stream has no state."""
+
         self._began = time.monotonic()
         self._saver = CheckpointSaver(
             into or checkpoint_folder(run, settings.to), live.world, asynchronous=settings.asynchronous, mark=live.mark
@@ -92,8 +96,12 @@ class RunCheckpoints:
             part.save_agreed = False
         kept = Retention(self._settings.keep, [step for step, _ in self._best])
         try:
-            task, tensors = pack_task_state(live.task.state())
-            self._saver.save(done, self._pieces(tensors), self._state(done, task), kept)
+            task, tensors = pack_values(live.task.state(), "state", "state()")
+            data, of_streams = describe_stream_place(live, done)
+            if (why := data.get("stream", {}).get("why")) and not self._told:
+                live.note("data", said=f"{why}: a run that goes on from a checkpoint reads it on")
+                self._told = True
+            self._saver.save(done, self._pieces(tensors, of_streams), self._state(data, task), kept)
         except CheckpointError as e:
             self._fail(e)
         if not self._settings.asynchronous:
@@ -151,18 +159,18 @@ class RunCheckpoints:
             raise error
         self._live.note("checkpoint failed", step=self._live.done, said=str(error))
 
-    def _pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def _pieces(self, of_task: Mapping[str, Tensor], of_streams: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """Yield this rank's pieces of the engines' state, of the task's own if it is rank 0, and of its streams."""
         yield from self._live.pieces()
-        if self._live.rank == 0:
+        for kind, tensors in (("task", of_task if self._live.rank == 0 else {}), ("stream", of_streams)):
             for name, t in tensors.items():
-                yield Piece(name, "task", tuple(t.shape), Region(0, t.numel()), t.contiguous())
+                yield Piece(name, kind, tuple(t.shape), Region(0, t.numel()), t.contiguous())
 
-    def _state(self, done: int, task: Any) -> dict[str, Any]:
-        """Return what state.json holds besides step and format."""
+    def _state(self, data: Mapping[str, Any], task: Any) -> dict[str, Any]:
+        """Return what state.json holds besides step and format; `data`: the place in the data."""
         live = self._live
         config = live.config.model_dump(mode="json")
         text = json.dumps(config, sort_keys=True, separators=(",", ":"))
-        position = live.feed.position(done)
         return {
             "unipar": self._launched.get("versions", {}),
             "git": self._launched.get("git"),
@@ -171,7 +179,7 @@ class RunCheckpoints:
             "ranks": live.size,
             "config": config,
             "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "data": {"epoch": position.epoch, "sample": position.sample, "length": live.feed.source.length},
+            "data": data,
             "steps": live.steps,
             "parts": {
                 name: {
