@@ -179,6 +179,11 @@ class Native(Backend):
     )
 
     @override
+    def fills_from_files(self, config: Config) -> bool:
+        shard, axes = config.parallel.shard, config.parallel.axes
+        return shard in ("gradients", "parameters") and axes.ranks == 1  # a mesh tries rank 0's whole model first
+
+    @override
     def refuse(self, config: Config) -> Iterator[str]:
         if config.model.offload == "optimizer":
             yield (
