@@ -194,11 +194,12 @@ def fill_shard(empty: DTensor, whole: Tensor, home: torch.device) -> DTensor:
     return new
 
 
+@torch.no_grad()
 def _read_shard(empty: DTensor, values: FileValues, home: torch.device) -> DTensor:
     """Return a shard like `empty`, which has no memory, with this rank's part as it is in a file."""
     new = _empty_shard(empty, home)
     for where, elements in local_regions(new):
-        elements.copy_(values.read(where).view(-1))
+        values.read_into(where, elements)
     return new
 
 

@@ -97,8 +97,11 @@ def test_parameters_stay_in_the_files(tmp_path: Path) -> None:
     torch.manual_seed(3)
     whole = Tied().embed.weight.detach()
     for where in (Region(4, 8), Region(1, 2, 4, 5), Region(0, 24), Region(3, 0)):
-        assert torch.equal(values.read(where), where.of(whole).reshape(-1))
-    assert files.bytes_read == 16 + 4 * (8 + 10 + 24)
+        for dtype in (torch.float32, torch.float64):
+            out = torch.empty(where.numel, dtype=dtype)
+            values.read_into(where, out)
+            assert torch.equal(out, where.of(whole).reshape(-1).to(dtype))
+    assert files.bytes_read == 16 + 2 * 4 * (8 + 10 + 24)
 
 
 def test_a_constructor_that_reads_its_parameters() -> None:

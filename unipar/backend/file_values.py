@@ -15,12 +15,8 @@ _ATTRIBUTE = "unipar_file_values"
 class FileValues(Protocol):
     """Tensor in a file."""
 
-    def read(self, where: Region) -> Tensor:
-        """Return elements, in their order, in the file's dtype."""
-        ...
-
-    def __call__(self) -> Tensor:
-        """Return the whole tensor."""
+    def read_into(self, where: Region, out: Tensor) -> None:
+        """Fill a contiguous tensor, which may have another dtype and device, with elements in their order."""
         ...
 
 

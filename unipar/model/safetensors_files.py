@@ -24,6 +24,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_BUFFER_BYTES = 2**22
+
+
 @final
 class SafetensorsFiles:
     """Tensors of a file, or of a folder, by name; only headers are read before a tensor is asked for."""
@@ -32,6 +35,7 @@ class SafetensorsFiles:
         self.bytes_read = 0
         """Bytes of tensors that were read so far."""
 
+        self.buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         self.tensors: dict[str, TensorInFile] = {}
         for file in safetensors_in(path):
             for name, tensor in self._tensors_of(file):
@@ -63,24 +67,39 @@ class TensorInFile:
     dtype: torch.dtype
 
     def __call__(self) -> Tensor:
-        return self.read(Region(0, self.shape.numel())).view(self.shape)
+        """Return the whole tensor."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(Region(0, self.shape.numel()), out.view(-1))
+        return out
 
-    def read(self, where: Region) -> Tensor:
-        """Return elements, in their order."""
-        out = torch.empty(where.numel, dtype=self.dtype)
-        if where.numel == 0:
-            return out
-        size = out.element_size()
-        data: Any = out.view(torch.uint8).numpy()
-        memory = memoryview(data)
+    def read_into(self, where: Region, out: Tensor) -> None:
+        """Fill a tensor, which may have another dtype and device, with elements in their order.
+
+        It reads into the tensor itself, or through one small buffer: temporary tensors between those that stay would
+        leave holes in the heap that nothing fits into, as many bytes as the tensors themselves.
+        """
+        flat = out.view(-1)
+        direct = flat.dtype == self.dtype and flat.device.type == "cpu"
         with self.file.open("rb", buffering=0) as opened:
             for run in range(where.runs):
-                part = memory[run * where.length * size : (run + 1) * where.length * size]
-                at = self.begin + (where.start + run * where.stride) * size
-                while part:
-                    read = os.preadv(opened.fileno(), [part], at)
-                    if read == 0:
-                        raise ConfigError(f"model.weights: {self.file} ends at byte {at:,}, within a tensor")
-                    part, at = part[read:], at + read
-        self.owner.bytes_read += where.numel * size
-        return out
+                mine, first = flat[run * where.length : (run + 1) * where.length], where.start + run * where.stride
+                if direct:
+                    self._read(opened.fileno(), first, mine)
+                    continue
+                buffer = self.owner.buffer.view(self.dtype)
+                for at in range(0, where.length, len(buffer)):
+                    part = mine[at : at + len(buffer)]
+                    self._read(opened.fileno(), first + at, buffer[: len(part)])
+                    part.copy_(buffer[: len(part)])
+
+    def _read(self, fd: int, first: int, into: Tensor) -> None:
+        if not len(into):
+            return
+        data: Any = into.view(torch.uint8).numpy()
+        left, at = memoryview(data), self.begin + first * into.element_size()
+        while left:
+            read = os.preadv(fd, [left], at)
+            if read == 0:
+                raise ConfigError(f"model.weights: {self.file} ends at byte {at:,}, within a tensor")
+            left, at = left[read:], at + read
+        self.owner.bytes_read += data.nbytes

@@ -96,6 +96,7 @@ class RunCheckpoints:
             part.save_agreed = False
         kept = Retention(self._settings.keep, [step for step, _ in self._best])
         try:
+            self._refuse_unsaved_values()
             task, tensors = pack_values(live.task.state(), "state", "state()")
             data, of_streams = describe_stream_place(live, done)
             if (why := data.get("stream", {}).get("why")) and not self._told:
@@ -158,6 +159,12 @@ class RunCheckpoints:
         if self._settings.on_error == "stop":
             raise error
         self._live.note("checkpoint failed", step=self._live.done, said=str(error))
+
+    def _refuse_unsaved_values(self) -> None:
+        """Raise CheckpointError, on all ranks alike, if an optimizer keeps what no piece of state can hold."""
+        for part in self._live.parts.values():
+            for sentence in part.engine.unsaved_values():
+                raise CheckpointError(sentence)
 
     def _pieces(self, of_task: Mapping[str, Tensor], of_streams: Mapping[str, Tensor]) -> Iterator[Piece]:
         """Yield this rank's pieces of the engines' state, of the task's own if it is rank 0, and of its streams."""
