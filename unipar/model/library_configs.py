@@ -66,7 +66,7 @@ def _adapter_config(module: Any, config: Any) -> dict[str, Any]:
     own.inference_mode = True  # as peft saves it: the reader decides whether it trains
     base = getattr(getattr(module, "base_model", None), "model", None)
     if own.base_model_name_or_path is None:
-        own.base_model_name_or_path = getattr(base, "name_or_path", None)
+        own.base_model_name_or_path = getattr(base, "name_or_path", None) or None
     if own.task_type is None and base is not None:
         own.auto_mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
     with tempfile.TemporaryDirectory() as folder:
