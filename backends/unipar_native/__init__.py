@@ -180,8 +180,7 @@ class Native(Backend):
 
     @override
     def fills_from_files(self, config: Config) -> bool:
-        shard, axes = config.parallel.shard, config.parallel.axes
-        return shard in ("gradients", "parameters") and axes.ranks == 1  # a mesh tries rank 0's whole model first
+        return config.parallel.shard in ("gradients", "parameters") and config.parallel.axes.ranks == 1
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:

@@ -14,7 +14,7 @@ READING_ON_ITEMS = 100
 
 
 class ReadPart(NamedTuple):
-    """How far one reader has read its part of a stream in an epoch."""
+    """Place of one reader in its part of a stream, within an epoch."""
 
     read: int = 0
     """Number of samples."""
@@ -30,7 +30,7 @@ class ReadPart(NamedTuple):
 
 
 class ReadingOn(NamedTuple):
-    """How many samples one reader has read past so far, of how many, and in how long."""
+    """Progress of one reader that reads past samples: how many so far, of how many, in how long."""
 
     read: int
     of: int

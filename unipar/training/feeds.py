@@ -31,7 +31,7 @@ Feed = MicrobatchFeed | StreamFeed
 
 
 class FedRun(Protocol):
-    """What feeds need of a run in training."""
+    """Part of a run in training that feeds need."""
 
     task: Task
     world: World
