@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoint_use import benchmark_checkpoint_blocks, benchmark_checkpoint_load, benchmark_resume
 from benchmarks.checkpoint_write import benchmark_checkpoint_write
 from benchmarks.mesh_time import benchmark_mesh
 from benchmarks.peers import benchmark_peers
@@ -180,6 +181,9 @@ def main(parts: list[str]) -> int:
         "peers": benchmark_peers,
         "mesh": benchmark_mesh,
         "checkpoint": benchmark_checkpoint_write,
+        "save": benchmark_checkpoint_blocks,
+        "load": benchmark_checkpoint_load,
+        "resume": benchmark_resume,
     }
     wrong = [name for name in parts if name not in known]
     if wrong:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import inf
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import deepspeed
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Backend, Engine, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step, cells
+from unipar.backend import Backend, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step, cells
 from unipar.backend.joining import meet
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import SHARDS, Config
@@ -22,8 +21,8 @@ from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import clip_counted, clip_gradients, clip_in_fp64, scale_loss
-from unipar.engines.learning_rate import BaseRates, current_rates
-from unipar.engines.loss_scale import LossScaler
+from unipar.engines.learning_rate import BaseRates
+from unipar.engines.optimizer import OptimizerEngine
 from unipar.engines.placement import (
     broadcast_model,
     broadcast_tensor,
@@ -57,19 +56,15 @@ def initialize_deepspeed(model: nn.Module, optimizer: Optimizer, settings: dict[
 
 
 @final
-class ZeroEngine(Engine):
+class ZeroEngine(OptimizerEngine):
     """Engine of one part under ZeRO 0 to 3."""
 
     def __init__(
         self, part: Part, config: Config, world: World, backend: Backend, start: InitializeEngine = initialize_deepspeed
     ) -> None:
         refuse_scalar_parameters(part.module, str(cells.cell_of(config)))
-        self.world, self.model = world, part.module
+        super().__init__(part, config, world)
         self.stage = SHARDS.index(config.parallel.shard)
-        clip = config.train.clipping
-        self.limit = inf if clip is None else float(clip.max)
-        self.fp64 = clip is not None and clip.norm == "fp64"
-        self.scaler = LossScaler() if config.train.precision == "fp16" else None
         split, whole = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
         use_groups(world)
         named = part.module.named_parameters()
@@ -215,23 +210,6 @@ class ZeroEngine(Engine):
     def holdings(self) -> Iterator[Holding]:
         yield from zero_holdings(self.model, self.engine)
         yield from module_holdings(self.model)
-
-    @override
-    def counters(self) -> dict[str, float]:
-        return {} if self.scaler is None else self.scaler.counters()
-
-    @override
-    def restore_counters(self, saved: Mapping[str, float]) -> None:
-        if self.scaler is not None and saved:
-            self.scaler.restore_counters(saved)
-
-    @override
-    def optimizer_groups(self) -> Sequence[dict[str, Any]]:
-        return self.base.param_groups
-
-    @override
-    def learning_rates(self) -> list[float]:
-        return current_rates(self.base)
 
     @override
     def close(self) -> None:

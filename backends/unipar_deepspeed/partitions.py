@@ -163,7 +163,7 @@ class ZeroPartitions:
             with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=self.stage == 3):
                 flat = p.data.view(-1)
                 for where, tensor in self._regions_of(name, Region(0, p.numel()), flat):
-                    tensor.copy_(read(name, "weight", where).view(tensor.shape))
+                    read.fill(tensor, name, "weight", where)
         trained = [name for name, p in named if p.requires_grad]
         kinds = {k for name in trained for k in read.kinds(name)} - {"weight"}
         if kinds:

@@ -108,9 +108,9 @@ class NativeOptions(Section):
     """How attention reaches other ranks' positions under parallel.context: keys and values gathered, or passed on."""
 
     proof: Literal["whole", "blocks", "off"] = "whole"
-    """What a model split over tensor, pipeline or context is compared with before the first step. whole: loss and
-    gradients of the whole model, which rank 0 computes; blocks: its loss, and gradients of a block of each kind, where
-    rank 0 cannot hold all gradients; off: nothing, which the log says."""
+    """Comparison of a model split over tensor, pipeline or context with the whole one before the first step.
+    whole: loss and gradients of the whole model, which rank 0 computes; blocks: its loss, and gradients of a block of
+    each kind, where rank 0 cannot hold all gradients; off: nothing, which the log says."""
 
 
 @final

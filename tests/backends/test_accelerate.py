@@ -12,6 +12,7 @@ from unipar_native.fsdp2 import fsdp_groups
 
 from tests.conformance import tasks
 from tests.support.foreign_launch import CONFIG
+from tests.support.forks import Forks
 from tests.support.launchers import environment
 from tests.support.running import running
 from unipar.backend import checks
@@ -77,12 +78,23 @@ def launched(folder: Path, yaml: str, *words: str) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_a_yaml_that_agrees_joins(tmp_path: Path) -> None:
     """The user's FSDP file starts two ranks, which train by its FSDP2."""
     done = launched(
         tmp_path, YAML.format(kind="FSDP", precision="'no'", more=FSDP % "true"), "--set", "parallel.shard=parameters"
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    report = Report.read(tmp_path / "runs/x")
+    assert (report.cell, report.size, report.steps) == ("accelerate/parameters", 2, 12)
+
+
+def test_ranks_with_the_variables_of_such_a_yaml_join(tmp_path: Path, forks: Forks) -> None:
+    """The same without the launcher itself: two ranks that have the variables which it makes of the file."""
+    (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
+    words = ["-m", "unipar", "run", "x.yaml", "--set", "backend=accelerate", "--set", "parallel.shard=parameters"]
+    for done in forks.ranks(words, tmp_path, LAUNCHED | FSDP2 | {"ACCELERATE_USE_CPU": "true"}):
+        assert done.returncode == 0, done.stdout + done.stderr
     report = Report.read(tmp_path / "runs/x")
     assert (report.cell, report.size, report.steps) == ("accelerate/parameters", 2, 12)
 

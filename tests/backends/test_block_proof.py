@@ -45,7 +45,8 @@ def losses(folder: Path, task: str, parallel: dict[str, Any], proof: str, **args
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"tensor": 2, "data": 2, "shard": "parameters"},
+        {"tensor": 2},
+        pytest.param({"tensor": 2, "data": 2, "shard": "parameters"}, marks=pytest.mark.sweep),
         pytest.param({"tensor": 2, "pipeline": 2}, marks=pytest.mark.sweep),
         pytest.param({"context": 2, "pipeline": 2}, marks=pytest.mark.sweep),
         pytest.param({"context": 2, "data": 2, "shard": "optimizer"}, marks=pytest.mark.sweep),
@@ -81,13 +82,14 @@ def test_a_right_split_is_proved(tmp_path: Path, parallel: dict[str, Any]) -> No
             r"split as planned, the model is another: in blocks.0, run by itself, the gradient of blocks.0.norm1.\w+ "
             r"is off by [\d.e-]+ of its length; tensor 2. Leave",
         ),
-        (
+        pytest.param(
             "unsplit.py:Skipping",
             {"pipeline": 2},
             {"cuts": ["blocks.2"]},
             r"split as planned, the model is another: a loss of [\d.]+ for [\d.]+, while a block of each kind "
             r"\(blocks.0, blocks.2\) has the right output and gradients, so that what differs lies between blocks or "
             r"outside of them; pipeline 2, with stages that begin at blocks.2 \(a value that skips a block",
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["rows not added up", "columns not added up", "a skip across a cut"],

@@ -13,6 +13,7 @@ from unipar_native.mesh.context.arguments import position_dimension
 from unipar_native.mesh.context.attention import SequenceLayout, attend, attend_backward
 
 from tests.support.context_inside import CASES, OF_FOUR
+from tests.support.forks import Forks
 from tests.support.world import ROOT
 from unipar.errors import TaskError
 from unipar.launcher.processes.group import WorkerGroup
@@ -20,10 +21,14 @@ from unipar.launcher.processes.group import WorkerGroup
 pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # torch's own, while it is imported
 
 
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert", "vit")]
+
+
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def said(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[int, dict[str, Any]]:
     """What came out of each case, by the size of the world; all ranks of a world say the same of refusals."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    forks.plain.import_modules(MODELS)  # once, and not in each of six ranks
     found: dict[int, dict[str, Any]] = {}
     for ranks in (2, 4):
         folder = tmp_path_factory.mktemp(f"ranks-{ranks}")

@@ -41,6 +41,7 @@ def test_a_vocabulary_in_parts(tmp_path: Path) -> None:
     assert split == pytest.approx(losses(tmp_path / "whole", WORDS, {}), abs=2e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.forked
 def test_attention_in_a_ring(tmp_path: Path) -> None:
     """Keys and values pass from rank to rank; losses are those of one process."""
@@ -48,8 +49,9 @@ def test_attention_in_a_ring(tmp_path: Path) -> None:
     assert ring == pytest.approx(losses(tmp_path / "one", LETTERS, {}), abs=2e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.forked
-@pytest.mark.parametrize("proof", [pytest.param("whole", marks=pytest.mark.sweep), "blocks"])
+@pytest.mark.parametrize("proof", ["whole", "blocks"])
 def test_evaluation_of_layers_of_torch(tmp_path: Path, proof: str) -> None:
     """Without gradients they call no kernel for whole matrices: evaluations are those of one process."""
     config = {

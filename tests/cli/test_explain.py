@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,23 @@ def test_deep(source: ConfigSource, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["data.shuffle"] == (False, "the task's DataLoader")
     assert found["data.ragged"] == ("drop", "the task's DataLoader")
     assert capsys.readouterr().out == ""  # what the task prints does not mix with what explain says
+
+
+def test_the_size_of_a_checkpoint(source: ConfigSource) -> None:
+    """Weights of 24 numbers with their momentum are 192 bytes; the room is that of the nearest folder that is there."""
+    momentum = ("train.optimizer.name=sgd", "train.optimizer.momentum=0.9")
+    told = rows(explain_config(changed(source, *momentum, "checkpoint.every=10"), deep=True))["checkpoint bytes"]
+    assert told[0] == 192
+    assert re.fullmatch(
+        r"weights, buffers and optimizer state, 192 B; 4 at a time are 768 B, "
+        rf"and {re.escape(str(Path.cwd()))} has \S+ \S+ free",
+        told[1],
+    )
+    best = changed(source, *momentum, "checkpoint={keep: 1, best: {keep: 2}}", "train.precision=fp64")
+    told = rows(explain_config(best, deep=True))["checkpoint bytes"]
+    assert told[0] == 384
+    assert "384 B; 4 at a time are 1.5 KiB, " in told[1]
+    assert "checkpoint bytes" not in rows(explain_config(source, deep=True))  # no section, no checkpoint
 
 
 def test_what_the_task_raises(source: ConfigSource) -> None:

@@ -257,7 +257,7 @@ SLOW = """
 """
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [pytest.param(signal.SIGINT, marks=pytest.mark.sweep), signal.SIGKILL])
 def test_what_was_interrupted_goes_on_where_it_stopped(
     given: dict[str, Any], tmp_path: Path, sign: int, forks: Forks
 ) -> None:

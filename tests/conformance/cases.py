@@ -243,7 +243,7 @@ MESH_CASES = (
     "dropout", "evaluation in the middle", "state out and in", "blocks recomputed", "bf16-mixed", "fp64",
     "not a number",
 )  # fmt: skip
-"""Cases that `make test` plays in the first three of them, in the smallest world; in the others it plays a few."""
+"""Cases that `make test` plays in two of the first three of them, in the smallest world; a few also in the others."""
 
 SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""
@@ -251,8 +251,12 @@ SIZES_ONLY_VARIANT = "library"
 THIN = ("native/parameters", "deepspeed/parameters", "horovod/nothing", "accelerate/gradients")
 """Cells that `make test` plays in worlds of 1, too."""
 
-COMPILED = ("native/parameters", "deepspeed/optimizer", "horovod/nothing", "accelerate/parameters")
-"""Cells in which `make test` compiles: under ZeRO-3 it takes half a minute a case."""
+COMPILED = {
+    "native/parameters": ("blocks compiled", "model compiled", "blocks recomputed and compiled"),
+    "deepspeed/optimizer": ("blocks compiled", "blocks recomputed and compiled"),
+    "horovod/nothing": ("blocks compiled", "blocks recomputed and compiled"),
+}
+"""Cells in which `make test` compiles, and what: a case takes as long as ten others, a whole model as twenty."""
 
 OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
 
@@ -260,14 +264,18 @@ OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
 def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
     """Return the cases of a cell in a world of this size: for `make conformance` all.
 
-    `make test` plays, in worlds of two, each case under each library, each mark once, and what every cell must do; in
-    worlds of four, once what needs four ranks. A stranger's cells play all cases in worlds of two, some in others.
+    `make test` plays, in worlds of two, each case under each library (compiled ones as COMPILED says), each mark once,
+    and what every cell must do; in worlds of four, once what needs four ranks. A stranger's cells play all cases in
+    worlds of two, some in others.
     """
     names: Collection[str] = CASES
     if cell.axes.ranks > 1 and not whole:
-        one_axis = str(cell) in MESH_CELLS[:3]
-        smallest = size in (2, cell.axes.ranks)
-        names = MESH_CASES if one_axis and size == 2 else SHORT_CASES if smallest or cell.shard == "parameters" else ()
+        copies = 2 if cell.shard == "parameters" else 1  # of which each keeps a part of the parameters
+        if str(cell) in MESH_CELLS[:3] and size == 2:
+            turn = MESH_CELLS.index(str(cell))
+            names = [name for i, name in enumerate(MESH_CASES) if name in EVERYWHERE or i % 3 != turn]
+        else:
+            names = SHORT_CASES if size == copies * cell.axes.ranks else ()
     elif not whole and size == 2:
         names = CASES if cell.backend not in OURS else _covering(cell)
     elif not whole and size == 1:
@@ -301,7 +309,7 @@ def _covering(cell: Cell) -> set[str]:
             here = [c for c in cells if case.on(c)]
             able = [c for c in here if not any(mark.fits(c, name, 2) for mark in MARKS)] or here
             if "compile" in case.more.get("model", {}):
-                able = [c for c in able if str(c) in COMPILED]
+                able = [c for c in able if name in COMPILED.get(str(c), ())]
             if able and able[turn % len(able)] == cell:
                 names.add(name)
             turn += 1

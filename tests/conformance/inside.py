@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from tests.conformance import tasks
 from tests.conformance.cases import CASES, Case, blocks_for
-from unipar.backend import Piece, Region, registry
+from unipar.backend import Piece, Read, Region, registry
 from unipar.backend.checks import settle
 from unipar.config import Cell
 from unipar.distributed.place import Place
@@ -155,17 +156,20 @@ def combine_pieces(pieces: list[Any]) -> Whole:
     return whole
 
 
-class CombinedState:
+class CombinedState(Read):
     """A `Read` over pieces put together."""
 
     def __init__(self, whole: Whole, shapes: dict[tuple[str, str], tuple[int, ...]]) -> None:
         self.whole, self.shapes = whole, shapes
 
+    @override
     def __call__(self, name: str, kind: str, where: Region) -> Tensor:
         return where.of(self.whole[name, kind])
 
+    @override
     def kinds(self, name: str) -> set[str]:
         return {k for n, k in self.whole if n == name and k != "buffer"}
 
+    @override
     def shape(self, name: str, kind: str) -> tuple[int, ...]:
         return self.shapes[name, kind]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.exports import FILE, WORDS
+from tests.support.exports import FILE, FORGETS, HIDES, WORDS
+from tests.support.forks import Forks
 from tests.support.pipelined import Texts
 from unipar import join
 from unipar.config import source
@@ -22,7 +22,6 @@ from unipar.errors import UniparError
 BIN = Path(sys.executable).parent
 PIPELINED = FILE.with_name("pipelined.py")
 TOLD: dict[str, Any] = {**WORDS, "task": {"use": f"{PIPELINED}:Texts"}}
-HIDES = "import sys\nsys.modules['unipar'] = None\n"
 
 
 def _alone(folder: Path) -> list[float]:
@@ -47,17 +46,14 @@ def _alone(folder: Path) -> list[float]:
         pytest.param({"data": 1, "pipeline": 4, "schedule": "1f1b"}, 4, marks=pytest.mark.sweep),
     ],
 )
-def test_a_pipeline_has_the_same_losses(parallel: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+def test_a_pipeline_has_the_same_losses(parallel: dict[str, Any], ranks: int, tmp_path: Path, forks: Forks) -> None:
     """Ragged texts with weights, a matrix tied over stages, dropout in, before and behind blocks; unipar is hidden."""
     config = source.load_given_config({**TOLD, "parallel": {"pipeline": 2, **parallel}})
     made = export_script(config, "torchrun", tmp_path / "made")
     assert f"--nproc-per-node {ranks} train.py" in made.command
-    (tmp_path / "sitecustomize.py").write_text(HIDES, encoding="utf-8")
-    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
-    variables = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": path}
-    command = [str(made.folder / "run.sh")]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "start.py").write_text(HIDES + FORGETS, encoding="utf-8")
+    for done in forks.ranks([str(tmp_path / "start.py")], made.folder, {"OMP_NUM_THREADS": "1"}, size=ranks):
+        assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (made.folder / "log.jsonl").read_text("utf-8").splitlines()]
     assert [row["loss"] for row in rows] == pytest.approx(_alone(tmp_path), rel=2e-6)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]

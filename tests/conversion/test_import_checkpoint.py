@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.support.foreign_trainers import DECAY, LAST, RATE, SAVED_AT, TOTAL, a
 from tests.support.forks import Forks
 from tests.support.world import ROOT
 from unipar.backend.checks import read_source
+from unipar.checkpoint.importing import reader_process
 from unipar.checkpoint.protocol.verifying import CheckpointContents, verify_checkpoint
 from unipar.checkpoint.saved_state import SavedState
 from unipar.config import Config
@@ -100,6 +103,16 @@ def test_training_goes_on_with_the_losses_of_the_library_alone(
     assert continued(forks, tmp_path, done.path) == pytest.approx(losses[SAVED_AT:], rel=1e-5)
 
 
+@pytest.fixture
+def readers(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have processes that read pickled files be forks, too."""
+
+    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return forks.python(words[1:], ROOT)
+
+    monkeypatch.setattr(reader_process, "subprocess", SimpleNamespace(run=run))
+
+
 def weights() -> dict[str, Any]:
     return {name: t.clone() for name, t in make_net().state_dict().items()}
 
@@ -119,6 +132,7 @@ def test_weights_alone_from_safetensors(tmp_path: Path) -> None:
         assert torch.equal(state.whole("inner.weight", "weight"), weights()["inner.weight"].bfloat16().float())
 
 
+@pytest.mark.usefixtures("readers")
 def test_other_names_and_weights_only(tmp_path: Path) -> None:
     """--rename replaces beginnings, --weights-only leaves the optimizer out, --step says the step."""
     net = make_net()
@@ -134,6 +148,7 @@ def test_other_names_and_weights_only(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("readers")
 def test_refusals(tmp_path: Path) -> None:
     """Each source that does not fit has its sentence, also out of the process that reads it."""
     (tmp_path / "empty").mkdir()

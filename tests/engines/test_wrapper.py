@@ -88,7 +88,7 @@ def test_blocks_that_share_a_parameter(backend: str, tmp_path: Path) -> None:
         assert run.done == 3
 
 
-@pytest.mark.parametrize("shard", ["nothing", "optimizer"])
+@pytest.mark.parametrize("shard", ["nothing", pytest.param("optimizer", marks=pytest.mark.sweep)])
 def test_the_first_step_settles_the_search(shard: str, tmp_path: Path) -> None:
     """DDP searches for unused parameters if the first step had some, and not otherwise."""
     from unipar_native.ddp import DDPEngine

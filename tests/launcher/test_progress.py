@@ -193,3 +193,38 @@ def test_tail(tmp_path: Path) -> None:
         assert list(tail.lines()) == ["ü", "b"]
     assert list(tail.lines()) == []
     tail.close()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_bar_of_a_save_for_which_training_waits(tmp_path: Path) -> None:
+    """The bar is the save's while training waits for it; a save beside training is a share at the line's end."""
+    err = Terminal()
+    trained(tmp_path, 2)
+    heartbeat = HeartbeatWriter(heartbeat_path(tmp_path, 0))
+    heartbeat.step = 3
+    heartbeat.set_phase("save")
+    heartbeat.set_work("saving", 2**29, 2**30)
+    with Progress(tmp_path, 4, out=err, err=err) as progress:
+        progress.tick()
+        heartbeat.set_phase("forward")
+        progress.tick()
+        heartbeat.set_work("")
+        progress.tick()
+    drawn = [line.rstrip() for line in re.split(r"[\r\n]", ESCAPE.sub("", err.getvalue()))]
+    assert any(line.startswith("saving ") and line.endswith("512 MiB of 1.0 GiB") for line in drawn), drawn
+    assert any(line.startswith("step 2/2 ") and line.endswith("saving 50%") for line in drawn), drawn
+    assert not drawn[-1].endswith("%")
+
+
+def test_lines_about_work_that_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipe a line comes every 30 seconds while a checkpoint is read, and none before."""
+    err, now = io.StringIO(), [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    heartbeat = HeartbeatWriter(heartbeat_path(tmp_path, 0))
+    with Progress(tmp_path, 4, err=err) as progress:
+        for done in (0, 1, 2, 3):
+            heartbeat.set_work("loading the checkpoint", done * 2**30, 2**32)
+            progress.tick()
+            now[0] += 20
+        heartbeat.set_work("")
+    assert err.getvalue().splitlines()[1:] == ["loading the checkpoint: 2.0 GiB of 4.0 GiB"]

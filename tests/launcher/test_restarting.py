@@ -165,7 +165,7 @@ def test_a_stop_waits_for_a_slow_save(how: str, forks: Forks, tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.sweep)])
 def test_a_second_signal_in_a_save(number: signal.Signals, forks: Forks, tmp_path: Path) -> None:
     """The second one ends the run at once: nothing is published, nothing half is taken for a checkpoint."""
     (tmp_path / "script.py").write_text(SAVES, "utf-8")
@@ -184,7 +184,7 @@ def test_a_second_signal_in_a_save(number: signal.Signals, forks: Forks, tmp_pat
     assert done.stdout.splitlines()[-1].endswith("; its state is lost: no checkpoint was saved before")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.sweep), signal.SIGUSR1])
 def test_a_signal_to_all_processes(number: signal.Signals, forks: Forks, tmp_path: Path) -> None:
     """As schedulers send it: ranks, their data workers and the launcher get it, and the state is saved all the same."""
     (tmp_path / "script.py").write_text(SAVES.replace("range(30)", "range(1)"), "utf-8")

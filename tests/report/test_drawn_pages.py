@@ -125,13 +125,13 @@ def looked_at(whole: str, tmp_path: Path, width: int, *flags: str) -> dict[str, 
     ("width", "flags", "paper"),
     [
         (1280, (), "rgb(252, 252, 250)"),
-        (1280, (DARK,), "rgb(20, 23, 26)"),
-        (390, (), "rgb(252, 252, 250)"),
+        pytest.param(1280, (DARK,), "rgb(20, 23, 26)", marks=pytest.mark.sweep),
+        pytest.param(390, (), "rgb(252, 252, 250)", marks=pytest.mark.sweep),
         (390, (DARK,), "rgb(20, 23, 26)"),
         pytest.param(880, (), "rgb(252, 252, 250)", marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.parametrize("over", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize("over", [pytest.param(False, marks=pytest.mark.sweep), True], ids=["one", "two"])
 def test_everything_can_be_read(
     told: ComparisonPageData, tmp_path: Path, width: int, flags: tuple[str, ...], paper: str, over: bool
 ) -> None:
@@ -149,7 +149,7 @@ def test_everything_can_be_read(
 @pytest.mark.parametrize(
     ("flags", "width"),
     [
-        ((), 1280),
+        pytest.param((), 1280, marks=pytest.mark.sweep),
         ((DARK,), 390),
         pytest.param((), 390, marks=pytest.mark.sweep),
         pytest.param((DARK,), 1280, marks=pytest.mark.sweep),
@@ -179,14 +179,10 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
 
 
 @needs_browser
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("flags", "width"),
-    [
-        ((), 1280),
-        pytest.param((DARK,), 390, marks=pytest.mark.sweep),
-        pytest.param((), 390, marks=pytest.mark.sweep),
-        pytest.param((DARK,), 1280, marks=pytest.mark.sweep),
-    ],
+    [((), 1280), ((DARK,), 390), ((), 390), ((DARK,), 1280)],
     ids=["light-1280", "dark-390", "light-390", "dark-1280"],
 )
 def test_labels_of_many_cells_can_be_read(

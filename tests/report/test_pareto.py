@@ -112,7 +112,7 @@ def _gap(box: Box, at: Point) -> float:
     ("width", "counts", "seeds"),
     [
         pytest.param(920, (2, 10, 25), (1,), id="screen"),
-        pytest.param(350, (10, 25), (1,), id="phone"),
+        pytest.param(350, (10, 25), (1,), marks=pytest.mark.sweep, id="phone"),
         pytest.param(920, range(2, 26), (2, 3), marks=pytest.mark.sweep, id="screen, many"),
         pytest.param(350, range(2, 26), (2, 3), marks=pytest.mark.sweep, id="phone, many"),
     ],

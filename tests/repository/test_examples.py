@@ -56,6 +56,7 @@ def test_the_character_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 0.15 < report.evals[-1][1]["accuracy"] < 0.5
 
 
+@pytest.mark.sweep
 def test_the_generator_finds_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From anywhere to a few hundredths beside it, on both sides, in 400 steps of the critic and 200 of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -105,7 +105,12 @@ def test_every_command_is_there(target: str) -> None:
         ((), {"launcher/processes/test_kills.py"}),
         (
             ("-m", "chaos"),
-            {"chaos/test_checkpoint_kills.py", "chaos/test_checkpoint_mutations.py", "chaos/test_kills.py"},
+            {
+                "chaos/test_checkpoint_kills.py",
+                "chaos/test_checkpoint_mutations.py",
+                "chaos/test_kills.py",
+                "chaos/test_training_kills.py",
+            },
         ),
         (("-m", "gpu"), {"backends/test_gpu.py"}),
     ],

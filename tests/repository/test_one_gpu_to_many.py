@@ -45,6 +45,7 @@ def test_its_table_is_the_scripts() -> None:
     assert rows == [(way.name, str(4 * -(-IMAGES // way.total))) for way in WAYS]
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("forked")
 def test_the_script_trains(tmp_path: Path) -> None:
     """Two epochs of large batches at the old rate: better than a guess among ten."""

@@ -25,11 +25,16 @@ FIRST = (
     *COUNTED,
     "tests/launcher/test_foreign_launchers.py",
     "tests/verification/test_verify_tasks.py",
+    "tests/verification/test_mesh_faults.py",
+    "tests/verification/test_verify.py",
     "tests/launcher/test_launch.py",
     "tests/launcher/test_notebook.py",
     "tests/conversion/test_export.py",
     "tests/engines/test_holdings.py",
     *PROBED,
+    "tests/verification/test_verify_axes.py",
+    "tests/verification/test_verify_resume.py",
+    "tests/verification/test_verify_transformers.py",
 )
 """Files that take longest: were they played last, one process would wait for the other."""
 

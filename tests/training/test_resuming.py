@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from typing_extensions import override
 
+import tests.support.running
 from tests.support.running import Line, running
 from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
@@ -20,6 +21,7 @@ from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.training.resuming import refuse_other_model
 from unipar.training.run import TrainingRun
+from unipar.utils.git import git_revision
 
 ADAMW = {"name": "adamw", "lr": 0.1}
 
@@ -76,8 +78,13 @@ def weights(run: TrainingRun) -> dict[Any, Any]:
     return {(p.name, p.kind): p.tensor.detach().clone() for p in run.pieces()}
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("at", [3, 4, 6])
+@pytest.mark.parametrize(
+    ("at", "asynchronous"),
+    [
+        *((3, True), (4, False), (6, True)),
+        *(pytest.param(*more, marks=pytest.mark.sweep) for more in ((3, False), (4, True), (6, False))),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, at: int, asynchronous: bool) -> None:
     """Losses, evaluations, moments, buffers, the task's own state: bit for bit, logged at the same steps."""
     whole = trained(tmp_path / "whole", **settings())
@@ -318,3 +325,11 @@ def test_a_save_that_fails_stops_the_run_or_is_told(tmp_path: Path, on_error: st
         assert [row["step"] for row in rows(tmp_path / "run", "checkpoint failed")] == [4, 8, 9]
         assert all("in-the-way" in row["said"] for row in rows(tmp_path / "run", "checkpoint failed"))
     assert max(row["step"] for row in rows(tmp_path / "run", "step")) <= steps
+
+
+def test_the_state_names_the_revision_of_the_code(tmp_path: Path) -> None:
+    """It is that of the folder in which the loss is written."""
+    trained(tmp_path / "run", train={"steps": 1, "optimizer": ADAMW}, checkpoint={"every": 1})
+    (found,) = find_checkpoints(tmp_path / "run" / "checkpoints")
+    revision = inspect_checkpoint(found.path).state["git"]
+    assert revision == git_revision(Path(tests.support.running.__file__).parent)

@@ -122,7 +122,7 @@ POSITIONS = {
 }
 """The same for sequences that the two ranks of tensor split."""
 
-AT_ONCE = ("tied-not-summed", "same-masks", "rows-not-added", "columns-not-added")
+AT_ONCE = ("tied-not-summed", "rows-not-added")
 """Faults that are planted whenever tests run; the others are in the sweeps."""
 
 

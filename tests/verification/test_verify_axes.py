@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.forks import Forks
 from tests.support.verifications import verified
 
@@ -36,6 +38,7 @@ def test_each_cell_is_compared_with_its_own_number_of_shares(forks: Forks, tmp_p
     assert rows["toy/nothing+tensor2"]["allowed"]["norm"] != said["allowed"]["norm"]
 
 
+@pytest.mark.sweep
 def test_the_cut_of_a_batch_matters_by_cell(forks: Forks, tmp_path: Path) -> None:
     """With BatchNorm each cell is compared with one process that splits batches as that cell does."""
     said = verdicts(forks, tmp_path, "tests.conformance.tasks:Normed", CELLS[:2])
@@ -45,6 +48,7 @@ def test_the_cut_of_a_batch_matters_by_cell(forks: Forks, tmp_path: Path) -> Non
     assert said["cut_dependence"]["kind"] == "batch statistics"
 
 
+@pytest.mark.sweep  # a comparison with such a cell is played always
 def test_what_an_engine_refuses_is_no_failure(forks: Forks, tmp_path: Path) -> None:
     """Of a split that the proof refuses the row has the sentence, and the other cells decide the exit code."""
     cells = ["native/nothing", "native/nothing+tensor2"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.forks import Forks
 from tests.support.verifications import verified
 
@@ -39,11 +41,12 @@ REAL = (
 )
 
 
-def test_every_library_goes_on_from_one_checkpoint(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cells", [REAL[::3], pytest.param(REAL, marks=pytest.mark.sweep)], ids=["two", "all"])
+def test_every_library_goes_on_from_one_checkpoint(forks: Forks, tmp_path: Path, cells: tuple[str, ...]) -> None:
     """Each loads exactly the tensors that native/nothing saved, and agrees with the uninterrupted process after."""
     task = "tests.support.stacked:Stacked"
-    done, said = verified(forks, tmp_path, task, REAL, steps=4, backend="toy", more=["--resume"], tied=True)
-    assert [(row["cell"], row["outcome"]) for row in said["cells"]] == [(cell, "agrees") for cell in REAL]
+    done, said = verified(forks, tmp_path, task, cells, steps=4, backend="toy", more=["--resume"], tied=True)
+    assert [(row["cell"], row["outcome"]) for row in said["cells"]] == [(cell, "agrees") for cell in cells]
     assert done.returncode == 0
 
 

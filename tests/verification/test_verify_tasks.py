@@ -80,6 +80,7 @@ def test_a_healthy_engine_is_given_no_name(
     assert found.remarks == []
 
 
+@pytest.mark.sweep
 def test_four_ranks(prove: Callable[..., Verdicts]) -> None:
     """With four ranks a library may add in its own order; then the spread of one process decides."""
     found = prove(tasks.Plain, world=4)
@@ -109,6 +110,7 @@ def test_dropout_is_set_to_0_and_named(prove: Callable[..., Verdicts]) -> None:
     assert found.remarks == ["dropout is set to 0 for this verification: dropout"]
 
 
+@pytest.mark.sweep
 def test_a_loss_across_samples_is_named(prove: Callable[..., Verdicts]) -> None:
     """A remark says that the loss of a batch is not the mean of its halves' losses."""
     found = prove(special_tasks.Contrast)
@@ -159,6 +161,7 @@ def test_a_loss_that_depends_on_the_rank_is_named(prove: Callable[..., Verdicts]
     assert found.fp64_error == "RuntimeError: expected Float, got Double"
 
 
+@pytest.mark.sweep
 def test_a_loss_that_depends_on_the_number_of_ranks_is_named(prove: Callable[..., Verdicts]) -> None:
     """A loss that every rank divides by the number of ranks is not taken for a gradient that is averaged twice."""
     found = prove(special_tasks.WorldScaled, cells=ONLY[:1])
@@ -181,6 +184,7 @@ def test_a_model_that_cannot_run_in_fp64(prove: Callable[..., Verdicts]) -> None
     assert found.cut_dependence.kind == "batch statistics"
 
 
+@pytest.mark.sweep
 def test_a_size_of_microbatches_that_fails_is_left_out(prove: Callable[..., Verdicts]) -> None:
     """The config's own size works: runs with a size that does not are no part of the spread, and a remark says so."""
     found = prove(special_tasks.NeverOne)
@@ -198,6 +202,7 @@ def test_an_error_of_the_task_stays_an_error(prove: Callable[..., Verdicts]) -> 
         prove(special_tasks.Broken, cells=ONLY[:1])
 
 
+@pytest.mark.sweep
 def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
     """An optimizer of the task that works element by element agrees in every cell."""
     found = prove(tasks.Owning)
@@ -205,6 +210,7 @@ def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
     assert found.remarks == []
 
 
+@pytest.mark.sweep
 def test_an_optimizer_that_uses_a_tensors_norm_is_named(prove: Callable[..., Verdicts]) -> None:
     """Such an optimizer disagrees on flat parts of tensors, and agrees on whole tensors."""
     found = prove(special_tasks.ByNorm, cells=("native/nothing", "native/optimizer", "deepspeed/optimizer"))
@@ -223,6 +229,7 @@ def test_an_optimizer_that_uses_a_tensors_norm_is_named(prove: Callable[..., Ver
     ]
 
 
+@pytest.mark.sweep
 def test_a_loss_that_draws_is_named(prove: Callable[..., Verdicts]) -> None:
     """Every cell draws the same numbers as the replay, and a remark says that the loss draws."""
     found = prove(special_tasks.Drawing)
@@ -230,6 +237,7 @@ def test_a_loss_that_draws_is_named(prove: Callable[..., Verdicts]) -> None:
     assert found.remarks[0].startswith("the loss draws random numbers; one process that splits batches in ")
 
 
+@pytest.mark.sweep
 def test_a_stream(prove: Callable[..., Verdicts]) -> None:
     """The first samples of a stream are kept: two epochs of two and a half batches."""
     found = prove(tasks.Streamed)
@@ -241,6 +249,7 @@ def test_a_stream(prove: Callable[..., Verdicts]) -> None:
     ]
 
 
+@pytest.mark.sweep
 def test_a_stream_that_is_random_per_read(prove: Callable[..., Verdicts]) -> None:
     """A stream that differs when read again gives no verdict."""
     found = prove(special_tasks.UnseededStreamTask)

@@ -67,6 +67,7 @@ def test_gpt2(prove: Callable[[str], Verdicts]) -> None:
     assert [remark.partition(":")[0] for remark in found.remarks] == ["dropout is set to 0 for this verification"]
 
 
+@pytest.mark.sweep
 def test_mixtral(prove: Callable[[str], Verdicts]) -> None:
     """Its kernel takes no fp64: the spread comes from runs in fp32, a line says so, and the cells are verified."""
     found = prove("Mixtral")

@@ -153,6 +153,10 @@ class Read(Protocol):
         """Return the region's elements, in a tensor of any shape."""
         ...
 
+    def fill(self, out: Tensor, name: str, kind: str, where: Region) -> None:
+        """Copy the region's elements into a tensor of as many."""
+        out.copy_(self(name, kind, where).view(out.shape))
+
     def kinds(self, name: str) -> set[str]:
         """Return what is saved for a parameter: `weight` and the optimizer's keys."""
         ...

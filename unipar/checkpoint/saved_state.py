@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from unipar.backend import Region
+from unipar.backend import Read, Region
 from unipar.checkpoint.format.manifest import Manifest, StoredPiece, StoredTensor
-from unipar.checkpoint.format.names import normal_region
+from unipar.checkpoint.format.names import ITEM_BYTES, normal_region
 from unipar.checkpoint.format.shard_file import ShardReader
 from unipar.checkpoint.overlaps import Overlap, find_overlaps
 from unipar.checkpoint.tensor_bytes import DTYPE_OF_NAME, bytes_of
@@ -26,13 +27,16 @@ _SPAN = 2**26
 
 
 @final
-class SavedState:
+class SavedState(Read):
     """A `Read` over one checkpoint whose files were verified; it reads only what it is asked for."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self.bytes_read = 0
         """Bytes of tensors that were read so far."""
+
+        self.on_read: Callable[[int], None] = lambda read: None
+        """Function that is called with `bytes_read` after each read."""
 
         self._kinds: dict[str, set[str]] = {}
         for name, kind in manifest.tensors:
@@ -52,17 +56,37 @@ class SavedState:
         """Tensors of the checkpoint by name and kind."""
         return self.manifest.tensors
 
+    @override
     def kinds(self, name: str) -> set[str]:
         """Return what is saved for a parameter: `weight` and the optimizer's keys."""
         return self._kinds.get(name, set()) - {"buffer"}
 
+    @override
     def shape(self, name: str, kind: str) -> tuple[int, ...]:
         """Return the shape of a tensor of the state as a whole."""
         return self._tensor(name, kind).shape
 
+    def element_bytes(self, name: str, kind: str) -> int:
+        """Return how many bytes an element of a saved tensor has; 0 if there is none."""
+        found = self.manifest.tensors.get((name, kind))
+        return 0 if found is None else ITEM_BYTES[found.dtype]
+
+    @override
     def __call__(self, name: str, kind: str, where: Region) -> Tensor:
         stored, where = self._tensor(name, kind), normal_region(where)
         out = torch.empty(where.numel, dtype=DTYPE_OF_NAME[stored.dtype])
+        self._fill_region(out, stored, where)
+        return out
+
+    @override
+    def fill(self, out: Tensor, name: str, kind: str, where: Region) -> None:
+        stored = self._tensor(name, kind)
+        if out.device.type == "cpu" and out.dtype == DTYPE_OF_NAME[stored.dtype] and out.is_contiguous():
+            self._fill_region(out.detach().view(-1), stored, normal_region(where))  # read to where it is to be
+        else:
+            super().fill(out, name, kind, where)
+
+    def _fill_region(self, out: Tensor, stored: StoredTensor, where: Region) -> None:
         filled = 0
         for piece in stored.pieces:
             for overlap in find_overlaps(where, piece.where):
@@ -72,7 +96,6 @@ class SavedState:
             raise CheckpointError(
                 f"{self.folder}: {stored} has {filled:,} of the {where.numel:,} elements that are asked for"
             )
-        return out
 
     def whole(self, name: str, kind: str) -> Tensor:
         """Return a tensor of the state as a whole."""
@@ -109,3 +132,4 @@ class SavedState:
         memory = bytes_of(into)
         self._shards[piece.file].read_tensor_into(piece.key, first * into.element_size(), memory)
         self.bytes_read += memory.nbytes
+        self.on_read(self.bytes_read)

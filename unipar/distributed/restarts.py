@@ -17,7 +17,7 @@ class LaunchedJob:
     """Names that no other job has; the first attempt's run folder keeps them."""
 
     restarted_by: str = ""
-    """What has started the job again, and how often, in words; "" if this is its first attempt."""
+    """Launcher that has started the job again, and how often, in words; "" if this is its first attempt."""
 
     restarted_names: tuple[str, ...] = ()
     """Those of `names` that the first attempt had as well."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from unipar.backend import Holding, Piece, Read, Region
@@ -22,12 +24,18 @@ def local_regions(t: Tensor) -> Iterator[tuple[Region, Tensor]]:
     if not isinstance(t, DTensor):
         yield Region(0, t.numel()), t
         return
-    sizes, offsets = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     local = t.to_local()
     first = 0
-    for region in box_regions(t.shape, offsets, sizes):
+    for region in _regions_of_shard(t.shape, t.device_mesh, t.placements):
         yield region, local.view(-1)[first : first + region.numel]
         first += region.numel
+
+
+@lru_cache(maxsize=128)
+def _regions_of_shard(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Region, ...]:
+    """Return this rank's regions of a tensor; asked for each tensor of each block, of which many are alike."""
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(box_regions(shape, offsets, sizes))
 
 
 def box_regions(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Region]:
@@ -91,7 +99,7 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
 def restore_buffers(model: nn.Module, read: Read) -> None:
     """Fill all buffers from `read`."""
     for name, b in model.named_buffers():
-        b.copy_(read(name, "buffer", Region(0, b.numel())).view(b.shape))
+        read.fill(b, name, "buffer", Region(0, b.numel()))
 
 
 def broadcast_module_buffers(model: nn.Module) -> None:

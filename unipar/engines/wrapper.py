@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import inf, prod
+from math import prod
 from typing import Any, final
 
 import torch
@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
+from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
-from unipar.engines.learning_rate import BaseRates, current_rates
-from unipar.engines.loss_scale import LossScaler
+from unipar.engines.learning_rate import BaseRates
+from unipar.engines.optimizer import OptimizerEngine
 from unipar.engines.plain_state import decode_plain, encode_plain, plain_key, refuse_value
 from unipar.engines.state import (
     broadcast_module_buffers,
@@ -35,7 +35,7 @@ from unipar.engines.state import (
 from unipar.errors import TaskError
 
 
-class WrapperEngine(Engine):
+class WrapperEngine(OptimizerEngine):
     """Engine that runs microbatches, clips and updates as one process does, while the library reduces gradients."""
 
     divisor: float
@@ -49,7 +49,7 @@ class WrapperEngine(Engine):
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         """Make the optimizer: parameters are placed before this, the library wraps model and optimizer after it."""
-        self.world, self.model = world, part.module
+        super().__init__(part, config, world)
         precision = config.train.precision
         self.call = ForwardCall(
             part.module, world.device, autocast=autocast_dtype(precision), cast=batch_dtype(precision)
@@ -62,10 +62,6 @@ class WrapperEngine(Engine):
 
         self.rates = BaseRates(self.base)
         self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
-        clip = config.train.clipping
-        self.limit = inf if clip is None else float(clip.max)
-        self.fp64 = clip is not None and clip.norm == "fp64"
-        self.scaler = LossScaler() if precision == "fp16" else None
 
     @abstractmethod
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
@@ -164,23 +160,6 @@ class WrapperEngine(Engine):
         return [p.grad for p in self.trained if p.grad is not None], False
 
     @override
-    def counters(self) -> dict[str, float]:
-        return {} if self.scaler is None else self.scaler.counters()
-
-    @override
-    def restore_counters(self, saved: Mapping[str, float]) -> None:
-        if self.scaler is not None and saved:
-            self.scaler.restore_counters(saved)
-
-    @override
-    def optimizer_groups(self) -> Sequence[dict[str, Any]]:
-        return self.base.param_groups
-
-    @override
-    def learning_rates(self) -> list[float]:
-        return current_rates(self.base)
-
-    @override
     @final
     def evaluate(self, fn: Fn, batch: Any) -> Any:
         with eval_mode(self.wrapped):
@@ -234,7 +213,7 @@ class WrapperEngine(Engine):
                     value = self._new_state(name, kind, p, read)
                     state[p][kind] = value = self._on_its_device(kind, value, p.device)
                 for where, local in self.local_regions(name, value):
-                    local.copy_(read(name, kind, where).view(local.shape))
+                    read.fill(local, name, kind, where)
         restore_buffers(self.model, read)
 
     @override
@@ -266,7 +245,7 @@ class WrapperEngine(Engine):
         if kind == "step" and not shape:
             return torch.zeros((), dtype=torch.float32)
         if shape == self.whole_shape(name, p):
-            return torch.zeros_like(p)
+            return torch.empty_like(p)
         if shape and isinstance(p, DTensor):
             raise TaskError(
                 f"the optimizer's {kind!r} of {name} has the shape {shape}, the parameter {tuple(p.shape)}: such a "

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self, TextIO
 from unipar.model.weight_file import describe_loaded_weights
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
-from unipar.run_folder.heartbeat import read_heartbeat
+from unipar.run_folder.heartbeat import Heartbeat, LongWork, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
 from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
@@ -92,6 +92,7 @@ class Progress:
         self._shown = (0, 0.0)
         self._reading: Mapping[str, Any] | None = None
         """How far a stream is read on to the place from which the run goes on, while it is."""
+        self._work_shown = time.monotonic()
 
     @property
     def every(self) -> float:
@@ -121,9 +122,12 @@ class Progress:
             self._write_rank_output(line)
         for line in self._ledger.lines():
             self._show_event(json.loads(line))
+        beat = read_heartbeat(heartbeat_path(self._run, 0))
         if self._err.draws:
-            self._update_bar()
+            self._update_bar(beat)
             self._err.refresh()
+        elif beat is not None:
+            self._say_work(beat.work)
 
     @contextmanager
     def tick_in_background(self) -> Generator[None]:
@@ -191,14 +195,27 @@ class Progress:
         self._shown = (step, now)
         return True
 
-    def _update_bar(self) -> None:
+    def _say_work(self, work: LongWork | None) -> None:
+        """Show a plain line now and then about work that lasts."""
+        now = time.monotonic()
+        if work is None:
+            self._work_shown = now
+        elif now - self._work_shown >= SECONDS_BETWEEN_LINES:
+            self._work_shown = now
+            self.say(f"{work.name}: {_format_work(work)}")
+
+    def _update_bar(self, beat: Heartbeat | None) -> None:
         if self._reading is not None:
             done, total = self._reading["read"], self._reading["of"]
             says = f"{done:,}/{total:,} samples"
             self._err.move_bar(description="reading on", completed=done, total=total, says=says)
             return
-        beat = read_heartbeat(heartbeat_path(self._run, 0))
-        if beat is None or beat.step < 1:
+        if beat is None:
+            return
+        if (work := beat.work) is not None and beat.phase in ("start", "save"):  # training waits for it
+            self._err.move_bar(description=work.name, completed=work.done, total=work.total, says=_format_work(work))
+            return
+        if beat.step < 1:
             return
         row = self._rows[-1] if self._rows else None
         done = max(beat.step - 1, row["step"] if row else 0)
@@ -207,6 +224,8 @@ class Progress:
             says += f"  {_format_rate(row['samples'] / row['seconds'])}{_format_memory(row)}"
             if self._steps:
                 says += f"  {format_clock((self._steps - done) * row['seconds'])}"
+        if work is not None and work.total:
+            says += f"  {work.name} {work.done / work.total:.0%}"
         self._err.move_bar(
             description=f"step {self._step_of_total(done)}", completed=done, total=self._steps, says=says
         )
@@ -223,6 +242,10 @@ class Progress:
         first, last = self._rows[0], self._rows[-1]
         steps, took = count_of(last["step"], "step"), format_clock(last["time"] - first["time"])
         return f"{steps} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {relative_path(self._run)}"
+
+
+def _format_work(work: LongWork) -> str:
+    return f"{format_size(work.done)} of {format_size(work.total)}" if work.total else ""
 
 
 def _format_memory(row: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from unipar.config.sections.cell import Axes, PipelineSchedule
 
 TurnWay = Literal["forward", "backward", "inputs", "weights"]
-"""What a stage does with a microbatch; inputs, weights: the halves of a backward, for what it got and for its own."""
+"""Turn of a stage with a microbatch; inputs, weights: the halves of a backward, for what it got and for its own."""
 
 
 class Turn(NamedTuple):

@@ -66,7 +66,7 @@ class Report:
     """The step at which a signal or its deadline ended the run."""
 
     stopped_by: str = "a signal"
-    """What ended it there: a signal, or launch.deadline."""
+    """Cause of its end: a signal, or launch.deadline."""
 
     @classmethod
     def read(cls, run: Path) -> Self:

@@ -19,9 +19,29 @@ STEP_PHASES: Final = ("start", "data", "forward", "backward", "update", "evaluat
 
 _ROW = struct.Struct("<qqd")
 
+LONG_WORKS: Final = ("", "saving", "verifying the checkpoint", "loading the checkpoint")
+"""What a rank may be busy with for long besides training; at "" with nothing."""
+
+_WORK = struct.Struct("<qqq")
+
+_SIZE = _ROW.size + _WORK.size
+
 _PACK, _NOW = _ROW.pack_into, time.monotonic
 
 _PHASE_NUMBERS = {phase: i for i, phase in enumerate(STEP_PHASES)}
+
+
+@dataclass(frozen=True)
+class LongWork:
+    """Work of a rank that may last, and how far it has come."""
+
+    name: str
+    """One of LONG_WORKS."""
+
+    done: int
+    """Number of bytes that are done."""
+
+    total: int
 
 
 @dataclass(frozen=True)
@@ -33,15 +53,18 @@ class Heartbeat:
     when: float
     """Time of time.monotonic(), which all processes of a machine share."""
 
+    work: LongWork | None = None
+    """Work besides training that is under way, perhaps in a thread of its own."""
+
 
 class HeartbeatWriter:
     """Writer of a rank's heartbeat file; `set_phase` costs about a microsecond."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
-            file.write(bytes(_ROW.size))
+            file.write(bytes(_SIZE))
             file.flush()
-            self._map = mmap.mmap(file.fileno(), _ROW.size)
+            self._map = mmap.mmap(file.fileno(), _SIZE)
         self.step = 0
         self.on_phase: Callable[[str], None] | None = None
         """Function that is called with each new phase."""
@@ -54,6 +77,18 @@ class HeartbeatWriter:
         if self.on_phase is not None:
             self.on_phase(phase)
 
+    def set_work(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Write how far a work has come, one of LONG_WORKS."""
+        _WORK.pack_into(self._map, _ROW.size, LONG_WORKS.index(name), done, total)
+
+
+ShowWork = Callable[[str, int, int], None]
+"""Function that is told of long work, as `HeartbeatWriter.set_work` is."""
+
+
+def show_nothing(name: str, done: int, total: int) -> None:
+    """Take no notice of work: for runs at which nobody looks."""
+
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """Return the last heartbeat in a file, or None if there is none yet."""
@@ -61,10 +96,12 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    if len(raw) < _ROW.size:
+    if len(raw) < _SIZE:
         return None
-    step, phase, when = _ROW.unpack(raw)
-    return Heartbeat(step, STEP_PHASES[phase], when) if when else None
+    step, phase, when = _ROW.unpack_from(raw)
+    number, done, total = _WORK.unpack_from(raw, _ROW.size)
+    work = LongWork(LONG_WORKS[number], done, total) if number else None
+    return Heartbeat(step, STEP_PHASES[phase], when, work) if when else None
 
 
 _PHASE_IN_WORDS = {

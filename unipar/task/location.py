@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from unipar.errors import TaskError
+from unipar.task.task import FunctionTask, Task
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,11 @@ class CodeLocation:
     def shown(self) -> str:
         """Location as `file.py:name` or `module:name`."""
         return f"{self.file or self.module}:{self.name}"
+
+
+def code_folder(task: Task) -> Path:
+    """Return the folder of the file in which a task's loss is written, or the working directory if it is in no file."""
+    loss = task.functions["loss"] if isinstance(task, FunctionTask) else type(task).loss
+    code = getattr(inspect.unwrap(loss), "__code__", None)
+    file = Path(code.co_filename) if code is not None else Path("<unknown>")
+    return file.resolve().parent if file.exists() else Path.cwd()

@@ -112,42 +112,42 @@ class FunctionTask(Task):
     """Task made of functions, as `launch(config, model=, loss=, data=)` trains it."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        self._functions = functions
+        self.functions = functions
 
     @override
     def model(self) -> nn.Module | dict[str, Any]:
-        return self._functions["model"]()
+        return self.functions["model"]()
 
     @override
     def data(self) -> Any:
-        return self._functions["data"]()
+        return self.functions["data"]()
 
     @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._functions["loss"](model, batch)
+        return self.functions["loss"](model, batch)
 
     @override
     def weight(self, batch: Any) -> float | Tensor | None:
-        return self._functions["weight"](batch) if "weight" in self._functions else None
+        return self.functions["weight"](batch) if "weight" in self.functions else None
 
     @override
     def collate(self, samples: list[Any]) -> Any:
-        return self._functions["collate"](samples) if "collate" in self._functions else super().collate(samples)
+        return self.functions["collate"](samples) if "collate" in self.functions else super().collate(samples)
 
     @override
     def validation(self) -> Any:
-        return self._functions["validation"]() if "validation" in self._functions else None
+        return self.functions["validation"]() if "validation" in self.functions else None
 
     @override
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        if "metrics" in self._functions:
-            return self._functions["metrics"](model, batch)
+        if "metrics" in self.functions:
+            return self.functions["metrics"](model, batch)
         return super().metrics(model, batch)
 
     @override
     def groups(self, model: nn.Module) -> Iterable[Mapping[str, Any]] | None:
-        return self._functions["groups"](model) if "groups" in self._functions else None
+        return self.functions["groups"](model) if "groups" in self.functions else None
 
     @override
     def defines(self, name: str) -> bool:
-        return name in self._functions
+        return name in self.functions

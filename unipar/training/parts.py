@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from unipar.backend import Engine, Part, Piece, Read, Region, Step
 from unipar.config import Config
@@ -292,17 +293,24 @@ def restore_parts(parts: Mapping[str, TrainedPart], read: Read) -> None:
 
 
 @final
-class _PartRead:
+class _PartRead(Read):
     """A `Read` for one part of several."""
 
     def __init__(self, part: str, read: Read) -> None:
         self._part, self._read = part, read
 
+    @override
     def __call__(self, name: str, kind: str, where: Region) -> Tensor:
         return self._read(f"{self._part}.{name}", kind, where)
 
+    @override
+    def fill(self, out: Tensor, name: str, kind: str, where: Region) -> None:
+        self._read.fill(out, f"{self._part}.{name}", kind, where)
+
+    @override
     def kinds(self, name: str) -> set[str]:
         return self._read.kinds(f"{self._part}.{name}")
 
+    @override
     def shape(self, name: str, kind: str) -> tuple[int, ...]:
         return self._read.shape(f"{self._part}.{name}", kind)

@@ -19,6 +19,7 @@ from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
+from unipar.run_folder.heartbeat import ShowWork, show_nothing
 from unipar.training.feeds import place_feed, refuse_other_data
 from unipar.utils.text import first_few
 
@@ -100,13 +101,17 @@ def choose_checkpoint(
     return None
 
 
-def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
-    """Give a run that was just built the state of a checkpoint; all ranks call this together."""
+def restore_run(live: TrainingRun, chosen: ChosenCheckpoint, show: ShowWork = show_nothing) -> None:
+    """Give a run that was just built the state of a checkpoint; all ranks call this together.
+
+    `show` is told how far it has come.
+    """
     state, began = chosen.state, time.monotonic()
     if live.task.defines("data"):
         refuse_other_data(live.feed, state["data"], chosen.path)
     with SavedState(chosen.path, chosen.checkpoint.manifest) as saved:
-        _refuse_other_tensors(live, saved)
+        total = _refuse_other_tensors(live, saved)
+        saved.on_read = lambda read: show("loading the checkpoint", min(read, total), total)
         live.mark("save")
         live.restore(saved)
         for name, part in live.parts.items():
@@ -117,6 +122,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         packed = state["task"]
         live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
+    show("", 0, 0)
     live.go_on_from(chosen.step, lambda feed: place_feed(live, feed, chosen.checkpoint, chosen.said))
     if (live.config.train.steps or live.task.defines("data")) and live.done >= live.steps:
         raise CheckpointError(
@@ -141,13 +147,19 @@ def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:
     return [(int(step), float(value)) for step, value in state["best"]]
 
 
-def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> None:
-    """Raise the same CheckpointError on all ranks unless the model's tensors are those of the checkpoint."""
+def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> int:
+    """Raise the same CheckpointError on all ranks unless the model's tensors are those of the checkpoint.
+
+    Return about how many bytes this rank is to read.
+    """
     mine: dict[tuple[str, str], list[Any]] = {}
+    total = 0
     for piece in live.pieces():
         if piece.kind in ("weight", "buffer"):
             called = f"{piece.kind} of {piece.name}"
             mine[piece.name, piece.kind] = [list(piece.shape), dtype_name(piece.tensor, called)]
+            kinds = saved.kinds(piece.name) if piece.kind == "weight" else {"buffer"}
+            total += piece.where.numel * sum(saved.element_bytes(piece.name, kind) for kind in kinds)
     world = live.world
     exchange = StoreExchange(world.store, world.rank, world.size, world.key("tensors"))
     rows = [[*key, *value] for key, value in mine.items()]
@@ -157,6 +169,7 @@ def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> None:
             wanted[name, kind] = (tuple(shape), dtype)
     there = {key: t for key, t in saved.tensors.items() if key[1] in ("weight", "buffer")}
     refuse_other_model(wanted, there, f"checkpoint {saved.folder}")
+    return total
 
 
 def refuse_other_model(

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,8 +19,11 @@ from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
+from unipar.run_folder.heartbeat import ShowWork, show_nothing
 from unipar.run_folder.layout import checkpoint_folder
+from unipar.task.location import code_folder
 from unipar.training.feeds import describe_stream_place
+from unipar.utils.git import git_revision
 
 if TYPE_CHECKING:
     from unipar.training.run import TrainingRun
@@ -36,16 +40,19 @@ class RunCheckpoints:
         run: Path,
         launched: Mapping[str, Any],
         *,
+        show: ShowWork = show_nothing,
         into: Path | None = None,
     ) -> None:
-        """`launched`: contents of the run's launch.json, for the versions and the revision that the state names.
+        """`launched`: contents of the run's launch.json, for the versions and the cell that the state names.
 
+        `show` is told how far a save has come.
         `into`: folder of the checkpoints, if it is not the one that the settings name.
         """
-        self._settings, self._live, self._launched = settings, live, launched
+        self._settings, self._live, self._launched, self._show = settings, live, launched, show
         self._best: list[tuple[int, float]] = []
         """Step and value of the best evaluations so far, the best first."""
 
+        self._git = git_revision(code_folder(live.task)) if live.rank == 0 else None
         self._is_best = False
         self._metrics: dict[str, float] = {}
         self._last_saved: int | None = None
@@ -54,7 +61,11 @@ class RunCheckpoints:
 
         self._began = time.monotonic()
         self._saver = CheckpointSaver(
-            into or checkpoint_folder(run, settings.to), live.world, asynchronous=settings.asynchronous, mark=live.mark
+            into or checkpoint_folder(run, settings.to),
+            live.world,
+            asynchronous=settings.asynchronous,
+            mark=live.mark,
+            progress=partial(show, "saving"),
         )
 
     @property
@@ -140,9 +151,11 @@ class RunCheckpoints:
         try:
             finished: FinishedSave | None = result()
         except CheckpointError as e:
+            self._show("", 0, 0)
             self._fail(e)
             return
         if finished is not None:
+            self._show("", 0, 0)
             saved = finished.saved
             self._live.note(
                 "checkpoint",
@@ -180,7 +193,7 @@ class RunCheckpoints:
         text = json.dumps(config, sort_keys=True, separators=(",", ":"))
         return {
             "unipar": self._launched.get("versions", {}),
-            "git": self._launched.get("git"),
+            "git": self._git,
             "time": time.time(),
             "cell": str(self._launched.get("settled", {}).get("cell", "")),
             "ranks": live.size,

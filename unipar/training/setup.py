@@ -75,7 +75,7 @@ def open_run(
             keep_freed_memory()
         if met is not None:
             met(world, heartbeat)
-        chosen, after = _choose_checkpoint(config, run, launched, world, ledger)
+        chosen, after = _choose_checkpoint(config, run, launched, world, ledger, heartbeat)
         watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
         told = config.model_dump(mode="json")
         trackers = TrackerWriter(config.log.to, run, place.rank, told, ledger.note, after=after)
@@ -90,7 +90,7 @@ def open_run(
                 trackers=trackers,
                 loads_weights=chosen is None,
             )
-        _keep_state(live, run, launched, chosen)
+        _keep_state(live, run, launched, chosen, heartbeat)
         if watcher is not None:
             _attach_step_memory(live, watcher)
         gc.collect()  # frees what is in reference cycles: rank 0's whole model, if it was split
@@ -110,7 +110,7 @@ def open_run(
 
 
 def _choose_checkpoint(
-    config: Config, run: Path, launched: Mapping[str, Any], world: World, ledger: Ledger
+    config: Config, run: Path, launched: Mapping[str, Any], world: World, ledger: Ledger, heartbeat: HeartbeatWriter
 ) -> tuple[ChosenCheckpoint | None, int | None]:
     """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew.
 
@@ -122,7 +122,9 @@ def _choose_checkpoint(
     if config.resume not in (None, "never"):
         from unipar.training.resuming import choose_checkpoint
 
-        chosen = choose_checkpoint(config.resume, folder, world, config, launched.get("said", []), again=again)
+        said, progress = launched.get("said", []), partial(heartbeat.set_work, "verifying the checkpoint")
+        chosen = choose_checkpoint(config.resume, folder, world, config, said, progress, again=again)
+        heartbeat.set_work("")
     if again:  # in the folder of an earlier attempt, which may have had more ranks
         step = 0 if chosen is None or chosen.path.parent != folder else chosen.step
         ledger.continue_after(step, attempt=earlier + 1)
@@ -142,18 +144,24 @@ def _deadline(config: Config, launched: Mapping[str, Any], rank: int) -> float |
     return began + config.launch.deadline
 
 
-def _keep_state(live: TrainingRun, run: Path, launched: Mapping[str, Any], chosen: ChosenCheckpoint | None) -> None:
+def _keep_state(
+    live: TrainingRun,
+    run: Path,
+    launched: Mapping[str, Any],
+    chosen: ChosenCheckpoint | None,
+    heartbeat: HeartbeatWriter,
+) -> None:
     """Have the state of a run saved, as the config says, and give it that of the checkpoint from which it goes on."""
     settings, keeper = live.config.checkpoint, None
     if settings is not None:
         from unipar.training.saves import RunCheckpoints
 
-        keeper = RunCheckpoints(settings, live, run, launched)
+        keeper = RunCheckpoints(settings, live, run, launched, show=heartbeat.set_work)
         live.use_checkpoints(keeper)
     if chosen is not None:
         from unipar.training.resuming import best_so_far, restore_run
 
-        restore_run(live, chosen)
+        restore_run(live, chosen, heartbeat.set_work)
         if keeper is not None:
             keeper.go_on_from(chosen.step, best_so_far(chosen.state))
 

@@ -23,7 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 _stop_requested_at: float | None = None
 _stop_reason = ""
-"""What this rank knows of the reason; "" if another rank has it."""
+"""Reason as far as this rank knows it; "" if another rank has it."""
 
 _deadline: float | None = None
 """Time of time.monotonic() at which `launch.deadline` is over; None on ranks that do not look."""

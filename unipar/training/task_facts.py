@@ -45,6 +45,9 @@ class TaskFacts:
     loader_arguments: tuple[str, ...]
     """Names of further DataLoader arguments that differ from their defaults."""
 
+    checkpoint: int | None
+    """Bytes of tensors in a checkpoint; unknown (None) if the optimizer cannot be tried without values."""
+
 
 def load_task(config: Config) -> Task:
     """Create the config's task; its code prints to stderr, and its exceptions become TaskErrors."""
@@ -92,7 +95,28 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         loader_arguments=tuple(
             name for name, value in source.loader_arguments.items() if value != _LOADER_DEFAULTS.get(name)
         ),
+        checkpoint=_checkpoint_bytes(task, modules, config),
     )
+
+
+def _checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> int | None:
+    import torch
+
+    from unipar.model.optimizer import optimizer_factory, parameter_groups
+    from unipar.model.saved_size import saved_bytes
+
+    total, given = 0, task.optimizer if task.defines("optimizer") else None
+    for name, module in modules.items():
+        own = config.of_part(name)
+        with _user_errors_as_task_errors("groups()"):
+            groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=given is not None)
+        make = optimizer_factory(groups, own, torch.device("meta"), own=given)
+        with _user_errors_as_task_errors("optimizer()"):
+            size = saved_bytes(module, make, fp64=config.train.precision == "fp64")
+        if size is None:
+            return None
+        total += size
+    return total
 
 
 def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[str]:

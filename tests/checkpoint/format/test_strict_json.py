@@ -54,3 +54,17 @@ def test_what_is_not_plain_is_not_read(data: bytes, message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         parse_strict_json(data, "a", largest=900, deepest=4)
     assert str(caught.value) == message
+
+
+def test_what_needs_no_look_at_every_value() -> None:
+    """Whole numbers without escapes, by their depth: brackets in texts do not count, an exponent needs a look."""
+    plain = dump_strict_json({"a[": [{"b": [1, True, None]}]}, "x", largest=1000, deepest=9)
+    for deepest in (0, 1, 2, 3):
+        with pytest.raises(CheckpointError, match=f"^x: nested deeper than {deepest} levels$"):
+            parse_strict_json(plain, "x", largest=1000, deepest=deepest)
+    assert parse_strict_json(plain, "x", largest=1000, deepest=4) == {"a[": [{"b": [1, True, None]}]}
+    for text in ("[1e999]", "[1E999]", "[-1.0e999]", f"[{'9' * 400}.0]"):
+        with pytest.raises(CheckpointError, match=r"^x: \[0\] is -?inf, which JSON has no word for$"):
+            parse_strict_json(text.encode(), "x", largest=1000, deepest=4)
+    with pytest.raises(CheckpointError, match=r"^x: a text at \[0\] is not valid Unicode$"):
+        parse_strict_json(b'["\\ud800"]', "x", largest=1000, deepest=4)

@@ -266,6 +266,7 @@ def small_cgroup() -> Generator[Path]:
         made.rmdir()
 
 
+@pytest.mark.sweep  # tests/comparison/test_failed_cells.py has such a kill always
 def test_the_kernel_really_kills_a_rank(tmp_path: Path, small_cgroup: Path) -> None:
     """A model of 650 parameters whose loss eats all memory of the cgroup: only the kernel's count gives the reason."""
     (tmp_path / "eater.py").write_text(EATER, encoding="utf-8")

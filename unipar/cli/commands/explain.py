@@ -20,10 +20,13 @@ from unipar.cli.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pydantic import BaseModel
 
     from unipar.backend.resources import RankCount
     from unipar.config import BatchSizes, Cell, Config
+    from unipar.config.sections.checkpoint import Checkpoint
     from unipar.config.source import ConfigSource
     from unipar.training.task_facts import TaskFacts
 
@@ -179,7 +182,7 @@ def explain_config(
     return Explanation(
         source.label,
         values,
-        list(_derived_values(config, sizes, own, depth)),
+        list(_derived_values(config, sizes, own, depth, source.out)),
         [_explain_cell(config, cell, own, parameters, ranks.number, deep=deep) for cell in asked or [own]],
     )
 
@@ -276,7 +279,9 @@ def _derived_batch_sizes(config: Config, sizes: BatchSizes) -> Iterator[tuple[st
         yield "batch.accumulate", sizes.accumulate, why
 
 
-def _derived_values(config: Config, sizes: BatchSizes, own: Cell, depth: TaskFacts | None) -> Iterator[ExplainedValue]:
+def _derived_values(
+    config: Config, sizes: BatchSizes, own: Cell, depth: TaskFacts | None, out: Path
+) -> Iterator[ExplainedValue]:
     from unipar.backend import resources
 
     yield ExplainedValue("cell", str(own), "derived: backend, parallel.shard and the backend's options")
@@ -289,9 +294,27 @@ def _derived_values(config: Config, sizes: BatchSizes, own: Cell, depth: TaskFac
         )
         if depth.stream_description:
             yield ExplainedValue("stream", config.data.stream, depth.stream_description)
+        if config.checkpoint is not None and depth.checkpoint is not None:
+            yield _explain_checkpoint(config.checkpoint, depth.checkpoint, out)
         if depth.per_epoch is not None:
             each = f"the task's data(); {depth.per_epoch:,} batches of {sizes.total} an epoch"
             yield ExplainedValue("samples", depth.samples, each)
+
+
+def _explain_checkpoint(settings: Checkpoint, size: int, out: Path) -> ExplainedValue:
+    """Return the size of one checkpoint, and why: how many there are at a time, and the room for them."""
+    from shutil import disk_usage
+
+    from unipar.run_folder.layout import checkpoint_folder
+    from unipar.utils.text import format_size
+
+    many = settings.keep + (settings.best.keep if settings.best else 0) + 1
+    why = f"weights, buffers and optimizer state, {format_size(size)}; {many} at a time are {format_size(many * size)}"
+    if settings.to is None or "://" not in settings.to:
+        folder = checkpoint_folder(out, settings.to).absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        why += f", and {there} has {format_size(disk_usage(there).free)} free"
+    return ExplainedValue("checkpoint bytes", size, why)
 
 
 def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:

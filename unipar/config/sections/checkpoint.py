@@ -61,7 +61,7 @@ class Checkpoint(Section):
         return to
 
     on_error: Literal["stop", "warn"] = "stop"
-    """What follows if a checkpoint cannot be written. stop: the run ends with the error; warn: it goes on."""
+    """Consequence of a checkpoint that cannot be written. stop: the run ends with the error; warn: it goes on."""
 
     @property
     def asynchronous(self) -> bool:

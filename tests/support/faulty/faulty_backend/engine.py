@@ -330,16 +330,19 @@ class MomentsForgotten(DelegatingEngine):
 
 
 @final
-class _Weights:
+class _Weights(Read):
     def __init__(self, read: Read) -> None:
         self.read = read
 
+    @override
     def __call__(self, name: str, kind: str, where: Region) -> Tensor:
         return self.read(name, kind, where)
 
+    @override
     def kinds(self, name: str) -> set[str]:
         return {"weight"}
 
+    @override
     def shape(self, name: str, kind: str) -> tuple[int, ...]:
         return self.read.shape(name, kind)
 

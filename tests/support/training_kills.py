@@ -1,0 +1,195 @@
+"""Runs that are killed and go on: `python -m tests.support.training_kills FOLDER CELL KILLS SEED` tells how it went.
+
+`unipar run --resume` trains and saves every few steps. A rank, the parent or all of them are killed by SIGKILL at a
+random moment; every published checkpoint must then verify, the last one that the ledger names must be there, and the
+next start goes on from the newest. After the last kill a run goes on to the end: each step is in the ledger once, with
+the loss of a run that nobody killed, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.world import PYTHONPATH_VARIABLE, ROOT
+from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
+from unipar.config import Cell
+from unipar.errors import CheckpointError
+from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.ledger import Ledger
+from unipar.utils.procfs import process_stat
+
+VICTIMS = ("a rank", "the parent", "all")
+EVERY = 4
+"""Steps between checkpoints."""
+
+START, END = 120.0, 10.0
+"""Seconds within which a run must train, and within which all its processes must be gone once it is killed."""
+
+_SIZE = {"layers": 2, "width": 16, "heads": 2, "context": 8}
+
+
+@dataclass
+class Played:
+    """What came of the kills of one cell."""
+
+    cell: str
+    kills: Counter[str] = field(default_factory=Counter[str])
+    published: int = 0
+    """Checkpoints that were verified after kills."""
+
+    too_early: int = 0
+    """Kills before the first checkpoint."""
+
+    left: int = 0
+    """Kills that left a save unfinished."""
+
+    steps: int = 0
+    faults: list[str] = field(default_factory=list[str])
+    seconds: float = 0.0
+
+
+def play(folder: Path, cell: str, kills: int, seed: int) -> Played:
+    """Kill so many runs of a cell, one after the other, each of which goes on from the last."""
+    draw, played, began = random.Random(f"{cell} {seed}"), Played(cell), time.monotonic()
+    folder.mkdir(parents=True)
+    config = _config(cell)
+    (folder / "killed.json").write_text(json.dumps(config), "utf-8")
+    run = folder / "runs" / "killed"
+    for _ in range(kills):
+        _kill_once(folder, run, draw, played)
+        _check(run, played)
+    found = find_checkpoints(run / "checkpoints")
+    steps = (found[0].step if found else 0) + 3 * EVERY
+    for name, resume in (("killed", "--resume"), ("whole", "--out=runs/whole")):
+        (folder / f"{name}.json").write_text(
+            json.dumps(config | {"train": config["train"] | {"steps": steps}}), "utf-8"
+        )
+        subprocess.run(_command(name, resume), cwd=folder, env=_environment(), check=True, capture_output=True)
+    told, whole = _losses(run), _losses(folder / "runs" / "whole")
+    if told != whole:
+        differs = next((pair for pair in zip(told, whole, strict=False) if pair[0] != pair[1]), (len(told), len(whole)))
+        played.faults.append(f"its losses are not those of a run that nobody killed: {differs}")
+    played.steps, played.seconds = steps, time.monotonic() - began
+    return played
+
+
+def _config(cell: str) -> dict[str, Any]:
+    parsed = Cell.parse(cell)
+    axes = {key: size for key, size in parsed.axes.sizes.items() if size > 1}
+    return {
+        "task": {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": _SIZE},
+        "device": "cpu",
+        "backend": parsed.backend,
+        "parallel": {"data": 2 // parsed.axes.ranks, "shard": parsed.shard, **axes},
+        "batch": {"total": 8},
+        "train": {"steps": 1_000_000, "optimizer": {"name": "adamw", "lr": 1e-3}, "clip": 1.0},
+        "log": {"every": 1},
+        "checkpoint": {"every": EVERY, "keep": 2},
+    }
+
+
+def _command(name: str, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "unipar", "run", f"{name}.json", *flags]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
+
+
+def _kill_once(folder: Path, run: Path, draw: random.Random, played: Played) -> None:
+    """Start the run, wait until it trains, and kill somebody a moment later."""
+    if run.exists() and not find_checkpoints(run / "checkpoints"):
+        shutil.rmtree(run)  # it was killed before its first checkpoint
+    before, flags = len(_starts(run)), ["--resume"] * run.exists()
+    with (folder / "said.txt").open("wb") as said:
+        process = subprocess.Popen(
+            _command("killed", *flags), cwd=folder, env=_environment(), stdout=said, stderr=said, process_group=0
+        )
+    until = time.monotonic() + START
+    while not _trains(run, before):
+        if process.poll() is not None or time.monotonic() > until:
+            raise AssertionError(f"{played.cell} did not train: {(folder / 'said.txt').read_text('utf-8')}")
+        time.sleep(0.01)
+    time.sleep(draw.uniform(0.0, 1.5))
+    ranks = [pid for rank in (0, 1) if (pid := _pid_of(run, rank)) is not None]
+    victim = draw.choice(VICTIMS)
+    played.kills[victim] += 1
+    for pid in {"a rank": [draw.choice(ranks)], "the parent": [process.pid], "all": [process.pid, *ranks]}[victim]:
+        os.kill(pid, signal.SIGKILL)
+    process.wait(START)
+    until = time.monotonic() + END
+    while any(_is_alive(pid) for pid in ranks):
+        assert time.monotonic() < until, f"{played.cell}: ranks outlive a kill of {victim} by {END:g} s"
+        time.sleep(0.01)
+
+
+def _check(run: Path, played: Played) -> None:
+    """Verify every published checkpoint, and look for the last one that the ledger names."""
+    folder = run / "checkpoints"
+    found = find_checkpoints(folder)
+    for one in found:
+        try:
+            verify_checkpoint(one.path)
+            played.published += 1
+        except CheckpointError as e:
+            played.faults.append(str(e))
+    saved = [row["step"] for row in _rows(run, 0) if row["event"] == "checkpoint"]
+    if saved and (not found or found[0].step < saved[-1]):
+        played.faults.append(f"the checkpoint of step {saved[-1]} was reported and is not there")
+    played.too_early += not found
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    played.left += len(names) > len(found)
+
+
+def _rows(run: Path, rank: int) -> list[Mapping[str, Any]]:
+    path = ledger_path(run, rank)
+    return list(Ledger.read(path)) if path.exists() else []
+
+
+def _starts(run: Path) -> list[Mapping[str, Any]]:
+    return [row for row in _rows(run, 0) if row["event"] == "start"]
+
+
+def _pid_of(run: Path, rank: int) -> int | None:
+    starts = [row for row in _rows(run, rank) if row["event"] == "start"]
+    return starts[-1]["pid"] if starts else None
+
+
+def _trains(run: Path, before: int) -> bool:
+    """Return whether the attempt after `before` ones has logged a step."""
+    rows = _rows(run, 0)
+    starts = [i for i, row in enumerate(rows) if row["event"] == "start"]
+    return len(starts) > before and any(row["event"] == "step" for row in rows[starts[-1] :])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return process_stat(pid)[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _losses(run: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in _rows(run, 0) if row["event"] == "step"]
+
+
+def main() -> None:
+    """Print the result as JSON."""
+    folder, cell, kills, seed = sys.argv[1:]
+    print(json.dumps(vars(play(Path(folder), cell, int(kills), int(seed)))))
+
+
+if __name__ == "__main__":
+    main()

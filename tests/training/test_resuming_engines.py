@@ -1,0 +1,77 @@
+"""A run that goes on from what it saved has the bits of the run that was never stopped, in every engine and setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unipar
+from tests.support.world import ROOT
+from unipar.backend.cells import config_in_cell
+from unipar.config import Cell, Config
+from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.ledger import Ledger
+
+pytestmark = pytest.mark.forked
+
+SWEEP = pytest.mark.sweep
+GPT = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {"layers": 2, "width": 16, "heads": 2, "context": 8}}
+GAN = {"use": f"{ROOT}/tests/conformance/gan.py:Gan"}
+MASTERS = {"train.precision": "bf16-master"}
+HALF, STEPS = 3, 6
+
+
+def saved_hashes(folder: Path, step: int) -> dict[str, str]:
+    """Return the hash of each shard of a checkpoint."""
+    manifest = json.loads((folder / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text("utf-8"))
+    return {name: told["xxh3_128"] for name, told in manifest["files"].items() if name.startswith("shards/")}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return rank 0's losses by step."""
+    rows = Ledger.read(ledger_path(folder, 0))
+    return {row["step"]: row["loss"] for row in rows if row["event"] == "step"}
+
+
+@pytest.mark.parametrize(
+    ("cell", "ranks", "more"),
+    [
+        pytest.param("deepspeed/gradients", 2, MASTERS, id="masters of ZeRO-2"),
+        pytest.param("native/parameters", 2, MASTERS, marks=SWEEP, id="masters of FSDP2"),
+        pytest.param("native/optimizer", 2, MASTERS, marks=SWEEP, id="masters of each rank's part"),
+        pytest.param("deepspeed/parameters", 2, MASTERS, marks=SWEEP, id="masters of ZeRO-3"),
+        pytest.param("accelerate/parameters", 2, MASTERS, marks=SWEEP, id="masters of Accelerate"),
+        pytest.param("native/nothing", 2, {"train.sync_every": 3}, marks=SWEEP, id="ranks apart for three steps"),
+        pytest.param("native/parameters", 4, {"parallel.shard_over": 2}, marks=SWEEP, id="two copies of two shards"),
+        pytest.param("deepspeed/gradients+library", 2, {}, marks=SWEEP, id="sizes of the library"),
+        pytest.param("accelerate/gradients+zero", 2, {}, marks=SWEEP, id="Accelerate's DeepSpeed"),
+        pytest.param("native/nothing", 2, {"task": GAN}, marks=SWEEP, id="two parts, DDP"),
+        pytest.param("native/parameters", 2, {"task": GAN}, marks=SWEEP, id="two parts, FSDP2"),
+        pytest.param("deepspeed/nothing", 2, {"task": GAN}, marks=SWEEP, id="two parts, DeepSpeed"),
+    ],
+)
+def test_it_goes_on_to_the_same_bits(cell: str, ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
+    """Losses of the second half, and all tensors at the end: weights, masters, moments."""
+    made = Config.model_validate(
+        {
+            "task": GPT,
+            "device": "cpu",
+            "parallel": {"data": ranks},
+            "batch": {"total": 8},
+            "train": {"steps": STEPS, "optimizer": {"name": "adamw", "lr": 0.01}, "clip": 1.0},
+            "checkpoint": {"every": HALF},
+            "log": {"every": 1},
+        }
+    )
+    config = config_in_cell(made.changed(more), Cell.parse(cell))
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    unipar.launch(config.changed({"out": str(whole)}), quiet=True)
+    start = str(whole / "checkpoints" / f"step-{HALF:08d}")
+    unipar.launch(config.changed({"out": str(rest), "resume": start}), quiet=True)
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > HALF}
+    assert len(losses(rest)) == STEPS - HALF
+    assert saved_hashes(rest, STEPS) == saved_hashes(whole, STEPS)
+    assert len(saved_hashes(whole, STEPS)) >= 1

@@ -1,0 +1,47 @@
+"""`OptimizerEngine`: base class of engines with one optimizer of torch, a limit of the norm and a loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from unipar.backend import Engine, Part
+from unipar.config import Config
+from unipar.distributed.world import World
+from unipar.engines.learning_rate import current_rates
+from unipar.engines.loss_scale import LossScaler
+
+
+class OptimizerEngine(Engine):
+    """Engine of one part whose groups, learning rates and loss scale are saved and put back by their own names."""
+
+    base: Optimizer
+    """Optimizer whose groups are the user's."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        self.world, self.model = world, part.module
+        clip = config.train.clipping
+        self.limit = inf if clip is None else float(clip.max)
+        self.fp64 = clip is not None and clip.norm == "fp64"
+        self.scaler = LossScaler() if config.train.precision == "fp16" else None
+
+    @override
+    def counters(self) -> dict[str, float]:
+        return {} if self.scaler is None else self.scaler.counters()
+
+    @override
+    def restore_counters(self, saved: Mapping[str, float]) -> None:
+        if self.scaler is not None and saved:
+            self.scaler.restore_counters(saved)
+
+    @override
+    def optimizer_groups(self) -> Sequence[dict[str, Any]]:
+        return self.base.param_groups
+
+    @override
+    def learning_rates(self) -> list[float]:
+        return current_rates(self.base)
