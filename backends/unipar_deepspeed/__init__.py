@@ -90,6 +90,11 @@ class DeepSpeed(Backend):
     )
 
     @override
+    def fills_from_files(self, config: Config) -> bool:
+        exact = config.train.precision == "bf16-master"  # masters are made of rank 0's whole parameters
+        return config.parallel.shard == "parameters" and config.parallel.tensor == 1 and not exact
+
+    @override
     def refuse(self, config: Config) -> Iterator[str]:
         yield from deepspeed_option_refusals(config)
         if config.parallel.tensor > 1:

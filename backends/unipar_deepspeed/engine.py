@@ -189,6 +189,10 @@ class ZeroEngine(OptimizerEngine):
             yield from buffer_pieces(self.model.named_buffers())
 
     @override
+    def unsaved_values(self) -> Iterator[str]:
+        return self.holder.unsaved_values()
+
+    @override
     def restore(self, read: Read) -> None:
         if self.swapped:
             raise TaskError(

@@ -125,6 +125,15 @@ class ZeroPartitions:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
 
+    def unsaved_values(self) -> Iterator[str]:
+        """Yield a sentence for each kind of value that no piece holds."""
+        states = [s for s in self.base.state.values() if s]
+        for key, kind in sorted({(k, type(v).__name__) for s in states for k, v in s.items() if not _is_saved(k, v)}):
+            yield (
+                f"the optimizer keeps {key!r} as {kind}: of DeepSpeed's flat partitions a checkpoint holds tensors and "
+                "the count of steps; keep it as a tensor, or choose another backend"
+            )
+
     def pieces(self) -> Iterator[Piece]:
         self.relink()
         states = [s for s in self.base.state.values() if s]
@@ -181,6 +190,10 @@ class ZeroPartitions:
             if p.requires_grad:
                 for where, tensor in self.regions(name, p, kind):
                     tensor.copy_(source(name, where).view(tensor.shape))
+
+
+def _is_saved(key: str, value: Any) -> bool:
+    return key == "step" or isinstance(value, Tensor)
 
 
 def keep_exact_values(module: nn.Module, config: Config, world: World) -> ReadRegion | None:

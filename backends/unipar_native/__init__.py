@@ -179,6 +179,10 @@ class Native(Backend):
     )
 
     @override
+    def fills_from_files(self, config: Config) -> bool:
+        return config.parallel.shard in ("gradients", "parameters") and config.parallel.axes.ranks == 1
+
+    @override
     def refuse(self, config: Config) -> Iterator[str]:
         if config.model.offload == "optimizer":
             yield (

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from unipar.backend import Holding, Part
+from unipar.backend.file_values import FileValues, file_values
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall
@@ -175,9 +176,10 @@ def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str,
     source = {id(p): whole[n] for n, p in module.named_parameters(remove_duplicate=False)}
 
     def place(p: Tensor) -> Tensor:
-        full = broadcast_tensor(source[id(p)], device)
         assert isinstance(p, DTensor)
-        return fill_shard(p, full, home)
+        if (values := file_values(source[id(p)])) is not None:
+            return _read_shard(p, values, home)
+        return fill_shard(p, broadcast_tensor(source[id(p)], device), home)
 
     now = dict(module.named_parameters(remove_duplicate=False))
     place_tensors(module, place, device, origin={id(p): now[n] for n, p in whole.items()})
@@ -186,10 +188,23 @@ def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str,
 
 def fill_shard(empty: DTensor, whole: Tensor, home: torch.device) -> DTensor:
     """Return a shard like `empty`, which has no memory, with this rank's part of the whole tensor, on device `home`."""
-    local = torch.empty_like(empty.to_local(), device=home)
-    new = DTensor.from_local(
-        local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
-    )
+    new = _empty_shard(empty, home)
     for where, elements in local_regions(new):
         elements.copy_(where.of(whole).view(-1))
     return new
+
+
+@torch.no_grad()
+def _read_shard(empty: DTensor, values: FileValues, home: torch.device) -> DTensor:
+    """Return a shard like `empty`, which has no memory, with this rank's part as it is in a file."""
+    new = _empty_shard(empty, home)
+    for where, elements in local_regions(new):
+        values.read_into(where, elements)
+    return new
+
+
+def _empty_shard(empty: DTensor, home: torch.device) -> DTensor:
+    local = torch.empty_like(empty.to_local(), device=home)
+    return DTensor.from_local(
+        local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+    )

@@ -248,7 +248,9 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     file = _saved(tmp_path, "w.safetensors", {"module.body.0.weight": torch.ones(1)})
     validate_weight_file(Weights(file=file, only=("body.*",)), [tmp_path])
     assert _refused(tmp_path / "x.pt", tmp_path) == "model.weights: DIR/x.pt does not exist"
-    assert _refused(tmp_path / "d.pt", tmp_path) == "model.weights: DIR/d.pt is a folder; it must be one file"
+    assert _refused(tmp_path / "d.pt", tmp_path) == (
+        "model.weights: DIR/d.pt is a folder with neither model.safetensors.index.json nor model.safetensors"
+    )
     assert _refused(tmp_path / "w.npz", tmp_path) == (
         "model.weights: DIR/w.npz ends in .npz; it must be one of .safetensors, .pt, .pth, .bin"
     )

@@ -111,6 +111,13 @@ class Backend(ABC):
         """Yield each reason, beyond `capabilities`, why `config` cannot run here."""
         yield from ()
 
+    def fills_from_files(self, config: Config) -> bool:
+        """Return whether the engine needs no whole model: rank 0's parameters may still be in a file when it is built.
+
+        It asks `unipar.backend.file_values` for them, as `unipar.engines.placement.broadcast_tensor` does.
+        """
+        return False
+
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         """Return the config that the library will be given; rules instead of numbers if `parameters` is unknown."""
         return {}

@@ -191,6 +191,10 @@ class Engine(ABC):
     def pieces(self) -> Iterator[Piece]:
         """Yield the state that this rank holds, without a collective."""
 
+    def unsaved_values(self) -> Iterator[str]:
+        """Yield a sentence for each value of the optimizer's state that `pieces` leaves out."""
+        yield from ()
+
     @abstractmethod
     def restore(self, read: Read) -> None:
         """Load the state that this rank holds from `read`."""
@@ -253,6 +257,10 @@ class DelegatingEngine(Engine):
     @override
     def pieces(self) -> Iterator[Piece]:
         return self.inner.pieces()
+
+    @override
+    def unsaved_values(self) -> Iterator[str]:
+        return self.inner.unsaved_values()
 
     @override
     def restore(self, read: Read) -> None:

@@ -100,15 +100,17 @@ def _source_from_loader(
             f"the DataLoader's batch_size is {loader.batch_size}; it must be batch.total ({sizes.total}), "
             f"batch.micro ({sizes.micro}) or unset"
         )
-    sampler, streams = loader.sampler, _is_stream(loader.dataset)
+    sampler: Any = loader.sampler
     whole: Any = loader.dataset
-    shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(whole)
+    streams = _is_stream(whole)
+    shuffle = _is_random_sampler(sampler) and not sampler.replacement and len(sampler) == len(whole)
     if not shuffle and not streams and type(sampler) is not SequentialSampler:
         raise TaskError(
             f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); unipar decides which rank "
             "reads which sample: leave it out, and set data.shuffle"
         )
-    if loader.generator is not None or getattr(sampler, "generator", None) is not None:
+    own = getattr(sampler, "generator", None) if type(sampler) is RandomSampler else None  # torchdata makes one always
+    if loader.generator is not None or own is not None:
         raise TaskError("the DataLoader has a generator of its own; the order follows from train.seed: leave it out")
     keys_given = config.data.model_fields_set
     of_loader: dict[str, Any] = {"shuffle": shuffle, "workers": loader.num_workers}
@@ -122,6 +124,12 @@ def _source_from_loader(
     if settings.workers and loader.prefetch_factor is not None:
         arguments["prefetch_factor"] = loader.prefetch_factor
     return DataSource(loader.dataset, collate or loader.collate_fn, settings, arguments)
+
+
+def _is_random_sampler(sampler: Any) -> bool:
+    """Return whether a sampler is what shuffle=True makes: of a DataLoader, or of torchdata's StatefulDataLoader."""
+    kind = type(sampler)
+    return kind is RandomSampler or (kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata."))
 
 
 def check_same_sample_count(samples: int, world: World) -> None:

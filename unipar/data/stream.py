@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from itertools import count, islice
 from typing import Any, NamedTuple, final
@@ -19,8 +19,8 @@ from unipar.config import BatchSizes
 from unipar.data.data_worker import with_worker_start
 from unipar.data.dataset import DataSource
 from unipar.data.order import MicrobatchPlan, SampleKey, split_batch
+from unipar.data.stream_reader import ReadingOn, ReadPart, StreamReader
 from unipar.errors import TaskError
-from unipar.utils.seeding import mix_seed, seed_all
 
 STREAM_PROMISES = {
     "whole": "every rank and worker reads the whole stream and keeps its own samples: each sample counts once, and "
@@ -48,9 +48,30 @@ class StreamBatch(NamedTuple):
     fault: str = ""
     """Error in the stream, as a sentence: an exception raised in a data worker would lose its message."""
 
+    place: bytes = b""
+    """Place of a data worker in the stream behind this batch (`StreamReader.packed_place`), if it was asked for."""
+
+
+class PartBatch(NamedTuple):
+    """Microbatch of a rank that reads its own part of a stream."""
+
+    batch: Any
+    keys: list[SampleKey]
+    turn: int
+    """Number of the data worker's part within the rank's."""
+
+    read: int
+    """Samples of this part that were read so far in this epoch."""
+
+    place: bytes = b""
+    """Place of a data worker in its part behind this microbatch, if it was asked for."""
+
+    fault: str = ""
+    """Error in the stream, as a sentence."""
+
 
 @final
-class WholeStream(IterableDataset[StreamBatch]):
+class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
     """One epoch that each rank and each of its workers reads as a whole; workers take turns with batches."""
 
     def __init__(
@@ -69,17 +90,33 @@ class WholeStream(IterableDataset[StreamBatch]):
         parts = split_batch(range(sizes.total), sizes.accumulate, sizes.ranks)
         self.mine = [part[rank] for part in parts]
         self.micro_of = {place: m for m, places in enumerate(self.mine) for place in places}
-        self.epoch = self.skip = 0
+        self.epoch, self.begin = 0, ReadPart()
+        """Epoch, and where it is begun: batches are counted from there."""
+
+        self.gives_places = False
+        """Whether data workers give the place behind each batch."""
+
+        self.reader: StreamReader | None = None
+        """Reader of this process, once it has begun."""
 
     @override
-    def __iter__(self) -> Iterator[StreamBatch]:
+    def __iter__(self) -> Iterator[StreamBatch | ReadingOn]:
         turn, of = _worker_turn()
+        in_worker = get_worker_info() is not None
         _hide_worker_info()
-        samples = islice(seeded_samples(self.source.dataset, self.seed, self.epoch), self.most)
-        begun = 0
+        self.reader = reader = StreamReader(self.source.dataset, self.seed, self.epoch, (), self.begin)
+        if reader.ended:
+            return
+        if self.begin.read > reader.read:
+            yield from reader.read_on()
+        if reader.too_short:
+            yield StreamBatch(0, 0, [], fault=_TOO_SHORT.format(reader.read, self.epoch + 1, self.begin.read))
+            return
+        samples = islice(reader, None if self.most is None else self.most - reader.read)
+        begun = reader.read
         first = ""
         for number in count():
-            wanted = number >= self.skip and (number - self.skip) % of == turn
+            wanted = number % of == turn
             held: list[list[tuple[SampleKey, Any]]] = [[] for _ in self.mine]
             spare: tuple[SampleKey, Any] | None = None
             seen = 0
@@ -97,7 +134,8 @@ class WholeStream(IterableDataset[StreamBatch]):
             if spare is None or (seen < self.total and self.ragged == "drop"):
                 return
             if wanted:
-                yield StreamBatch(number, seen, [self._micro(one, spare, seen) for one in held], first)
+                place = reader.packed_place() if in_worker and self.gives_places else b""
+                yield StreamBatch(number, seen, [self._micro(one, spare, seen) for one in held], first, place=place)
 
     def _micro(
         self, held: list[tuple[SampleKey, Any]], spare: tuple[SampleKey, Any], seen: int
@@ -123,28 +161,61 @@ class WholeStream(IterableDataset[StreamBatch]):
         return ""
 
 
+_TOO_SHORT = (
+    "the stream ended after {} samples of epoch {}, and the checkpoint was saved after {} of them: it is another stream"
+)
+
 EMPTY_EPOCH_SENTENCE = "the stream gave no samples in epoch {}: its __iter__ must start from the beginning each time"
 """Error for an epoch without samples, with its number to fill in."""
 
 
 @final
-class StreamPart(IterableDataset[tuple[Any, list[SampleKey]]]):
+class StreamPart(IterableDataset[PartBatch | ReadingOn]):
     """One epoch of this rank's part of a stream, as microbatches; each worker reads a part of that part."""
 
     def __init__(self, source: DataSource, sizes: BatchSizes, rank: int, seed: int) -> None:
         self.source, self.sizes, self.rank, self.seed, self.epoch = source, sizes, rank, seed, 0
+        self.begin: Sequence[ReadPart] = ()
+        """How far each worker's part was read in this epoch; () to begin it."""
+
+        self.turn = 0
+        """Number of the part whose turn it is first."""
+
+        self.reads_on = False
+        """Whether a part of any rank is read on to its place."""
+
+        self.gives_places = False
+        self.reader: StreamReader | None = None
 
     @override
-    def __iter__(self) -> Iterator[tuple[Any, list[SampleKey]]]:
-        dataset, (turn, workers) = self.source.dataset, _worker_turn()
+    def __iter__(self) -> Iterator[PartBatch | ReadingOn]:
+        worker, workers = _worker_turn()
+        in_worker = get_worker_info() is not None
+        turn = (worker + self.turn) % workers
         part, of = self.rank * workers + turn, self.sizes.ranks * workers
+        dataset = self.source.dataset
         if self.source.settings.stream == "shards":
             _hide_worker_info()
             dataset = take_shard(dataset, part, of)
-        samples = enumerate(seeded_samples(dataset, self.seed, self.epoch, part))
-        while chunk := list(islice(samples, self.sizes.micro)):
-            keys = [(self.epoch, i * of + part) for i, _ in chunk]
-            yield self.source.collate([sample for _, sample in chunk]), keys
+        elif turn != worker:
+            _change_worker_id(turn)
+        begin = self.begin[turn] if self.begin else ReadPart()
+        self.reader = reader = StreamReader(dataset, self.seed, self.epoch, (part,), begin)
+        if self.reads_on:
+            yield from reader.read_on()
+        if reader.too_short:
+            text = _TOO_SHORT.format(reader.read, self.epoch + 1, begin.read)
+            yield PartBatch(
+                None, [], turn, reader.read, fault=text.replace("the stream", f"part {part + 1} of the stream", 1)
+            )
+            return
+        while True:
+            first = reader.read
+            if not (chunk := list(islice(reader, self.sizes.micro))):
+                return
+            keys = [(self.epoch, i * of + part) for i in range(first, reader.read)]
+            place = reader.packed_place() if in_worker and self.gives_places else b""
+            yield PartBatch(self.source.collate(chunk), keys, turn, reader.read, place)
 
 
 def take_shard(dataset: Any, index: int, of: int) -> Any:
@@ -175,19 +246,11 @@ def _hide_worker_info() -> None:
     _worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
 
 
-def seeded_samples(dataset: Any, seed: int, epoch: int, *part: int) -> Iterator[Any]:
-    """Yield one pass of a dataset; random numbers depend on seed, epoch and position, not on the reading process."""
-    seed_all(mix_seed(seed, 5, epoch, *part), cuda=False)
-    if callable(set_epoch := getattr(dataset, "set_epoch", None)):
-        set_epoch(epoch)
-    ready = iter(dataset)
-    for index in count():
-        seed_all(mix_seed(seed, 2, epoch, *part, index), cuda=False)
-        try:
-            sample = next(ready)
-        except StopIteration:
-            return
-        yield sample
+def _change_worker_id(turn: int) -> None:
+    """Make get_worker_info() return another number, for a dataset that splits itself among workers."""
+    info: Any = get_worker_info()
+    changed = _worker.WorkerInfo(id=turn, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset)
+    _worker._worker_info = changed  # pyright: ignore[reportPrivateUsage]
 
 
 def wrap_in_workers(dataset: Any, source: DataSource, *, pin: bool = False) -> Any:

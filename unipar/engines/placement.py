@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from unipar.backend import Part
+from unipar.backend import Part, Region
+from unipar.backend.file_values import file_values
 from unipar.errors import TaskError
 
 PlaceParameter = Callable[[Tensor], Tensor]
@@ -37,7 +38,11 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 def broadcast_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Return rank 0's values of `tensor`, on `device`; every rank calls it."""
     if dist.get_rank() == 0:
-        result = tensor.detach().to(device).contiguous()
+        if (values := file_values(tensor)) is None:
+            result = tensor.detach().to(device).contiguous()
+        else:
+            result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            values.read_into(Region(0, tensor.numel()), result)
     else:
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if dist.get_world_size() > 1:

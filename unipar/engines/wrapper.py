@@ -22,6 +22,7 @@ from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
 from unipar.engines.optimizer import OptimizerEngine
+from unipar.engines.plain_state import decode_plain, encode_plain, plain_key, refuse_value
 from unipar.engines.state import (
     broadcast_module_buffers,
     buffer_pieces,
@@ -175,13 +176,24 @@ class WrapperEngine(OptimizerEngine):
         self.before_state_access()
         state: Any = self.base.state
         for name, p in self.local_parameters():
-            for kind, value in {"weight": p, **state.get(p, {})}.items():
-                if not isinstance(value, Tensor):
+            for key, held in {"weight": p, **state.get(p, {})}.items():
+                piece = (key, held) if isinstance(held, Tensor) else encode_plain(key, held)
+                if piece is None:
                     continue
+                kind, value = piece
                 if (self.apart and kind != "weight") or self.speaks_for(name, value):
                     for where, local in self.local_regions(name, value):
                         yield Piece(name, kind, self.whole_shape(name, value), where, local)
         yield from buffer_pieces(self.buffers_to_save())
+
+    @override
+    @final
+    def unsaved_values(self) -> Iterator[str]:
+        state: Any = self.base.state
+        for name, p in self.local_parameters():
+            for key, value in state.get(p, {}).items():
+                if not isinstance(value, Tensor) and encode_plain(key, value) is None:
+                    yield refuse_value(key, name, value)
 
     @override
     @final
@@ -192,6 +204,9 @@ class WrapperEngine(OptimizerEngine):
         mine = {id(p) for group in self.base.param_groups for p in group["params"]}
         for name, p in self.local_parameters():
             for kind in sorted(read.kinds(name) if id(p) in mine else {"weight"}):
+                if (key := plain_key(kind)) is not None:
+                    state[p][key] = decode_plain(kind, read(name, kind, Region(0, 1)))
+                    continue
                 if kind == "weight":
                     value: Tensor = p
                 else:

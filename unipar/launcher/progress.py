@@ -90,6 +90,8 @@ class Progress:
 
         self._rows: list[Mapping[str, Any]] = []
         self._shown = (0, 0.0)
+        self._reading: Mapping[str, Any] | None = None
+        """How far a stream is read on to the place from which the run goes on, while it is."""
         self._work_shown = time.monotonic()
 
     @property
@@ -163,8 +165,13 @@ class Progress:
             self.say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self.say(f"weights: {describe_loaded_weights(row)}")
-        elif row["event"] in ("data", "tracker", "memory"):
-            self.say(f"{row['event']}: {row['said']}")
+        elif row["event"] == "reading on":
+            self._reading = row
+            if not self._err.draws and self._line_is_due(0):
+                self.say(f"data: read on past {row['read']:,} of {row['of']:,} samples")
+        elif row["event"] in ("data", "tracker", "memory", "read on"):
+            self._reading = None
+            self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
         elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):
             for line in describe_checkpoint_event(row):
                 self.say(line)
@@ -198,6 +205,11 @@ class Progress:
             self.say(f"{work.name}: {_format_work(work)}")
 
     def _update_bar(self, beat: Heartbeat | None) -> None:
+        if self._reading is not None:
+            done, total = self._reading["read"], self._reading["of"]
+            says = f"{done:,}/{total:,} samples"
+            self._err.move_bar(description="reading on", completed=done, total=total, says=says)
+            return
         if beat is None:
             return
         if (work := beat.work) is not None and beat.phase in ("start", "save"):  # training waits for it

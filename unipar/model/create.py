@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unipar.backend.precision import parameter_dtype
 from unipar.config import Cell, Config
@@ -21,10 +22,18 @@ ONLY_PART = "model"
 """Name of the only part if model() returned one module."""
 
 
-def create_parts(make_model: Callable[[], Any], config: Config, world: World) -> dict[str, nn.Module]:
-    """Return the task's parts by name: with values on rank 0, on the meta device elsewhere; alike on all ranks."""
+def create_parts(
+    make_model: Callable[[], Any], config: Config, world: World, *, empty: bool = False
+) -> dict[str, nn.Module]:
+    """Return the task's parts by name: with values on rank 0, on the meta device elsewhere; alike on all ranks.
+
+    `empty`: rank 0 has values of buffers only, if the constructor allows it; its parameters are on the meta device.
+    """
     seed_all(config.train.seed)
-    parts = check_parts(_create_model(make_model) if world.rank == 0 else _create_on_meta(make_model))
+    made = _create_empty(make_model, config.train.seed) if empty and world.rank == 0 else None
+    if made is None:
+        made = _create_model(make_model) if world.rank == 0 else _create_on_meta(make_model)
+    parts = check_parts(made)
     check_part_names(config, parts)
     wanted = parameter_dtype(config.train.precision)
     for module in parts.values():
@@ -123,6 +132,31 @@ def refuse_devices_by_hand(module: nn.Module, device: torch.device, cell: Cell) 
 def _create_model(make_model: Callable[[], Any]) -> Any:
     with torch.device("cpu"):
         return make_model()
+
+
+def _create_empty(make_model: Callable[[], Any], seed: int) -> Any:
+    """Create the model on the CPU, with each parameter moved to the meta device as soon as its module has it.
+
+    Return None if the constructor fails so, perhaps because it needs values of parameters.
+    """
+    moved = WeakIdKeyDictionary()  # one parameter of several modules stays one
+    register = nn.Module.register_parameter
+
+    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            if param not in moved:
+                moved[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            param = moved[param]
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_empty
+    try:
+        return _create_model(make_model)
+    except Exception:  # an error that is not caused by this is raised again with values
+        seed_all(seed)
+        return None
+    finally:
+        nn.Module.register_parameter = register
 
 
 def _create_on_meta(make_model: Callable[[], Any]) -> Any:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from unipar.backend.file_values import set_file_values
 from unipar.config.sections.model import Weights
 from unipar.errors import ConfigError
+from unipar.model.safetensors_files import SafetensorsFiles, TensorInFile
 from unipar.model.state_names import unsaved_buffers
 from unipar.model.weight_file import (
     STATE_DICT_KEYS,
@@ -52,6 +54,49 @@ class LoadedWeights:
 def load_weights(module: nn.Module, wanted: Weights) -> LoadedWeights:
     """Copy the values of a file into the model; raise ConfigError if they do not fit."""
     in_file = _tensors_in_file(wanted)
+    mine, taken, loaded = _match_names(module, wanted, in_file)
+    _copy_values(mine, {name: in_file[name] for name in taken}, wanted.file)
+    return loaded
+
+
+def point_to_weights(module: nn.Module, wanted: Weights) -> tuple[LoadedWeights, SafetensorsFiles] | None:
+    """Have a model that was created empty read its parameters when they are placed, and fill its buffers now.
+
+    Return None if some parameter gets no value from the file, or if the file is not safetensors: then the model has to
+    be created with values.
+    """
+    path = Path(wanted.file)
+    if not path.is_dir() and path.suffix != ".safetensors":
+        return None
+    files = SafetensorsFiles(path)
+    in_file = _without_prefixes(files.tensors.items(), path)
+    mine, taken, loaded = _match_names(module, wanted, in_file)
+    if {id(p) for p in module.parameters()} - {id(mine[name]) for name in taken}:
+        return None
+    first: dict[int, str] = {}
+    for name in taken:
+        target, stored = mine[name], in_file[name]
+        if wrong := _describe_misfit(name, stored, target):
+            raise ConfigError(f"model.weights: {path}: {wrong}; leave such names out with only: [patterns]")
+        if not isinstance(target, nn.Parameter):
+            if target.device.type != "meta":
+                with torch.no_grad():
+                    target.copy_(stored())
+        elif (before := first.get(id(target))) is None:
+            first[id(target)] = name
+            set_file_values(target, stored)
+        elif not torch.equal(stored(), in_file[before]()):
+            raise ConfigError(
+                f"model.weights: {path}: {before} and {name} are one parameter in the model and have two values in the "
+                "file; leave such names out with only: [patterns]"
+            )
+    return loaded, files
+
+
+def _match_names(
+    module: nn.Module, wanted: Weights, in_file: Mapping[str, ReadTensor]
+) -> tuple[dict[str, Tensor], list[str], LoadedWeights]:
+    """Return the model's tensors by name, the names to take from the file, and what is said of them; raise if wrong."""
     mine = {strip_wrapper_prefixes(name): tensor for name, tensor in _saved_tensors(module)}
     check_weight_patterns(wanted.only, mine, "the model's names")
     check_weight_patterns(wanted.only, in_file, f"the names in {wanted.file}")
@@ -67,18 +112,21 @@ def load_weights(module: nn.Module, wanted: Weights) -> LoadedWeights:
         )
     if wanted.strict and (missing or unexpected):
         raise ConfigError(f"model.weights: {wanted.file} {_describe_mismatch(missing, unexpected)}; {_WAY_OUT}")
-    _copy_values(mine, {name: in_file[name] for name in taken}, wanted.file)
     kept = [name for name in mine if name not in set(asked)]
-    return LoadedWeights(
-        file=wanted.file,
-        names=len(mine),
-        loaded=len(asked) - len(missing),
-        missing=len(missing),
-        missing_names=missing[:_MAX_NAMES_LISTED],
-        unexpected=len(unexpected),
-        unexpected_names=unexpected[:_MAX_NAMES_LISTED],
-        kept=len(kept),
-        kept_names=kept[:_MAX_NAMES_LISTED],
+    return (
+        mine,
+        taken,
+        LoadedWeights(
+            file=wanted.file,
+            names=len(mine),
+            loaded=len(asked) - len(missing),
+            missing=len(missing),
+            missing_names=missing[:_MAX_NAMES_LISTED],
+            unexpected=len(unexpected),
+            unexpected_names=unexpected[:_MAX_NAMES_LISTED],
+            kept=len(kept),
+            kept_names=kept[:_MAX_NAMES_LISTED],
+        ),
     )
 
 
@@ -105,11 +153,8 @@ def _copy_values(mine: Mapping[str, Tensor], values: Mapping[str, ReadTensor], f
     filled: dict[int, str] = {}
     for name, read in values.items():
         target, value = mine[name], read()
-        if value.shape != target.shape:
-            wrong.append(f"{name} is {_shape_text(value)} in the file and {_shape_text(target)} in the model")
-            continue
-        if _number_kind(value) != _number_kind(target):
-            wrong.append(f"{name} is {_dtype_text(value)} in the file and {_dtype_text(target)} in the model")
+        if misfit := _describe_misfit(name, value, target):
+            wrong.append(misfit)
             continue
         with torch.no_grad():
             if (first := filled.get(id(target))) is not None:
@@ -123,24 +168,35 @@ def _copy_values(mine: Mapping[str, Tensor], values: Mapping[str, ReadTensor], f
         raise ConfigError(f"model.weights: {file}: {wrong[0]}{more}; leave such names out with only: [patterns]")
 
 
-def _shape_text(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
+def _describe_misfit(name: str, value: Tensor | TensorInFile, target: Tensor) -> str:
+    """Return why a value of a file does not fit into the model's tensor, or ""."""
+    if value.shape != target.shape:
+        return f"{name} is {list(value.shape)} in the file and {list(target.shape)} in the model"
+    if _number_kind(value.dtype) != _number_kind(target.dtype):
+        in_file, in_model = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, target.dtype))
+        return f"{name} is {in_file} in the file and {in_model} in the model"
+    return ""
 
 
-def _dtype_text(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _number_kind(tensor: Tensor) -> tuple[bool, bool]:
+def _number_kind(dtype: torch.dtype) -> tuple[bool, bool]:
     """Return (is floating point, is complex): a copy that changed them would silently lose part of a value."""
-    return tensor.is_floating_point(), tensor.is_complex()
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def _tensors_in_file(wanted: Weights) -> dict[str, ReadTensor]:
     """Return readers of the file's tensors by name, without the prefixes of wrappers."""
     file = Path(wanted.file)
-    read = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
-    tensors: dict[str, ReadTensor] = {}
+    if file.is_dir():
+        return dict(_without_prefixes(SafetensorsFiles(file).tensors.items(), file))
+    return _without_prefixes(_read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file), file)
+
+
+_Value = TypeVar("_Value")
+
+
+def _without_prefixes(read: Iterable[tuple[str, _Value]], file: Path) -> dict[str, _Value]:
+    """Return the values by name without what wrappers add; raise ConfigError if two get the same name, or for none."""
+    tensors: dict[str, _Value] = {}
     for name, value in read:
         if (bare := strip_wrapper_prefixes(name)) in tensors:
             raise ConfigError(f"model.weights: {file} has {bare!r} twice, with and without a wrapper's prefix")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from unipar.model.library_configs import library_configs
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 class StateNames(NamedTuple):
-    """Names of one part's state; a parameter or buffer with several names is here under the first."""
+    """Names of one part's state, the first of those that a tensor has; and configs that its modules carry."""
 
     trained: list[str]
     """Parameters that take gradients."""
 
     unsaved: list[str]
     """Buffers that are not persistent, so that state dicts do not have them."""
+
+    configs: list[dict[str, Any]]
+    """Configs that modules of transformers and peft carry."""
 
 
 def state_names(module: nn.Module) -> StateNames:
@@ -24,6 +29,7 @@ def state_names(module: nn.Module) -> StateNames:
     return StateNames(
         [name for name, p in module.named_parameters() if p.requires_grad],
         [name for name, _ in module.named_buffers() if name in unsaved],
+        library_configs(module),
     )
 
 

@@ -25,6 +25,11 @@ STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts save the weights beside other things."""
 
 
+INDEX_FILE, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+"""Names in a folder as transformers writes it: of the index of several files, or else of the only one."""
+
+_MAX_INDEX_BYTES = 2**26
+
 _MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes that the safetensors library reads."""
 
@@ -37,6 +42,10 @@ _PLAIN_BUILTINS = frozenset(
 def validate_weight_file(wanted: Weights, roots: Sequence[Path]) -> None:
     """Raise ConfigError unless the file exists, has a consistent header or archive, and holds no code."""
     file = Path(wanted.file)
+    if file.is_dir():
+        _check_link(file, roots)
+        _validate_weight_folder(file, wanted)
+        return
     if file.suffix != ".safetensors" and file.suffix not in PICKLE_SUFFIXES:
         known = ", ".join((".safetensors", *PICKLE_SUFFIXES))
         raise ConfigError(f"model.weights: {file} ends in {file.suffix or 'nothing'}; it must be one of {known}")
@@ -45,7 +54,7 @@ def validate_weight_file(wanted: Weights, roots: Sequence[Path]) -> None:
     _check_link(file, roots)
     if not file.is_file():
         raise ConfigError(
-            f"model.weights: {file} is {'a folder' if file.is_dir() else 'not a file'}; it must be one file"
+            f"model.weights: {file} is not a file; it must be one file, or a folder as transformers writes it"
         )
     try:
         names = _check_safetensors(file) if file.suffix == ".safetensors" else _check_pickle(file)
@@ -57,6 +66,63 @@ def validate_weight_file(wanted: Weights, roots: Sequence[Path]) -> None:
         raise BackendNotInstalled(
             f"model.weights: {file} needs safetensors, not installed here: pip install 'unipar[weights]'"
         )
+
+
+def _validate_weight_folder(folder: Path, wanted: Weights) -> None:
+    """Raise ConfigError unless a folder's files have exactly the tensors that its index names."""
+    try:
+        placed = _read_index(folder)
+        names: list[str] = []
+        for file in safetensors_in(folder):
+            if not file.exists():
+                raise ConfigError(f"model.weights: {folder / INDEX_FILE} names {file.name}, which is not in the folder")
+            _check_link(file, [folder])
+            if not file.is_file():
+                raise ConfigError(f"model.weights: {file} is not a file")
+            inside = _check_safetensors(file)
+            names += inside
+            if placed is None:
+                continue
+            wanted_there = {name for name, called in placed.items() if called == file.name}
+            if lacked := sorted(wanted_there - set(inside)):
+                raise ConfigError(f"model.weights: {file} lacks {first_few(lacked)}, which the index says is in it")
+            if extra := sorted(set(inside) - wanted_there):
+                raise ConfigError(f"model.weights: {file} has {first_few(extra)}, which the index does not say")
+    except OSError as e:
+        raise ConfigError(f"model.weights: {e.filename} cannot be read ({e.strerror})") from None
+    check_weight_patterns(wanted.only, map(strip_wrapper_prefixes, names), f"the names in {folder}")
+
+
+def safetensors_in(path: Path) -> list[Path]:
+    """Return the safetensors files of a path: itself, those that a folder's index names, or the folder's only one."""
+    if not path.is_dir():
+        return [path]
+    placed = _read_index(path)
+    return [path / ONE_FILE] if placed is None else [path / name for name in sorted(set(placed.values()))]
+
+
+def _read_index(folder: Path) -> Mapping[str, str] | None:
+    """Return which file has which tensor; None for a folder with one file and no index; raise if there is neither."""
+    path = folder / INDEX_FILE
+    if not path.exists():
+        if (folder / ONE_FILE).exists():
+            return None
+        raise ConfigError(f"model.weights: {folder} is a folder with neither {INDEX_FILE} nor {ONE_FILE}")
+    if path.stat().st_size > _MAX_INDEX_BYTES:
+        raise ConfigError(f"model.weights: {path} has {path.stat().st_size:,} bytes: it is no index")
+    try:
+        placed: Any = json.loads(path.read_bytes())["weight_map"]
+        plain = bool(placed) and all(isinstance(text, str) for pair in placed.items() for text in pair)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        plain, placed = False, {}
+    if not plain:
+        raise ConfigError(f"model.weights: {path} is no index: it has no weight_map from names to files")
+    for name, file in placed.items():
+        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise ConfigError(
+                f"model.weights: {path} says that {name} is in {file!r}; it must name a safetensors file in the folder"
+            )
+    return placed
 
 
 def strip_wrapper_prefixes(name: str) -> str:

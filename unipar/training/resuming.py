@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from unipar.checkpoint.changes import refuse_changes
 from unipar.checkpoint.format.manifest import StoredTensor
+from unipar.checkpoint.packed_values import unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
 from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.store_exchange import StoreExchange
-from unipar.checkpoint.task_state import unpack_task_state
 from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
-from unipar.data.order import DataPosition
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
 from unipar.run_folder.heartbeat import ShowWork, show_nothing
+from unipar.training.feeds import place_feed, refuse_other_data
 from unipar.utils.address import Location, parse_location
 from unipar.utils.text import first_few
 
@@ -37,6 +37,9 @@ class ChosenCheckpoint:
 
     told: tuple[str, ...]
     """Sentences about keys of the config that have changed since."""
+
+    said: Collection[str] = ()
+    """Keys of the config that were given for this run."""
 
     @property
     def path(self) -> Location:
@@ -95,7 +98,7 @@ def choose_checkpoint(
         if not first and found is not None:
             called = f"checkpoint {path}"
             told = refuse_changes(found.state["config"], config.model_dump(mode="json"), said, called)
-            return ChosenCheckpoint(found, tuple(passed), tuple(told))
+            return ChosenCheckpoint(found, tuple(passed), tuple(told), tuple(said))
         if not auto:
             raise CheckpointError(first)
         passed.append(first)
@@ -112,7 +115,8 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint, show: ShowWork = sh
     `show` is told how far it has come.
     """
     state, began = chosen.state, time.monotonic()
-    _refuse_other_data(live, state, chosen.path)
+    if live.task.defines("data"):
+        refuse_other_data(live.feed, state["data"], chosen.path)
     with SavedState(chosen.path, chosen.checkpoint.manifest) as saved:
         total = _refuse_other_tensors(live, saved)
         saved.on_read = lambda read: show("loading the checkpoint", min(read, total), total)
@@ -124,11 +128,11 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint, show: ShowWork = sh
             part.engine.restore_counters(old["counters"])
             part.restore_groups(old["groups"])
         packed = state["task"]
-        live.task.load_state(unpack_task_state(packed, lambda path: saved.whole(path, "task")))
+        live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
     show("", 0, 0)
-    live.go_on_from(DataPosition(chosen.step, int(state["data"]["epoch"]), int(state["data"]["sample"])))
-    if live.done >= live.steps:
+    live.go_on_from(chosen.step, lambda feed: place_feed(live, feed, chosen.checkpoint, chosen.said))
+    if (live.config.train.steps or live.task.defines("data")) and live.done >= live.steps:
         raise CheckpointError(
             f"checkpoint {chosen.path} has done {live.done} steps, and the run has {live.steps}: nothing is left to "
             "do; give it more (--set train.steps=...)"
@@ -149,20 +153,6 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint, show: ShowWork = sh
 def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:
     """Return step and value of the best evaluations of the run that saved this state."""
     return [(int(step), float(value)) for step, value in state["best"]]
-
-
-def _refuse_other_data(live: TrainingRun, state: Mapping[str, Any], path: Location) -> None:
-    """Raise CheckpointError if the data has another length than it had."""
-    before, now = state["data"]["length"], live.feed.source.length
-    if before != now:
-        raise CheckpointError(
-            f"checkpoint {path}: data() had {_samples(before)} and has {_samples(now)} now: the order of samples would "
-            "be another; go on with the same data, or begin a run with these weights (model.weights)"
-        )
-
-
-def _samples(length: int | None) -> str:
-    return "no length" if length is None else f"{length:,} samples"
 
 
 def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> int:

@@ -10,10 +10,8 @@ from typing_extensions import override
 
 from unipar.backend import Engine, Fn, Piece, Read
 from unipar.config import BatchSizes, Config
-from unipar.data.dataset import check_same_sample_count, training_data_source
 from unipar.data.feed import MicrobatchFeed
-from unipar.data.order import DataPosition, MicrobatchPlan
-from unipar.data.stream import STREAM_PROMISES
+from unipar.data.order import MicrobatchPlan
 from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.world import World
 from unipar.engines.learning_rate import schedule_factor
@@ -24,6 +22,7 @@ from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.evaluation import Evaluation, refuse_unsynced_evaluation
+from unipar.training.feeds import make_feed, refuse_shared_stream
 from unipar.training.parts import (
     ActivePart,
     TrainedPart,
@@ -91,6 +90,7 @@ class TrainingRun(Run):
         self._batch_observer: BatchObserver | None = None
         self._checkpoints: StateKeeper | None = None
         self._began_at = 0
+        self._place_feed: Callable[[MicrobatchFeed | StreamFeed], None] | None = None
 
     # Steps and data
 
@@ -118,11 +118,18 @@ class TrainingRun(Run):
         """Set the number of steps done, after state was restored."""
         self.done = step
 
-    def go_on_from(self, begin: DataPosition) -> None:
-        """Go on as another run would that has done these steps, with what is left of its data."""
-        self.done = self._began_at = begin.step
-        self.feed.go_on_from(begin)
-        self._log.begin_after(begin.step)
+    def go_on_from(self, step: int, place_feed: Callable[[MicrobatchFeed | StreamFeed], None]) -> None:
+        """Go on as another run would that has done these steps; `place_feed` has a feed read what is left of its data.
+
+        A script may bring its loader later, with `over`.
+        """
+        self.done = self._began_at = step
+        self._log.begin_after(step)
+        self._place_feed = place_feed
+        if self._feed is not None:
+            place_feed(self._feed)
+        elif self.task.defines("data"):
+            self.feed  # noqa: B018 - made here, and placed
 
     @property
     @override
@@ -164,14 +171,7 @@ class TrainingRun(Run):
         self._log.note(event, **fields)
 
     def _make_feed(self, data: Any) -> MicrobatchFeed | StreamFeed:
-        source = training_data_source(data, self._collate, self.task.collate, self.config, self.sizes)
-        if source.length is not None:
-            check_same_sample_count(source.length, self.world)
-        pin = self.device.type == "cuda"
-        if source.streams:
-            self.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
-            return StreamFeed(source, self.sizes, self.world, self._seed, pin=pin)
-        return MicrobatchFeed(source, self.sizes, self.world.share, self._seed, pin=pin)
+        return make_feed(self, data, self._collate, self._place_feed)
 
     # Parts and their state
 
@@ -281,6 +281,7 @@ class TrainingRun(Run):
         if self._evaluation is None:
             engines = [part.engine for part in self._parts.values()]
             self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)
+            refuse_shared_stream(self.feed.source, self._evaluation.source)
         self._mark("evaluate")
         self._active, self._evaluating = self._first, True
         try:

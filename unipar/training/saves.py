@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 
 from unipar.backend import Piece, Region
+from unipar.checkpoint.packed_values import pack_values
 from unipar.checkpoint.protocol.probing import check_checkpoint_folder
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
 from unipar.checkpoint.store_exchange import StoreExchange
-from unipar.checkpoint.task_state import pack_task_state
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.heartbeat import ShowWork, show_nothing
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder
+from unipar.training.feeds import describe_stream_place
 from unipar.utils.address import Location
 from unipar.utils.git import git_revision
 
@@ -59,6 +60,9 @@ class RunCheckpoints:
         self._is_best = False
         self._metrics: dict[str, float] = {}
         self._last_saved: int | None = None
+        self._told = False
+        """Whether a line has said that the stream has no state."""
+
         self._began = time.monotonic()
         self._saver = CheckpointSaver(
             into or checkpoint_folder(run, settings.to),
@@ -119,8 +123,13 @@ class RunCheckpoints:
             part.save_agreed = False
         kept = Retention(self._settings.keep, [step for step, _ in self._best])
         try:
-            task, tensors = pack_task_state(live.task.state())
-            self._saver.save(done, self._pieces(tensors), self._state(done, task), kept)
+            self._refuse_unsaved_values()
+            task, tensors = pack_values(live.task.state(), "state", "state()")
+            data, of_streams = describe_stream_place(live, done)
+            if (why := data.get("stream", {}).get("why")) and not self._told:
+                live.note("data", said=f"{why}: a run that goes on from a checkpoint reads it on")
+                self._told = True
+            self._saver.save(done, self._pieces(tensors, of_streams), self._state(data, task), kept)
         except CheckpointError as e:
             self._fail(e)
         if not self._settings.asynchronous:
@@ -180,18 +189,24 @@ class RunCheckpoints:
             raise error
         self._live.note("checkpoint failed", step=self._live.done, said=str(error))
 
-    def _pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
-        yield from self._live.pieces()
-        if self._live.rank == 0:
-            for name, t in tensors.items():
-                yield Piece(name, "task", tuple(t.shape), Region(0, t.numel()), t.contiguous())
+    def _refuse_unsaved_values(self) -> None:
+        """Raise CheckpointError, on all ranks alike, if an optimizer keeps what no piece of state can hold."""
+        for part in self._live.parts.values():
+            for sentence in part.engine.unsaved_values():
+                raise CheckpointError(sentence)
 
-    def _state(self, done: int, task: Any) -> dict[str, Any]:
-        """Return what state.json holds besides step and format."""
+    def _pieces(self, of_task: Mapping[str, Tensor], of_streams: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """Yield this rank's pieces of the engines' state, of the task's own if it is rank 0, and of its streams."""
+        yield from self._live.pieces()
+        for kind, tensors in (("task", of_task if self._live.rank == 0 else {}), ("stream", of_streams)):
+            for name, t in tensors.items():
+                yield Piece(name, kind, tuple(t.shape), Region(0, t.numel()), t.contiguous())
+
+    def _state(self, data: Mapping[str, Any], task: Any) -> dict[str, Any]:
+        """Return what state.json holds besides step and format; `data`: the place in the data."""
         live = self._live
         config = live.config.model_dump(mode="json")
         text = json.dumps(config, sort_keys=True, separators=(",", ":"))
-        position = live.feed.position(done)
         return {
             "unipar": self._launched.get("versions", {}),
             "git": self._git,
@@ -200,7 +215,7 @@ class RunCheckpoints:
             "ranks": live.size,
             "config": config,
             "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "data": {"epoch": position.epoch, "sample": position.sample, "length": live.feed.source.length},
+            "data": data,
             "steps": live.steps,
             "parts": {
                 name: {

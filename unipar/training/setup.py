@@ -24,7 +24,7 @@ from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
 from unipar.model.optimizer import optimizer_factory, parameter_groups, refuse_whole_matrices
-from unipar.model.pretrained import load_weights
+from unipar.model.pretrained import load_weights, point_to_weights
 from unipar.model.state_names import state_names
 from unipar.model.transforms import apply_transforms
 from unipar.run_folder.attempts import count_attempts
@@ -227,13 +227,22 @@ def build_run(
     world.lay(**config.parallel.axes.sizes)
     _prepare_once_per_machine(task, world)
     base = anonymous_memory()
-    modules = create_parts(task.model, config, world)
+    wanted = config.model.loading if loads_weights else None
+    in_files = wanted is not None and build is None and backend.fills_from_files(config)
+    modules = create_parts(task.model, config, world, empty=in_files)
     whole = combine_parts(modules)
     if settled.cell != ONE:
         refuse_devices_by_hand(whole, world.device, settled.cell)
-    wanted = config.model.loading
-    # on rank 0 only: the other ranks get the values from it when tensors are placed
-    loaded = load_weights(whole, wanted) if wanted is not None and loads_weights and world.rank == 0 else None
+    loaded, files = None, None
+    if in_files and wanted is not None:
+        found = point_to_weights(whole, wanted)
+        if found is None:  # some parameters keep their initial values
+            modules = create_parts(task.model, config, world)
+            whole = combine_parts(modules)
+        else:
+            loaded, files = found
+    if wanted is not None and loaded is None and world.rank == 0:
+        loaded = load_weights(whole, wanted)  # the other ranks get the values from rank 0 when tensors are placed
     parameters = sum(p.numel() for p in whole.parameters())
     in_blocks: Counter[str] = Counter()
     own_optimizer = task.optimizer if task.defines("optimizer") else None
@@ -266,8 +275,10 @@ def build_run(
             part.engine.evaluate(_compute_nothing, None)
     process = {"rank": world.rank, "size": world.size, "cell": str(settled.cell), "pid": os.getpid()}
     ledger.note("start", **process, parameters=parameters, **in_blocks, resident=base)
-    if loaded is not None:
+    if loaded is not None and world.rank == 0:
         ledger.note("weights", **asdict(loaded))
+    if files is not None:
+        ledger.note("weights read", bytes=files.bytes_read)
     return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
 
 

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from tests.support.forks import Forks
 from tests.support.lora_task import lora_model
@@ -65,13 +65,14 @@ def with_values_of(model: Any, contents: CheckpointContents) -> Any:
 def test_transformers_loads_an_exported_model(forks: Forks, tmp_path: Path, cell: str) -> None:
     """Several files with an index, tied embeddings under one name: the same logits, no key missing or unexpected."""
     contents = trained(forks, tmp_path, "transformer_models.py:Gpt2", cell)
-    export_checkpoint(contents, tmp_path / "hf", ExportWish(to="hf", size="20KB"))
+    done = export_checkpoint(contents, tmp_path / "hf", ExportWish(to="hf", size="20KB"))
+    assert done.config == "with config.json"
     assert len(list((tmp_path / "hf").iterdir())) > 2
     model: Any = Gpt2().model()
     before = logits(model)
-    model.config.save_pretrained(tmp_path / "hf")
-    both: Any = GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     loaded, said = both
+    assert type(loaded) is GPT2LMHeadModel
     assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     after = logits(with_values_of(model, contents))
     assert torch.equal(logits(loaded), after)
@@ -84,11 +85,14 @@ def test_peft_loads_an_exported_adapter(forks: Forks, tmp_path: Path, cell: str)
     contents = trained(forks, tmp_path, "lora_task.py:Lora", cell)
     made = lora_model()
     before = logits(made)
-    export_checkpoint(contents, tmp_path / "adapter", ExportWish(to="peft"))
+    done = export_checkpoint(contents, tmp_path / "adapter", ExportWish(to="peft"))
+    assert done.config == "with adapter_config.json"
     file = tmp_path / "adapter/adapter_model.safetensors"
     made.save_pretrained(tmp_path / "saved_by_peft")
     assert set(load_file(file)) == set(load_file(tmp_path / "saved_by_peft/adapter_model.safetensors"))
-    made.peft_config["default"].save_pretrained(tmp_path / "adapter")
+    folders = (tmp_path / "adapter", tmp_path / "saved_by_peft")
+    ours, theirs = (json.loads((folder / "adapter_config.json").read_text("utf-8")) for folder in folders)
+    assert ours == theirs
     torch.manual_seed(3)
     base: Any = Gpt2().model()
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))

@@ -69,7 +69,7 @@ def trained_names(contents: CheckpointContents) -> set[str]:
     """Return the names of the parameters that were trained; raise CheckpointError if the checkpoint does not tell."""
     tensors = contents.manifest.tensors
     trained = set(_named_in_parts(contents.state, "trained"))
-    trained = trained or {name for name, kind in tensors if kind not in ("weight", "buffer", "task")}
+    trained = trained or {name for name, kind in tensors if kind not in ("weight", "buffer", "task", "stream")}
     trained = {name for name in trained if (name, "weight") in tensors}
     if not trained:
         raise CheckpointError(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from unipar.checkpoint.exporting.config_files import write_library_config
 from unipar.checkpoint.exporting.selection import ChosenTensor, adapter_tensors, choose_tensors
 from unipar.checkpoint.exporting.source import Advance, ExportSource
 from unipar.checkpoint.format.shard_file import ShardTensor, write_shard
@@ -65,6 +66,8 @@ class Exported:
     """Bytes of tensors."""
 
     files: int
+    config: str = ""
+    """What is said of the config beside the weights: its name, or why there is none; "" for formats without."""
 
 
 def parse_size(text: str) -> int:
@@ -105,7 +108,10 @@ def export_checkpoint(
         advance = _Progress(source.total, progress)
         with _whole(out, source.total) as partial_out:
             files = _WRITERS[wish.to](source, partial_out, largest, advance)
-    return Exported(path=out, tensors=len(chosen), bytes=source.total, files=files)
+            said = write_library_config(contents.state, partial_out, wish.to, wish.adapter, wish.rename, wish.dtype)
+    if said and wish.to == "hf" and (wish.only or wish.trainable):
+        said += "; only a part of its weights is here"
+    return Exported(path=out, tensors=len(chosen), bytes=source.total, files=files, config=said)
 
 
 class _Progress:

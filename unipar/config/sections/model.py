@@ -23,7 +23,8 @@ class Weights(Section):
     """Config section `model.weights`."""
 
     file: str
-    """`.safetensors`, or a file of torch.save (`.pt`, `.pth`, `.bin`); relative to this file."""
+    """`.safetensors`, a folder with `model.safetensors.index.json` and its files, or a file of torch.save (`.pt`,
+    `.pth`, `.bin`); relative to this file."""
 
     only: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
     """The names to load, `*` allowed: ["body.*"]; all other parameters keep their initial values."""
@@ -37,7 +38,7 @@ class Model(Section):
     """Config section `model`."""
 
     weights: str | Weights | None = None
-    """A file with weights to begin from, or {file: ..., only: [...], strict: false}."""
+    """A file or folder with weights to begin from, or {file: ..., only: [...], strict: false}."""
 
     blocks: Literal["auto", "none"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
     """The repeated blocks, split one by one if parameters are split. auto: detected; none: the model is not divided

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from unipar.config.config import Data
 from unipar.config.settled import SettledConfig
 from unipar.data.dataset import DataSource, training_data_source
-from unipar.data.stream import seeded_samples
+from unipar.data.stream_reader import seeded_samples
 from unipar.engines.fingerprint import fingerprint_batch
 from unipar.errors import ConfigError
 from unipar.task import Task

@@ -65,3 +65,5 @@ def export(
         done = export_checkpoint(contents, out, wish, progress)
     tensors, files = count_of(done.tensors, "tensor"), count_of(done.files, "file")
     typer.echo(f"{done.path}: {tensors}, {format_size(done.bytes)} in {files}, of step {contents.manifest.step:,}")
+    if done.config:
+        typer.echo(done.config)

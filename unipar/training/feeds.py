@@ -1,0 +1,265 @@
+"""The data of a run in training: its feed, the place of a stream in a checkpoint, and the way back to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+from torch import Tensor
+
+from unipar.checkpoint.packed_values import pack_values, unpack_values
+from unipar.checkpoint.protocol.verifying import CheckpointContents
+from unipar.checkpoint.saved_state import SavedState
+from unipar.checkpoint.store_exchange import StoreExchange
+from unipar.data.dataset import DataSource, check_same_sample_count, training_data_source
+from unipar.data.feed import MicrobatchFeed
+from unipar.data.order import DataPosition
+from unipar.data.stream import STREAM_PROMISES
+from unipar.data.stream_feed import StreamFeed, StreamPlace
+from unipar.data.stream_reader import ReadingOn, ReadPart, has_state
+from unipar.errors import CheckpointError, TaskError
+from unipar.utils.address import Location
+from unipar.utils.text import format_duration
+
+if TYPE_CHECKING:
+    from unipar.config import BatchSizes, Config
+    from unipar.distributed.world import World
+    from unipar.task import Task
+
+Feed = MicrobatchFeed | StreamFeed
+
+
+class FedRun(Protocol):
+    """Part of a run in training that feeds need."""
+
+    task: Task
+    world: World
+    config: Config
+    sizes: BatchSizes
+
+    @property
+    def feed(self) -> Feed:
+        """Feed of this rank."""
+        ...
+
+    def mark(self, phase: str) -> None:
+        """Set the phase of the heartbeat."""
+        ...
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Write an event into this rank's ledger."""
+        ...
+
+
+_SECONDS_BETWEEN_NOTES = 1.0
+"""Least time between two notes of how far a stream was read on."""
+
+
+def make_feed(
+    live: FedRun,
+    data: Any,
+    collate: Callable[[list[Any]], Any] | None,
+    place: Callable[[Feed], None] | None,
+) -> Feed:
+    """Return the feed of one rank for what data() returned, or a script's loader; `place` puts it where it goes on."""
+    feed = _feed_from_beginning(live, data, collate)
+    if place is not None:
+        place(feed)
+    return feed
+
+
+def refuse_shared_stream(trained: DataSource, evaluated: DataSource) -> None:
+    """Raise TaskError if an evaluation would read the very stream whose place the training keeps."""
+    if evaluated.dataset is trained.dataset and trained.streams and has_state(trained.dataset):
+        raise TaskError(
+            f"validation() returned the same {type(trained.dataset).__name__} object as data(), and an evaluation "
+            "would move its state_dict() away from the training's place: return another object"
+        )
+
+
+def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]], Any] | None) -> Feed:
+    source = training_data_source(data, collate, live.task.collate, live.config, live.sizes)
+    if source.length is not None:
+        check_same_sample_count(source.length, live.world)
+    pin, seed = live.world.device.type == "cuda", live.config.train.seed
+    if not source.streams:
+        return MicrobatchFeed(source, live.sizes, live.world.share, seed, pin=pin)
+    live.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
+    return StreamFeed(
+        source,
+        live.sizes,
+        live.world,
+        seed,
+        pin=pin,
+        gives_places=live.config.checkpoint is not None,
+        reading_on=_ReadingOnNotes(live),
+    )
+
+
+@final
+class _ReadingOnNotes:
+    """Notes of how far a stream was read on; at the end this rank waits for the others, however long they take."""
+
+    def __init__(self, live: FedRun) -> None:
+        self._live, self._noted = live, 0.0
+        self._read: list[int] = []
+        """Samples that each reader of this rank has read past, of those that have ended."""
+
+    def __call__(self, item: ReadingOn) -> None:
+        live = self._live
+        live.mark("data")
+        if item.seconds - self._noted >= _SECONDS_BETWEEN_NOTES:
+            self._noted = item.seconds
+            live.note("reading on", read=item.read, of=item.of)
+        if not item.last:
+            return
+        self._read.append(item.read)
+        source, world = live.feed.source, live.world
+        if len(self._read) < max(1, source.settings.workers):
+            return
+        waits = StoreExchange(world.store, world.rank, world.size, world.key("read on"), lambda: live.mark("waiting"))
+        waits(b"")
+        live.mark("data")
+        read = item.read if source.settings.stream == "whole" else sum(self._read)
+        past = f"{read:,} sample{'s' * (read != 1)} in {format_duration(item.seconds)}"
+        live.note("read on", said=f"the stream was read on past {past}")
+
+
+# Into a checkpoint
+
+
+def describe_stream_place(live: FedRun, done: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what a checkpoint's state.json says of the data, and the tensors of streams that this rank saves.
+
+    All ranks call this together.
+    """
+    feed = live.feed
+    place = feed.position(done)
+    described: dict[str, Any] = {"epoch": place.epoch, "sample": place.sample, "length": feed.source.length}
+    if not isinstance(feed, StreamFeed):
+        return described, {}
+    world, own = live.world, feed.stream_place()
+    saves = world.rank == 0 if feed.whole else world.leads
+    parts, tensors, why = _packed_parts(own, 0 if feed.whole else world.share, saves=saves)
+    described["stream"] = {
+        "read": feed.source.settings.stream,
+        "epoch": own.epoch,
+        "sample": own.sample,
+        "workers": feed.parts,
+        "seats": [{"parts": parts, "turn": own.turn}],
+    }
+    if not feed.whole:
+        exchange = StoreExchange(world.store, world.rank, world.size, world.key("stream places"))
+        mine = {"seat": world.share, "parts": parts, "turn": own.turn, "why": why} if saves else None
+        found = [one for text in exchange(json.dumps(mine).encode()) if (one := json.loads(text)) is not None]
+        found.sort(key=lambda one: one["seat"])
+        described["stream"]["seats"] = [{"parts": one["parts"], "turn": one["turn"]} for one in found]
+        why = next((one["why"] for one in found if one["why"]), "")
+    if why:
+        described["stream"]["why"] = why
+    return described, tensors
+
+
+def _packed_parts(place: StreamPlace, seat: int, *, saves: bool) -> tuple[list[Any], dict[str, Tensor], str]:
+    """Return how far the parts of a seat were read, as JSON; their tensors; and why there are no states, or ""."""
+    tensors: dict[str, Tensor] = {}
+    packed: list[Any] = []
+    why = ""
+    for turn, part in enumerate(place.parts):
+        state, mine = None, dict[str, Tensor]()
+        why = why or part.why
+        if part.state is not None and saves:
+            try:
+                root = f"stream[{seat}][{turn}]"
+                state, mine = pack_values(part.state, root, "state_dict() of the stream", exact=True)
+            except TaskError as e:
+                why = why or str(e)
+        packed.append({"read": part.read, "ended": part.ended, "state": state})
+        tensors |= mine
+    return packed, tensors, why
+
+
+# And back
+
+
+def place_feed(live: FedRun, feed: Feed, saved_in: CheckpointContents, said: Collection[str]) -> None:
+    """Have a feed go on where a checkpoint was saved; `said`: keys of the config that were given for this run."""
+    saved, path, step = saved_in.state["data"], saved_in.path, saved_in.manifest.step
+    refuse_other_data(feed, saved, path)
+    begin = DataPosition(step, int(saved["epoch"]), int(saved["sample"]))
+    if not isinstance(feed, StreamFeed):
+        feed.go_on_from(begin)
+        return
+    stream: Mapping[str, Any] | None = saved.get("stream")
+    if stream is None and feed.whole:
+        feed.go_on_from(begin)
+        return
+    every = [one for seat in stream["seats"] for one in seat["parts"]] if stream else []
+    why = _NO_PLACE if stream is None else _why_not_here(feed, stream, live.world.shares)
+    if stream is None or why:
+        epoch = int(stream["epoch"]) if stream else begin.epoch
+        if not every or not all(one["ended"] for one in every):
+            _leave_out_rest(live, feed.source.settings.stream, epoch, f"checkpoint {path}: {why}", said)
+        feed.go_on_from(DataPosition(step, epoch + 1, 0))
+        return
+    seat = stream["seats"][0 if feed.whole else live.world.share]
+    with SavedState(path, saved_in.manifest) as tensors:
+        states = [unpack_values(one["state"], lambda at: tensors.whole(at, "stream")) for one in seat["parts"]]
+    parts = [
+        ReadPart(int(one["read"]), state, bool(one["ended"])) for one, state in zip(seat["parts"], states, strict=True)
+    ]
+    reads_on = any(one["state"] is None and one["read"] and not one["ended"] for one in every)
+    place = StreamPlace(int(stream["epoch"]), int(stream["sample"]), parts, int(seat["turn"]))
+    feed.go_on_from(begin, place, reads_on=reads_on)
+    after = f"epoch {place.epoch + 1} after {place.sample:,} samples"
+    if reads_on:
+        why = stream.get("why") or "its state was not saved"
+        live.note("data", said=f"the stream is read on to {after}: {why}")
+    else:
+        live.note("data", said=f"the stream was put back to {after}")
+
+
+_NO_PLACE = "it does not say how far each rank has read its part of the stream"
+
+
+def _why_not_here(feed: StreamFeed, stream: Mapping[str, Any], shares: int) -> str:
+    """Return why this run's ranks cannot go on in the middle of the epoch, or ""."""
+    now, before = feed.source.settings.stream, stream["read"]
+    if now != before:
+        return f"it was saved with data.stream: {before}, and now it is {now}"
+    seats, workers = len(stream["seats"]), int(stream["workers"])
+    if feed.whole or (seats, workers) == (shares, feed.parts):
+        return ""
+    return (
+        f"with data.stream: {now}, {_readers(seats, workers)} have read parts of the stream, and now there are "
+        f"{_readers(shares, feed.parts)}, whose parts have other samples"
+    )
+
+
+def _readers(seats: int, workers: int) -> str:
+    return f"{seats} x {workers} readers (data ranks x data workers)"
+
+
+def _leave_out_rest(live: FedRun, reads: str, epoch: int, why: str, said: Collection[str]) -> None:
+    """Say that an epoch's rest is left out if data.stream was given for this run; raise CheckpointError if not."""
+    if "data.stream" not in said:
+        raise CheckpointError(
+            f"{why}: the rest of epoch {epoch + 1} cannot be read so that each sample comes once; go on as it was "
+            f"saved, or begin epoch {epoch + 2} with --set data.stream={reads}"
+        )
+    live.note("data", said=f"{why}: the rest of epoch {epoch + 1} is left out")
+
+
+def refuse_other_data(feed: Feed, saved: Mapping[str, Any], path: Location) -> None:
+    """Raise CheckpointError if the data has another length than it had."""
+    before, now = saved["length"], feed.source.length
+    if before != now:
+        raise CheckpointError(
+            f"checkpoint {path}: data() had {_samples(before)} and has {_samples(now)} now: the order of samples would "
+            "be another; go on with the same data, or begin a run with these weights (model.weights)"
+        )
+
+
+def _samples(length: int | None) -> str:
+    return "no length" if length is None else f"{length:,} samples"
