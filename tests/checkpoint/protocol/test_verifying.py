@@ -19,7 +19,7 @@ from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import Region
 from unipar.checkpoint.format.shard_file import RegularFile
 from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
-from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint, newest_whole, verify_checkpoint
+from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint, verify_checkpoint
 from unipar.errors import CheckpointError, UniparError, rebuild
 
 SHARD = "shards/rank-00001.safetensors"
@@ -195,8 +195,8 @@ def test_a_renamed_or_copied_checkpoint_verifies(tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "the good one").manifest.step == 2
 
 
-def test_the_newest_whole_one_is_found_past_broken_ones(tmp_path: Path) -> None:
-    """With what was passed over and why; other names in the folder are nobody's business."""
+def test_checkpoints_are_found_newest_first(tmp_path: Path) -> None:
+    """Broken ones among them, which say why; other names in the folder are nobody's business."""
     for step in (5, 10, 100_000_000, 7):
         save_checkpoint(tmp_path, step, pieces_of_rank(0, step, world=1), {})
     (tmp_path / ".tmp-step-00000200-abcd").mkdir()
@@ -205,15 +205,18 @@ def test_the_newest_whole_one_is_found_past_broken_ones(tmp_path: Path) -> None:
     (tmp_path / "step-100000000" / "state.json").unlink()
     shard = tmp_path / "step-00000010" / "shards" / "rank-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x77")
-    found, passed = newest_whole(tmp_path)
-    assert found is not None
-    assert found.path == tmp_path / "step-00000007"
-    assert [(one.path.name, one.reason) for one in passed] == [
-        ("step-100000000", f"{tmp_path}/step-100000000/state.json: missing, though manifest.json lists it"),
-        ("step-00000010", f"{shard}: its hash is not the one in manifest.json; its bytes changed"),
+    said: list[str] = []
+    for found in find_checkpoints(tmp_path):
+        try:
+            said.append(f"{verify_checkpoint(found.path).manifest.step} is whole")
+        except CheckpointError as e:
+            said.append(str(e))
+    assert said == [
+        f"{tmp_path}/step-100000000/state.json: missing, though manifest.json lists it",
+        f"{shard}: its hash is not the one in manifest.json; its bytes changed",
+        "7 is whole",
     ]
     assert find_checkpoints(tmp_path / "nowhere") == []
-    assert newest_whole(tmp_path / "nowhere") == (None, [])
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -273,11 +276,18 @@ def test_a_checkpoint_error_crosses_processes() -> None:
 WATCHED = """
 import json, sys
 from pathlib import Path
-from unipar.checkpoint.protocol.verifying import newest_whole
+from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
+from unipar.errors import CheckpointError
 heavy = sorted({"torch", "numpy", "safetensors", "pickle"} & set(sys.modules))
 events = set()
 sys.addaudithook(lambda event, args: events.add(event))
-whole, passed = newest_whole(Path(sys.argv[1]))
+passed = []
+for found in find_checkpoints(Path(sys.argv[1])):
+    try:
+        whole = verify_checkpoint(found.path)
+        break
+    except CheckpointError as e:
+        passed.append(str(e))
 with whole.open_shard("shards/rank-00000.safetensors") as shard:
     shard.read_tensor_into("weight:net.bias", 0, bytearray(6))
 bad = {event for event in events if event.split(".")[0] in

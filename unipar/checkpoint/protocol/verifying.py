@@ -50,13 +50,6 @@ class FoundCheckpoint(NamedTuple):
     path: Location
 
 
-class PassedOver(NamedTuple):
-    """Checkpoint that cannot be used, and why."""
-
-    path: Location
-    reason: str
-
-
 @dataclass(frozen=True)
 class CheckpointContents:
     """Checkpoint whose files were checked."""
@@ -92,19 +85,6 @@ def list_names(folder: Location) -> list[str]:
         return []
     except OSError as e:
         raise CheckpointError(f"{folder}: cannot be listed ({e.strerror})") from None
-
-
-def newest_whole(
-    folder: Location, *, threads: int = 2, progress: HashProgress | None = None
-) -> tuple[CheckpointContents | None, list[PassedOver]]:
-    """Return the newest checkpoint that verifies, or None, and those that were passed over on the way to it."""
-    passed: list[PassedOver] = []
-    for found in find_checkpoints(folder):
-        try:
-            return verify_checkpoint(found.path, threads=threads, progress=progress), passed
-        except CheckpointError as e:
-            passed.append(PassedOver(found.path, str(e)))
-    return None, passed
 
 
 def verify_checkpoint(
