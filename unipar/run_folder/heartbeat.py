@@ -96,10 +96,10 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    if len(raw) < _SIZE:
+    if len(raw) < _ROW.size:
         return None
     step, phase, when = _ROW.unpack_from(raw)
-    number, done, total = _WORK.unpack_from(raw, _ROW.size)
+    number, done, total = _WORK.unpack_from(raw, _ROW.size) if len(raw) >= _SIZE else (0, 0, 0)
     work = LongWork(LONG_WORKS[number], done, total) if number else None
     return Heartbeat(step, STEP_PHASES[phase], when, work) if when else None
 

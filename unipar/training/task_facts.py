@@ -46,7 +46,7 @@ class TaskFacts:
     """Names of further DataLoader arguments that differ from their defaults."""
 
     checkpoint: int | None
-    """Bytes of tensors in a checkpoint; unknown (None) if the optimizer cannot be tried without values."""
+    """Bytes of tensors in a checkpoint; None without a section `checkpoint`, or if the optimizer cannot be tried."""
 
 
 def load_task(config: Config) -> Task:
@@ -95,7 +95,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         loader_arguments=tuple(
             name for name, value in source.loader_arguments.items() if value != _LOADER_DEFAULTS.get(name)
         ),
-        checkpoint=_checkpoint_bytes(task, modules, config),
+        checkpoint=None if config.checkpoint is None else _checkpoint_bytes(task, modules, config),
     )
 
 
@@ -106,16 +106,17 @@ def _checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) ->
     from unipar.model.saved_size import saved_bytes
 
     total, given = 0, task.optimizer if task.defines("optimizer") else None
-    for name, module in modules.items():
-        own = config.of_part(name)
-        with _user_errors_as_task_errors("groups()"):
+    try:
+        for name, module in modules.items():
+            own = config.of_part(name)
             groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=given is not None)
-        make = optimizer_factory(groups, own, torch.device("meta"), own=given)
-        with _user_errors_as_task_errors("optimizer()"):
+            make = optimizer_factory(groups, own, torch.device("meta"), own=given)
             size = saved_bytes(module, make, fp64=config.train.precision == "fp64")
-        if size is None:
-            return None
-        total += size
+            if size is None:
+                return None
+            total += size
+    except Exception:  # what is wrong with the task's groups or optimizer is told where they are used
+        return None
     return total
 
 
