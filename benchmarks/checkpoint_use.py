@@ -144,14 +144,20 @@ def _run_workers(entry: str, size: int) -> Any:
 
 
 def _ratio_rows(seconds: Mapping[str, list[float]]) -> tuple[list[tuple[str, ...]], dict[str, Any]]:
-    """Return a table's rows, each arm beside the first, and the intervals of their ratios."""
-    base = next(iter(seconds.values()))
+    """Return a table's rows, each arm beside the first, and the intervals of their ratios.
+
+    Where the first is there "again", what is not itself such an arm is held against the mean of both.
+    """
+    first = next(iter(seconds.values()))
+    twice = [took for name, took in seconds.items() if took is first or name.endswith("again")]
+    both = [sum(pair) / len(pair) for pair in zip(*twice, strict=True)]
     rows: list[tuple[str, ...]] = []
     found: dict[str, Any] = {}
     for name, took in seconds.items():
+        base = first if any(took is one for one in twice) else both
         ratio = interval([mine / theirs for mine, theirs in zip(took, base, strict=True)])
         found[name] = asdict(ratio)
-        shown = "" if took is base else f"{ratio.middle:.3f} [{ratio.low:.3f}..{ratio.high:.3f}]"
+        shown = "" if took is first else f"{ratio.middle:.3f} [{ratio.low:.3f}..{ratio.high:.3f}]"
         rows.append((name, f"{interval(took).middle:.2f}", shown))
     return rows, found
 
