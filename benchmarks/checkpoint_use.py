@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.timing import interleaved, interval
+from benchmarks.worlds import run_world, write_found
 from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
@@ -27,7 +28,6 @@ from unipar.config import Config
 from unipar.config.sections.checkpoint import Checkpoint
 from unipar.distributed.place import Place
 from unipar.errors import UniparError
-from unipar.launcher.processes.group import WorkerGroup
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Task
@@ -99,7 +99,7 @@ def measure_blocks(place: Place, run: Path, control: socket.socket | None) -> No
         "waited": [row["waited"] for row in told],
         "saved": [row["seconds"] for row in told],
     }
-    (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    write_found(run, found)
 
 
 def measure_loads(place: Place, run: Path, control: socket.socket | None) -> None:
@@ -132,15 +132,7 @@ def measure_loads(place: Place, run: Path, control: socket.socket | None) -> Non
         took = interleaved(loops, ROUNDS, 1, time.perf_counter)
     if place.rank == 0:
         found = {"seconds": took, "bytes": sum(4 * t.numel for t in tensors.values())}
-        (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-def _run_workers(entry: str, size: int) -> Any:
-    with tempfile.TemporaryDirectory(prefix="unipar-bench-") as folder:
-        environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}", "OMP_NUM_THREADS": "1"}
-        with WorkerGroup(Path(folder), size, f"benchmarks.checkpoint_use:{entry}", environment=environment) as group:
-            group.wait()
-        return json.loads((Path(folder) / "found.json").read_text("utf-8"))
+        write_found(run, found)
 
 
 def _ratio_rows(seconds: Mapping[str, list[float]]) -> tuple[list[tuple[str, ...]], dict[str, Any]]:
@@ -164,7 +156,7 @@ def _ratio_rows(seconds: Mapping[str, list[float]]) -> tuple[list[tuple[str, ...
 
 def benchmark_checkpoint_blocks() -> tuple[dict[str, Any], bool]:
     """Measure how much longer a block of 20 steps takes while a checkpoint is saved beside it."""
-    told = _run_workers("measure_blocks", 1)
+    told = run_world("benchmarks.checkpoint_use:measure_blocks")
     rows, found = _ratio_rows(told["seconds"])
     print(format_table((f"{BLOCK} steps, one process", "s", "/ without"), rows, right=(1, 2)))
     waited, saved = (interval(told[key]).middle for key in ("waited", "saved"))
@@ -178,7 +170,7 @@ def benchmark_checkpoint_blocks() -> tuple[dict[str, Any], bool]:
 
 def benchmark_checkpoint_load() -> tuple[dict[str, Any], bool]:
     """Measure a load on two ranks, hashes of all files included, beside torch.load of the same tensors in one file."""
-    told = _run_workers("measure_loads", 2)
+    told = run_world("benchmarks.checkpoint_use:measure_loads", 2)
     rows, found = _ratio_rows(told["seconds"])
     good = found["verified and loaded"]["middle"] <= SLOWER
     print(format_table((f"{told['bytes'] / 1e6:.0f} MB, two ranks", "s", "/ torch.load"), rows, right=(1, 2)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Callable, Generator
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.loops import CLIP, DECAY, LR, by_hand
 from benchmarks.timing import Loop, count_calls, interleaved, interval, time_ratio
+from benchmarks.worlds import read_asked, write_found
 from unipar.backend import cells, registry
 from unipar.backend.checks import settle
 from unipar.config import Cell, Config
@@ -79,7 +79,7 @@ def open_loops(cell: str, place: Place, run: Path) -> Generator[LoopPair]:
 
 def measure_one_process(place: Place, run: Path, control: socket.socket | None) -> None:
     """Measure CPU time and calls in one process; entry function of the worker."""
-    cell = (run / "cell").read_text("utf-8")
+    cell = read_asked(run)
     with open_loops(cell, place, run) as pair:
         hand = pair.hand()
         for _ in range(WARM):
@@ -89,7 +89,7 @@ def measure_one_process(place: Place, run: Path, control: socket.socket | None) 
             "ratio": asdict(time_ratio(pair.ours, hand)),
             "calls": [count_calls(pair.ours, 3), count_calls(hand, 3)],
         }
-    (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    write_found(run, found)
 
 
 def measure_two_ranks(place: Place, run: Path, control: socket.socket | None) -> None:
@@ -107,4 +107,4 @@ def measure_two_ranks(place: Place, run: Path, control: socket.socket | None) ->
             name: asdict(interval([a / b for a, b in zip(times[name], base, strict=True)]))
             for name in ("unipar", "hand again")
         }
-        (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
+        write_found(run, found)

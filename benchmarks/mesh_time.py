@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -22,12 +20,12 @@ from unipar_native.mesh.engine import MeshEngine
 from benchmarks.loops import CLIP, DECAY, LR
 from benchmarks.mesh_by_hand import pipeline_loop, tensor_loop
 from benchmarks.timing import Loop, count_calls, interleaved, interval
+from benchmarks.worlds import read_asked, run_world, write_found
 from examples.char_gpt import CharGPT
 from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.config import Config
 from unipar.distributed.place import Place
-from unipar.launcher.processes.group import WorkerGroup
 from unipar.training.setup import open_run
 from unipar.utils.table import format_table
 
@@ -77,7 +75,7 @@ def config_of(parallel: dict[str, Any]) -> Config:
 
 def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     """Measure the CPU time of both ranks in unipar's loop, in the script and in the script again; entry of workers."""
-    asked = json.loads((run / "asked.json").read_text("utf-8"))
+    asked = read_asked(run)
     parallel, script = WAYS[asked["way"]]
     config, task = config_of(parallel), EvenStages(**asked["sizes"])
     with open_run(settle(config, place.size), registry.find_backend("native"), task, place, run) as live:
@@ -108,7 +106,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
         everything: list[Any] = [None] * place.size
         dist.all_gather_object(everything, {"times": times, "calls": calls})
     if place.rank == 0:
-        (run / "found.json").write_text(json.dumps(everything), encoding="utf-8")
+        write_found(run, everything)
 
 
 def compare_parameters(ours: Mapping[str, Tensor], hand: Mapping[str, Tensor]) -> None:
@@ -145,15 +143,8 @@ def benchmark_mesh(ways: Sequence[str] = tuple(WAYS), rounds: int = ROUNDS) -> t
 
 def measure_way(way: str, rounds: int, sizes: Mapping[str, int] = SIZES) -> list[dict[str, Any]]:
     """Run `measure` on two new ranks of one thread each; return what each of them measured."""
-    with tempfile.TemporaryDirectory(prefix="unipar-bench-") as folder:
-        run = Path(folder)
-        (run / "asked.json").write_text(
-            json.dumps({"way": way, "rounds": rounds, "sizes": dict(sizes)}), encoding="utf-8"
-        )
-        variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'backends'}", "OMP_NUM_THREADS": "1"}
-        with WorkerGroup(run, 2, "benchmarks.mesh_time:measure", environment=variables) as group:
-            group.wait()
-        return json.loads((run / "found.json").read_text("utf-8"))
+    asked = {"way": way, "rounds": rounds, "sizes": dict(sizes)}
+    return run_world("benchmarks.mesh_time:measure", 2, asked)
 
 
 def main() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import statistics
 import time
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unipar_native import ZERO_OPTIMIZER_SETTINGS
 
 from benchmarks.gpt import config_of
-from benchmarks.overhead import run_world
+from benchmarks.worlds import read_asked, run_world, write_found
 from unipar.backend import registry
 from unipar.distributed.place import Place
 from unipar.utils.table import format_table
@@ -69,7 +68,7 @@ def _read_memory_status(key: str) -> int:
 
 def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     """Measure one way in a world of its own; entry function of the workers."""
-    way = (run / "cell").read_text("utf-8")
+    way = read_asked(run)
     registry.load_backend("native").join(config_of("native/nothing", place.size), place)
     torch.manual_seed(0)
     before = _read_memory_status("VmRSS")
@@ -92,7 +91,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
         seconds.append(time.perf_counter() - began)
     if place.rank == 0:
         found = {"seconds": statistics.median(seconds[WARM:]), "bytes": _read_memory_status("VmHWM") - before}
-        (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
+        write_found(run, found)
 
 
 def main() -> None:
@@ -100,7 +99,7 @@ def main() -> None:
     parameters = DEPTH * (2 * WIDTH + 8 * WIDTH**2 + 5 * WIDTH) + WIDTH + 1
     rows: list[tuple[str, ...]] = []
     for way in WAYS:
-        turns = [run_world("benchmarks.optimizer:measure", size=2, cell=way) for _ in range(2)]
+        turns = [run_world("benchmarks.optimizer:measure", size=2, asked=way) for _ in range(2)]
         took = " ".join(f"{turn['seconds'] * 1e3:.0f}" for turn in turns)
         peak = " ".join(f"{turn['bytes'] / parameters:.1f}" for turn in turns)
         rows.append((way, took, peak))

@@ -17,6 +17,7 @@ from benchmarks.mesh_time import benchmark_mesh
 from benchmarks.peers import benchmark_peers
 from benchmarks.start import benchmark_second_step, benchmark_ten_starts
 from benchmarks.timing import interval
+from benchmarks.worlds import run_world
 from unipar.backend.installed import machine_summary
 from unipar.comparison.rounds import rotate_order
 from unipar.errors import UniparError
@@ -54,16 +55,6 @@ LIMIT, HALF = 1.01, 0.02
 """Limit for the lower end of a ratio's interval, and the half-width of the interval that is aimed at."""
 
 
-def run_world(entry: str, size: int = 1, cell: str = "") -> Any:
-    """Run `entry` in a world of new processes, each with one thread; return the result that it wrote."""
-    with tempfile.TemporaryDirectory(prefix="unipar-bench-") as folder:
-        run = Path(folder)
-        (run / "cell").write_text(cell, encoding="utf-8")
-        with WorkerGroup(run, size, entry, environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as group:
-            group.wait()
-        return json.loads((run / "found.json").read_text("utf-8"))
-
-
 def benchmark_tiny() -> tuple[dict[str, Any], bool]:
     """Measure microseconds per step beyond a loop written by hand, on a model that takes almost no time."""
     found = run_world("benchmarks.tiny:measure")
@@ -97,7 +88,7 @@ def benchmark_gpt() -> tuple[dict[str, Any], bool]:
     good = True
     for cell in CELLS:
         try:
-            told = found[cell] = run_world("benchmarks.gpt:measure_one_process", cell=cell)
+            told = found[cell] = run_world("benchmarks.gpt:measure_one_process", asked=cell)
         except UniparError as e:
             found[cell] = {"failed": str(e)}
             rows.append((cell, f"failed: {e}"))

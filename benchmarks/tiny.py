@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable
 from itertools import chain, repeat
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 import unipar
 from benchmarks.timing import Loop, count_calls, interleaved
+from benchmarks.worlds import write_found
 from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.config import Config
@@ -147,4 +147,4 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
                 loop()
         times = interleaved(loops, ROUNDS, STEPS)
         found = {name: {"seconds": times[name], "calls": count_calls(loop)} for name, loop in loops.items()}
-    (run / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    write_found(run, found)

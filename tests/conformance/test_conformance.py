@@ -115,7 +115,7 @@ LEFT_OUT = {
     "horovod": {"model compiled"},
     "accelerate": {"blocks compiled", "model compiled", "blocks recomputed and compiled"},
 }
-"""What a library plays in `make conformance` only; Accelerate wraps by FSDP2 and DeepSpeed, where others compile."""
+"""Cases that `make conformance` alone plays; Accelerate wraps by FSDP2 and DeepSpeed, where others compile."""
 
 
 @pytest.mark.parametrize("library", OURS[1:])

@@ -10,12 +10,11 @@ import pytest
 import torch
 from typing_extensions import override
 
+from tests.support.ledgers import step_losses
 from tests.support.running import Line, running
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
-from unipar.engines.plain_state import decode_plain, encode_plain, plain_key, refuse_value
+from unipar.engines.plain_state import decode_plain, describe_unsaved_value, encode_plain, plain_key
 from unipar.errors import CheckpointError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
 
 
 class Counting(torch.optim.Optimizer):
@@ -52,7 +51,7 @@ def play(folder: Path, steps: int, first: Callable[[], dict[str, Any]], **sectio
     folder.mkdir()
     with running(Counted(first), folder, train={"steps": steps}, log={"every": 1}, **sections) as run:
         run.task.train(run)
-    return [(row["step"], row["loss"]) for row in Ledger.read(ledger_path(folder, 0)) if row["event"] == "step"]
+    return step_losses(folder)
 
 
 SHARDS = [{}, {"backend": "native", "parallel": {"data": 1, "shard": "parameters"}}]
@@ -99,6 +98,8 @@ def test_each_number_comes_back(value: Any) -> None:
 def test_what_is_no_such_number() -> None:
     """Numbers that are too large, and kinds of tensors."""
     assert encode_plain("a", 2**63) is None
-    assert refuse_value("a", "w", 2**63).startswith("the optimizer keeps 'a' of w as the number 9223372036854775808: ")
+    assert describe_unsaved_value("a", "w", 2**63).startswith(
+        "the optimizer keeps 'a' of w as the number 9223372036854775808: "
+    )
     assert plain_key("exp_avg") is None
     assert plain_key("more words") is None

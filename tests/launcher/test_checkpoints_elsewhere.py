@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.support.forks import Forks
+from tests.support.ledgers import rows_of, step_losses
 from tests.support.object_store import ObjectStore, object_store
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.checkpoint.storage.remote import RemoteFolder
-from unipar.run_folder.ledger import Ledger
 from unipar.utils.address import Address, parse_address
 
 pytestmark = pytest.mark.forked
@@ -53,10 +53,6 @@ def run(forks: Forks, folder: Path, config: dict[str, Any], code: int = 0) -> st
     return done.stdout
 
 
-def losses(run: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in Ledger.read(run / "rank-0.jsonl") if row["event"] == "step"}
-
-
 def own_folder(run: Path) -> str:
     return json.loads((run / "launch.json").read_bytes())["checkpoints"]
 
@@ -85,8 +81,8 @@ def test_saved_to_s3_and_continued_by_another_cell(forks: Forks, store: ObjectSt
     then: dict[str, Any] = {**first, **zero, "train": {"steps": 12, "optimizer": optimizer}}
     run(forks, tmp_path, {**then, "resume": "auto"})
     run(forks, tmp_path, {**then, "out": "disk", "checkpoint": None, "resume": str(tmp_path / "copy")})
-    assert list(losses(tmp_path / "s3")) == list(range(1, 13))
-    assert [losses(tmp_path / "s3")[step] for step in range(9, 13)] == list(losses(tmp_path / "disk").values())
+    assert [step for step, _ in step_losses(tmp_path / "s3")] == list(range(1, 13))
+    assert step_losses(tmp_path / "s3")[8:] == step_losses(tmp_path / "disk")
     assert [found.step for found in find_checkpoints(place)] == [12, 8]
     kept = [path.read_bytes() for path in (tmp_path / "s3").rglob("*") if path.is_file()]
     kept += [RemoteFolder(place).read(name, 0, size) for name, size in RemoteFolder(place).sizes().items()]
@@ -99,7 +95,7 @@ def test_a_folder_that_several_runs_share(forks: Forks, tmp_path: Path) -> None:
     shared = {"checkpoint": {"every": 4, "keep": 1, "to": str(tmp_path / "shared")}, "resume": "auto"}
     for name in ("one", "two"):
         run(forks, tmp_path, {**shared, "out": name, "train": {**SGD, "steps": 8}})
-        assert list(losses(tmp_path / name)) == list(range(1, 9))  # nothing was taken from the other
+        assert len(step_losses(tmp_path / name)) == 8  # nothing was taken from the other
     owned = [own_folder(tmp_path / name) for name in ("one", "two")]
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == sorted(owned)
     assert owned[0].startswith("one-")
@@ -115,10 +111,10 @@ def test_a_store_that_fails(forks: Forks, store: ObjectStore, tmp_path: Path) ->
     said = run(forks, tmp_path, {"out": "stop", "checkpoint": keeps}, code=1)
     assert "s3://nobucket/exp/stop-" in said
     assert said.endswith("cannot be written (The specified bucket does not exist)\n")
-    assert losses(tmp_path / "stop") == {}
+    assert step_losses(tmp_path / "stop") == []
     run(forks, tmp_path, {"out": "warn", "checkpoint": {**keeps, "on_error": "warn", "async": False}})
-    assert list(losses(tmp_path / "warn")) == list(range(1, 13))
-    failed = [row for row in Ledger.read(tmp_path / "warn/rank-0.jsonl") if row["event"] == "checkpoint failed"]
+    assert [step for step, _ in step_losses(tmp_path / "warn")] == list(range(1, 13))
+    failed = rows_of(tmp_path / "warn", "checkpoint failed")
     assert [row["step"] for row in failed] == [0, 4, 8, 12]
 
 
@@ -162,4 +158,4 @@ def test_a_folder_that_is_another_on_each_machine(forks: Forks, tmp_path: Path) 
         f"rank 1: it is on {host} as well, and does not see there what rank 0 wrote on {host}: name a folder in "
         "checkpoint.to that all ranks share, or an address such as s3://bucket/path\n"
     )
-    assert losses(tmp_path / "runs/run") == {}
+    assert step_losses(tmp_path / "runs/run") == []

@@ -28,7 +28,7 @@ def test_bytes_of_weights_buffers_and_states() -> None:
 
 
 def test_an_optimizer_that_needs_values() -> None:
-    """It cannot be told; what the optimizer reads is not there."""
+    """A size that cannot be told: what the optimizer reads is not there."""
 
     class Reads(torch.optim.SGD):
         @override

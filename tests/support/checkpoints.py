@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from unipar.backend import Region
-from unipar.checkpoint.protocol.publishing import Exchange, PieceToSave, SavedCheckpoint, save_checkpoint
+from unipar.checkpoint.protocol.agreement import Exchange
+from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.utils.address import Address, Location

@@ -17,18 +17,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.world import PYTHONPATH_VARIABLE, ROOT
+from tests.support.ledgers import rows_of, step_losses
+from tests.support.world import PYTHONPATH_VARIABLE, ROOT, eventually, is_running
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.config import Cell
 from unipar.errors import CheckpointError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
-from unipar.utils.procfs import process_stat
 
 VICTIMS = ("a rank", "the parent", "all")
 EVERY = 4
@@ -42,7 +39,7 @@ _SIZE = {"layers": 2, "width": 16, "heads": 2, "context": 8}
 
 @dataclass
 class Played:
-    """What came of the kills of one cell."""
+    """Result of the kills of one cell."""
 
     cell: str
     kills: Counter[str] = field(default_factory=Counter[str])
@@ -77,7 +74,7 @@ def play(folder: Path, cell: str, kills: int, seed: int) -> Played:
             json.dumps(config | {"train": config["train"] | {"steps": steps}}), "utf-8"
         )
         subprocess.run(_command(name, resume), cwd=folder, env=_environment(), check=True, capture_output=True)
-    told, whole = _losses(run), _losses(folder / "runs" / "whole")
+    told, whole = step_losses(run), step_losses(folder / "runs" / "whole")
     if told != whole:
         differs = next((pair for pair in zip(told, whole, strict=False) if pair[0] != pair[1]), (len(told), len(whole)))
         played.faults.append(f"its losses are not those of a run that nobody killed: {differs}")
@@ -112,7 +109,7 @@ def _kill_once(folder: Path, run: Path, draw: random.Random, played: Played) -> 
     """Start the run, wait until it trains, and kill somebody a moment later."""
     if run.exists() and not find_checkpoints(run / "checkpoints"):
         shutil.rmtree(run)  # it was killed before its first checkpoint
-    before, flags = len(_starts(run)), ["--resume"] * run.exists()
+    before, flags = len(rows_of(run, "start")), ["--resume"] * run.exists()
     with (folder / "said.txt").open("wb") as said:
         process = subprocess.Popen(
             _command("killed", *flags), cwd=folder, env=_environment(), stdout=said, stderr=said, process_group=0
@@ -129,10 +126,8 @@ def _kill_once(folder: Path, run: Path, draw: random.Random, played: Played) -> 
     for pid in {"a rank": [draw.choice(ranks)], "the parent": [process.pid], "all": [process.pid, *ranks]}[victim]:
         os.kill(pid, signal.SIGKILL)
     process.wait(START)
-    until = time.monotonic() + END
-    while any(_is_alive(pid) for pid in ranks):
-        assert time.monotonic() < until, f"{played.cell}: ranks outlive a kill of {victim} by {END:g} s"
-        time.sleep(0.01)
+    outlive = f"{played.cell}: ranks outlive a kill of {victim} by {END:g} s"
+    eventually(lambda: not any(map(is_running, ranks)), outlive, END)
 
 
 def _check(run: Path, played: Played) -> None:
@@ -145,7 +140,7 @@ def _check(run: Path, played: Played) -> None:
             played.published += 1
         except CheckpointError as e:
             played.faults.append(str(e))
-    saved = [row["step"] for row in _rows(run, 0) if row["event"] == "checkpoint"]
+    saved = [row["step"] for row in rows_of(run, "checkpoint")]
     if saved and (not found or found[0].step < saved[-1]):
         played.faults.append(f"the checkpoint of step {saved[-1]} was reported and is not there")
     played.too_early += not found
@@ -153,36 +148,16 @@ def _check(run: Path, played: Played) -> None:
     played.left += len(names) > len(found)
 
 
-def _rows(run: Path, rank: int) -> list[Mapping[str, Any]]:
-    path = ledger_path(run, rank)
-    return list(Ledger.read(path)) if path.exists() else []
-
-
-def _starts(run: Path) -> list[Mapping[str, Any]]:
-    return [row for row in _rows(run, 0) if row["event"] == "start"]
-
-
 def _pid_of(run: Path, rank: int) -> int | None:
-    starts = [row for row in _rows(run, rank) if row["event"] == "start"]
+    starts = rows_of(run, "start", rank=rank)
     return starts[-1]["pid"] if starts else None
 
 
 def _trains(run: Path, before: int) -> bool:
     """Return whether the attempt after `before` ones has logged a step."""
-    rows = _rows(run, 0)
+    rows = rows_of(run)
     starts = [i for i, row in enumerate(rows) if row["event"] == "start"]
     return len(starts) > before and any(row["event"] == "step" for row in rows[starts[-1] :])
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return process_stat(pid)[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _losses(run: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in _rows(run, 0) if row["event"] == "step"]
 
 
 def main() -> None:

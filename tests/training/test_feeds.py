@@ -14,12 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from tests.support.ledgers import rows_of, step_losses
 from tests.support.running import Line, running
 from tests.support.stateful_streams import OnIterator, Plain, Stateful
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.errors import CheckpointError, TaskError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
 from unipar.training.run import TrainingRun
 
 STEPS = 9
@@ -54,21 +53,13 @@ def train(folder: Path, given: Any, steps: int = STEPS, **sections: Any) -> Trai
     return run
 
 
-def events(folder: Path, *names: str) -> list[dict[str, Any]]:
-    return [row for row in Ledger.read(ledger_path(folder, 0)) if row["event"] in names]
-
-
-def losses(folder: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in events(folder, "step")]
-
-
 def seen(run: TrainingRun) -> list[list[float]]:
     assert isinstance(run.task, Reads)
     return run.task.seen
 
 
 def said(folder: Path) -> list[str]:
-    return [row["said"] for row in events(folder, "data", "read on")]
+    return [row["said"] for row in rows_of(folder, "data", "read on")]
 
 
 KINDS = (Plain, Stateful, OnIterator)
@@ -95,7 +86,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path: Path, kind: type[Plain], worker
     stream = kind()
     again = train(tmp_path / "again", stream, data=data, resume=str(path))
     assert seen(again) == seen(whole)[at:]
-    assert losses(tmp_path / "again") == [pair for pair in losses(tmp_path / "whole") if pair[0] > at]
+    assert step_losses(tmp_path / "again") == [pair for pair in step_losses(tmp_path / "whole") if pair[0] > at]
     lines = said(tmp_path / "again")
     if kind is Plain:
         if at == 2:
@@ -140,7 +131,7 @@ def test_parts_go_on_where_they_were(tmp_path: Path, kind: type[Plain], workers:
     path = tmp_path / "first" / "checkpoints" / f"step-{at:08d}"
     again = train(tmp_path / "again", kind(), data=data, resume=str(path))
     assert seen(again) == seen(whole)[at:]
-    assert losses(tmp_path / "again") == [pair for pair in losses(tmp_path / "whole") if pair[0] > at]
+    assert step_losses(tmp_path / "again") == [pair for pair in step_losses(tmp_path / "whole") if pair[0] > at]
 
 
 def test_other_readers_are_refused_within_an_epoch(tmp_path: Path) -> None:
@@ -260,7 +251,7 @@ def _is_whole_run(tmp_path: Path, make: Any, at: int, **sections: Any) -> list[s
     path = tmp_path / "first" / "checkpoints" / f"step-{at:08d}"
     again = train(tmp_path / "again", make(), resume=str(path), **sections)
     assert seen(again) == seen(whole)[at:]
-    assert losses(tmp_path / "again") == [pair for pair in losses(tmp_path / "whole") if pair[0] > at]
+    assert step_losses(tmp_path / "again") == [pair for pair in step_losses(tmp_path / "whole") if pair[0] > at]
     return said(tmp_path / "again")
 
 

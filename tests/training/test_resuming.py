@@ -346,7 +346,7 @@ def test_a_save_that_fails_stops_the_run_or_is_told(
 
 
 def test_the_folder_is_checked_before_the_first_step(tmp_path: Path) -> None:
-    """What is in its way is told at once; with `on_error: warn` training goes on."""
+    """A folder that cannot be written is told at once; with `on_error: warn` training goes on."""
     place = tmp_path / "in-the-way"
     place.write_text("a file")
     with pytest.raises(CheckpointError) as refused:
@@ -358,7 +358,7 @@ def test_the_folder_is_checked_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_the_state_names_the_revision_of_the_code(tmp_path: Path) -> None:
-    """It is that of the folder in which the loss is written."""
+    """The revision is that of the folder in which the loss is written."""
     trained(tmp_path / "run", train={"steps": 1, "optimizer": ADAMW}, checkpoint={"every": 1})
     (found,) = find_checkpoints(tmp_path / "run" / "checkpoints")
     revision = inspect_checkpoint(found.path).state["git"]

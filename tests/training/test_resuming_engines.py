@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 import unipar
+from tests.support.ledgers import step_losses
 from tests.support.world import ROOT
 from unipar.backend.cells import config_in_cell
 from unipar.config import Cell, Config
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
 
 pytestmark = pytest.mark.forked
 
@@ -28,12 +27,6 @@ def saved_hashes(folder: Path, step: int) -> dict[str, str]:
     """Return the hash of each shard of a checkpoint."""
     manifest = json.loads((folder / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text("utf-8"))
     return {name: told["xxh3_128"] for name, told in manifest["files"].items() if name.startswith("shards/")}
-
-
-def losses(folder: Path) -> dict[int, float]:
-    """Return rank 0's losses by step."""
-    rows = Ledger.read(ledger_path(folder, 0))
-    return {row["step"]: row["loss"] for row in rows if row["event"] == "step"}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +64,7 @@ def test_it_goes_on_to_the_same_bits(cell: str, ranks: int, more: dict[str, Any]
     unipar.launch(config.changed({"out": str(whole)}), quiet=True)
     start = str(whole / "checkpoints" / f"step-{HALF:08d}")
     unipar.launch(config.changed({"out": str(rest), "resume": start}), quiet=True)
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > HALF}
-    assert len(losses(rest)) == STEPS - HALF
+    assert step_losses(rest) == step_losses(whole)[HALF:]
+    assert len(step_losses(rest)) == STEPS - HALF
     assert saved_hashes(rest, STEPS) == saved_hashes(whole, STEPS)
     assert len(saved_hashes(whole, STEPS)) >= 1

@@ -15,7 +15,8 @@ from typing_extensions import Buffer
 
 from unipar.backend import Piece, Region
 from unipar.checkpoint.format.names import ITEM_BYTES
-from unipar.checkpoint.protocol.publishing import Exchange, PieceToSave, SavedCheckpoint, save_checkpoint
+from unipar.checkpoint.protocol.agreement import Exchange
+from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name

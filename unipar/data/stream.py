@@ -110,7 +110,8 @@ class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
         if self.begin.read > reader.read:
             yield from reader.read_on()
         if reader.too_short:
-            yield StreamBatch(0, 0, [], fault=_TOO_SHORT.format(reader.read, self.epoch + 1, self.begin.read))
+            text = _TOO_SHORT.format("the stream", reader.read, self.epoch + 1, self.begin.read)
+            yield StreamBatch(0, 0, [], fault=text)
             return
         samples = islice(reader, None if self.most is None else self.most - reader.read)
         begun = reader.read
@@ -162,7 +163,7 @@ class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
 
 
 _TOO_SHORT = (
-    "the stream ended after {} samples of epoch {}, and the checkpoint was saved after {} of them: it is another stream"
+    "{} ended after {} samples of epoch {}, and the checkpoint was saved after {} of them: it is another stream"
 )
 
 EMPTY_EPOCH_SENTENCE = "the stream gave no samples in epoch {}: its __iter__ must start from the beginning each time"
@@ -204,10 +205,8 @@ class StreamPart(IterableDataset[PartBatch | ReadingOn]):
         if self.reads_on:
             yield from reader.read_on()
         if reader.too_short:
-            text = _TOO_SHORT.format(reader.read, self.epoch + 1, begin.read)
-            yield PartBatch(
-                None, [], turn, reader.read, fault=text.replace("the stream", f"part {part + 1} of the stream", 1)
-            )
+            text = _TOO_SHORT.format(f"part {part + 1} of the stream", reader.read, self.epoch + 1, begin.read)
+            yield PartBatch(None, [], turn, reader.read, fault=text)
             return
         while True:
             first = reader.read

@@ -20,7 +20,7 @@ def encode_plain(key: str, value: Any) -> tuple[str, Tensor] | None:
     return f"{word} {key}", torch.tensor(value or 0, dtype=_DTYPES[type(value)])
 
 
-def refuse_value(key: str, name: str, value: Any) -> str:
+def describe_unsaved_value(key: str, name: str, value: Any) -> str:
     """Return the sentence about a value of an optimizer that a checkpoint cannot hold."""
     shown = f"the number {value}" if isinstance(value, int) else f"a {type(value).__name__}"
     return (

@@ -22,7 +22,7 @@ from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
 from unipar.engines.optimizer import OptimizerEngine
-from unipar.engines.plain_state import decode_plain, encode_plain, plain_key, refuse_value
+from unipar.engines.plain_state import decode_plain, describe_unsaved_value, encode_plain, plain_key
 from unipar.engines.state import (
     broadcast_module_buffers,
     buffer_pieces,
@@ -193,7 +193,7 @@ class WrapperEngine(OptimizerEngine):
         for name, p in self.local_parameters():
             for key, value in state.get(p, {}).items():
                 if not isinstance(value, Tensor) and encode_plain(key, value) is None:
-                    yield refuse_value(key, name, value)
+                    yield describe_unsaved_value(key, name, value)
 
     @override
     @final

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self, TextIO
 from unipar.model.weight_file import describe_loaded_weights
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
-from unipar.run_folder.heartbeat import Heartbeat, LongWork, read_heartbeat
+from unipar.run_folder.heartbeat import READING_ON, Heartbeat, LongWork, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
 from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
@@ -90,8 +90,6 @@ class Progress:
 
         self._rows: list[Mapping[str, Any]] = []
         self._shown = (0, 0.0)
-        self._reading: Mapping[str, Any] | None = None
-        """How far a stream is read on to the place from which the run goes on, while it is."""
         self._work_shown = time.monotonic()
 
     @property
@@ -165,12 +163,7 @@ class Progress:
             self.say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self.say(f"weights: {describe_loaded_weights(row)}")
-        elif row["event"] == "reading on":
-            self._reading = row
-            if not self._err.draws and self._line_is_due(0):
-                self.say(f"data: read on past {row['read']:,} of {row['of']:,} samples")
         elif row["event"] in ("data", "tracker", "memory", "read on"):
-            self._reading = None
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
         elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):
             for line in describe_checkpoint_event(row):
@@ -202,17 +195,13 @@ class Progress:
             self._work_shown = now
         elif now - self._work_shown >= SECONDS_BETWEEN_LINES:
             self._work_shown = now
-            self.say(f"{work.name}: {_format_work(work)}")
+            self.say(_describe_work(work))
 
     def _update_bar(self, beat: Heartbeat | None) -> None:
-        if self._reading is not None:
-            done, total = self._reading["read"], self._reading["of"]
-            says = f"{done:,}/{total:,} samples"
-            self._err.move_bar(description="reading on", completed=done, total=total, says=says)
-            return
         if beat is None:
             return
-        if (work := beat.work) is not None and beat.phase in ("start", "save"):  # training waits for it
+        work = beat.work
+        if work is not None and (work.name == READING_ON or beat.phase in ("start", "save")):  # training waits for it
             self._err.move_bar(description=work.name, completed=work.done, total=work.total, says=_format_work(work))
             return
         if beat.step < 1:
@@ -244,7 +233,15 @@ class Progress:
         return f"{steps} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {relative_path(self._run)}"
 
 
+def _describe_work(work: LongWork) -> str:
+    if work.name == READING_ON:
+        return f"data: read on past {work.done:,} of {work.total:,} samples"
+    return f"{work.name}: {_format_work(work)}"
+
+
 def _format_work(work: LongWork) -> str:
+    if work.name == READING_ON:
+        return f"{work.done:,}/{work.total:,} samples"
     return f"{format_size(work.done)} of {format_size(work.total)}" if work.total else ""
 
 

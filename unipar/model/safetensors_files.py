@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from unipar.backend.engine import Region
 from unipar.errors import ConfigError
-from unipar.model.weight_file import safetensors_in
+from unipar.model.weight_file import read_safetensors_header, safetensors_in
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -42,15 +41,12 @@ class SafetensorsFiles:
                 self.tensors[name] = tensor
 
     def _tensors_of(self, file: Path) -> Iterator[tuple[str, TensorInFile]]:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header: dict[str, Any] = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
+        first, header = read_safetensors_header(file)
         for name, entry in header.items():
             if entry["dtype"] not in _DTYPES:
                 raise ConfigError(f"model.weights: {file}: {name} is {entry['dtype']}, which PyTorch does not have")
             shape = torch.Size(entry["shape"])
-            yield name, TensorInFile(self, file, 8 + length + entry["data_offsets"][0], shape, _DTYPES[entry["dtype"]])
+            yield name, TensorInFile(self, file, first + entry["data_offsets"][0], shape, _DTYPES[entry["dtype"]])
 
 
 @final

@@ -57,7 +57,7 @@ def validate_weight_file(wanted: Weights, roots: Sequence[Path]) -> None:
             f"model.weights: {file} is not a file; it must be one file, or a folder as transformers writes it"
         )
     try:
-        names = _check_safetensors(file) if file.suffix == ".safetensors" else _check_pickle(file)
+        names = list(read_safetensors_header(file)[1]) if file.suffix == ".safetensors" else _check_pickle(file)
     except OSError as e:
         raise ConfigError(f"model.weights: {file} cannot be read ({e.strerror})") from None
     if names is not None:
@@ -79,7 +79,7 @@ def _validate_weight_folder(folder: Path, wanted: Weights) -> None:
             _check_link(file, [folder])
             if not file.is_file():
                 raise ConfigError(f"model.weights: {file} is not a file")
-            inside = _check_safetensors(file)
+            _, inside = read_safetensors_header(file)
             names += inside
             if placed is None:
                 continue
@@ -158,8 +158,8 @@ def _check_link(file: Path, roots: Sequence[Path]) -> None:
         )
 
 
-def _check_safetensors(file: Path) -> list[str]:
-    """Return the names of the tensors; raise if the file is not as long as its header says."""
+def read_safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return the byte at which tensors begin, and the entries by name; raise if the file has another length."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(8)
@@ -178,7 +178,7 @@ def _check_safetensors(file: Path) -> list[str]:
     if expected != size:
         short = ": it is truncated" if expected > size else ""
         raise _damaged_file(file, f"its header describes {expected:,} bytes, but it has {size:,}{short}")
-    return list(header)
+    return 8 + length, header
 
 
 def _check_pickle(file: Path) -> None:

@@ -19,8 +19,11 @@ STEP_PHASES: Final = ("start", "data", "forward", "backward", "update", "evaluat
 
 _ROW = struct.Struct("<qqd")
 
-LONG_WORKS: Final = ("", "saving", "verifying the checkpoint", "loading the checkpoint")
-"""What a rank may be busy with for long besides training; at "" with nothing."""
+READING_ON: Final = "reading on"
+"""Work of a rank that reads samples of a stream that were read before, up to the place from which the run goes on."""
+
+LONG_WORKS: Final = ("", "saving", "verifying the checkpoint", "loading the checkpoint", READING_ON)
+"""Works besides training that may last; "" is none."""
 
 _WORK = struct.Struct("<qqq")
 
@@ -39,7 +42,7 @@ class LongWork:
     """One of LONG_WORKS."""
 
     done: int
-    """Number of bytes that are done."""
+    """Number of bytes, or of samples under READING_ON, that are done."""
 
     total: int
 
@@ -80,14 +83,6 @@ class HeartbeatWriter:
     def set_work(self, name: str, done: int = 0, total: int = 0) -> None:
         """Write how far a work has come, one of LONG_WORKS."""
         _WORK.pack_into(self._map, _ROW.size, LONG_WORKS.index(name), done, total)
-
-
-ShowWork = Callable[[str, int, int], None]
-"""Function that is told of long work, as `HeartbeatWriter.set_work` is."""
-
-
-def show_nothing(name: str, done: int, total: int) -> None:
-    """Take no notice of work: for runs at which nobody looks."""
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:

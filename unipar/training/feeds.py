@@ -19,12 +19,14 @@ from unipar.data.stream import STREAM_PROMISES
 from unipar.data.stream_feed import StreamFeed, StreamPlace
 from unipar.data.stream_reader import ReadingOn, ReadPart, has_state
 from unipar.errors import CheckpointError, TaskError
+from unipar.run_folder.heartbeat import READING_ON
 from unipar.utils.address import Location
 from unipar.utils.text import format_duration
 
 if TYPE_CHECKING:
     from unipar.config import BatchSizes, Config
     from unipar.distributed.world import World
+    from unipar.run_folder.heartbeat import HeartbeatWriter
     from unipar.task import Task
 
 Feed = MicrobatchFeed | StreamFeed
@@ -37,6 +39,7 @@ class FedRun(Protocol):
     world: World
     config: Config
     sizes: BatchSizes
+    heartbeat: HeartbeatWriter
 
     @property
     def feed(self) -> Feed:
@@ -50,10 +53,6 @@ class FedRun(Protocol):
     def note(self, event: str, **fields: Any) -> None:
         """Write an event into this rank's ledger."""
         ...
-
-
-_SECONDS_BETWEEN_NOTES = 1.0
-"""Least time between two notes of how far a stream was read on."""
 
 
 def make_feed(
@@ -93,25 +92,23 @@ def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]],
         seed,
         pin=pin,
         gives_places=live.config.checkpoint is not None,
-        reading_on=_ReadingOnNotes(live),
+        reading_on=_ReadingOnNotice(live),
     )
 
 
 @final
-class _ReadingOnNotes:
-    """Notes of how far a stream was read on; at the end this rank waits for the others, however long they take."""
+class _ReadingOnNotice:
+    """Notice of how far a stream was read on; at the end this rank waits for the others, however long they take."""
 
     def __init__(self, live: FedRun) -> None:
-        self._live, self._noted = live, 0.0
+        self._live = live
         self._read: list[int] = []
         """Samples that each reader of this rank has read past, of those that have ended."""
 
     def __call__(self, item: ReadingOn) -> None:
         live = self._live
         live.mark("data")
-        if item.seconds - self._noted >= _SECONDS_BETWEEN_NOTES:
-            self._noted = item.seconds
-            live.note("reading on", read=item.read, of=item.of)
+        live.heartbeat.set_work(READING_ON, item.read, item.of)
         if not item.last:
             return
         self._read.append(item.read)
@@ -120,6 +117,7 @@ class _ReadingOnNotes:
             return
         waits = StoreExchange(world.store, world.rank, world.size, world.key("read on"), lambda: live.mark("waiting"))
         waits(b"")
+        live.heartbeat.set_work("")
         live.mark("data")
         read = item.read if source.settings.stream == "whole" else sum(self._read)
         past = f"{read:,} sample{'s' * (read != 1)} in {format_duration(item.seconds)}"

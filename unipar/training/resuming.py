@@ -18,7 +18,6 @@ from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
-from unipar.run_folder.heartbeat import ShowWork, show_nothing
 from unipar.training.feeds import place_feed, refuse_other_data
 from unipar.utils.address import Location, parse_location
 from unipar.utils.text import first_few
@@ -109,17 +108,14 @@ def choose_checkpoint(
     return None
 
 
-def restore_run(live: TrainingRun, chosen: ChosenCheckpoint, show: ShowWork = show_nothing) -> None:
-    """Give a run that was just built the state of a checkpoint; all ranks call this together.
-
-    `show` is told how far it has come.
-    """
+def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
+    """Give a run that was just built the state of a checkpoint; all ranks call this together."""
     state, began = chosen.state, time.monotonic()
     if live.task.defines("data"):
         refuse_other_data(live.feed, state["data"], chosen.path)
     with SavedState(chosen.path, chosen.checkpoint.manifest) as saved:
         total = _refuse_other_tensors(live, saved)
-        saved.on_read = lambda read: show("loading the checkpoint", min(read, total), total)
+        saved.on_read = lambda read: live.heartbeat.set_work("loading the checkpoint", min(read, total), total)
         live.mark("save")
         live.restore(saved)
         for name, part in live.parts.items():
@@ -130,7 +126,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint, show: ShowWork = sh
         packed = state["task"]
         live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
-    show("", 0, 0)
+    live.heartbeat.set_work("")
     live.go_on_from(chosen.step, lambda feed: place_feed(live, feed, chosen.checkpoint, chosen.said))
     if (live.config.train.steps or live.task.defines("data")) and live.done >= live.steps:
         raise CheckpointError(

@@ -66,7 +66,7 @@ class TrainingRun(Run):
         self._first = next(iter(self._members.values()))
         self._active: ActivePart | None = None
         self._evaluating = False
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
         self._log = StepLog(ledger, trackers, config.log.every, config.train.lr_scale.factor(sizes.total))
         self._mark = heartbeat.set_phase
         self._loss: Fn = task.loss
@@ -223,7 +223,7 @@ class TrainingRun(Run):
         active = self._select_part(part, loss)
         trained = active.trained
         number = self.done + 1
-        self._heartbeat.step = number
+        self.heartbeat.step = number
         self._loss = loss or self.task.loss
         steps = self._steps or self.steps
         rate = schedule_factor(self._schedule, self.done - trained.skipped, steps)
@@ -360,7 +360,7 @@ class TrainingRun(Run):
         while self.done < self.steps:
             before = self.done
             self._pass_boundary(before)
-            self._heartbeat.step = before + 1
+            self.heartbeat.step = before + 1
             self._mark("data")
             read = next(ready)
             if self._batch_observer is not None:

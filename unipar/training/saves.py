@@ -22,7 +22,6 @@ from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
-from unipar.run_folder.heartbeat import ShowWork, show_nothing
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder
 from unipar.training.feeds import describe_stream_place
@@ -44,15 +43,13 @@ class RunCheckpoints:
         run: Path,
         launched: Mapping[str, Any],
         *,
-        show: ShowWork = show_nothing,
         into: Location | None = None,
     ) -> None:
         """`launched`: contents of the run's launch.json, for the versions and the cell that the state names.
 
-        `show` is told how far a save has come.
         `into`: folder of the checkpoints, if it is not the one that the settings name.
         """
-        self._settings, self._live, self._launched, self._show = settings, live, launched, show
+        self._settings, self._live, self._launched = settings, live, launched
         self._best: list[tuple[int, float]] = []
         """Step and value of the best evaluations so far, the best first."""
 
@@ -69,7 +66,7 @@ class RunCheckpoints:
             live.world,
             asynchronous=settings.asynchronous,
             mark=live.mark,
-            progress=partial(show, "saving"),
+            progress=partial(live.heartbeat.set_work, "saving"),
         )
 
     @property
@@ -167,11 +164,11 @@ class RunCheckpoints:
         try:
             finished: FinishedSave | None = result()
         except CheckpointError as e:
-            self._show("", 0, 0)
+            self._live.heartbeat.set_work("")
             self._fail(e)
             return
         if finished is not None:
-            self._show("", 0, 0)
+            self._live.heartbeat.set_work("")
             saved = finished.saved
             self._live.note(
                 "checkpoint",

@@ -90,7 +90,7 @@ def open_run(
                 trackers=trackers,
                 loads_weights=chosen is None,
             )
-        _keep_state(live, run, launched, chosen, heartbeat)
+        _keep_state(live, run, launched, chosen)
         if watcher is not None:
             _attach_step_memory(live, watcher)
         gc.collect()  # frees what is in reference cycles: rank 0's whole model, if it was split
@@ -144,24 +144,18 @@ def _deadline(config: Config, launched: Mapping[str, Any], rank: int) -> float |
     return began + config.launch.deadline
 
 
-def _keep_state(
-    live: TrainingRun,
-    run: Path,
-    launched: Mapping[str, Any],
-    chosen: ChosenCheckpoint | None,
-    heartbeat: HeartbeatWriter,
-) -> None:
+def _keep_state(live: TrainingRun, run: Path, launched: Mapping[str, Any], chosen: ChosenCheckpoint | None) -> None:
     """Have the state of a run saved, as the config says, and give it that of the checkpoint from which it goes on."""
     settings, keeper = live.config.checkpoint, None
     if settings is not None:
         from unipar.training.saves import RunCheckpoints
 
-        keeper = RunCheckpoints(settings, live, run, launched, show=heartbeat.set_work)
+        keeper = RunCheckpoints(settings, live, run, launched)
         live.use_checkpoints(keeper)
     if chosen is not None:
         from unipar.training.resuming import best_so_far, restore_run
 
-        restore_run(live, chosen, heartbeat.set_work)
+        restore_run(live, chosen)
         if keeper is not None:
             keeper.go_on_from(chosen.step, best_so_far(chosen.state))
     if keeper is not None:

@@ -169,7 +169,7 @@ def test_a_seal_that_may_have_been_written(folder: Address) -> None:
 
 
 def test_an_upload_that_did_not_end(folder: Address) -> None:
-    """It is not listed, not resumed from, said to be what it is, and goes with the next save."""
+    """An upload that was cut is not listed, not resumed from, said to be what it is, and goes with the next save."""
     save(folder, 3)
     for name in (*SHARDS, "manifest.json"):
         RemoteFolder(folder / "step-00000004").write(name, b"left by a killed writer")

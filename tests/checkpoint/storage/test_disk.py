@@ -115,7 +115,7 @@ def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
-    """What stands in the way is named."""
+    """A file that stands in the way is named."""
     (tmp_path / "run").touch()
     said = sentence_of_all([*save_on_ranks(tmp_path / "run", 3)])
     assert said == (f"checkpoint of step 3 in {tmp_path}/run: rank 0: {tmp_path}/run: File exists; {UNPUBLISHED}")

@@ -111,7 +111,7 @@ def test_an_upload_that_was_given_up_leaves_no_parts(store: ObjectStore) -> None
 
 
 def test_a_missing_bucket(store: ObjectStore) -> None:
-    """It is not made: a typing error must not become a bucket."""
+    """A bucket that is not there is not made: a typing error must not become a bucket."""
     with pytest.raises(CheckpointError) as told:
         RemoteFolder(parse_address("s3://nobucket/a")).write("x", b"1")
     assert str(told.value) == "s3://nobucket/a/x: cannot be written (The specified bucket does not exist)"
@@ -162,7 +162,7 @@ def test_no_credentials(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens at the address."""
+    """An address at which nothing listens."""
     import s3fs
 
     for name, value in ObjectStore("http://127.0.0.1:9", "s3://bucket").environment.items():
@@ -181,7 +181,7 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What to type, for fsspec, for S3 and for another store; and a protocol that nobody knows."""
+    """The command to type, for fsspec, for S3 and for another store; and a protocol that nobody knows."""
     monkeypatch.setitem(sys.modules, "fsspec", None)
     assert sentence("s3://bucket/a") == (
         "s3://bucket/a: addresses need the package fsspec, which is not installed: pip install 'unipar[remote]'"

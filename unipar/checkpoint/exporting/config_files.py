@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unipar.checkpoint.exporting.selection import rename_beginning
+
 _FILES = {"hf": "config.json", "peft": "adapter_config.json"}
 """Name of the config, by format of the export."""
 
@@ -29,7 +31,7 @@ def write_library_config(
     if (file := _FILES.get(to)) is None:
         return ""
     found = [one for one in configs_in(state) if one["file"] == file and one["adapter"] in (None, adapter)]
-    here = [one for one in found if _renamed(one["under"], rename) == ""]
+    here = [one for one in found if rename_beginning(_beginning_of(one["under"]), rename) == ""]
     if not here:
         library = "transformers" if to == "hf" else f"peft with an adapter {adapter!r}"
         way = f"; one is under {found[0]['under']}: --rename {found[0]['under']}.=" if found else ""
@@ -44,10 +46,9 @@ def write_library_config(
     return f"with {file}"
 
 
-def _renamed(under: str, rename: Sequence[tuple[str, str]]) -> str:
-    """Return what the names of a module's tensors begin with in the export."""
-    before = f"{under}." if under else ""
-    return next((new + before[len(old) :] for old, new in rename if before.startswith(old)), before)
+def _beginning_of(under: str) -> str:
+    """Return what the names of a module's tensors begin with in the checkpoint."""
+    return f"{under}." if under else ""
 
 
 def configs_in(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

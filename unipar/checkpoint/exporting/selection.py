@@ -54,7 +54,7 @@ def choose_tensors(
             continue
         mine = [n for n in (name, *tied.get(name, ())) if not only or any(fnmatchcase(n, p) for p in only)]
         if mine:
-            first, *also = (_renamed(n, rename) for n in mine)
+            first, *also = (rename_beginning(n, rename) for n in mine)
             chosen.append(ChosenTensor(first, stored, tuple(also)))
     if not chosen:
         raise CheckpointError(
@@ -93,7 +93,8 @@ def _tied(state: Mapping[str, Any]) -> Iterator[list[str]]:
             yield list(names) if len(parts) == 1 else [f"{part}.{name}" for name in names]
 
 
-def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:
+def rename_beginning(name: str, rename: Sequence[tuple[str, str]]) -> str:
+    """Return the name with the first of these beginnings that it has replaced."""
     for old, new in rename:
         if name.startswith(old):
             return new + name[len(old) :]

@@ -67,7 +67,7 @@ class Exported:
 
     files: int
     config: str = ""
-    """What is said of the config beside the weights: its name, or why there is none; "" for formats without."""
+    """Remark on the config beside the weights: its name, or why there is none; "" for formats without."""
 
 
 def parse_size(text: str) -> int:

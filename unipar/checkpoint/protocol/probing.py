@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import time
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any, final
 
 from unipar.checkpoint.format.names import TEMPORARY_PREFIX
+from unipar.checkpoint.protocol.agreement import Exchange, attempt_together
 from unipar.checkpoint.protocol.publication import refuse_full_disk
-from unipar.checkpoint.protocol.publishing import Exchange, describe_failure
 from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.storage.remote import RemoteFolder
 from unipar.errors import CheckpointError
 from unipar.utils.address import Address, Location
-from unipar.utils.text import count_of
 
 _PREFIX = f"{TEMPORARY_PREFIX}probe-"
 
@@ -66,19 +64,9 @@ class _Probe:
         return results if told is None else self._round(lambda: told(results) if self.rank == 0 else None)
 
     def _round(self, attempt: Callable[[], Any]) -> list[Any]:
-        error: Exception | None = None
-        message: dict[str, Any] = {}
-        try:
-            message["result"] = attempt()
-        except Exception as e:  # the others wait, whatever happened here
-            error, message = e, {"error": describe_failure(e)}
-        answers: list[dict[str, Any]] = [json.loads(text) for text in self.exchange(json.dumps(message).encode())]
-        failed = [(rank, one["error"]) for rank, one in enumerate(answers) if "error" in one]
-        if failed:
-            first, why = failed[0]
-            more = f" (and {count_of(len(failed) - 1, 'more rank')})" if len(failed) > 1 else ""
-            raise CheckpointError(f"no checkpoint can be saved in {self.folder}: rank {first}{more}: {why}") from error
-        return [one["result"] for one in answers]
+        return attempt_together(
+            self.exchange, attempt, lambda failure, _: f"no checkpoint can be saved in {self.folder}: {failure}"
+        )
 
     def begin(self, needed: int) -> tuple[str, str]:
         """Make the folder and write a file for the other ranks; return its name, and that of this machine."""

@@ -6,7 +6,6 @@ process ever sees a new one that is not whole.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,18 +32,15 @@ from unipar.checkpoint.format.names import (
 )
 from unipar.checkpoint.format.shard_file import HashedFile, ShardTensor, shard_header, sorted_for_shard, write_tensors
 from unipar.checkpoint.format.strict_json import dump_strict_json
+from unipar.checkpoint.protocol.agreement import Exchange, attempt_together
 from unipar.checkpoint.protocol.publication import DiskPublication, RemotePublication, publication_in
 from unipar.checkpoint.protocol.retention import Retention, remove_old_checkpoints
 from unipar.checkpoint.protocol.verifying import check_tiling, seal_of_manifest
 from unipar.checkpoint.storage.disk import Disk
 from unipar.errors import CheckpointError
 from unipar.utils.address import Location
-from unipar.utils.text import count_of
 
 _T = TypeVar("_T")
-
-Exchange = Callable[[bytes], Sequence[bytes]]
-"""Collective of the caller: gives this rank's message to all ranks, and returns those of all, by rank."""
 
 
 class PieceToSave(NamedTuple):
@@ -130,25 +126,15 @@ class _Saving:
 
     def agree(self, attempt: Callable[[], Any]) -> list[Any]:
         """Return what an attempt returned on each rank; if it failed on any, raise the same sentence on all."""
-        error: BaseException | None = None
-        message: dict[str, Any] = {}
-        try:
-            message["result"] = attempt()
-        except BaseException as e:  # the others wait, whatever happened here
-            error = e
-            message = {"error": describe_failure(e), "outcome": self.publication.outcome}
-        told: list[dict[str, Any]] = [json.loads(text) for text in self.exchange(json.dumps(message).encode("utf-8"))]
-        failed = {rank: one["error"] for rank, one in enumerate(told) if "error" in one}
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        if failed:
-            first = min(failed)
-            more = f" (and {count_of(len(failed) - 1, 'more rank')})" if len(failed) > 1 else ""
-            raise CheckpointError(
-                f"checkpoint of step {self.step} in {self.publication.folder}: rank {first}{more}: {failed[first]}; "
-                f"{told[first]['outcome']}; those of other steps are as they were"
-            ) from error
-        return [one["result"] for one in told]
+        return attempt_together(
+            self.exchange,
+            attempt,
+            lambda failure, told: (
+                f"checkpoint of step {self.step} in {self.publication.folder}: {failure}; {told['outcome']}; "
+                "those of other steps are as they were"
+            ),
+            lambda: {"outcome": self.publication.outcome},
+        )
 
     def prepare(self, pieces: Sequence[PieceToSave], state: Mapping[str, Any] | None) -> int:
         """Lay out this rank's files; return how many bytes they need."""
@@ -271,12 +257,3 @@ def _named(name: str, attempt: Callable[[], _T]) -> _T:
         return attempt()
     except OSError as e:
         raise CheckpointError(f"{name}: {e.strerror or e}") from e
-
-
-def describe_failure(error: BaseException) -> str:
-    """Return what went wrong, in one line."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"
