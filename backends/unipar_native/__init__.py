@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from pydantic import PositiveInt
 from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant, resources
@@ -14,8 +13,8 @@ from unipar.config import SHARDS, Config, Section
 from unipar.distributed import gpus
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
-from unipar.utils.text import format_size
-from unipar_native.schedule_refusals import refusals_of_torch_schedules
+from unipar_native.mesh_settings import describe_attention, describe_proof, mesh_refusals
+from unipar_native.options import NativeOptions, options_of
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
@@ -85,32 +84,6 @@ TORCH_CALL_SITES: dict[str, Category] = {
     "torch/nn/parallel/distributed.py:_ddp_init_helper": "gradients",  # buckets, before gradients are views of them
     "torch/nn/parallel/distributed.py:_pre_forward": "gradients",
 }
-
-
-class NativeOptions(Section):
-    """Section options.native of the config."""
-
-    find_unused: bool | Literal["auto"] = "auto"
-    """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
-    true: at every step, for a model that uses other parameters at other times; false: never."""
-
-    bucket_mb: PositiveInt = 25
-    """DDP's bucket size in MiB: how much gradient is reduced at once."""
-
-    wrapper: Literal["auto", "dp"] = "auto"
-    """auto: DDP or FSDP2, by what is split; dp: nn.DataParallel, one process over all its CUDA devices."""
-
-    vocabulary: Literal["whole", "split"] = "whole"
-    """split: under parallel.tensor, embedding and head have a part of the words on each rank, and torch's cross entropy
-    adds up over ranks instead of gathering the logits."""
-
-    attention: Literal["gather", "ring"] = "gather"
-    """How attention reaches other ranks' positions under parallel.context: keys and values gathered, or passed on."""
-
-    proof: Literal["whole", "blocks", "off"] = "whole"
-    """Comparison of a model split over tensor, pipeline or context with the whole one before the first step.
-    whole: loss and gradients of the whole model, which rank 0 computes; blocks: its loss, and gradients of a block of
-    each kind, where rank 0 cannot hold all gradients; off: nothing, which the log says."""
 
 
 @final
@@ -192,7 +165,7 @@ class Native(Backend):
         if options_of(config).wrapper == "dp":
             yield from _data_parallel_refusals(config)
         if config.parallel.axes.ranks > 1:
-            yield from _mesh_refusals(config)
+            yield from mesh_refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -213,7 +186,9 @@ class Native(Backend):
             if config.parallel.shard == "nothing":
                 once = "the last microbatch"
                 settings |= {"reshard_after_backward": f"after {once}", "requires_gradient_sync": f"in {once}"}
-            return {"mesh": str(axes), "fully_shard": settings, "proof": _describe_proof(config, parameters)}
+            attention = {"attention": describe_attention(config)} if axes.context > 1 else {}
+            proof = {"proof": describe_proof(config, parameters)}
+            return {"mesh": str(axes), "fully_shard": settings, **attention, **proof}
         if not uses_ddp(config):
             return {"fully_shard": fsdp_settings(config)}
         settings = {"DistributedDataParallel": ddp_settings(options_of(config))}
@@ -256,11 +231,6 @@ class Native(Backend):
         return DDPEngine(part, config, world) if uses_ddp(config) else FSDP2Engine(part, config, world)
 
 
-def options_of(config: Config) -> NativeOptions:
-    """Return options.native of the config."""
-    return NativeOptions.model_validate(config.options.get("native", {}))
-
-
 ZERO_OPTIMIZER_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
 """Arguments of ZeroRedundancyOptimizer besides groups and optimizer: one broadcast per rank, not per parameter."""
 
@@ -291,29 +261,6 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
         "offload_policy": "CPUOffloadPolicy" if config.model.offload == "parameters" else None,
         "blocks": config.model.blocks,
     }
-
-
-def _describe_proof(config: Config, parameters: int | None) -> str:
-    """Return what the mesh engine compares before the first step, and what rank 0 needs for it."""
-    proof = options_of(config).proof
-    if proof == "off":
-        return "off: it is not proved before the first step that the split model is the whole one"
-    each = 8 if config.train.precision == "fp64" else 4
-
-    def needed(copies: int) -> str:
-        total = "" if parameters is None else f" = {format_size(parameters * each * copies)}"
-        return f"parameters x {each * copies} bytes{total}"
-
-    if proof == "blocks":
-        return (
-            "blocks: the loss, and outputs and gradients of a block of each kind, against those of the whole model; "
-            f"rank 0 holds its weights, {needed(1)} of host memory, and gradients of one block at a time"
-        )
-    return (
-        f"whole: loss and all gradients against those of the whole model; rank 0 holds its weights and gradients, "
-        f"{needed(2)} of host memory, and the activations of one microbatch; options.native.proof: blocks needs "
-        "gradients of one block at a time"
-    )
 
 
 def data_parallel_devices(config: Config) -> list[int]:
@@ -350,44 +297,6 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
             f"batch: total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} leaves some of {wanted} "
             "GPUs without a microbatch; lower batch.micro, or say device: cuda:0"
         )
-
-
-def _mesh_refusals(config: Config) -> Iterator[str]:
-    """Yield a sentence for each key that has no meaning, or none yet, beside the mesh's axes."""
-    axes, model = config.parallel.axes, config.model
-    if options_of(config).wrapper == "dp":
-        yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
-    if options_of(config).proof == "blocks" and axes.sequence:
-        yield (
-            "options.native.proof: blocks is not available with parallel.sequence: true, where a block between others "
-            "has a part of its input; take proof: whole, or leave sequence out"
-        )
-    if options_of(config).vocabulary == "split":
-        if axes.tensor == 1:
-            yield "options.native.vocabulary: split has no effect without parallel.tensor: leave it out"
-        elif axes.pipeline > 1:
-            yield (
-                "options.native.vocabulary: split is not available with pipeline: embedding and head lie on different "
-                "stages; leave it out"
-            )
-    if config.train.precision == "bf16-master":
-        yield f"train.precision: bf16-master is not available with {axes}: take bf16-mixed, which keeps fp32 weights"
-    if config.train.sync_every is not None:
-        yield f"train.sync_every: {config.train.sync_every} is not available with {axes}: these ranks train one model"
-    if model.offload != "none":
-        yield f"model.offload: {model.offload} is not available with {axes}: leave it out"
-    if model.sync_batchnorm:
-        yield (
-            f"model.sync_batchnorm: true is not available with {axes}: its statistics would cover the same samples "
-            "several times, or blocks that other ranks do not run"
-        )
-    if (compiling := model.compiling) is not None:
-        if axes.tensor > 1 or axes.context > 1:
-            yield f"model.compile is not available with {axes}: calls inside blocks are changed; leave it out"
-        elif compiling.what == "model":
-            yield "model.compile: model is not available with pipeline: a stage leaves the model; compile blocks"
-    if axes.pieces > 1:
-        yield from refusals_of_torch_schedules(config)
 
 
 def _meet(config: Config, place: Place) -> World:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from unipar_native.mesh.context.arguments import position_dimension
-from unipar_native.mesh.context.attention import SequenceLayout, attend, attend_backward
+from unipar_native.mesh.context.attention import SequenceLayout
+from unipar_native.mesh.context.kernels import attend, attend_backward
 
 from tests.support.context_inside import CASES, OF_FOUR
 from tests.support.forks import Forks
@@ -59,7 +60,9 @@ def test_four_ranks_give_the_numbers_of_one_process(said: dict[int, dict[str, An
     assert off["random"] == 0.0
 
 
-@pytest.mark.parametrize("name", ["char gpt, bf16", "llama, mask, bf16", "char gpt, bf16, ring"])
+@pytest.mark.parametrize(
+    "name", ["char gpt, bf16", "llama, mask, bf16", "char gpt, bf16, ring", "char gpt, bf16, torch's ring"]
+)
 def test_autocast_differs_by_rounding_only(said: dict[int, dict[str, Any]], name: str) -> None:
     off = said[2][name]
     assert off["loss"] < 2e-3
@@ -145,6 +148,23 @@ REFUSALS = [
         "own recomputing",
         "parallel.context: transformer.h.0 recomputes its forward by itself (gradient_checkpointing), where its "
         "attention would see this rank's part only: leave that out, and set model.recompute: blocks",
+    ),
+    (
+        "torch's ring, a mask",
+        "options.native.attention: torch cannot do the attention of model.layers.0: it has a mask, and torch's ring "
+        "takes is_causal alone; leave the option out, and keys and values are gathered where torch's ring cannot do it",
+    ),
+    (
+        "torch's ring, dropout",
+        "options.native.attention: torch cannot do the attention of transformer.h.0: it has dropout (0.1), which "
+        "torch's ring would draw for each part by itself; leave the option out, and keys and values are gathered "
+        "where torch's ring cannot do it",
+    ),
+    (
+        "torch's ring, parts that differ",
+        "options.native.attention: torch cannot do the attention of layers.0: torch's ring needs equal parts, and "
+        "2 x 2 does not divide the sequence of 29; leave the option out, and keys and values are gathered where "
+        "torch's ring cannot do it",
     ),
     (
         "compiled",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from unipar_native.mesh.context import SequenceSplit, attention
+from unipar_native.mesh.context.torch_ring import RING_KERNELS, RingKernel
 
 from tests.support import context_models as models
 from tests.support.context_models import Case, stack
@@ -35,6 +36,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     made = Config.model_validate(CONFIG | {"parallel": {"data": place.size}})
     world = registry.load_backend("native").join(made, place)
     torch.set_num_threads(1)
+    RING_KERNELS["cpu"] = RingKernel(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, cpu_backward)
     chosen: dict[str, Callable[[], Any]] = CASES if place.size == 2 else {name: CASES[name] for name in OF_FOUR}
     said: dict[str, Any] = {}
     for name, case in chosen.items():
@@ -44,6 +46,12 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
             said[name] = str(error)
     (folder / f"said-{place.rank}.json").write_text(json.dumps(said), encoding="utf-8")
     world.close()
+
+
+def cpu_backward(*, logsumexp: Tensor, **kwargs: Any) -> Any:
+    """Call the CPU's kernel in torch's ring, which has none; it reads the log-sum-exp as it writes it."""
+    lse = logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(logsumexp=lse, **kwargs)
 
 
 def beside(
@@ -315,6 +323,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "llama, padded, ring": lambda: beside(models.llama(mask=True), 21, way="ring"),
     "bert, padded, with dropout, ring": lambda: beside(models.bert(), 21, way="ring"),
     "vit, ring": lambda: beside(models.vit(), 21, way="ring"),
+    "char gpt, torch's ring": lambda: beside(models.char_gpt(), 24, way="torch"),
+    "llama, torch's ring": lambda: beside(models.llama(), 24, way="torch"),
+    "vit, torch's ring": lambda: beside(models.vit(), 21, way="torch"),
+    "gpt2, recomputed, torch's ring": lambda: beside(models.gpt2(cache=False), 24, recompute="blocks", way="torch"),
+    "char gpt, bf16, torch's ring": lambda: beside(models.char_gpt(), 24, autocast=True, way="torch"),
     "a mask of its own": lambda: beside(stack(models.Remembering)),
     "gpt2, recomputed": lambda: beside(models.gpt2(drop=0.1, cache=False), recompute="blocks"),
     "gpt2, recomputed, ring": lambda: beside(models.gpt2(drop=0.1, cache=False), recompute="blocks", way="ring"),
@@ -330,6 +343,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "bytes": costs,
     "under FSDP2": lambda: sharded("none"),
     "under FSDP2, recomputed": lambda: sharded("blocks"),
+    "refused: torch's ring, a mask": lambda: beside(models.llama(mask=True), 24, way="torch"),
+    "refused: torch's ring, dropout": lambda: beside(models.gpt2(drop=0.1), 24, way="torch"),
+    "refused: torch's ring, parts that differ": lambda: beside(models.char_gpt(), 29, way="torch"),
     "refused: eager": lambda: beside(models.gpt2(attention="eager")),
     "refused: positions": lambda: beside(stack(models.Positioned)),
     "refused: own mask": lambda: beside(stack(models.MasksItself)),
@@ -355,6 +371,8 @@ OF_FOUR = (
     "gpt2 with a cache and dropout, gather",
     "llama, padded, ring",
     "llama, ring",
+    "char gpt, torch's ring",
+    "llama, torch's ring",
     "bytes",
     "refused: too short",
 )

@@ -31,6 +31,7 @@ from unipar_native.fsdp2 import ShardedEngine
 from unipar_native.mesh.birth import Placement, place_model
 from unipar_native.mesh.block_proof import WholeBlocks, blocks_to_prove, prove_blocks, say_unproved, sketch_blocks
 from unipar_native.mesh.context import SequenceSplit
+from unipar_native.mesh.context.attention import Way
 from unipar_native.mesh.pipeline.channel import open_channel
 from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_input
 from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
@@ -163,7 +164,7 @@ class MeshEngine(ShardedEngine):
         refuse_empty_plans(self.axes.tensor, plans.values())
         return plans
 
-    def _split_sequences(self, part: Part, own: Sequence[str], world: World, way: Literal["gather", "ring"]) -> None:
+    def _split_sequences(self, part: Part, own: Sequence[str], world: World, way: Way) -> None:
         if self.axes.context == 1:
             return
         first, last = own[0] == self._blocks[0], own[-1] == self._blocks[-1]

@@ -1,13 +1,15 @@
 """Attention over a sequence whose positions are spread over ranks: keys and values gathered, or passed in a ring.
 
 One way for the CPU and for CUDA: torch's own kernels run on the parts, and their results are merged by log-sum-exp.
+On CUDA torch's own ring does the same (torch_ring.py), for some attentions only.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -17,9 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-Way = Literal["gather", "ring"]
+from unipar.errors import TaskError
+from unipar_native.mesh.context.kernels import attend, attend_backward, masked_scores, share_in_sum
+from unipar_native.mesh.context.torch_ring import attend_in_torch_ring, why_no_torch_ring
 
-_ATEN: Any = torch.ops.aten
+Way = Literal["gather", "ring", "torch", "auto"]
+"""Way of keys and values to other ranks; auto: torch's ring on CUDA where it can, else gather."""
+
+_LOG = logging.getLogger("unipar")
+
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or vars(dist)["all_gather_into_tensor"]  # before torch 2.13
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or vars(dist)["reduce_scatter_tensor"]
 
@@ -118,116 +126,18 @@ def gather_sequence(part: Tensor, dim: int, layout: SequenceLayout, group: dist.
     return _Gather.apply(part, dim % part.dim(), layout, group)  # pyright: ignore[reportReturnType]
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor) -> Literal["cpu", "flash", "efficient", "products"]:
-    """Return which of torch's kernels takes these: they must give their log-sum-exp, and take it for the backward."""
-    width = q.shape[-1]
-    if width != v.shape[-1]:
-        return "products"
-    if q.device.type == "cpu":
-        return "cpu"
-    if q.device.type == "cuda" and width % 8 == 0 and width <= 256:
-        if q.dtype in (torch.float16, torch.bfloat16):
-            return "flash"
-        if q.dtype is torch.float32:
-            return "efficient"
-    return "products"
-
-
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = (q * scale) @ k.transpose(-1, -2)
-    if causal:
-        scores = scores.masked_fill(_after(scores.shape[-2], scores.shape[-1], q.device), float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-    return scores
-
-
-def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """Return the share of a part in a sum, both as logarithms; 0 in a sum of nothing, as in a row that sees no key."""
-    return (part - whole.masked_fill(whole == float("-inf"), 0.0)).exp()
-
-
-def _after(rows: int, columns: int, device: torch.device) -> Tensor:
-    return torch.ones(rows, columns, dtype=torch.bool, device=device).triu(1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the attention of queries to some of the keys, and the log-sum-exp of each query's scores."""
-    kernel = "products" if mask is not None else _kernel(q, k, v)
-    if kernel == "cpu":
-        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        return out, lse
-    if kernel == "flash":
-        out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-        return out, lse
-    if kernel == "efficient":
-        out, lse = _ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-        return out, lse[..., : q.shape[-2]]  # the kernel pads rows to a multiple of 32
-    dtype = q.dtype
-    with torch.autocast(q.device.type, enabled=False):
-        q, k, v = _wide(q, k, v)
-        scores = _scores(q, k, mask, causal, scale)
-        lse = scores.logsumexp(-1)
-        return (_share(scores, lse.unsqueeze(-1)) @ v).to(dtype), lse
-
-
-def _wide(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors in which kernels add up: fp32 for bf16 and fp16."""
-    return [t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors]
-
-
-def attend_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, and of these keys and values, given the result over *all* keys."""
-    kernel = "products" if mask is not None else _kernel(q, k, v)
-    if kernel == "cpu":
-        # the kernel reads the log-sum-exp as it writes it, heads fastest
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
-        return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
-    if kernel == "flash":
-        none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is not there
-        return _ATEN._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[-2], k.shape[-2], 0.0, causal, none, none[0],
-            scale=scale,
-        )  # fmt: skip
-    if kernel == "efficient":
-        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
-        none = torch.zeros((), dtype=torch.int64, device=q.device)
-        return _ATEN._scaled_dot_product_efficient_attention_backward(
-            gradient, q, k, v, None, out, lse, none, none, 0.0, [True, True, True, False], causal, scale=scale
-        )[:3]
-    dtype = q.dtype
-    gradient, q, k, v, out = _wide(gradient, q, k, v, out)
-    weights = _share(_scores(q, k, mask, causal, scale), lse.unsqueeze(-1))
-    towards = gradient @ v.transpose(-1, -2)
-    scores = weights * (towards - (gradient * out).sum(-1, keepdim=True))
-    dq, dk, dv = (scores @ k) * scale, (scores.transpose(-1, -2) @ q) * scale, weights.transpose(-1, -2) @ gradient
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
-
-
 @dataclass(frozen=True)
 class _Parts:
     """The way of keys and values between ranks, and what this rank's queries do with each part."""
 
     layout: SequenceLayout
     group: dist.ProcessGroup
-    way: Way
+    in_ring: bool
 
     def keys(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank, and its keys and values; this rank's first."""
         ranks, rank = self.layout.ranks, self.layout.rank
-        if self.way == "gather":
+        if not self.in_ring:
             parts = mine.new_empty(ranks, *mine.shape)
             _ALL_GATHER(parts.flatten(0, 1), mine, group=self.group)
             for step in range(ranks):
@@ -253,7 +163,7 @@ class _Parts:
     def home(self, gradients: Iterator[Tensor]) -> Tensor:
         """Return the sum over ranks of the gradients of this rank's keys; `gradients` are in the order of `keys`."""
         ranks, rank = self.layout.ranks, self.layout.rank
-        if self.way == "gather":
+        if not self.in_ring:
             first = next(gradients)
             parts = first.new_empty(ranks, *first.shape)
             parts[rank] = first
@@ -311,7 +221,7 @@ class _Attention(torch.autograd.Function):
                     q[:, :, rows], keys[:, :, columns], values[:, :, columns], mask, causal, given.scale
                 )
                 both = torch.logaddexp(lse[:, :, rows], its_lse.to(exact))
-                old, new = (_share(of, both).unsqueeze(-1) for of in (lse[:, :, rows], its_lse))
+                old, new = (share_in_sum(of, both).unsqueeze(-1) for of in (lse[:, :, rows], its_lse))
                 out[:, :, rows] = out[:, :, rows] * old + one.to(exact) * new
                 lse[:, :, rows] = both
         ctx.given = given
@@ -364,6 +274,13 @@ def _unpack(part: Tensor, width: int, heads: int) -> tuple[Tensor, Tensor]:
     return part[..., :width], part[..., width:]
 
 
+@cache
+def tell_once(why: str) -> None:
+    """Write into rank 0's log why torch's ring is not taken, once for each reason."""
+    if dist.get_rank() == 0:
+        _LOG.warning("parallel.context: keys and values are gathered, not passed in torch's ring, because %s", why)
+
+
 def attend_over_ranks(
     q: Tensor,
     k: Tensor,
@@ -372,28 +289,45 @@ def attend_over_ranks(
     group: dist.ProcessGroup,
     *,
     way: Way,
+    name: str,
     causal: bool,
     mask: Tensor | None,
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """Return the attention of this rank's queries to the whole sequence; `mask` has this rank's rows, all columns."""
+    """Return the attention of this rank's queries to the whole sequence; `mask` has this rank's rows, all columns.
+
+    `name`: of the block, for words.
+    """
     by = q.shape[-1] ** -0.5 if scale is None else scale
     if torch.is_autocast_enabled(q.device.type):
         wanted = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(wanted) for t in (q, k, v))
         mask = mask.to(wanted) if mask is not None and mask.is_floating_point() else mask
+    if way == "torch" or (way == "auto" and q.device.type == "cuda"):
+        masked = mask is not None
+        why = why_no_torch_ring(
+            q, k, v, length=layout.length, ranks=layout.ranks, causal=causal, masked=masked, dropout=dropout
+        )
+        if not why:
+            return attend_in_torch_ring(q, k, v, group, causal=causal, scale=by)
+        if way == "torch":
+            raise TaskError(
+                f"options.native.attention: torch cannot do the attention of {name}: {why}; leave the option out, and "
+                "keys and values are gathered where torch's ring cannot do it"
+            )
+        tell_once(why)
     if not dropout and not (mask is not None and mask.requires_grad):
         q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels read rows
-        given = _Given(_Parts(layout, group, way), causal, by, mask)
+        given = _Given(_Parts(layout, group, way == "ring"), causal, by, mask)
         return _Attention.apply(q, k, v, given)  # pyright: ignore[reportReturnType]
     heads = q.shape[1] // k.shape[1]
     k, v = (gather_sequence(t, -2, layout, group).repeat_interleave(heads, 1) for t in (k, v))
     mine = layout.positions(q.device)
     if causal:
         mask = torch.arange(layout.length, device=q.device) <= mine.unsqueeze(-1)
-    scores = _scores(q, k, mask, causal=False, scale=by)
-    weights = _share(scores, scores.logsumexp(-1, keepdim=True))
+    scores = masked_scores(q, k, mask, causal=False, scale=by)
+    weights = share_in_sum(scores, scores.logsumexp(-1, keepdim=True))
     if dropout:  # drawn for the whole, as one process does, and the rows of this rank taken
         drawn = F.dropout(weights.new_ones(*weights.shape[:-2], layout.length, layout.length), dropout)
         weights = weights * drawn.index_select(-2, mine)

@@ -142,6 +142,7 @@ class InsideBlock(TorchFunctionMode):
             layout,
             self.group,
             way=self.attention,
+            name=self.name,
             causal=is_causal,
             mask=self._rows(attn_mask),
             dropout=dropout_p,

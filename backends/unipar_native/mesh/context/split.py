@@ -38,7 +38,7 @@ class SequenceSplit:
         *,
         enters: bool = True,
         leaves: bool = True,
-        attention: Way = "gather",
+        attention: Way = "auto",
     ) -> None:
         """Take the blocks of this rank, in the order in which they run.
 
