@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 from typing_extensions import override
 from unipar_deepspeed import backend as deepspeed
 from unipar_native import TORCH_CALL_SITES
+from unipar_native.mesh_settings import axes_refusals
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant, registry
 from unipar.backend.precision import default_dtypes
@@ -51,12 +52,11 @@ class Accelerate(Backend):
                 says="through DeepSpeed's ZeRO",
             )
         },
+        axes={"tensor": ("nothing", "gradients", "parameters"), "context": ("gradients", "parameters")},
         axes_lacked={
-            "tensor": "Accelerate's ParallelismConfig refuses to start on the CPU, and its tensor parallelism takes "
-            "only models that transformers has split already",
             "pipeline": "Accelerate runs pipelines for inference alone",
-            "context": "Accelerate's ParallelismConfig refuses to start on the CPU, and on GPUs the loop would have to "
-            "wrap each step in its own context manager, with the buffers to cut",
+            "context": "Accelerate's ParallelismConfig takes cp_size with an FSDP2 plugin only, which shards the model "
+            "over these ranks as well; use shard: parameters or gradients",
         },
         gaps={
             ("nothing", "bf16-master"): "Accelerate's DDP keeps one copy of the parameters, so there is no fp32 master "
@@ -89,6 +89,8 @@ class Accelerate(Backend):
         half = config.train.precision == "fp16" and config.parallel.shard == "nothing"  # unipar scales the loss itself
         word = "fp16" if half else accelerate_precision(config)
         yield from find_contradictions(config, splitting_library(config), word, self.capabilities.launchers)
+        if config.parallel.axes.ranks > 1:
+            yield from _axes_refusals(config)
         if not uses_deepspeed(config):
             return
         if config.parallel.shard == "nothing":
@@ -109,10 +111,14 @@ class Accelerate(Backend):
         settings: dict[str, Any] = {
             "Accelerator": {"mixed_precision": accelerate_precision(config), "gradient_accumulation_steps": 1}
         }
+        if config.parallel.axes.ranks > 1:
+            settings["ParallelismConfig"] = parallelism_settings(config, config.parallel.data)
         if uses_deepspeed(config):
             return settings | {"DeepSpeedPlugin": {"hf_ds_config": deepspeed.native_config(config, parameters)}}
         if config.parallel.shard != "nothing":
             return settings | {"FullyShardedDataParallelPlugin": fsdp_plugin_settings(config)}
+        if config.parallel.axes.ranks > 1:
+            return settings
         find_unused = options_of(config).find_unused
         return settings | {
             "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": find_unused}
@@ -138,6 +144,10 @@ class Accelerate(Backend):
             from unipar_accelerate.zero import build_zero_engine
 
             return build_zero_engine(part, config, world)
+        if config.parallel.axes.ranks > 1:
+            from unipar_accelerate.mesh import AccelerateMeshEngine
+
+            return AccelerateMeshEngine(part, config, world)
         if config.parallel.shard != "nothing":
             from unipar_accelerate.fsdp2 import AccelerateFSDP2Engine
 
@@ -169,6 +179,8 @@ def accelerate_precision(config: Config) -> str:
 
     Under FSDP2 and DeepSpeed its bf16 means bf16 parameters, so bf16-mixed is "no" there: unipar autocasts itself.
     """
+    if config.parallel.axes.ranks > 1:
+        return "no"
     word = "bf16-mixed" if config.parallel.shard == "nothing" else "bf16-master"
     return "bf16" if config.train.precision == word else "no"
 
@@ -183,6 +195,45 @@ def fsdp_plugin_settings(config: Config) -> dict[str, Any]:
         "cpu_ram_efficient_loading": False,
         "mixed_precision_policy": bf16,
     }
+
+
+def parallelism_settings(config: Config, data: int | Literal["auto"]) -> dict[str, Any]:
+    """Return the sizes of its ParallelismConfig, for so many ranks of the data."""
+    axes = config.parallel.axes
+    return {
+        "dp_replicate_size": 1,
+        "dp_shard_size": data,
+        "cp_size": axes.context,
+        "tp_size": axes.tensor,
+        "sp_size": 1,
+    }
+
+
+def _axes_refusals(config: Config) -> Iterator[str]:
+    """Yield a sentence for each key that Accelerate, or unipar's split of the model, does not take beside the axes."""
+    axes, parallel = config.parallel.axes, config.parallel
+    if uses_deepspeed(config):
+        yield f"options.accelerate.through: deepspeed is not available with {axes}: use backend: deepspeed"
+        return
+    if parallel.data != "auto":
+        yield from refuse_sizes(config, parallel.data)
+    yield from axes_refusals(config)
+
+
+def refuse_sizes(config: Config, data: int) -> Iterator[str]:
+    """Yield a sentence if Accelerate's ParallelismConfig refuses the sizes, or would leave gradients unreduced."""
+    axes, shard = config.parallel.axes, config.parallel.shard
+    if shard == "nothing" and data > 1:
+        yield (
+            f"parallel.data: {data} is not available with {axes} and shard: nothing: Accelerate's ParallelismConfig "
+            "has no copies of a model (dp_replicate_size) beside tp_size without FSDP; use shard: parameters or "
+            "gradients"
+        )
+    if shard != "nothing" and data == 1 and axes.context == 1:
+        yield (
+            f"parallel.shard: {shard} is not available with data 1 and {axes}: nothing is left for Accelerate's FSDP2 "
+            "to shard over, which its ParallelismConfig refuses; use shard: nothing"
+        )
 
 
 backend = Accelerate()

@@ -116,4 +116,4 @@ def hide_launch_variables() -> Generator[None]:
 
 
 def _is_launch_variable(name: str) -> bool:
-    return name.startswith(("ACCELERATE_", "FSDP_"))
+    return name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))

@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from typing_extensions import override
 from unipar_native.fsdp2 import ShardedEngine
 
@@ -35,7 +35,7 @@ class AccelerateFSDP2Engine(ShardedEngine):
         self.divisor = float(world.size)
         reset_accelerate_state()
         with hide_launch_variables():
-            self.accelerator = self._create_accelerator(part, config)
+            self.accelerator = start_fsdp2(part, config, world.device)
             world.require_same_world(
                 "Accelerate", rank=self.accelerator.process_index, size=self.accelerator.num_processes
             )
@@ -44,27 +44,7 @@ class AccelerateFSDP2Engine(ShardedEngine):
             cast_buffers(part.module, torch.bfloat16)
         self.trained = tuple(p for g in self.base.param_groups for p in g["params"])
         self.kept = dict(part.module.named_parameters())
-        if isinstance(self.base, SGD) and config.train.optimizer.fused == "auto":
-            for group in self.base.param_groups:
-                group["fused"] = None  # PyTorch has no fused SGD for sharded parameters
-
-    def _create_accelerator(self, part: Part, config: Config) -> Any:
-        settings = fsdp_plugin_settings(config)
-        if bf16 := settings["mixed_precision_policy"]:
-            dtypes = {name: getattr(torch, dtype) for name, dtype in bf16.items()}
-            settings["mixed_precision_policy"] = MixedPrecisionPolicy(**dtypes)
-        if part.blocks:
-            classes = {type(part.module.get_submodule(name)).__name__ for name in part.blocks}
-            settings["transformer_cls_names_to_wrap"] = sorted(classes)
-        else:
-            settings["auto_wrap_policy"] = "no_wrap"
-        plugin = FullyShardedDataParallelPlugin(**settings)
-        if self.world.device.type != "cpu":
-            return Accelerator(mixed_precision=accelerate_precision(config), fsdp_plugin=plugin)
-        accelerator: Any = Accelerator(cpu=True, mixed_precision=accelerate_precision(config))
-        accelerator.state.fsdp_plugin = plugin
-        force_distributed_type(accelerator, DistributedType.FSDP)
-        return accelerator
+        allow_sharded_sgd(self.base, config)
 
     @override
     def norm(self) -> Tensor:
@@ -72,3 +52,35 @@ class AccelerateFSDP2Engine(ShardedEngine):
             return super().norm()
         norm: Any = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def start_fsdp2(part: Part, config: Config, device: torch.device) -> Any:
+    """Return an Accelerator with its FSDP2 plugin."""
+    plugin = fsdp2_plugin(part, config)
+    if device.type != "cpu":
+        return Accelerator(mixed_precision=accelerate_precision(config), fsdp_plugin=plugin)
+    accelerator: Any = Accelerator(cpu=True, mixed_precision=accelerate_precision(config))
+    accelerator.state.fsdp_plugin = plugin
+    force_distributed_type(accelerator, DistributedType.FSDP)
+    return accelerator
+
+
+def fsdp2_plugin(part: Part, config: Config) -> FullyShardedDataParallelPlugin:
+    """Return Accelerate's plugin for FSDP2, which splits the classes of the model's blocks."""
+    settings = fsdp_plugin_settings(config)
+    if bf16 := settings["mixed_precision_policy"]:
+        dtypes = {name: getattr(torch, dtype) for name, dtype in bf16.items()}
+        settings["mixed_precision_policy"] = MixedPrecisionPolicy(**dtypes)
+    if part.blocks:
+        classes = {type(part.module.get_submodule(name)).__name__ for name in part.blocks}
+        settings["transformer_cls_names_to_wrap"] = sorted(classes)
+    else:
+        settings["auto_wrap_policy"] = "no_wrap"
+    return FullyShardedDataParallelPlugin(**settings)
+
+
+def allow_sharded_sgd(optimizer: Optimizer, config: Config) -> None:
+    """Leave SGD's kernel open where the config does: PyTorch has no fused one for sharded parameters."""
+    if isinstance(optimizer, SGD) and config.train.optimizer.fused == "auto":
+        for group in optimizer.param_groups:
+            group["fused"] = None

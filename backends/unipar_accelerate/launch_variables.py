@@ -31,14 +31,33 @@ def find_contradictions(
     if (dynamo := environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")).upper() != "NO":
         ours = "unipar compiles as the config's model.compile says"
         yield f"{_LAUNCH_WAS_TOLD} dynamo_backend: {dynamo}, and {ours}; leave it out there"
-    for variable, key in (("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM"), ("ACCELERATE_USE_PARALLELISM_CONFIG", "")):
-        if variables.on(variable):
-            setting = key or "a parallelism_config"
-            yield f"{_LAUNCH_WAS_TOLD} {setting}, which unipar does not support; leave it out there"
+    if variables.on("ACCELERATE_USE_MEGATRON_LM"):
+        yield f"{_LAUNCH_WAS_TOLD} MEGATRON_LM, which unipar does not support; leave it out there"
+    if variables.on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        yield from _parallelism_contradictions(config, variables)
     if variables.on("ACCELERATE_USE_FSDP"):
         yield from _fsdp_contradictions(config, through, variables)
     if variables.on("ACCELERATE_USE_DEEPSPEED"):
         yield from _deepspeed_contradictions(config, through, variables)
+
+
+def _parallelism_contradictions(config: Config, variables: LaunchVariables) -> Iterator[str]:
+    axes, data = config.parallel.axes, config.parallel.data
+    if axes.ranks == 1:
+        ours = "the config says neither parallel.tensor nor parallel.context"
+        yield f"{_LAUNCH_WAS_TOLD} a parallelism_config, and {ours}; leave it out there"
+        return
+    if data == "auto":
+        data = int(variables.environ.get("WORLD_SIZE", "1")) // axes.ranks
+    sizes = {"tp_size": ("tensor", axes.tensor), "cp_size": ("context", axes.context), "dp_shard_size": ("data", data)}
+    for theirs, (key, size) in sizes.items():
+        told = variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")
+        if told != str(size):
+            ours = f"parallel.{key}: {size}"
+            yield _contradiction(f"parallelism_config_{theirs}", told, ours, f"which is {theirs}: {size} there")
+    for theirs in ("dp_replicate_size", "sp_size"):
+        if (told := variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")) != "1":
+            yield f"{_LAUNCH_WAS_TOLD} parallelism_config_{theirs}: {told}, which unipar does not support; say 1 there"
 
 
 class LaunchVariables:

@@ -50,7 +50,7 @@ def describe_proof(config: Config, parameters: int | None) -> str:
 
 def mesh_refusals(config: Config) -> Iterator[str]:
     """Yield a sentence for each key that has no meaning, or none yet, beside the mesh's axes."""
-    axes, model = config.parallel.axes, config.model
+    axes = config.parallel.axes
     if options_of(config).wrapper == "dp":
         yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
     if options_of(config).proof == "blocks" and axes.sequence:
@@ -71,6 +71,14 @@ def mesh_refusals(config: Config) -> Iterator[str]:
         yield f"options.native.attention: {way} has no effect without parallel.context: leave it out"
     elif options_of(config).attention == "torch":
         yield from _torch_ring_refusals(config)
+    yield from axes_refusals(config)
+    if axes.pieces > 1:
+        yield from refusals_of_torch_schedules(config)
+
+
+def axes_refusals(config: Config) -> Iterator[str]:
+    """Yield a sentence for each key that no library takes beside blocks that unipar has split."""
+    axes, model = config.parallel.axes, config.model
     if config.train.precision == "bf16-master":
         yield f"train.precision: bf16-master is not available with {axes}: take bf16-mixed, which keeps fp32 weights"
     if config.train.sync_every is not None:
@@ -87,8 +95,6 @@ def mesh_refusals(config: Config) -> Iterator[str]:
             yield f"model.compile is not available with {axes}: calls inside blocks are changed; leave it out"
         elif compiling.what == "model":
             yield "model.compile: model is not available with pipeline: a stage leaves the model; compile blocks"
-    if axes.pieces > 1:
-        yield from refusals_of_torch_schedules(config)
 
 
 def _torch_ring_refusals(config: Config) -> Iterator[str]:

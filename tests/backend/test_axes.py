@@ -113,9 +113,9 @@ def test_a_run_on_four_ranks(forks: Forks, tmp_path: Path) -> None:
         (
             "single",
             {"tensor": 2},
-            "single: parallel.tensor: 2 is not available here, only in deepspeed/nothing, deepspeed/optimizer, "
-            "deepspeed/gradients, deepspeed/parameters, native/nothing, native/optimizer, native/gradients, "
-            "native/parameters",
+            "single: parallel.tensor: 2 is not available here, only in accelerate/nothing, accelerate/gradients, "
+            "accelerate/parameters, deepspeed/nothing, deepspeed/optimizer, deepspeed/gradients, "
+            "deepspeed/parameters, native/nothing, native/optimizer, native/gradients, native/parameters",
         ),
         (
             "horovod",

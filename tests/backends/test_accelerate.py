@@ -122,6 +122,17 @@ SPLIT = {"parallel": {"shard": "parameters"}}
 OVER = {"parallel": {"shard": "gradients"}, **ZERO}
 
 
+SIZES = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1",
+    "PARALLELISM_CONFIG_TP_SIZE": "2",
+    "PARALLELISM_CONFIG_CP_SIZE": "1",
+    "PARALLELISM_CONFIG_SP_SIZE": "1",
+}
+"""Variables of a yaml with a parallelism_config of tp_size 2."""
+
+
 @pytest.mark.parametrize(
     ("said", "sections", "reason"),
     [
@@ -161,6 +172,13 @@ OVER = {"parallel": {"shard": "gradients"}, **ZERO}
          "mixed_precision: bf16, and the config says train.precision: fp32, which is no there; change one of them"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {},
          "dynamo_backend: INDUCTOR, and unipar compiles as the config's model.compile says; leave it out there"),
+        (SIZES, {}, "a parallelism_config, and the config says neither parallel.tensor nor parallel.context; leave it "
+         "out there"),
+        (SIZES | {"PARALLELISM_CONFIG_TP_SIZE": "4"}, {"parallel": {"data": 1, "tensor": 2}},
+         "parallelism_config_tp_size: 4, and the config says parallel.tensor: 2, which is tp_size: 2 there; change one "
+         "of them"),
+        (SIZES | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, {"parallel": {"data": 1, "tensor": 2}},
+         "parallelism_config_sp_size: 2, which unipar does not support; say 1 there"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {},
          "MEGATRON_LM, which unipar does not support; leave it out there"),
     ],
@@ -180,7 +198,9 @@ def test_contradictions(
 def test_a_yaml_that_says_the_same_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 with resharding is `parameters`; DeepSpeed's stage 2 is `gradients`; fp16 under DDP is autocast."""
     half = {"device": "cuda", "train": {"steps": 1, "precision": "fp16"}}
-    for said, sections in ((FSDP2, SPLIT), (DEEPSPEED, OVER), ({"ACCELERATE_MIXED_PRECISION": "fp16"}, half)):
+    split = {"parallel": {"data": 1, "tensor": 2}}
+    fp16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}
+    for said, sections in ((FSDP2, SPLIT), (DEEPSPEED, OVER), (SIZES, split), (fp16, half)):
         with monkeypatch.context() as m:
             for name, value in (LAUNCHED | said).items():
                 m.setenv(name, value)

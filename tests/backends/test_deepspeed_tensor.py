@@ -91,13 +91,7 @@ def test_layers_that_deepspeed_does_not_cut() -> None:
         ("deepspeed", {"parallel": {"context": 2}},
          "DeepSpeed's Ulysses is an attention layer, which has to be written into the model"),
         ("horovod", {"parallel": {"tensor": 2}}, "Horovod sums tensors over ranks and has no part that splits a model"),
-        ("accelerate", {"parallel": {"tensor": 2}},
-         "Accelerate's ParallelismConfig refuses to start on the CPU, and its tensor parallelism takes only models "
-         "that transformers has split already"),
         ("accelerate", {"parallel": {"pipeline": 2}}, "Accelerate runs pipelines for inference alone"),
-        ("accelerate", {"parallel": {"context": 2}},
-         "Accelerate's ParallelismConfig refuses to start on the CPU, and on GPUs the loop would have to wrap each "
-         "step in its own context manager, with the buffers to cut"),
     ],
 )  # fmt: skip
 def test_refusals(backend: str, more: dict[str, Any], why: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, Literal, NamedTuple, cast, final
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from unipar.engines.gradients import clip_counted, scale_loss
 from unipar.engines.state import is_first_copy, local_part
 from unipar.errors import TaskError
 from unipar.planning.pipeline import microbatch_order
-from unipar_native import options_of
 from unipar_native.fsdp2 import ShardedEngine
 from unipar_native.mesh.birth import Placement, place_model
 from unipar_native.mesh.block_proof import WholeBlocks, blocks_to_prove, prove_blocks, say_unproved, sketch_blocks
@@ -44,6 +43,7 @@ from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, find_vocabulary
 from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.words import refuse_empty_plans, refuse_part
+from unipar_native.options import NativeOptions, options_of
 
 
 class _Look(NamedTuple):
@@ -54,16 +54,15 @@ class _Look(NamedTuple):
     plans: Mapping[str, BlockPlan]
 
 
-@final
 class MeshEngine(ShardedEngine):
     """Engine whose rank has some blocks of the model, a part of their matrices, and a shard of that."""
 
-    def __init__(self, part: Part, config: Config, world: World) -> None:
+    def __init__(self, part: Part, config: Config, world: World, options: NativeOptions | None = None) -> None:
         self.axes, self.mesh = config.parallel.axes, world.mesh
         self._stage_seat, self._stages = world.mesh.seat["pipeline"], self.axes.pipeline
         refuse_part(part, config)
         world.groups.devices  # noqa: B018 - made here by all ranks together
-        options = options_of(config)
+        options = options or options_of(config)
         told, whole = self._look(part, config, world, options.proof)
         batch, facts, plans = told
         self._blocks = facts.blocks
@@ -79,7 +78,7 @@ class MeshEngine(ShardedEngine):
         ranges = [self._cuts[stage : stage + 2] for stage in range(self._stage_seat, self.axes.stages, self._stages)]
         own = [name for first, end in ranges for name in facts.blocks[first:end]]
         self.once = config.parallel.shard in ("nothing", "optimizer")
-        shell = place_model(part.module, own, self._placement(config, world), world.device)
+        shell = place_model(part.module, own, self.placement(config, world), world.device)
         super().__init__(part, config, world)
         if not self.trained:
             raise TaskError(
@@ -88,21 +87,22 @@ class MeshEngine(ShardedEngine):
             )
         shell.autocast, shell.cast = self.call.autocast, self.call.cast
         self.call = self.wrapped = shell
+        self.wrap(part, config)
         self.divisor = float(world.shares)
         self._owner_groups = self._groups_of_owners(world)
         names = {id(p): name for name, p in self.kept.items()}
         self._counted = [self.speaks_for(names[id(p)], p) for p in self.trained]
         for name in own:
             if (plan := plans.get(name)) is not None:
-                arm_block(part.module.get_submodule(name), plan, world.groups.group("tensor"))
+                arm_block(part.module.get_submodule(name), plan, self.group("tensor"))
                 if self.axes.sequence and plan.sequence is None:
                     join_before(part.module.get_submodule(name))
         stages = [Stage(part.module, facts.blocks, first, end, facts.tuples) for first, end in ranges]
         self._stage = stages[0] if self._stages > 1 and self.axes.pieces == 1 else None
         if vocabulary is not None:
-            arm_vocabulary(part.module, vocabulary, world.groups.group("tensor"))
+            arm_vocabulary(part.module, vocabulary, self.group("tensor"))
         self._sequences: SequenceSplit | None = None
-        self._split_sequences(part, own, world, options.attention)
+        self._split_sequences(part, own, options.attention)
         self._executor: TorchScheduleExecutor | None = None
         if self._stages > 1:
             self._channel = open_channel(world, self.axes)
@@ -164,12 +164,11 @@ class MeshEngine(ShardedEngine):
         refuse_empty_plans(self.axes.tensor, plans.values())
         return plans
 
-    def _split_sequences(self, part: Part, own: Sequence[str], world: World, way: Way) -> None:
+    def _split_sequences(self, part: Part, own: Sequence[str], way: Way) -> None:
         if self.axes.context == 1:
             return
         first, last = own[0] == self._blocks[0], own[-1] == self._blocks[-1]
-        group = world.groups.group("context")
-        split = SequenceSplit(part.module, own, group, enters=first, leaves=last, attention=way)
+        split = SequenceSplit(part.module, own, self.group("context"), enters=first, leaves=last, attention=way)
         split.arm()
         self._sequences = split
 
@@ -181,7 +180,15 @@ class MeshEngine(ShardedEngine):
         if self._stage is not None and not last:
             self._stage.widen = lambda hidden: hidden.new_zeros((len(hidden), split.whole_length, *hidden.shape[2:]))
 
-    def _placement(self, config: Config, world: World) -> Placement:
+    def wrap(self, part: Part, config: Config) -> None:
+        """Let a library wrap model and optimizer, which has its parameters' parts by now; without one nothing does."""
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return this rank's process group along `tensor` or `context`, in which parts of blocks meet."""
+        return self.world.groups.group(axis)
+
+    def placement(self, config: Config, world: World) -> Placement:
+        """Return what this rank holds, and how FSDP2 splits it further."""
         needed = self._needs[self._stage_seat]
         ranks = world.shares * self.axes.context
         settings: dict[str, Any] = {"reshard_after_forward": config.parallel.shard == "parameters"}
