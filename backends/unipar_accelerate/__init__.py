@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 from typing_extensions import override
 from unipar_deepspeed import backend as deepspeed
 from unipar_native import TORCH_CALL_SITES
+from unipar_native import backend as native
 from unipar_native.mesh_settings import axes_refusals
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant, registry
@@ -123,6 +124,10 @@ class Accelerate(Backend):
         return settings | {
             "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": find_unused}
         }
+
+    @override
+    def plan_split(self, part: Part, config: Config) -> Iterator[str]:
+        return native.plan_split(part, config)
 
     @override
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:

@@ -27,7 +27,7 @@ LAUNCHER_YAML_KEYS = {
 REFUSED_YAML_KEYS = {
     "fp8_config": "unipar has no fp8",
     "megatron_lm_config": "unipar has no Megatron-LM",
-    "parallelism_config": "unipar splits data and state; say parallel.data and parallel.shard",
+    "parallelism_config": "say parallel.tensor (tp_size), parallel.context (cp_size), parallel.data",
     "mpirun_config": "start the script with mpirun itself",
     "downcast_bf16": "it is for TPUs",
     "tpu_name": "unipar has no TPUs",
