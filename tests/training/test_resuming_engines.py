@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 import unipar
 from tests.support.ledgers import step_losses
+from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.backend.cells import config_in_cell
 from unipar.config import Cell, Config
@@ -68,3 +70,32 @@ def test_it_goes_on_to_the_same_bits(cell: str, ranks: int, more: dict[str, Any]
     assert len(step_losses(rest)) == STEPS - HALF
     assert saved_hashes(rest, STEPS) == saved_hashes(whole, STEPS)
     assert len(saved_hashes(whole, STEPS)) >= 1
+
+
+class Watched(Line):
+    """Task that notes where the model's parameters are when engines are about to be built."""
+
+    device = ""
+
+    @override
+    def groups(self, model: Any) -> Any:
+        self.device = next(model.parameters()).device.type
+        return None
+
+
+@pytest.mark.parametrize(("shard", "begun", "resumed"), [("parameters", "cpu", "meta"), ("nothing", "cpu", "cpu")])
+def test_rank_0_has_no_whole_model_before_its_shards(tmp_path: Path, shard: str, begun: str, resumed: str) -> None:
+    """A run that goes on makes no values that the checkpoint gives, where the engine places shards by themselves."""
+    found: list[str] = []
+    paths = [tmp_path / "begun", tmp_path / "resumed"]
+    for path, steps, more in (
+        (paths[0], 2, {}),
+        (paths[1], 4, {"resume": str(paths[0] / "checkpoints/step-00000002")}),
+    ):
+        path.mkdir()
+        sections = {"backend": "native", "parallel": {"data": 1, "shard": shard}, "train": {"steps": steps}, **more}
+        with running(Watched(), path, **sections, checkpoint={"every": 2}) as run:
+            run.task.train(run)
+        assert isinstance(run.task, Watched)
+        found.append(run.task.device)
+    assert found == [begun, resumed]
