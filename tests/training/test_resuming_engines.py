@@ -21,6 +21,7 @@ pytestmark = pytest.mark.forked
 SWEEP = pytest.mark.sweep
 GPT = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {"layers": 2, "width": 16, "heads": 2, "context": 8}}
 GAN = {"use": f"{ROOT}/tests/conformance/gan.py:Gan"}
+STREAM = {**GPT, "use": f"{ROOT}/tests/support/stateful_streams.py:StreamedGPT"}
 MASTERS = {"train.precision": "bf16-master"}
 HALF, STEPS = 3, 6
 
@@ -46,6 +47,8 @@ def saved_hashes(folder: Path, step: int) -> dict[str, str]:
         pytest.param("native/nothing", 2, {"task": GAN}, marks=SWEEP, id="two parts, DDP"),
         pytest.param("native/parameters", 2, {"task": GAN}, marks=SWEEP, id="two parts, FSDP2"),
         pytest.param("deepspeed/nothing", 2, {"task": GAN}, marks=SWEEP, id="two parts, DeepSpeed"),
+        pytest.param("native/nothing+tensor2", 2, {"task": STREAM}, marks=SWEEP, id="a stream, matrices in parts"),
+        pytest.param("native/nothing+pipeline2", 2, {"task": STREAM}, marks=SWEEP, id="a stream, stages"),
     ],
 )
 def test_it_goes_on_to_the_same_bits(cell: str, ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
