@@ -228,7 +228,7 @@ MAIN_CASES = (
 )  # fmt: skip
 SHORT_CASES = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
 
-EVERYWHERE = ("four microbatches", "token weights, ragged", "state out and in")
+EVERYWHERE = ("four microbatches", "state out and in")
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
 MESH_CELLS = (
@@ -245,6 +245,8 @@ MESH_CASES = (
     "not a number",
 )  # fmt: skip
 """Cases that `make test` plays in two of the first three of them, in the smallest world; a few also in the others."""
+
+MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged")
 
 SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""
@@ -274,7 +276,7 @@ def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
         copies = 2 if cell.shard == "parameters" else 1  # of which each keeps a part of the parameters
         if str(cell) in MESH_CELLS[:3] and size == 2:
             turn = MESH_CELLS.index(str(cell))
-            names = [name for i, name in enumerate(MESH_CASES) if name in EVERYWHERE or i % 3 != turn]
+            names = [name for i, name in enumerate(MESH_CASES) if name in MESH_EVERYWHERE or i % 3 != turn]
         else:
             names = SHORT_CASES if size == copies * cell.axes.ranks else ()
     elif not whole and size == 2:
