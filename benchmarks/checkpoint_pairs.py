@@ -64,9 +64,12 @@ def save_in(cell: str, ranks: int, folder: Path) -> Path:
     """Train the first half in a cell and return its checkpoint."""
     parsed = Cell.parse(cell)
     out = folder / f"{parsed.slug}-{ranks}"
-    config = config_of(HALF, checkpoint={"every": None}, parallel={"data": ranks // parsed.axes.ranks}, out=str(out))
+    checkpoint = out / "checkpoints" / f"step-{HALF:08d}"
+    if checkpoint.exists():
+        return checkpoint
+    config = config_of(HALF, checkpoint={"every": None}, parallel={"data": ranks}, out=str(out))
     unipar.launch(in_cell(load_given_config(config), parsed), quiet=True)
-    return out / "checkpoints" / f"step-{HALF:08d}"
+    return checkpoint
 
 
 def go_on(checkpoint: Path, cells: Sequence[str], ranks: int, folder: Path) -> Mapping[str, tuple[bool, str]]:
@@ -97,12 +100,34 @@ def _alone(checkpoint: Path, cell: str, out: Path) -> tuple[bool, str]:
     return off < 1e-5, f"{'equal' if off < 1e-5 else 'differs'} {off:.0e}"
 
 
-def rows_of_pairs(cells: Sequence[str], folder: Path) -> Iterator[tuple[str, bool, Sequence[str]]]:
-    """Yield for each cell that saves on two ranks its name, whether all is well, and a word for each that goes on."""
-    for cell in cells:
+def rows_of_pairs(
+    savers: Sequence[str], cells: Sequence[str], folder: Path
+) -> Iterator[tuple[str, Mapping[str, tuple[bool, str]]]]:
+    """Yield each cell that saves on two ranks, and for each that goes on whether all is well, and words."""
+    for cell in savers:
         print(f"{cell} saves", file=sys.stderr, flush=True)
-        found = go_on(save_in(cell, 2, folder), cells, 2, folder)
-        yield cell, all(well for well, _ in found.values()), [found[other][1] for other in cells]
+        try:
+            found = go_on(save_in(cell, 2, folder), cells, 2, folder)
+        except UniparError as e:
+            found = dict.fromkeys(cells, (False, f"failed: {e}"))
+        yield cell, found
+
+
+def print_pairs(savers: Sequence[str], cells: Sequence[str], folder: Path) -> bool:
+    """Print each row of the matrix when it is known, and then what is not equal; return whether all is well."""
+    print(f"rows: saved on 2 ranks after step {HALF}; columns: gone on with to step {STEPS}, the difference of allowed")
+    wide = max(map(len, cells)) + 4
+    print(" " * wide + "".join(f"{number:>5}" for number, _ in enumerate(cells, 1)), flush=True)
+    others: list[str] = []
+    for cell, found in rows_of_pairs(savers, cells, folder):
+        words = {to: word for to, (_, word) in found.items() if not word.startswith("equal ")}
+        shown = ["-" if to in words else found[to][1].removeprefix("equal ") for to in cells]
+        label = f"{cells.index(cell) + 1 if cell in cells else '':>2} {cell}"
+        print(f"{label:<{wide}}" + "".join(f"{word:>5}" for word in shown), flush=True)
+        others += [f"{cell} to {to}: {word}" for to, word in words.items()]
+        others += [f"{cell} to {to} is not well" for to, (well, _) in found.items() if not well]
+    print("\n".join(others))
+    return not any(line.endswith(" is not well") for line in others)
 
 
 def rows_of_worlds(cells: Sequence[str], folder: Path) -> Iterator[tuple[str, bool, Sequence[str]]]:
@@ -110,11 +135,12 @@ def rows_of_worlds(cells: Sequence[str], folder: Path) -> Iterator[tuple[str, bo
     for cell in cells:
         words, well = list[str](), True
         for before, after in WORLDS:
-            least = Cell.parse(cell).axes.ranks
-            if min(before, after) < least:
+            if before < Cell.parse(cell).axes.ranks:
                 words.append("-")
                 continue
-            others = list(dict.fromkeys((cell, "native/parameters")))
+            both = dict.fromkeys((cell, "native/parameters"))
+            others = [other for other in both if Cell.parse(other).axes.ranks <= after]
+            print(f"{cell}, {before} ranks to {after}", file=sys.stderr, flush=True)
             try:
                 found = go_on(save_in(cell, before, folder), others, after, folder)
             except UniparError as e:
@@ -131,20 +157,18 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint_pairs", description=__doc__)
     parser.add_argument("--cells", default=",".join(CELLS), help="cells that save and go on, with commas")
+    parser.add_argument("--saved-by", help="only those of them that save: some rows of the tables")
     parser.add_argument("--only", choices=("pairs", "worlds"), help="one of both tables")
     given = parser.parse_args()
     cells = given.cells.split(",")
+    savers = given.saved_by.split(",") if given.saved_by else cells
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if given.only != "worlds":
-            rows = list(rows_of_pairs(cells, folder))
-            good = all(well for _, well, _ in rows)
-            print(f"saved on 2 ranks after step {HALF} by the cell of the row, and gone on with to step {STEPS}:")
-            for cell, _, words in rows:
-                print("\n".join([cell, *(f"  {other}: {word}" for other, word in zip(cells, words, strict=True))]))
+            good = print_pairs(savers, cells, folder)
         if given.only != "pairs":
-            rows = list(rows_of_worlds(cells, folder))
+            rows = list(rows_of_worlds(savers, folder))
             good = good and all(well for _, well, _ in rows)
             header = ("cell, then native/parameters", *(f"{a} to {b}" for a, b in WORLDS))
             print(format_table(header, [(cell, *words) for cell, _, words in rows], width=160))

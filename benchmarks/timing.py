@@ -25,15 +25,23 @@ def count_calls(step: Loop, steps: int = 50) -> float:
 
 
 def interleaved(
-    loops: Mapping[str, Loop], rounds: int, steps: int, clock: Callable[[], float] = time.process_time
+    loops: Mapping[str, Loop],
+    rounds: int,
+    steps: int,
+    clock: Callable[[], float] = time.process_time,
+    before: Loop = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds per step of each loop in each round; every round begins with another loop."""
+    """Return the seconds per step of each loop in each round; every round begins with another loop.
+
+    `before` is called before each loop's turn, and is not in its time.
+    """
     names = list(loops)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         at = i % len(names)
         for name in [*names[at:], *names[:at]]:
             step = loops[name]
+            before()
             began = clock()
             for _ in range(steps):
                 step()

@@ -1,4 +1,4 @@
-"""Memory of two ranks that begin from a folder of weights: peak before the first forward, beside that of eager loading.
+"""Memory of two ranks that begin from a folder of weights, or go on from a checkpoint: peak before the first forward.
 
 python -m benchmarks.weights_memory [millions of parameters]
 """
@@ -6,8 +6,10 @@ python -m benchmarks.weights_memory [millions of parameters]
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +74,29 @@ def write_weights(folder: Path, blocks: int) -> int:
     return size
 
 
-def measure(folder: Path, cell: str, blocks: int, weights: str | None) -> list[tuple[int, int]]:
-    """Return each rank's peak before the first forward, and the bytes that it read."""
-    out = folder / cell.replace("/", "-")
-    told = folder / f"{out.name}-told"
+def measure(
+    folder: Path,
+    cell: str,
+    blocks: int,
+    *,
+    weights: Path | None = None,
+    saves: bool = False,
+    resume: Path | None = None,
+) -> list[tuple[int, int]]:
+    """Return each rank's peak before the first forward, and the bytes that it read; the run is in a new `folder`."""
+    out, told = folder / "run", folder.parent / "told"  # told is in the config, so it stays for a run that goes on
+    shutil.rmtree(told, ignore_errors=True)
     told.mkdir()
     unipar.launch(
         {
             "backend": cell.split("/")[0],
             "device": "cpu",
-            "model": {"weights": weights},
+            "model": {"weights": None if weights is None else str(weights)},
+            "checkpoint": {"keep": 1} if saves else None,
+            "resume": "never" if resume is None else str(resume),
             "parallel": {"data": 2, "shard": cell.split("/")[1]},
             "batch": {"total": 4, "micro": 2},
-            "train": {"steps": 1, "optimizer": {"name": "sgd", "lr": 1e-9}},
+            "train": {"steps": 1 if resume is None else 2, "optimizer": {"name": "sgd", "lr": 1e-9}},
             "task": {"use": "benchmarks.weights_memory:Stack", "args": {"blocks": blocks, "told": str(told)}},
             "out": str(out),
             "launch": {"heartbeat": 300, "timeout": 600},
@@ -92,7 +104,7 @@ def measure(folder: Path, cell: str, blocks: int, weights: str | None) -> list[t
         quiet=True,
     )
     read = [
-        sum(row["bytes"] for row in Ledger.read(ledger_path(out, rank)) if row["event"] == "weights read")
+        sum(row["bytes"] for row in Ledger.read(ledger_path(out, rank)) if row["event"] in ("weights read", "resumed"))
         for rank in range(2)
     ]
     return [(int((told / f"peak-{rank}").read_text("utf-8")), read[rank]) for rank in range(2)]
@@ -104,19 +116,23 @@ def main() -> None:
     blocks = max(2, round(millions * 1e6 / (8 * WIDTH * WIDTH)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        size = write_weights(folder / "weights", blocks)
-        base = measure(folder, "native/nothing", 2, None)[0][0]
+        weights = folder / "weights"
+        size = write_weights(weights, blocks)
+        base = measure(folder / "empty", "native/nothing", 2)[0][0]
         print(f"weights: {format_size(size)} in {FILES} files; a rank without a model: {format_size(base)}")
+
+        def show(cell: str, how: str, found: Sequence[tuple[int, int]]) -> None:
+            for rank, (peak, read) in enumerate(found):
+                above = f"{(peak - base) / size:.2f} of the weights above that"
+                print(f"{cell:22} {how:13} rank {rank}: peak {format_size(peak)}, {above}; read {format_size(read)}")
+
         for cell in ("native/parameters", "deepspeed/parameters", "native/nothing"):
-            if cell == "native/nothing":
-                (folder / "native-nothing").rename(folder / "first")
-                (folder / "native-nothing-told").rename(folder / "first-told")
-            for rank, (peak, read) in enumerate(measure(folder, cell, blocks, str(folder / "weights"))):
-                above = (peak - base) / size
-                print(
-                    f"{cell:22} rank {rank}: peak {format_size(peak)}, {above:.2f} of the weights above that; "
-                    f"read {format_size(read)}"
-                )
+            name = cell.replace("/", "-")
+            begun = measure(folder / name, cell, blocks, weights=weights, saves=cell == "native/parameters")
+            show(cell, "model.weights", begun)
+        saved = folder / "native-parameters" / "run" / "checkpoints" / "step-00000001"
+        for cell in ("native/parameters", "deepspeed/parameters", "native/nothing"):
+            show(cell, "resume", measure(folder / f"{cell.replace('/', '-')}-again", cell, blocks, resume=saved))
 
 
 if __name__ == "__main__":

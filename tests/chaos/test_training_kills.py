@@ -14,7 +14,7 @@ from unipar.utils.table import format_table
 
 pytestmark = pytest.mark.chaos
 
-KILLS, SEED = 50, 15
+KILLS, KILLS_OVER_HTTP, SEED = 50, 12, 15
 CELLS = (
     "native/parameters",
     "native/nothing+tensor2",
@@ -24,17 +24,21 @@ CELLS = (
 )
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_killed_run_goes_on(cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("cell", "where"), [*((cell, ()) for cell in CELLS), ("native/parameters", ("s3",))])
+def test_a_killed_run_goes_on(
+    cell: str, where: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No published checkpoint is broken, none is lost, and the losses are those of a run that nobody killed."""
+    kills = KILLS_OVER_HTTP if where else KILLS
     command = [
         sys.executable,
         "-m",
         "tests.support.training_kills",
         str(tmp_path / "runs"),
         cell,
-        str(KILLS),
+        str(kills),
         str(SEED),
+        *where,
     ]
     played = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     row = (cell, *(str(played["kills"].get(victim, 0)) for victim in VICTIMS))
@@ -44,4 +48,4 @@ def test_a_killed_run_goes_on(cell: str, tmp_path: Path, capsys: pytest.CaptureF
         print("\n" + format_table(header, [row], right=tuple(range(1, len(row)))))
         print(f"{played['seconds']:.0f} s, faults: {len(played['faults'])}")
     assert played["faults"] == []
-    assert sum(played["kills"].values()) == KILLS
+    assert sum(played["kills"].values()) == kills

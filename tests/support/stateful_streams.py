@@ -10,6 +10,8 @@ import torch
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
+from examples.char_gpt import CharGPT
+
 COUNT = 14
 """Samples of an epoch, unless said otherwise."""
 
@@ -84,3 +86,31 @@ class _Place:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
+
+
+class Samples(IterableDataset[Any]):
+    """First samples of a map dataset, as a stream with a state."""
+
+    def __init__(self, dataset: Any, count: int) -> None:
+        self.dataset, self.count, self.at = dataset, count, 0
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.count:
+            self.at += 1
+            yield self.dataset[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class StreamedGPT(CharGPT):
+    """Character GPT whose samples come as a stream: 40 in an epoch."""
+
+    @override
+    def data(self) -> Any:
+        return Samples(super().data(), 40)

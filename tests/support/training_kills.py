@@ -1,9 +1,9 @@
-"""Runs that are killed and go on: `python -m tests.support.training_kills FOLDER CELL KILLS SEED` tells how it went.
+"""Runs that are killed and go on: `python -m tests.support.training_kills FOLDER CELL KILLS SEED [s3]` tells how.
 
 `unipar run --resume` trains and saves every few steps. A rank, the parent or all of them are killed by SIGKILL at a
 random moment; every published checkpoint must then verify, the last one that the ledger names must be there, and the
 next start goes on from the newest. After the last kill a run goes on to the end: each step is in the ledger once, with
-the loss of a run that nobody killed, to the bit.
+the loss of a run that nobody killed, to the bit. With `s3` the checkpoints are in an object store, over HTTP.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.support.ledgers import rows_of, step_losses
+from tests.support.object_store import object_store
 from tests.support.world import PYTHONPATH_VARIABLE, ROOT, eventually, is_running
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
+from unipar.checkpoint.storage.remote import RemoteFolder
 from unipar.config import Cell
 from unipar.errors import CheckpointError
+from unipar.run_folder.layout import checkpoint_folder
+from unipar.utils.address import Address, Location
 
 VICTIMS = ("a rank", "the parent", "all")
 EVERY = 4
@@ -33,6 +38,9 @@ EVERY = 4
 
 START, END = 120.0, 10.0
 """Seconds within which a run must train, and within which all its processes must be gone once it is killed."""
+
+LATEST = 1.5
+"""Seconds after the first step within which a run is killed; four times as many where a save goes over HTTP."""
 
 _SIZE = {"layers": 2, "width": 16, "heads": 2, "context": 8}
 
@@ -57,23 +65,27 @@ class Played:
     seconds: float = 0.0
 
 
-def play(folder: Path, cell: str, kills: int, seed: int) -> Played:
-    """Kill so many runs of a cell, one after the other, each of which goes on from the last."""
+def play(folder: Path, cell: str, kills: int, seed: int, to: str | None = None) -> Played:
+    """Kill so many runs of a cell, one after the other, each of which goes on from the last.
+
+    `to`: address of a folder for the checkpoints, instead of the run's own.
+    """
     draw, played, began = random.Random(f"{cell} {seed}"), Played(cell), time.monotonic()
     folder.mkdir(parents=True)
-    config = _config(cell)
+    config = _config(cell, to)
     (folder / "killed.json").write_text(json.dumps(config), "utf-8")
     run = folder / "runs" / "killed"
     for _ in range(kills):
-        _kill_once(folder, run, draw, played)
-        _check(run, played)
-    found = find_checkpoints(run / "checkpoints")
+        _kill_once(folder, run, to, draw, played)
+        _check(run, to, played)
+    found = find_checkpoints(checkpoint_folder(run, to))
     steps = (found[0].step if found else 0) + 3 * EVERY
     for name, resume in (("killed", "--resume"), ("whole", "--out=runs/whole")):
         (folder / f"{name}.json").write_text(
             json.dumps(config | {"train": config["train"] | {"steps": steps}}), "utf-8"
         )
-        subprocess.run(_command(name, resume), cwd=folder, env=_environment(), check=True, capture_output=True)
+        done = subprocess.run(_command(name, resume), cwd=folder, env=_environment(), check=False, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
     told, whole = step_losses(run), step_losses(folder / "runs" / "whole")
     if told != whole:
         differs = next((pair for pair in zip(told, whole, strict=False) if pair[0] != pair[1]), (len(told), len(whole)))
@@ -82,7 +94,7 @@ def play(folder: Path, cell: str, kills: int, seed: int) -> Played:
     return played
 
 
-def _config(cell: str) -> dict[str, Any]:
+def _config(cell: str, to: str | None) -> dict[str, Any]:
     parsed = Cell.parse(cell)
     axes = {key: size for key, size in parsed.axes.sizes.items() if size > 1}
     return {
@@ -93,7 +105,7 @@ def _config(cell: str) -> dict[str, Any]:
         "batch": {"total": 8},
         "train": {"steps": 1_000_000, "optimizer": {"name": "adamw", "lr": 1e-3}, "clip": 1.0},
         "log": {"every": 1},
-        "checkpoint": {"every": EVERY, "keep": 2},
+        "checkpoint": {"every": EVERY, "keep": 2, "to": to},
     }
 
 
@@ -105,9 +117,9 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
 
 
-def _kill_once(folder: Path, run: Path, draw: random.Random, played: Played) -> None:
+def _kill_once(folder: Path, run: Path, to: str | None, draw: random.Random, played: Played) -> None:
     """Start the run, wait until it trains, and kill somebody a moment later."""
-    if run.exists() and not find_checkpoints(run / "checkpoints"):
+    if run.exists() and not find_checkpoints(checkpoint_folder(run, to)):
         shutil.rmtree(run)  # it was killed before its first checkpoint
     before, flags = len(rows_of(run, "start")), ["--resume"] * run.exists()
     with (folder / "said.txt").open("wb") as said:
@@ -119,7 +131,7 @@ def _kill_once(folder: Path, run: Path, draw: random.Random, played: Played) -> 
         if process.poll() is not None or time.monotonic() > until:
             raise AssertionError(f"{played.cell} did not train: {(folder / 'said.txt').read_text('utf-8')}")
         time.sleep(0.01)
-    time.sleep(draw.uniform(0.0, 1.5))
+    time.sleep(draw.uniform(0.0, LATEST if to is None else 4 * LATEST))
     ranks = [pid for rank in (0, 1) if (pid := _pid_of(run, rank)) is not None]
     victim = draw.choice(VICTIMS)
     played.kills[victim] += 1
@@ -130,9 +142,9 @@ def _kill_once(folder: Path, run: Path, draw: random.Random, played: Played) -> 
     eventually(lambda: not any(map(is_running, ranks)), outlive, END)
 
 
-def _check(run: Path, played: Played) -> None:
+def _check(run: Path, to: str | None, played: Played) -> None:
     """Verify every published checkpoint, and look for the last one that the ledger names."""
-    folder = run / "checkpoints"
+    folder = checkpoint_folder(run, to)
     found = find_checkpoints(folder)
     for one in found:
         try:
@@ -144,8 +156,13 @@ def _check(run: Path, played: Played) -> None:
     if saved and (not found or found[0].step < saved[-1]):
         played.faults.append(f"the checkpoint of step {saved[-1]} was reported and is not there")
     played.too_early += not found
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    played.left += len(names) > len(found)
+    played.left += len(_names_in(folder)) > len(found)
+
+
+def _names_in(folder: Location) -> set[str]:
+    if isinstance(folder, Address):
+        return {name.partition("/")[0] for name in RemoteFolder(folder).names()}
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
 def _pid_of(run: Path, rank: int) -> int | None:
@@ -162,8 +179,10 @@ def _trains(run: Path, before: int) -> bool:
 
 def main() -> None:
     """Print the result as JSON."""
-    folder, cell, kills, seed = sys.argv[1:]
-    print(json.dumps(vars(play(Path(folder), cell, int(kills), int(seed)))))
+    folder, cell, kills, seed, *more = sys.argv[1:]
+    with object_store() if more == ["s3"] else nullcontext() as store:
+        to = None if store is None else f"{store.address}/killed"
+        print(json.dumps(vars(play(Path(folder), cell, int(kills), int(seed), to))))
 
 
 if __name__ == "__main__":

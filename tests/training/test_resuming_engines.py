@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 import unipar
 from tests.support.ledgers import step_losses
+from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.backend.cells import config_in_cell
 from unipar.config import Cell, Config
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.forked
 SWEEP = pytest.mark.sweep
 GPT = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {"layers": 2, "width": 16, "heads": 2, "context": 8}}
 GAN = {"use": f"{ROOT}/tests/conformance/gan.py:Gan"}
+STREAM = {**GPT, "use": f"{ROOT}/tests/support/stateful_streams.py:StreamedGPT"}
 MASTERS = {"train.precision": "bf16-master"}
 HALF, STEPS = 3, 6
 
@@ -44,6 +47,8 @@ def saved_hashes(folder: Path, step: int) -> dict[str, str]:
         pytest.param("native/nothing", 2, {"task": GAN}, marks=SWEEP, id="two parts, DDP"),
         pytest.param("native/parameters", 2, {"task": GAN}, marks=SWEEP, id="two parts, FSDP2"),
         pytest.param("deepspeed/nothing", 2, {"task": GAN}, marks=SWEEP, id="two parts, DeepSpeed"),
+        pytest.param("native/nothing+tensor2", 2, {"task": STREAM}, marks=SWEEP, id="a stream, matrices in parts"),
+        pytest.param("native/nothing+pipeline2", 2, {"task": STREAM}, marks=SWEEP, id="a stream, stages"),
     ],
 )
 def test_it_goes_on_to_the_same_bits(cell: str, ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
@@ -68,3 +73,32 @@ def test_it_goes_on_to_the_same_bits(cell: str, ranks: int, more: dict[str, Any]
     assert len(step_losses(rest)) == STEPS - HALF
     assert saved_hashes(rest, STEPS) == saved_hashes(whole, STEPS)
     assert len(saved_hashes(whole, STEPS)) >= 1
+
+
+class Watched(Line):
+    """Task that notes where the model's parameters are when engines are about to be built."""
+
+    device = ""
+
+    @override
+    def groups(self, model: Any) -> Any:
+        self.device = next(model.parameters()).device.type
+        return None
+
+
+@pytest.mark.parametrize(("shard", "begun", "resumed"), [("parameters", "cpu", "meta"), ("nothing", "cpu", "cpu")])
+def test_rank_0_has_no_whole_model_before_its_shards(tmp_path: Path, shard: str, begun: str, resumed: str) -> None:
+    """A run that goes on makes no values that the checkpoint gives, where the engine places shards by themselves."""
+    found: list[str] = []
+    paths = [tmp_path / "begun", tmp_path / "resumed"]
+    for path, steps, more in (
+        (paths[0], 2, {}),
+        (paths[1], 4, {"resume": str(paths[0] / "checkpoints/step-00000002")}),
+    ):
+        path.mkdir()
+        sections = {"backend": "native", "parallel": {"data": 1, "shard": shard}, "train": {"steps": steps}, **more}
+        with running(Watched(), path, **sections, checkpoint={"every": 2}) as run:
+            run.task.train(run)
+        assert isinstance(run.task, Watched)
+        found.append(run.task.device)
+    assert found == [begun, resumed]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, final
+
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +20,15 @@ class FileValues(Protocol):
     def read_into(self, where: Region, out: Tensor) -> None:
         """Fill a contiguous tensor, which may have another dtype and device, with elements in their order."""
         ...
+
+
+@final
+class RestoredValues(FileValues):
+    """Values that a checkpoint gives a parameter once its engine is built; it is zero until then."""
+
+    @override
+    def read_into(self, where: Region, out: Tensor) -> None:
+        out.zero_()
 
 
 def set_file_values(p: Tensor, values: FileValues) -> None:

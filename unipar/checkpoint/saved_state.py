@@ -121,9 +121,9 @@ class SavedState(Read):
             runs = min(many, overlap.runs - run)
             span = torch.empty((runs - 1) * overlap.saved_stride + overlap.length, dtype=out.dtype)
             self._read(piece, overlap.saved + run * overlap.saved_stride, span)
-            first = overlap.wanted + run * overlap.wanted_stride
-            rows = out.as_strided((runs, overlap.length), (overlap.wanted_stride, 1), first)
-            rows.copy_(span.as_strided((runs, overlap.length), (overlap.saved_stride, 1)))
+            wanted = Region(overlap.wanted + run * overlap.wanted_stride, overlap.length, overlap.wanted_stride, runs)
+            saved = Region(0, overlap.length, overlap.saved_stride, runs)
+            wanted.of(out).copy_(saved.of(span))
 
     def _read(self, piece: StoredPiece, first: int, into: Tensor) -> None:
         """Fill a contiguous tensor with a piece's elements from `first` on."""

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 _PART = 2**22
 """Bytes of a value: the store takes no more than 8 MiB at once."""
 
+_FIRST_PAUSE = 0.0002
+"""Seconds between the first two looks for a message; each pause is twice the one before it, up to the longest."""
+
 
 @final
 class StoreExchange:
@@ -29,7 +32,10 @@ class StoreExchange:
         waiting: Callable[[], None] = lambda: None,
         seconds: float = 0.005,
     ) -> None:
-        """`key`: the same on all ranks, and new; `waiting` is called again and again while other ranks are late."""
+        """`key`: the same on all ranks, and new; `waiting` is called again and again while other ranks are late.
+
+        `seconds`: the longest pause between two looks for a message.
+        """
         self._store, self._rank, self._size, self._key = store, rank, size, key
         self._waiting, self._seconds = waiting, seconds
         self._round = 0
@@ -60,9 +66,10 @@ class StoreExchange:
 
     def _receive(self, rank: int) -> bytes:
         assert self._store is not None
-        last = self._name(rank, "parts")
+        last, pause = self._name(rank, "parts"), _FIRST_PAUSE
         while not self._store.check([last]):
             self._waiting()
-            time.sleep(self._seconds)
+            time.sleep(pause)
+            pause = min(2 * pause, self._seconds)
         count = int(self._store.get(last))
         return b"".join(self._store.get(self._name(rank, i)) for i in range(count))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from unipar.backend import Backend, Engine, Part
 from unipar.backend.cells import ONE
+from unipar.backend.file_values import RestoredValues, set_file_values
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.distributed.place import Place
@@ -24,7 +25,7 @@ from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
 from unipar.model.optimizer import optimizer_factory, parameter_groups, refuse_whole_matrices
-from unipar.model.pretrained import load_weights, point_to_weights
+from unipar.model.pretrained import LoadedWeights, load_weights, point_to_weights
 from unipar.model.state_names import state_names
 from unipar.model.transforms import apply_transforms
 from unipar.run_folder.attempts import count_attempts
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unipar.memory.recording.step_log import StepMemory
+    from unipar.model.safetensors_files import SafetensorsFiles
     from unipar.training.resuming import ChosenCheckpoint
 
 
@@ -88,7 +90,7 @@ def open_run(
                 ledger=ledger,
                 heartbeat=heartbeat,
                 trackers=trackers,
-                loads_weights=chosen is None,
+                resumes=chosen is not None,
             )
         _keep_state(live, run, launched, chosen)
         if watcher is not None:
@@ -208,11 +210,11 @@ def build_run(
     heartbeat: HeartbeatWriter,
     trackers: TrackerWriter,
     build: EngineFactory | None = None,
-    loads_weights: bool = True,
+    resumes: bool = False,
 ) -> TrainingRun:
     """Create the model, its engines (by `build`, if given, instead of the backend) and the run, in a joined world.
 
-    `loads_weights`: whether the file of `model.weights` is read, which a checkpoint makes needless.
+    `resumes`: a checkpoint is read next, so that the model needs neither values nor the file of `model.weights`.
     """
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
@@ -221,22 +223,11 @@ def build_run(
     world.lay(**config.parallel.axes.sizes)
     _prepare_once_per_machine(task, world)
     base = anonymous_memory()
-    wanted = config.model.loading if loads_weights else None
-    in_files = wanted is not None and build is None and backend.fills_from_files(config)
-    modules = create_parts(task.model, config, world, empty=in_files)
+    may_be_empty = build is None and backend.fills_from_files(config)
+    modules, loaded, files = _create_model(task, config, world, resumes=resumes, may_be_empty=may_be_empty)
     whole = combine_parts(modules)
     if settled.cell != ONE:
         refuse_devices_by_hand(whole, world.device, settled.cell)
-    loaded, files = None, None
-    if in_files and wanted is not None:
-        found = point_to_weights(whole, wanted)
-        if found is None:  # some parameters keep their initial values
-            modules = create_parts(task.model, config, world)
-            whole = combine_parts(modules)
-        else:
-            loaded, files = found
-    if wanted is not None and loaded is None and world.rank == 0:
-        loaded = load_weights(whole, wanted)  # the other ranks get the values from rank 0 when tensors are placed
     parameters = sum(p.numel() for p in whole.parameters())
     in_blocks: Counter[str] = Counter()
     own_optimizer = task.optimizer if task.defines("optimizer") else None
@@ -274,6 +265,31 @@ def build_run(
     if files is not None:
         ledger.note("weights read", bytes=files.bytes_read)
     return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
+
+
+def _create_model(
+    task: Task, config: Config, world: World, *, resumes: bool, may_be_empty: bool
+) -> tuple[dict[str, nn.Module], LoadedWeights | None, SafetensorsFiles | None]:
+    """Return the model's parts, what was taken from `model.weights`, and the files that will be read as it is placed.
+
+    `may_be_empty`: the engine asks for a parameter's values when it places it, so that rank 0 need not have them all.
+    """
+    wanted = None if resumes else config.model.loading
+    empty = may_be_empty and (resumes or wanted is not None)
+    modules = create_parts(task.model, config, world, empty=empty)
+    whole = combine_parts(modules)
+    if resumes and empty:
+        for p in whole.parameters():
+            set_file_values(p, RestoredValues())
+    if wanted is None:
+        return modules, None, None
+    if empty:
+        if (found := point_to_weights(whole, wanted)) is not None:
+            return modules, *found
+        modules = create_parts(task.model, config, world)  # some parameters keep their initial values
+        whole = combine_parts(modules)
+    # other ranks get the values from rank 0 when tensors are placed
+    return modules, load_weights(whole, wanted) if world.rank == 0 else None, None
 
 
 def _count_in_blocks(module: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
