@@ -14,7 +14,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.done
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
-IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+# Modules are compiled once, not again in each of the hundreds of interpreters that tests start.
+IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 PYTHONDONTWRITEBYTECODE=
 # Libraries compile into a folder of this run's own, which goes with it.
 PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exit 130' INT TERM && \
     $(IN_VENV) TORCH_EXTENSIONS_DIR="$$compiled" $(BIN)/python -m pytest

@@ -104,9 +104,10 @@ def room_of(module: str) -> str | None:
 def imported_names(tree: ast.AST, *, functions: bool = True) -> set[str]:
     """Return every name that an import statement could load: `from a import b` means a.b."""
     found: set[str] = set()
-    inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+    functions_of = () if functions else (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef))
+    inside = {id(node) for function in functions_of for node in ast.walk(function)}
     for node in ast.walk(tree):
-        if not functions and id(node) in inside:
+        if id(node) in inside:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

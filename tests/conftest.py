@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +15,26 @@ if TYPE_CHECKING:
     from tests.support.forks import Forks
 
 KINDS = ("notimpl", "notyet", "never")
+MANY = 50
+"""Number of new modules that are worth a collection."""
+
+_modules_frozen = [0]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A run in the background of a shell ignores SIGINT, and so would all that tests start and interrupt."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collecting tests makes much and throws little away."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -34,6 +50,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from tests.support.schedule import place
 
         items.sort(key=lambda item: place(item.nodeid))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The end of a run collects garbage: not among libraries and all tests, which would take a second each time."""
+    if len(sys.modules) > _modules_frozen[0] + MANY:
+        gc.collect()
+        gc.freeze()
+        _modules_frozen[0] = len(sys.modules)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ MAIN_CASES = (
 )  # fmt: skip
 SHORT_CASES = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
 
-EVERYWHERE = ("four microbatches", "token weights, ragged", "state out and in")
+EVERYWHERE = ("four microbatches", "state out and in")
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
 MESH_CELLS = (
@@ -244,6 +245,8 @@ MESH_CASES = (
     "not a number",
 )  # fmt: skip
 """Cases that `make test` plays in two of the first three of them, in the smallest world; a few also in the others."""
+
+MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged")
 
 SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""
@@ -273,7 +276,7 @@ def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
         copies = 2 if cell.shard == "parameters" else 1  # of which each keeps a part of the parameters
         if str(cell) in MESH_CELLS[:3] and size == 2:
             turn = MESH_CELLS.index(str(cell))
-            names = [name for i, name in enumerate(MESH_CASES) if name in EVERYWHERE or i % 3 != turn]
+            names = [name for i, name in enumerate(MESH_CASES) if name in MESH_EVERYWHERE or i % 3 != turn]
         else:
             names = SHORT_CASES if size == copies * cell.axes.ranks else ()
     elif not whole and size == 2:
@@ -296,29 +299,31 @@ def _cases_for_four_ranks(cell: Cell) -> set[str]:
 
 
 def _covering(cell: Cell) -> set[str]:
-    """Return this cell's part of the cases in worlds of two: they go round among cells without a mark for them."""
-    cells = [
-        other
-        for other in backend_cells.cells_of_backend(registry.find_backend(cell.backend))
-        if not is_single_process(other)
-    ]
-    names = {*EVERYWHERE, *(() if cell.variant == SIZES_ONLY_VARIANT else BITS)}
+    """Return this cell's part of the cases in worlds of two, and what every cell must do."""
+    return {*EVERYWHERE, *(() if cell.variant == SIZES_ONLY_VARIANT else BITS), *_share_out(cell.backend).get(cell, ())}
+
+
+@cache
+def _share_out(backend: str) -> Mapping[Cell, Collection[str]]:
+    """Return each cell's cases in worlds of two: they go round among cells without a mark for them."""
+    every = backend_cells.cells_of_backend(registry.find_backend(backend))
+    shares: dict[Cell, list[str]] = {cell: [] for cell in every if not is_single_process(cell)}
     turn = 0
     for name, case in CASES.items():
         if 2 in case.sizes:
-            here = [c for c in cells if case.on(c)]
+            here = [c for c in shares if case.on(c)]
             able = [c for c in here if not any(mark.fits(c, name, 2) for mark in MARKS)] or here
             if "compile" in case.more.get("model", {}):
                 able = [c for c in able if name in COMPILED.get(str(c), ())]
-            if able and able[turn % len(able)] == cell:
-                names.add(name)
+            if able:
+                shares[able[turn % len(able)]].append(name)
             turn += 1
     for mark in MARKS:
-        both = ((c, name) for c in cells for name, case in CASES.items() if 2 in case.sizes and mark.fits(c, name, 2))
+        both = ((c, name) for c in shares for name, case in CASES.items() if 2 in case.sizes and mark.fits(c, name, 2))
         first = next(both, None)
-        if first is not None and first[0] == cell:
-            names.add(first[1])
-    return names
+        if first is not None:
+            shares[first[0]].append(first[1])
+    return shares
 
 
 def blocks_for(cell: Cell) -> int:

@@ -100,6 +100,7 @@ class Tiny(nn.Module):
             self.teacher = nn.Sequential(Tiny(), nn.Dropout(0.5)).requires_grad_(False).eval()
 
     def encode(self, tokens: Tensor) -> Tensor:
+        self.seen.clear()  # else a compiled block is compiled again in each step: the list's length is guarded
         n = tokens.shape[1]
         positions: Any = self.positions
         x = self.embed(tokens) + positions[:n] + self.table[:n] + self._shift
@@ -232,7 +233,6 @@ class Sharing(Plain):
 
     @override
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        model.seen.clear()
         loss = super().loss(model, batch)
         assert len(model.seen) == BLOCKS[0]
         return loss + 0.1 * to_float32(model.seen[1]).square().mean()

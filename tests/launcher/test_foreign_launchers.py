@@ -20,7 +20,7 @@ from unipar.results.run import Report
 from unipar.run_folder.ledger import Ledger
 
 CELLS = [
-    ("torchrun", "native"),
+    pytest.param("torchrun", "native", marks=pytest.mark.sweep),
     pytest.param("torchrun", "deepspeed", marks=pytest.mark.sweep),
     pytest.param("accelerate launch", "accelerate", marks=pytest.mark.sweep),
     pytest.param("deepspeed", "deepspeed", marks=pytest.mark.sweep),
@@ -58,15 +58,28 @@ def test_joins(launcher: str, backend: str, tmp_path: Path, alone: Report) -> No
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
     done = run(command(launcher, "x.yaml", "--backend", backend), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    report = Report.read(tmp_path / "runs/x")
+    _expect_joined(backend, tmp_path, alone, done.stdout, done.stderr)
+
+
+def test_joins_ranks_that_torchrun_starts(tmp_path: Path, alone: Report, forks: Forks) -> None:
+    """The same with torchrun's variables; torchrun itself is in the sweeps."""
+    (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
+    both = forks.ranks(["-m", "unipar", "run", "x.yaml", "--backend", "native"], tmp_path)
+    assert all(done.returncode == 0 for done in both), both
+    stdout, stderr = "".join(done.stdout for done in both), "".join(done.stderr for done in both)
+    _expect_joined("native", tmp_path, alone, stdout, stderr)
+
+
+def _expect_joined(backend: str, folder: Path, alone: Report, stdout: str, stderr: str) -> None:
+    report = Report.read(folder / "runs/x")
     assert (report.cell, report.size, report.steps) == (f"{backend}/nothing", 2, 12)
     assert len(report.peak_rss) == 2
     assert [step for step, _ in report.losses] == [step for step, _ in alone.losses]
     assert [loss for _, loss in report.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-6)
-    assert len(re.findall("12 steps in ", done.stderr)) == 1  # one rank draws
-    assert len(re.findall("folder +runs/x", done.stdout)) == 1  # and one prints
+    assert len(re.findall("12 steps in ", stderr)) == 1  # one rank draws
+    assert len(re.findall("folder +runs/x", stdout)) == 1  # and one prints
     kept = {"config.json", "launch.json", *(f"rank-{r}.{kind}" for r in (0, 1) for kind in ("beat", "jsonl"))}
-    assert set(os.listdir(tmp_path / "runs/x")) == kept
+    assert set(os.listdir(folder / "runs/x")) == kept
 
 
 def test_a_world_of_another_size(tmp_path: Path, forks: Forks) -> None:

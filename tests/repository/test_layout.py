@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,12 +27,6 @@ MAY_REUSE = {"unipar_accelerate": {"unipar_native", "unipar_deepspeed"}, "unipar
 HELP = {ROOT / "unipar/cli/app.py", *(ROOT / "unipar/cli/commands").rglob("*.py")}
 """Files in which a text may name a library: `--help` teaches by example."""
 
-LAYOUT = Layout(ROOT)
-CORE = {
-    name: {o for o in others if o.startswith("unipar.")}
-    for name, others in LAYOUT.imports.items()
-    if name.startswith("unipar.")
-}
 PACKAGES = sorted(package for floor in FLOORS[1:] for package in floor)
 
 BEFORE_TORCH = (
@@ -51,6 +47,27 @@ DOORS = ("unipar.cli", "unipar.launcher", "unipar.comparison", "unipar.conversio
 """Packages whose modules run before a process that trains."""
 
 
+@cache
+def layout() -> Layout:
+    """Return the modules: not at import, which every process of the tests would wait for."""
+    return Layout(ROOT)
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """Syntax trees are millions of objects, among which nothing is garbage: they go with the last of these tests."""
+    gc.disable()
+    yield
+    layout.cache_clear()
+    parsed.cache_clear()
+    gc.enable()
+
+
 def files(*folders: str) -> list[Path]:
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
@@ -62,7 +79,9 @@ def statements(tree: ast.AST, *, functions: bool) -> Iterator[ast.Import | ast.I
             yield node
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
-        elif functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        elif not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            continue  # expressions hold none
+        elif functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from statements(node, functions=functions)
 
 
@@ -85,7 +104,7 @@ def top(names: set[str]) -> set[str]:
 
 def test_imports_point_down() -> None:
     """A package imports from lower floors alone: type-checking imports and those inside functions count."""
-    assert LAYOUT.upward() == []
+    assert layout().upward() == []
 
 
 def test_every_package_stands_on_a_floor() -> None:
@@ -102,17 +121,18 @@ def test_the_root_holds_four_files() -> None:
         "errors.py",
         "py.typed",
     ]
-    assert LAYOUT.imports["unipar.errors"] == set()
+    assert layout().imports["unipar.errors"] == set()
 
 
 def test_no_import_circle() -> None:
     """Neither files, nor folders, nor packages import one another in a circle; type-checking imports count."""
-    assert LAYOUT.circles() == []
-    assert circles(LAYOUT.rooms()) == []
+    assert layout().circles() == []
+    assert circles(layout().rooms()) == []
     folders: dict[str, set[str]] = {}
-    for name, others in CORE.items():
-        if (folder := str(LAYOUT.files[name].parent)) != ROOTS:
-            parents = {str(LAYOUT.files[other].parent) for other in others}
+    core = {name: others for name, others in layout().imports.items() if name.startswith("unipar.")}
+    for name, others in core.items():
+        if (folder := str(layout().files[name].parent)) != ROOTS:
+            parents = {str(layout().files[other].parent) for other in others if other.startswith("unipar.")}
             folders.setdefault(folder, set()).update(parents - {folder, ROOTS})
     assert circles(folders) == []
 
@@ -136,16 +156,16 @@ def test_a_module_imports_its_neighbours_not_its_face() -> None:
     """Inside a package nothing is imported through its `__init__.py`: that would be a circle."""
     guilty = [
         f"{module} imports {other}"
-        for module, others in LAYOUT.imports.items()
+        for module, others in layout().imports.items()
         for other in others
-        if other != "unipar" and module.startswith(f"{other}.") and LAYOUT.files[other].name == "__init__.py"
+        if other != "unipar" and module.startswith(f"{other}.") and layout().files[other].name == "__init__.py"
     ]
     assert [line for line in guilty if "unipar_" not in line] == []
 
 
 def test_folders_are_not_full() -> None:
     """At most 12 files in a folder, `__init__.py` not counted."""
-    assert {folder: n for folder, n in LAYOUT.folders().items() if n > MOST_FILES} == {}
+    assert {folder: n for folder, n in layout().folders().items() if n > MOST_FILES} == {}
 
 
 @pytest.mark.parametrize("file", files(*FOLDERS), ids=lambda file: str(file.relative_to(ROOT)))
@@ -163,7 +183,7 @@ SHARED = {"backend", "join", "options_of", "script", "read", "KNOWN"}
 def test_a_public_name_stands_for_one_thing() -> None:
     """No two files define the same public name; commands have the names of what they call."""
     homes: Counter[str] = Counter()
-    for name, tree in LAYOUT.trees.items():
+    for name, tree in layout().trees.items():
         if name.startswith("unipar.cli.commands"):
             continue
         homes.update(defined(tree))
@@ -192,7 +212,7 @@ UNSAID = re.compile(r"(What|Of|Where|By|Nothing|None:|Whose|That|It|Its|So|Who|H
 def test_docstrings_say_what_the_thing_is(file: Path) -> None:
     """A first line is an order ("Return ...") or a noun phrase."""
     guilty: list[str] = []
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
             text = ast.get_docstring(node)
             if text and UNSAID.match(text):
@@ -213,7 +233,7 @@ def test_tests_import_no_tests() -> None:
     guilty = {
         str(file.relative_to(ROOT)): sorted(names)
         for file in files("tests")
-        if (names := {n for n in imported(ast.parse(file.read_text("utf-8"))) if re.match(r"tests\.(\w+\.)*test_", n)})
+        if (names := {n for n in imported(parsed(file)) if re.match(r"tests\.(\w+\.)*test_", n)})
     }
     assert guilty == {}
 
@@ -222,7 +242,7 @@ def test_contributing_maps_the_packages() -> None:
     """CONTRIBUTING lists each package by floor, with its docstring."""
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     rows = {
-        f"| {number} | `{package}/` | {ast.get_docstring(LAYOUT.trees[f'unipar.{package}'])} |"
+        f"| {number} | `{package}/` | {ast.get_docstring(layout().trees[f'unipar.{package}'])} |"
         for number, packages in enumerate(FLOORS)
         for package in packages
         if package != "errors"
@@ -233,7 +253,7 @@ def test_contributing_maps_the_packages() -> None:
 @pytest.mark.parametrize("file", files("unipar"), ids=lambda file: str(file.relative_to(ROOT)))
 def test_the_core_names_no_library(file: Path) -> None:
     """No identifier, import or text in unipar/ holds a backend's library; docstrings and help texts may."""
-    tree = ast.parse(file.read_text("utf-8"))
+    tree = parsed(file)
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     guilty: list[str] = []
     for node in ast.walk(tree):
@@ -248,16 +268,16 @@ def test_the_core_names_no_library(file: Path) -> None:
 
 def test_the_core_imports_no_backend() -> None:
     """unipar knows backends by their entry points alone."""
-    core = {module for module in LAYOUT.trees if module.partition(".")[0] == "unipar"}
-    assert {module for module in core if top(imported(LAYOUT.trees[module])) & {*BACKENDS, *LIBRARIES}} == set()
+    core = {module for module in layout().trees if module.partition(".")[0] == "unipar"}
+    assert {module for module in core if top(imported(layout().trees[module])) & {*BACKENDS, *LIBRARIES}} == set()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_fence_between_backends(backend: str) -> None:
     """A backend imports its own parts and library, and floors 1 to 4; two may reuse parts of others (MAY_REUSE)."""
-    mine = {module for module in LAYOUT.trees if module.partition(".")[0] == backend}
+    mine = {module for module in layout().trees if module.partition(".")[0] == backend}
     assert mine
-    names = {name for module in mine for name in imported(LAYOUT.trees[module])}
+    names = {name for module in mine for name in imported(layout().trees[module])}
     known = top(names)
     assert (known & set(BACKENDS)) - {backend} <= MAY_REUSE.get(backend, set())
     assert known & set(LIBRARIES) <= {backend.removeprefix("unipar_")}
@@ -267,28 +287,28 @@ def test_the_fence_between_backends(backend: str) -> None:
 
 def test_nobody_imports_the_folder_backends() -> None:
     """`import backends.unipar_x` would load a second, unequal copy of every class."""
-    guilty = [file for file in files(*FOLDERS) if "backends" in top(imported(ast.parse(file.read_text("utf-8"))))]
+    guilty = [file for file in files(*FOLDERS) if "backends" in top(imported(parsed(file)))]
     assert guilty == []
 
 
 def before_torch() -> set[str]:
     """Return all modules that are loaded where no training process runs: commands, DOORS, backends' descriptions."""
     reached: set[str] = set()
-    waiting = [m for m in LAYOUT.trees if m in (*BEFORE_TORCH, *BACKENDS) or m.startswith(DOORS)]
+    waiting = [m for m in layout().trees if m in (*BEFORE_TORCH, *BACKENDS) or m.startswith(DOORS)]
     waiting = [m for m in waiting if m not in TRAINS]
     while waiting:
         module = waiting.pop()
         if module not in reached:
             reached.add(module)
-            names = imported(LAYOUT.trees[module], functions=False)
-            waiting += [name for name in names if name in LAYOUT.trees]
+            names = imported(layout().trees[module], functions=False)
+            waiting += [name for name in names if name in layout().trees]
     return reached
 
 
 def test_no_torch_before_training() -> None:
     """Commands, configs and descriptions load torch, numpy, rich and the libraries only where a function needs them."""
     heavy = {"torch", "numpy", "rich", *LIBRARIES}
-    found = {m: sorted(top(imported(LAYOUT.trees[m], functions=False)) & heavy) for m in before_torch()}
+    found = {m: sorted(top(imported(layout().trees[m], functions=False)) & heavy) for m in before_torch()}
     assert {m: names for m, names in found.items() if names} == {}
 
 

@@ -47,6 +47,7 @@ RUNS = (
     "unipar.comparison.worker",
     "unipar.verification.worker.entry",
 )
+OURS = ("tests.support.python_fork", "tests.support.warm", "unipar.cli.app", "unipar.launcher.launched_run")
 PYTEST_WORDS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")
 """A pytest in a fork, where modules are that it would rewrite."""
 
@@ -65,7 +66,7 @@ def modules(*, metered: bool) -> list[str]:
     here = [name for name in BACKENDS if registry.why_not_installed(registry.find_backend(name)) is None]
     engines = [f"unipar_{name}.engine" for name in here if not (metered and name == "accelerate")]
     compiles = () if metered else TRACED
-    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *compiles, *RUNS, "tests.support.python_fork", *engines]
+    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *compiles, *RUNS, *OURS, *engines]
 
 
 @final
@@ -317,3 +318,5 @@ def find_modules_as_new_interpreters_do() -> None:
     servers = BEGUN["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [*filter(None, ours), *(path for path in sys.path if path not in servers)]
     importlib.invalidate_caches()
+    if {*ours} - {*servers, str(ROOT)}:
+        registry.find_backend.cache_clear()  # other folders may hold other backends

@@ -35,6 +35,13 @@ FIRST = (
     "tests/verification/test_verify_axes.py",
     "tests/verification/test_verify_resume.py",
     "tests/verification/test_verify_transformers.py",
+    "tests/conversion/test_import_checkpoint.py",
+    "tests/utils/test_malloc.py",
+    "tests/backends/test_block_proof.py",
+    "tests/backends/test_sequence_parallel.py",
+    "tests/backends/test_mesh_options.py",
+    "tests/checkpoint/exporting/test_transformers.py",
+    "tests/launcher/test_checkpoints_elsewhere.py",
 )
 """Files that take longest: were they played last, one process would wait for the other."""
 

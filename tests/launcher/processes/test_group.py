@@ -23,6 +23,7 @@ from unipar.launcher.processes.process import WorkerProcess
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 
 Make = Callable[..., WorkerGroup]
+BOTH_WAYS = pytest.mark.parametrize("workers", ["fresh", "forked"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Path]:
         yield made
 
 
-@pytest.fixture(params=["fresh", "forked"])
+@pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.sweep), "forked"])
 def workers(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """A group of two that runs one of tests/support/entries.py: new interpreters, or forks of a fork server."""
 
@@ -66,6 +67,7 @@ def failure(workers: WorkerGroup) -> WorkerFailed:
 # Started
 
 
+@BOTH_WAYS
 def test_each_rank_knows_its_place(workers: Make, tmp_path: Path) -> None:
     """Rank and size arrive, threads are shared out, each rank leads a session and has a temporary folder."""
     with workers("fine") as started:
@@ -114,6 +116,7 @@ def test_two_groups_at_once(workers: Make, tmp_path: Path) -> None:
 # Failed
 
 
+@BOTH_WAYS
 def test_one_fails_and_all_stop(workers: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first failing rank is named with its error, its own traceback and its log; the others end when asked to."""
     monkeypatch.setattr(group, "SECONDS_TO_END", 600.0)
@@ -215,6 +218,7 @@ def test_leaving_ends_all(workers: Make, tmp_path: Path) -> None:
 # Asked to stop
 
 
+@BOTH_WAYS
 def test_a_signal_stops_at_a_boundary(workers: Make, tmp_path: Path) -> None:
     """SIGTERM reaches each rank once; the error says how far they came; the handlers are what they were."""
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
@@ -269,6 +273,7 @@ def _interrupted(workers: WorkerGroup, run: Path, sign: str, *signals: signal.Si
 # Threads and parents
 
 
+@BOTH_WAYS
 def test_workers_outlive_the_thread_that_started_them(workers: Make, tmp_path: Path) -> None:
     """The kernel's parent-death signal follows threads; a notebook's cell may be one."""
     started = workers("sleeps")
