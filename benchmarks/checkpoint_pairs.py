@@ -19,7 +19,6 @@ from unipar.backend.checks import in_cell
 from unipar.config import Cell
 from unipar.config.source import load_given_config
 from unipar.errors import UniparError
-from unipar.utils.table import format_table
 
 ROOT = Path(__file__).parents[1]
 CELLS = (
@@ -130,13 +129,13 @@ def print_pairs(savers: Sequence[str], cells: Sequence[str], folder: Path) -> bo
     return not any(line.endswith(" is not well") for line in others)
 
 
-def rows_of_worlds(cells: Sequence[str], folder: Path) -> Iterator[tuple[str, bool, Sequence[str]]]:
-    """Yield for each cell that goes on on another number of ranks, in itself and in native/parameters, the same."""
-    for cell in cells:
-        words, well = list[str](), True
+def print_worlds(savers: Sequence[str], folder: Path) -> bool:
+    """Print for each cell that goes on, on other numbers of ranks, the same; return whether all is well."""
+    print("saved by a cell on some ranks, gone on with by itself and by native/parameters on others:")
+    good = True
+    for cell in savers:
         for before, after in WORLDS:
             if before < Cell.parse(cell).axes.ranks:
-                words.append("-")
                 continue
             both = dict.fromkeys((cell, "native/parameters"))
             others = [other for other in both if Cell.parse(other).axes.ranks <= after]
@@ -144,12 +143,11 @@ def rows_of_worlds(cells: Sequence[str], folder: Path) -> Iterator[tuple[str, bo
             try:
                 found = go_on(save_in(cell, before, folder), others, after, folder)
             except UniparError as e:
-                words.append(f"failed: {e}")
-                well = False
-                continue
-            words.append(", ".join(word for _, word in found.values()))
-            well = well and all(fine for fine, _ in found.values())
-        yield cell, well, words
+                found = dict.fromkeys(others, (False, f"failed: {e}"))
+            words = ", ".join(f"{word} in {other}" for other, (_, word) in found.items())
+            print(f"{cell:<28}{before} to {after}: {words}", flush=True)
+            good = good and all(well for well, _ in found.values())
+    return good
 
 
 def main() -> int:
@@ -168,10 +166,7 @@ def main() -> int:
         if given.only != "worlds":
             good = print_pairs(savers, cells, folder)
         if given.only != "pairs":
-            rows = list(rows_of_worlds(savers, folder))
-            good = good and all(well for _, well, _ in rows)
-            header = ("cell, then native/parameters", *(f"{a} to {b}" for a, b in WORLDS))
-            print(format_table(header, [(cell, *words) for cell, _, words in rows], width=160))
+            good = print_worlds(savers, folder) and good
     print("all pairs are equal, or refused in a sentence" if good else "some pairs differ")
     return 0 if good else 1
 

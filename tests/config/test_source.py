@@ -350,3 +350,15 @@ def test_our_configs(file: Path) -> None:
     source = read_source(file)
     assert source.config.task is not None
     assert Path(source.config.task.use.rpartition(":")[0]).is_file()
+
+
+def test_a_cell_whose_axes_do_not_divide_the_ranks(config: Reader) -> None:
+    """The config's ranks are kept in another cell, so the sentence says which number they need."""
+    from unipar.config import Cell
+
+    with pytest.raises(ConfigError) as wrong:
+        in_cell(config(GOOD, "parallel.data=3"), Cell.parse("native/nothing+tensor2"))
+    assert str(wrong.value) == (
+        "--backend native/nothing+tensor2 divides the ranks that the config has, 3, into parts of 2 (tensor 2): set "
+        "parallel.data to 2, or to a multiple of it"
+    )
