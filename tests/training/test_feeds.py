@@ -19,6 +19,7 @@ from tests.support.running import Line, running
 from tests.support.stateful_streams import OnIterator, Plain, Stateful
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.errors import CheckpointError, TaskError
+from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.training.run import TrainingRun
 
 STEPS = 9
@@ -325,3 +326,26 @@ def test_a_dataset_of_hugging_face(tmp_path: Path, keys: dict[str, Any], at: int
         assert f"the stream is read on to epoch 1 after 8 samples: {why}" in lines
     else:
         assert any(line.startswith("the stream was put back to epoch ") for line in lines)
+
+
+def test_whoever_watches_sees_long_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving, loading and reading on: each goes up to its whole in the heartbeat, and ends there."""
+    works: list[tuple[str, int, int]] = []
+    set_work = HeartbeatWriter.set_work
+
+    def note(self: HeartbeatWriter, name: str, done: int = 0, total: int = 0) -> None:
+        works.append((name, done, total))
+        set_work(self, name, done, total)
+
+    monkeypatch.setattr(HeartbeatWriter, "set_work", note)
+    train(tmp_path / "first", Plain(), steps=2, checkpoint={"every": 2, "async": False})
+    saved = [work for work in works if work[0] == "saving"]
+    assert saved[-1][1] == saved[-1][2] > 0
+    assert works[-1] == ("", 0, 0)
+    works.clear()
+    train(tmp_path / "again", Plain(), resume=str(tmp_path / "first" / "checkpoints" / "step-00000002"))
+    for name in ("verifying the checkpoint", "loading the checkpoint"):
+        found = [work for work in works if work[0] == name]
+        assert found[-1][1] == found[-1][2] > 0
+    at = works.index(("reading on", 8, 8))
+    assert ("", 0, 0) in works[at + 1 :]

@@ -95,7 +95,7 @@ class CheckpointSaver:
             if not self._asynchronous:
                 self._mark("save")
             if self._progress is not None:
-                self._progress(done, total)
+                self._progress(min(done, total), total)  # headers and small files are not in the sum
 
         return save_checkpoint(
             self.folder,
