@@ -71,7 +71,7 @@ mesh: setup $(DONE)/tests ## models that others wrote, split over tensor, pipeli
 bubble: setup ## how long the ranks of a pipeline wait under each schedule, measured on blocks that sleep
 	$(IN_VENV) $(BIN)/python -m benchmarks.bubble $(ARGS)
 
-pairs: setup ## every engine goes on from what every other one has saved: half an hour (ARGS=--help)
+pairs: setup ## every engine goes on from what every other one has saved: an hour (ARGS=--help)
 	$(IN_VENV) $(BIN)/python -m benchmarks.checkpoint_pairs $(ARGS)
 
 conformance: setup $(DONE)/tests ## every case in every cell, in worlds of 1, 2 and 4, and a few on 8 ranks

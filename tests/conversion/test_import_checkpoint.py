@@ -96,7 +96,7 @@ def test_training_goes_on_with_the_losses_of_the_library_alone(
     losses: list[float] = json.loads((tmp_path / "losses.json").read_text("utf-8"))
     done, contents = imported(tmp_path, tmp_path / source)
     assert done.step == SAVED_AT
-    assert contents.state["data"] == {"epoch": 0, "sample": SAVED_AT * TOTAL, "length": 20}
+    assert contents.state["data"] == {"epoch": 0, "sample": SAVED_AT * TOTAL, "length": 24}
     moments = {name for name, kind in contents.manifest.tensors if kind == "exp_avg"}
     assert moments == {"inner.weight", "inner.bias", "out.weight"}
     assert contents.manifest.tensors["shift", "buffer"].shape == (3,)

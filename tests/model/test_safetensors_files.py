@@ -26,6 +26,7 @@ from unipar.model.pretrained import load_weights, point_to_weights
 from unipar.model.weight_file import validate_weight_file
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
+from unipar.utils.seeding import seed_all
 
 INDEX = "model.safetensors.index.json"
 
@@ -114,6 +115,69 @@ def test_a_constructor_that_reads_its_parameters() -> None:
 
     made = empty_model(Scaled)
     assert {p.device.type for p in made.parameters()} == {"cpu"}
+
+
+class _Draws(nn.Linear):
+    """Draws numbers for a plain tensor, which no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.noise = torch.randn(3)
+
+
+class _Copies(nn.Linear):
+    """Keeps what its parameters were at first, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.first = [self.weight.detach().clone()]
+
+
+class _Averages(nn.Linear):
+    """Has a buffer that is made of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("average", self.weight.detach().clone())
+
+
+class _Named(nn.Parameter):
+    """Parameter of a class of its own."""
+
+
+class _Special(nn.Module):
+    """Has a parameter of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = _Named(torch.ones(2))
+
+
+@pytest.mark.parametrize("make", [_Draws, _Copies, _Averages, _Special])
+def test_a_constructor_of_more_than_parameters(make: Callable[[], nn.Module]) -> None:
+    """Models with tensors that would be others, or be lost, are created with values: the same as anywhere else."""
+    made = empty_model(make)
+    assert {p.device.type for p in made.parameters()} == {"cpu"}
+    seed_all(0)
+    other = make()
+    assert all(map(torch.equal, made.state_dict().values(), other.state_dict().values()))
+    if make is _Draws:
+        assert torch.equal(getattr(made, "noise"), getattr(other, "noise"))  # noqa: B009
+
+
+def test_marks_of_parameters_stay() -> None:
+    """Attributes that a task's groups() looks at are there on rank 0 as on the others."""
+
+    class Marked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            bias = nn.Parameter(torch.zeros(2))
+            setattr(bias, "no_decay", True)  # noqa: B010
+            self.bias = bias
+
+    made = empty_model(Marked)
+    assert {p.device.type for p in made.parameters()} == {"meta"}
+    assert [getattr(p, "no_decay", False) for p in made.parameters()] == [False, True]
 
 
 def test_names_that_the_files_lack_keep_their_values(tmp_path: Path) -> None:

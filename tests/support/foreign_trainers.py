@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 SAVED_AT, LAST = 3, 8
-TOTAL, SAMPLES, WIDTH = 4, 20, 5
+TOTAL, SAMPLES, WIDTH = 6, 24, 5
 """Samples of a global batch, of an epoch, and features of each: the fourth step after the save begins an epoch."""
 
 RATE, DECAY = 0.02, 0.1

@@ -137,7 +137,8 @@ def _create_model(make_model: Callable[[], Any]) -> Any:
 def _create_empty(make_model: Callable[[], Any], seed: int) -> Any:
     """Create the model on the CPU, with each parameter moved to the meta device as soon as its module has it.
 
-    Return None if the constructor fails so, perhaps because it needs values of parameters.
+    Return None if that does not give the model without its parameters' values: the constructor fails, makes other
+    tensors from parameters, or draws other random numbers, which then are not those that it draws otherwise.
     """
     moved = WeakIdKeyDictionary()  # one parameter of several modules stays one
     register = nn.Module.register_parameter
@@ -145,18 +146,41 @@ def _create_empty(make_model: Callable[[], Any], seed: int) -> Any:
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
             if param not in moved:
+                if type(param) is not nn.Parameter:
+                    raise TypeError(f"{type(param).__name__} cannot be made again without values")
                 moved[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+                moved[param].__dict__.update(param.__dict__)  # marks that groups() may look at
             param = moved[param]
         register(self, name, param)
 
+    drawn = torch.get_rng_state()
     nn.Module.register_parameter = register_empty
     try:
-        return _create_model(make_model)
+        made = _create_model(make_model)
     except Exception:  # an error that is not caused by this is raised again with values
-        seed_all(seed)
-        return None
+        made = None
     finally:
         nn.Module.register_parameter = register
+    if made is not None and torch.equal(drawn, torch.get_rng_state()) and not _lacks_values(made):
+        return made
+    seed_all(seed)
+    return None
+
+
+def _lacks_values(made: Any) -> bool:
+    """Return whether a buffer, or another tensor that modules keep, is on the meta device; parameters do not count."""
+    parts: list[Any] = list(made.values()) if isinstance(made, dict) else [made]
+    left: list[Any] = [vars(module) for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            if value.device.type == "meta" and not isinstance(value, nn.Parameter):
+                return True
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _create_on_meta(make_model: Callable[[], Any]) -> Any:
