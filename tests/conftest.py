@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collecting tests makes much and throws little away."""
+    """Switch the garbage collector off while tests are collected."""
     gc.disable()
     try:
         yield
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The end of a run collects garbage: not among libraries and all tests, which would take a second each time."""
+    """Freeze libraries and tests, among which the collection at a run's end would search for a second each time."""
     if len(sys.modules) > _modules_frozen[0] + MANY:
         gc.collect()
         gc.freeze()

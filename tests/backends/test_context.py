@@ -151,12 +151,12 @@ REFUSALS = [
     ),
     (
         "torch's ring, a mask",
-        "options.native.attention: torch cannot do the attention of model.layers.0: it has a mask, and torch's ring "
+        "options.native.attention: torch cannot do the attention of model.layers.0: there is a mask, and torch's ring "
         "takes is_causal alone; leave the option out, and keys and values are gathered where torch's ring cannot do it",
     ),
     (
         "torch's ring, dropout",
-        "options.native.attention: torch cannot do the attention of transformer.h.0: it has dropout (0.1), which "
+        "options.native.attention: torch cannot do the attention of transformer.h.0: there is dropout (0.1), which "
         "torch's ring would draw for each part by itself; leave the option out, and keys and values are gathered "
         "where torch's ring cannot do it",
     ),

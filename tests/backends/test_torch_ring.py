@@ -91,12 +91,12 @@ def test_torchs_options_are_left_as_they_were(group: dist.ProcessGroup, monkeypa
         ("efficient", torch.float32, {}, ""),
         ("efficient", torch.float32, {"length": 192, "causal": False}, ""),
         ("flash", torch.bfloat16, {"length": 258, "causal": False}, ""),
-        ("flash", torch.bfloat16, {"masked": True}, "it has a mask, and torch's ring takes is_causal alone"),
+        ("flash", torch.bfloat16, {"masked": True}, "there is a mask, and torch's ring takes is_causal alone"),
         (
             "flash",
             torch.bfloat16,
             {"dropout": 0.1},
-            "it has dropout (0.1), which torch's ring would draw for each part by itself",
+            "there is dropout (0.1), which torch's ring would draw for each part by itself",
         ),
         (
             "flash",
@@ -163,13 +163,16 @@ def test_why_keys_are_gathered_is_told_once(
 ) -> None:
     """On a device where torch's ring may be chosen, rank 0's log says why an attention goes another way."""
     monkeypatch.setattr(dist, "get_rank", partial(_same, 0))
-    attention.tell_once.cache_clear()
+    monkeypatch.setattr(attention, "_told", set[str]())
     with caplog.at_level(logging.WARNING, "unipar"):
-        for _ in range(2):
-            attention.tell_once("it has a mask, and torch's ring takes is_causal alone")
+        for number in range(2):
+            attention.tell_once(f"layers.{number}", "there is a mask, and torch's ring takes is_causal alone")
+            attention.tell_once("layers.0", f"torch's ring needs equal parts, and 2 x 2 does not divide {30 + number}")
     assert [record.getMessage() for record in caplog.records] == [
-        "parallel.context: keys and values are gathered, not passed in torch's ring, because it has a mask, and "
-        "torch's ring takes is_causal alone"
+        "parallel.context: the attention of layers.0 is not torch's own: there is a mask, and torch's ring takes "
+        "is_causal alone; gather is used instead",
+        "parallel.context: the attention of layers.0 is not torch's own: torch's ring needs equal parts, and 2 x 2 "
+        "does not divide 30; gather is used instead",
     ]
 
 

@@ -359,6 +359,6 @@ def test_a_cell_whose_axes_do_not_divide_the_ranks(config: Reader) -> None:
     with pytest.raises(ConfigError) as wrong:
         in_cell(config(GOOD, "parallel.data=3"), Cell.parse("native/nothing+tensor2"))
     assert str(wrong.value) == (
-        "--backend native/nothing+tensor2 divides the ranks that the config has, 3, into parts of 2 (tensor 2): set "
+        "--backend: native/nothing+tensor2 needs a multiple of 2 ranks (tensor 2), and the config has 3: set "
         "parallel.data to 2, or to a multiple of it"
     )

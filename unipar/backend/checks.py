@@ -117,10 +117,11 @@ def _unknown_backend(name: str, key: str, places: KeyOrigins) -> Iterator[tuple[
 
 def in_cell(source: ConfigSource, cell: Cell, origin: str = "--backend") -> CheckedSource:
     """Return the same run in another cell, which `origin` asked for, on as many ranks."""
+    check_offers(find_backend(cell.backend), cell)
     ranks, least = source.config.parallel.ranks, cell.axes.ranks
     if isinstance(ranks, int) and ranks % least:
         raise ConfigError(
-            f"{origin} {cell} divides the ranks that the config has, {ranks}, into parts of {least} ({cell.axes}): set "
+            f"{origin}: {cell} needs a multiple of {least} ranks ({cell.axes}), and the config has {ranks}: set "
             f"parallel.data to {least}, or to a multiple of it"
         )
     origins = {**source.origins, "backend": origin, "parallel.shard": origin}

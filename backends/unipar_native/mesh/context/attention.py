@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -274,11 +274,16 @@ def _unpack(part: Tensor, width: int, heads: int) -> tuple[Tensor, Tensor]:
     return part[..., :width], part[..., width:]
 
 
-@cache
-def tell_once(why: str) -> None:
-    """Write into rank 0's log why torch's ring is not taken, once for each reason."""
-    if dist.get_rank() == 0:
-        _LOG.warning("parallel.context: keys and values are gathered, not passed in torch's ring, because %s", why)
+_told: set[str] = set()
+"""Reasons in rank 0's log, without their numbers."""
+
+
+def tell_once(name: str, why: str) -> None:
+    """Write into rank 0's log why torch's ring is not taken, once for each kind of reason; `name`: of the block."""
+    kind = "".join(c for c in why if not c.isdigit())
+    if dist.get_rank() == 0 and kind not in _told:
+        _told.add(kind)
+        _LOG.warning("parallel.context: the attention of %s is not torch's own: %s; gather is used instead", name, why)
 
 
 def attend_over_ranks(
@@ -316,7 +321,7 @@ def attend_over_ranks(
                 f"options.native.attention: torch cannot do the attention of {name}: {why}; leave the option out, and "
                 "keys and values are gathered where torch's ring cannot do it"
             )
-        tell_once(why)
+        tell_once(name, why)
     if not dropout and not (mask is not None and mask.requires_grad):
         q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels read rows
         given = _Given(_Parts(layout, group, way == "ring"), causal, by, mask)

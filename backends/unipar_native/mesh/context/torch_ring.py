@@ -70,9 +70,9 @@ def why_no_torch_ring(
     if missing := why_no_templates():
         return missing
     if masked:
-        return "it has a mask, and torch's ring takes is_causal alone"
+        return "there is a mask, and torch's ring takes is_causal alone"
     if dropout:
-        return f"it has dropout ({dropout:g}), which torch's ring would draw for each part by itself"
+        return f"there is dropout ({dropout:g}), which torch's ring would draw for each part by itself"
     rows, rest = divmod(length, 2 * ranks if causal else ranks)  # causal: what a call has at least is half a part
     if rest:
         by = f"2 x {ranks}" if causal else f"{ranks}"
@@ -105,6 +105,7 @@ def attend_in_torch_ring(
 ) -> Tensor:
     """Return the attention of this rank's queries to the whole sequence, whose parts lie as torch's head-tail order."""
     kernel = kernel_for(q, k, v)
+    q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels read rows; torch's ring sees to keys and values itself
     if kernel != "flash" and k.shape[1] != q.shape[1]:  # flash knows heads that share keys, the others do not
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     return _Ring.apply(q, k, v, RING_KERNELS[kernel], group, causal, scale)  # pyright: ignore[reportReturnType]
