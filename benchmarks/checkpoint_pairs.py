@@ -139,7 +139,7 @@ def print_worlds(savers: Sequence[str], folder: Path) -> bool:
                 continue
             both = dict.fromkeys((cell, "native/parameters"))
             others = [other for other in both if Cell.parse(other).axes.ranks <= after]
-            print(f"{cell}, {before} ranks to {after}", file=sys.stderr, flush=True)
+            print(f"{cell} from {before} to {after}", file=sys.stderr, flush=True)
             try:
                 found = go_on(save_in(cell, before, folder), others, after, folder)
             except UniparError as e:

@@ -29,7 +29,6 @@ from unipar.distributed.place import Place
 from unipar.training.setup import open_run
 from unipar.utils.table import format_table
 
-ROOT = Path(__file__).parent.parent
 WAYS: dict[str, tuple[dict[str, Any], Callable[[Any, Any], Loop]]] = {
     "tensor 2": ({"tensor": 2}, tensor_loop),
     "pipeline 2, 1f1b": ({"pipeline": 2, "schedule": "1f1b"}, partial(pipeline_loop, schedule="1f1b")),

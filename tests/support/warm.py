@@ -1,4 +1,4 @@
-"""What each process of unipar does first, done once in the server: forks have validators of configs, and backends."""
+"""First work of each process of unipar, done once in the server: forks have validators of configs, and backends."""
 
 from __future__ import annotations
 

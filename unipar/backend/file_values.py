@@ -1,4 +1,4 @@
-"""Values of a parameter that are still in a file: engines read them when they place it, each rank its own part."""
+"""Values that a parameter does not have yet: engines ask for them when they place it, each rank for its own part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ATTRIBUTE = "unipar_file_values"
 
 
 class FileValues(Protocol):
-    """Tensor in a file."""
+    """Source of a parameter's values, such as a tensor in a file."""
 
     def read_into(self, where: Region, out: Tensor) -> None:
         """Fill a contiguous tensor, which may have another dtype and device, with elements in their order."""
@@ -32,10 +32,10 @@ class RestoredValues(FileValues):
 
 
 def set_file_values(p: Tensor, values: FileValues) -> None:
-    """Have a parameter on the meta device get its values from a file when it is placed."""
+    """Have a parameter on the meta device get its values from this source when it is placed."""
     setattr(p, _ATTRIBUTE, values)
 
 
 def file_values(p: Tensor) -> FileValues | None:
-    """Return where a parameter's values are read from; None if it has them, or gets them from rank 0."""
+    """Return the source of a parameter's values; None if it has them, or gets them from rank 0."""
     return getattr(p, _ATTRIBUTE, None)
