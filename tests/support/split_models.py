@@ -12,7 +12,7 @@ from typing_extensions import override
 
 import unipar
 
-WORDS, LENGTH, WIDTH, HEADS = 61, 16, 32, 4
+WORDS, LENGTH, WIDTH, HEADS = 62, 16, 32, 4
 
 
 def made(name: str, config: str, **sizes: Any) -> Any:
@@ -121,13 +121,23 @@ class Layer(nn.Module):
         return x + self.down(hidden)
 
 
+class ScaledWords(nn.Embedding):
+    """Embedding whose rows are multiplied."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return 2.0 * super().forward(input)
+
+
 class Layers(nn.Module):
     """Two layers between an embedding and a head."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.between = kind == "between"
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.reused = kind == "reused"
+        words = ScaledWords if kind == "scaled" else nn.Embedding
+        self.words, self.head = words(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
 
     @override
@@ -135,7 +145,7 @@ class Layers(nn.Module):
         x = self.words(words)
         for layer in self.layers:
             x = layer(F.dropout(x, 0.1, self.training) if self.between else x)
-        return self.head(x)
+        return self.head(x) + F.linear(x, self.words.weight) if self.reused else self.head(x)
 
 
 class Kinds(Texts):

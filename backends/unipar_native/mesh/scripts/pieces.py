@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from unipar.backend.cells import cell_of
 from unipar.backend.export import (
     SCRIPT_LINE_WIDTH,
@@ -18,8 +20,11 @@ from unipar_native.mesh.probe import kind_of_block
 from unipar_native.mesh.scripts.context_table import SequenceTable, table_of_sequences
 from unipar_native.mesh.scripts.look import ModelLook, look_at_calls
 from unipar_native.mesh.scripts.tensor_table import BlockTable, table_of_block
+from unipar_native.mesh.scripts.vocabulary_check import refused_vocabulary
 from unipar_native.mesh.tensor.cuts import BlockPlan, is_transposed
+from unipar_native.mesh.tensor.vocabulary import Vocabulary, find_vocabulary
 from unipar_native.mesh.words import kinds_in_block, refuse_empty_plans, refuse_part, refuse_unknown_patterns
+from unipar_native.options import options_of
 
 _MICROBATCHES = 8
 """Number of microbatches whose calls are looked at: an argument may be missing in some."""
@@ -27,12 +32,13 @@ _MICROBATCHES = 8
 Tables = Sequence[tuple[tuple[str, ...], BlockTable]]
 
 
-def _look_at_outline(outline: Outline) -> ModelLook:
-    """Create the task's model with its values, and run the first microbatches through it."""
+def _look_at_outline(outline: Outline) -> tuple[ModelLook, list[Any]]:
+    """Create the task's model with its values, and run the first microbatches through it; return these as well."""
     assert outline.load is not None
     part, samples = outline.load()
     refuse_part(part, outline.config)
-    return look_at_calls(part, samples(_MICROBATCHES))
+    batches = samples(_MICROBATCHES)
+    return look_at_calls(part, batches), batches
 
 
 def _tensor_tables(look: ModelLook, ranks: int) -> tuple[Tables, list[str]]:
@@ -61,7 +67,7 @@ class Pieces:
     """Conditions of a template's lines, and texts that replace its names."""
 
     flags: Mapping[str, bool] = field(
-        default_factory=lambda: dict.fromkeys(("tensor", "context", "inside", "maths"), False)
+        default_factory=lambda: dict.fromkeys(("tensor", "vocabulary", "context", "inside", "maths"), False)
     )
     values: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(("pieces", "tensor", "context"), ""))
 
@@ -69,8 +75,12 @@ class Pieces:
 def pieces_of_script(outline: Outline) -> Pieces:
     """Return what a script with tensor or context parallelism has beside its loop; raise Unsupported with reasons."""
     parallel = outline.config.parallel
-    look = _look_at_outline(outline)
+    look, batches = _look_at_outline(outline)
     tables, reasons = _tensor_tables(look, parallel.tensor) if parallel.tensor > 1 else ((), [])
+    vocabulary: Vocabulary | None = None
+    if options_of(outline.config).vocabulary == "split":
+        vocabulary = find_vocabulary(look.part.module, look.part.blocks, parallel.tensor)
+        reasons += refused_vocabulary(look.part, batches[0], vocabulary)
     sequence: SequenceTable | None = None
     if parallel.context > 1:
         sequence, refused = table_of_sequences(look, parallel.context)
@@ -83,6 +93,7 @@ def pieces_of_script(outline: Outline) -> Pieces:
     tensor, context = bool(tables), sequence is not None
     flags = {
         "tensor": tensor,
+        "vocabulary": vocabulary is not None,
         "context": context,
         "inside": context or attends,
         "maths": attends or outline.config.train.schedule.name == "cosine",
@@ -96,6 +107,7 @@ def pieces_of_script(outline: Outline) -> Pieces:
         "drops": sequence is not None and sequence.drops,
         "hiddennamed": sequence is not None and isinstance(sequence.hidden, str),
         "tuples": look.tuples,
+        "padding": vocabulary is not None and _pads(look.part.module, vocabulary),
     }
     says = ["attention sees the whole sequence"] * context
     says += ["masks of dropout are those of one process"] * (attends or inner["drops"])
@@ -105,10 +117,11 @@ def pieces_of_script(outline: Outline) -> Pieces:
         "plans": _plans_code(tables, look.part.blocks),
         "inside": ", ".join(says),
     }
-    names = ["tensor"] * tensor + ["context"] * context + ["inside"] * flags["inside"]
+    names = [name for name in ("tensor", "vocabulary", "context", "inside") if flags[name]]
     texts = [render_template(read_template(__package__ or "", f"{name}.txt"), inner, values) for name in names]
     values["pieces"] = "\n\n".join(texts).rstrip("\n")
     values["arguments"] = "" if sequence is None else _arguments_code(sequence)
+    values["vocabulary"] = "" if vocabulary is None else _vocabulary_code(vocabulary)
     return Pieces(flags, values)
 
 
@@ -134,6 +147,16 @@ def _arguments_code(sequence: SequenceTable) -> str:
     return f"HIDDEN = {_quoted(sequence.hidden)}  # place or name of a block's hidden states among its arguments\n" + (
         one if len(one) <= SCRIPT_LINE_WIDTH else long
     )
+
+
+def _pads(model: nn.Module, vocabulary: Vocabulary) -> bool:
+    embedding: Any = model.get_submodule(vocabulary.embedding)
+    return embedding.padding_idx is not None
+
+
+def _vocabulary_code(vocabulary: Vocabulary) -> str:
+    comment = "  # modules with a row for each word"
+    return f'EMBEDDING, HEAD = "{vocabulary.embedding}", "{vocabulary.head}"{comment}'
 
 
 def _plans_code(tables: Tables, blocks: Sequence[str]) -> str:
