@@ -88,3 +88,21 @@ def test_a_vocabulary_is_refused(task: str, parallel: dict[str, Any], sentence: 
     lines = MODELS.read_text("utf-8").splitlines()
     expected = re.sub("<(.*?)>", lambda m: str(1 + next(i for i, line in enumerate(lines) if m[1] in line)), sentence)
     assert refused(told(task, parallel, **SPLIT), tmp_path) == expected
+
+
+def test_attention_that_gathers(tmp_path: Path) -> None:
+    """A script gathers keys and values whether the config says so or not; a ring, which it cannot do, is refused."""
+    texts: list[str] = []
+    for i, way in enumerate(("auto", "gather")):
+        options = {"native": {"attention": way}}
+        texts.append(
+            (exported(told("dry", {"context": 2}, options=options), tmp_path / str(i)) / "train.py").read_text()
+        )
+    assert texts[0] == texts[1]
+    assert "both = Gather.apply(torch.cat([key, value], -1), key.ndim - 2, sequences)" in texts[0]
+    (tmp_path / "none").mkdir()
+    ring = told("dry", {"context": 2}, options={"native": {"attention": "ring"}})
+    assert refused(ring, tmp_path / "none") == (
+        "native/nothing+context2: options.native.attention: ring: a script gathers keys and values of all ranks, which "
+        "computes the same; say gather"
+    )
