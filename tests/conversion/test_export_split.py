@@ -189,12 +189,6 @@ def test_a_script_of_a_pipeline_is_clean(shard: str, clip: float | None, tmp_pat
         ),
         (
             "plain",
-            {"tensor": 2, "sequence": True},
-            "native/nothing+tensor2+sequence: parallel.sequence: a script does not cut what lies between blocks over "
-            "the ranks of tensor; leave it out (--set parallel.sequence=false)",
-        ),
-        (
-            "plain",
             {"tensor": 3},
             "parallel.tensor: 3 would split nothing of this model (down: 3 does not divide its 32 outputs; out: 3 does "
             "not divide its 32 outputs; qkv: 3 does not divide the 32 outputs of one of its parts): leave tensor out, "

@@ -199,7 +199,8 @@ def cut_by_engine(model: nn.Module, rank: int, ranks: int) -> None:
 
 def cut_by_script(model: nn.Module, rank: int, ranks: int) -> None:
     """Cut a model's vocabulary as an exported script does."""
-    flags: dict[str, bool] = dict.fromkeys(("numbers", "dropouts", "transposed", "padding"), True)
+    flags: dict[str, bool] = dict.fromkeys(("numbers", "dropouts", "transposed", "padding", "wholes"), True)
+    flags |= dict.fromkeys(("sequence", "behind", "masks"), False)
     head = "from __future__ import annotations\nfrom collections.abc import *\nfrom dataclasses import dataclass\n"
     names: dict[str, Any] = {"torch": torch, "dist": dist, "nn": nn, "F": F, "Tensor": Tensor, "Any": Any}
     names |= {"TENSOR": ranks, "EMBEDDING": "table", "HEAD": "head"}

@@ -35,11 +35,6 @@ def split_script(outline: Outline) -> str:
 
 def refused_axes(outline: Outline) -> Iterator[str]:
     """Yield why a script cannot have these axes, whatever the model."""
-    if outline.config.parallel.sequence:
-        yield (
-            "parallel.sequence: a script does not cut what lies between blocks over the ranks of tensor; leave it out "
-            "(--set parallel.sequence=false)"
-        )
     if (way := options_of(outline.config).attention) in ("ring", "torch"):
         yield (
             f"options.native.attention: {way}: a script gathers keys and values of all ranks, which computes the same; "
