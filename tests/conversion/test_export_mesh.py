@@ -13,27 +13,40 @@ import pytest
 
 from tests.support.exports import FILE, FORGETS, HIDES, WORDS
 from tests.support.forks import Forks
-from tests.support.pipelined import Texts
-from unipar import join
+from tests.support.pipelined import Lines, Texts
+from unipar import Task, join
 from unipar.config import source
-from unipar.conversion.export import export_script
+from unipar.conversion.export import ExportResult, export_script
 from unipar.errors import UniparError
 
 BIN = Path(sys.executable).parent
 PIPELINED = FILE.with_name("pipelined.py")
 TOLD: dict[str, Any] = {**WORDS, "task": {"use": f"{PIPELINED}:Texts"}}
+LINES: dict[str, Any] = {
+    **WORDS,
+    "task": {"use": f"{PIPELINED}:Lines"},
+    "data": {"ragged": "drop", "shuffle": False},
+}
 
 
-def _alone(folder: Path) -> list[float]:
+def _alone(folder: Path, told: Mapping[str, Any] = TOLD, task: type[Task] = Texts) -> list[float]:
     """Return the losses of one process."""
     losses: list[float] = []
-    told = {"backend": "single", "parallel.data": 1, "out": str(folder / "alone")}
-    with join(TOLD, task=Texts, overrides=told, overwrite=True) as run:
+    changed = {"backend": "single", "parallel": {"data": 1}, "out": str(folder / "alone")}
+    with join({**told, **changed}, task=task, overwrite=True) as run:
         for share in run.batches():
             loss = run.step(share).loss
             assert loss is not None
             losses.append(loss)
     return losses
+
+
+def _run(made: ExportResult, ranks: int, folder: Path, forks: Forks) -> list[dict[str, Any]]:
+    """Run a script where unipar is hidden, and return the rows of its log."""
+    (folder / "start.py").write_text(HIDES + FORGETS, encoding="utf-8")
+    for done in forks.ranks([str(folder / "start.py")], made.folder, {"OMP_NUM_THREADS": "1"}, size=ranks):
+        assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (made.folder / "log.jsonl").read_text("utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -51,20 +64,57 @@ def test_a_pipeline_has_the_same_losses(parallel: dict[str, Any], ranks: int, tm
     config = source.load_given_config({**TOLD, "parallel": {"pipeline": 2, **parallel}})
     made = export_script(config, "torchrun", tmp_path / "made")
     assert f"--nproc-per-node {ranks} train.py" in made.command
-    (tmp_path / "start.py").write_text(HIDES + FORGETS, encoding="utf-8")
-    for done in forks.ranks([str(tmp_path / "start.py")], made.folder, {"OMP_NUM_THREADS": "1"}, size=ranks):
-        assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (made.folder / "log.jsonl").read_text("utf-8").splitlines()]
+    rows = _run(made, ranks, tmp_path, forks)
     assert [row["loss"] for row in rows] == pytest.approx(_alone(tmp_path), rel=2e-6)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "batch", "ranks"),
+    [
+        ({"data": 1, "schedule": "zerobubble"}, (8, 2), 2),
+        pytest.param({"data": 1, "schedule": "interleaved"}, (8, 8), 2, marks=pytest.mark.sweep),
+        pytest.param({"data": 2, "schedule": "zerobubble"}, (8, 1), 4, marks=pytest.mark.sweep),
+        pytest.param({"data": 2, "schedule": "interleaved"}, (8, 1), 4, marks=pytest.mark.sweep),
+        pytest.param({"data": 2, "schedule": "interleaved", "shard": "optimizer"}, (8, 2), 4, marks=pytest.mark.sweep),
+        pytest.param({"data": 2, "schedule": "interleaved", "shard": "gradients"}, (8, 1), 4, marks=pytest.mark.sweep),
+        pytest.param({"data": 2, "schedule": "interleaved", "shard": "parameters"}, (8, 2), 4, marks=pytest.mark.sweep),
+    ],
+)
+def test_stages_in_turn_have_the_same_losses(
+    parallel: dict[str, Any], batch: tuple[int, int], ranks: int, tmp_path: Path, forks: Forks
+) -> None:
+    """Two stages on each rank, hidden states of another shape in every other step; norms, too."""
+    told = {**LINES, "parallel": {"pipeline": 2, **parallel}, "batch": {"total": batch[0], "micro": batch[1]}}
+    made = export_script(source.load_given_config(told), "torchrun", tmp_path / "made")
+    rows = _run(made, ranks, tmp_path, forks)
+    assert [row["loss"] for row in rows] == pytest.approx(_alone(tmp_path, told, Lines), rel=2e-6)
+    alone = [json.loads(line) for line in (tmp_path / "alone/rank-0.jsonl").read_text("utf-8").splitlines()]
+    norms = [row["norm"] for row in alone if row["event"] == "step"]
+    assert [row["norm"] for row in rows] == pytest.approx(norms, rel=2e-6)
+
+
+@pytest.mark.sweep
+def test_stages_in_turn_need_one_shape(tmp_path: Path, forks: Forks) -> None:
+    """Texts that are not padded alike end the script with a sentence."""
+    told = {**LINES, "task": TOLD["task"], "parallel": {"data": 1, "pipeline": 2, "schedule": "interleaved"}}
+    made = export_script(source.load_given_config(told), "torchrun", tmp_path / "made")
+    with pytest.raises(AssertionError, match="microbatches of one shape in each step: pad them alike"):
+        _run(made, 2, tmp_path, forks)
+
+
 @pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("shard", ["nothing", "optimizer"])
+@pytest.mark.parametrize(
+    ("schedule", "shard"),
+    [
+        *((schedule, shard) for schedule in ("1f1b", "gpipe", "interleaved") for shard in ("nothing", "optimizer")),
+        ("zerobubble", "nothing"),
+    ],
+)
 def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, tmp_path: Path) -> None:
     """Linter and formatter have nothing to say."""
-    told = {**TOLD, "parallel": {"data": 1, "pipeline": 2, "shard": shard, "schedule": schedule}}
+    parallel = {"data": 1, "pipeline": 2, "shard": shard, "schedule": schedule}
+    told = {**(LINES if schedule in ("interleaved", "zerobubble") else TOLD), "parallel": parallel}
     told["train"] = {"steps": 3, "clip": clip} if clip is None else TOLD["train"]
     folder = export_script(source.load_given_config(told), "torchrun", tmp_path / "made").folder
     for words in (
@@ -80,9 +130,16 @@ def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, tmp_pa
     ("change", "sentence"),
     [
         (
-            {"parallel": {"data": 1, "pipeline": 2, "schedule": "interleaved"}, "data.ragged": "drop"},
-            "native/nothing+pipeline2+interleaved: parallel.schedule: interleaved runs in a script by torch's own "
-            "schedules, which want the model as a list of stages, not your loss as it is; use 1f1b or gpipe",
+            {"parallel": {"data": 1, "pipeline": 4, "schedule": "interleaved"}, "data.ragged": "drop"},
+            "native/nothing+pipeline4+interleaved: parallel.pipeline: 8 stages (2 on each of 4 ranks, by interleaved) "
+            "need a block each, and the model has 4; lower pipeline, take schedule 1f1b, or name smaller blocks in "
+            "model.blocks",
+        ),
+        (
+            {"parallel": {"data": 1, "pipeline": 2, "schedule": "zerobubble"}},
+            "native/nothing+pipeline2+zerobubble: parallel.schedule: zerobubble needs microbatches of one shape, and "
+            "data.ragged: weigh makes the last batch of an epoch smaller: set data.ragged: drop, or take schedule 1f1b "
+            "or gpipe",
         ),
         (
             {"parallel": {"data": 1, "pipeline": 2}, "device": "cuda"},

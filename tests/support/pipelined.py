@@ -81,3 +81,11 @@ class Own(Texts):
     @override
     def cuts(self, stages: int) -> list[str]:
         return ["layers.1"]
+
+
+class Lines(Texts):
+    """20 texts, padded to one length in each 8 that follow one another, and to another in the next 8."""
+
+    @override
+    def data(self) -> Any:
+        return [F.pad(text, (0, 5 + i // 8 - len(text)), value=-1) for i, text in enumerate(super().data())]
