@@ -108,6 +108,11 @@ def compare(script: Path, told: Mapping[str, Any], folder: Path) -> None:
         pytest.param("whole", {"tensor": 2}, 2, marks=pytest.mark.sweep),
         pytest.param("dry", {"tensor": 2, "context": 2, "shard": "parameters"}, 4, marks=pytest.mark.sweep),
         pytest.param("plain", {"tensor": 2, "pipeline": 2}, 4, marks=pytest.mark.sweep),
+        pytest.param("gpt2", {"context": 2, "pipeline": 2}, 4, marks=pytest.mark.sweep),
+        pytest.param("bert", {"context": 2, "pipeline": 2, "schedule": "gpipe"}, 4, marks=pytest.mark.sweep),
+        pytest.param("llama", {"context": 2, "pipeline": 2, "shard": "parameters"}, 4, marks=pytest.mark.sweep),
+        pytest.param("gpt", {"context": 2, "pipeline": 2, "data": 2, "shard": "optimizer"}, 8, marks=pytest.mark.sweep),
+        pytest.param("dry", {"context": 2, "pipeline": 2, "tensor": 2}, 8, marks=pytest.mark.sweep),
     ],
 )
 def test_a_script_trains_as_one_process(
@@ -209,10 +214,19 @@ def test_a_script_is_clean(
     require_clean(told, tmp_path)
 
 
-@pytest.mark.parametrize(("shard", "clip"), [("nothing", 0.5), ("optimizer", None)])
-def test_a_script_of_a_pipeline_is_clean(shard: str, clip: float | None, tmp_path: Path) -> None:
-    """Linter and formatter have nothing to say about tensor in a pipeline either."""
-    told = {**TOLD, "task": TASKS["gpt2"], "parallel": {"data": 1, "tensor": 2, "pipeline": 2, "shard": shard}}
+@pytest.mark.parametrize(
+    ("shard", "clip", "axes"),
+    [
+        ("nothing", 0.5, {"tensor": 2}),
+        ("optimizer", None, {"tensor": 2}),
+        ("nothing", 0.5, {"context": 2}),
+        ("optimizer", 0.5, {"tensor": 2, "context": 2}),
+        ("nothing", None, {"tensor": 2, "context": 2}),
+    ],
+)
+def test_a_script_of_a_pipeline_is_clean(shard: str, clip: float | None, axes: dict[str, int], tmp_path: Path) -> None:
+    """Linter and formatter have nothing to say about further axes in a pipeline either."""
+    told = {**TOLD, "task": TASKS["gpt2"], "parallel": {"data": 1, **axes, "pipeline": 2, "shard": shard}}
     told["train"] = {**TOLD["train"], "clip": clip}
     require_clean(told, tmp_path)
 
@@ -291,12 +305,6 @@ def require_clean(told: Mapping[str, Any], tmp_path: Path) -> None:
             "native/nothing+tensor2+context2: parallel.context: layers.0.drop drops elements of what tensor has cut, "
             "and a script does not cut its masks along the sequence as well: set its rate to 0, or leave one of both "
             "axes out of the export",
-        ),
-        (
-            "plain",
-            {"pipeline": 2, "context": 2},
-            "native/nothing+pipeline2+context2: parallel.context: a script has a pipeline or sequences over context, "
-            "not both: leave one of them out of the export",
         ),
         (
             "plain",

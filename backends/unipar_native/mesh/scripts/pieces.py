@@ -61,9 +61,9 @@ class Pieces:
     """Conditions of a template's lines, and texts that replace its names."""
 
     flags: Mapping[str, bool] = field(
-        default_factory=lambda: dict.fromkeys(("tensor", "context", "inside", "maths"), False)
+        default_factory=lambda: dict.fromkeys(("tensor", "context", "inside", "maths", "hiddennamed"), False)
     )
-    values: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(("pieces", "tensor", "context"), ""))
+    values: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(("pieces", "tensor", "context", "arguments"), ""))
 
 
 def pieces_of_script(outline: Outline) -> Pieces:
@@ -86,6 +86,7 @@ def pieces_of_script(outline: Outline) -> Pieces:
         "context": context,
         "inside": context or attends,
         "maths": attends or outline.config.train.schedule.name == "cosine",
+        "hiddennamed": sequence is not None and isinstance(sequence.hidden, str),
     }
     inner = {
         **flags,
@@ -94,7 +95,6 @@ def pieces_of_script(outline: Outline) -> Pieces:
         "dropouts": any(table.dropouts for _, table in tables),
         "transposed": any(_has_transposed(look, blocks[0], table) for blocks, table in tables),
         "drops": sequence is not None and sequence.drops,
-        "hiddennamed": sequence is not None and isinstance(sequence.hidden, str),
         "tuples": look.tuples,
     }
     says = ["attention sees the whole sequence"] * context

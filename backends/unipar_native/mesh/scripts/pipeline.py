@@ -26,7 +26,8 @@ def pipeline_script(outline: Outline) -> str:
     parallel = outline.config.parallel
     if reasons := [*_reasons(outline)]:
         raise Unsupported(str(cell_of(outline.config)), reasons)
-    pieces = pieces_of_script(outline) if parallel.tensor > 1 else Pieces()
+    pieces = pieces_of_script(outline) if parallel.tensor > 1 or parallel.context > 1 else Pieces()
+    context = pieces.flags["context"]
     torch_class = _TORCH_CLASSES.get(parallel.schedule)
     flags = {
         **pieces.flags,
@@ -48,6 +49,9 @@ def pipeline_script(outline: Outline) -> str:
         "schedule": _SCHEDULE_WORDS[parallel.schedule],
         "class": torch_class or "",
         **_NAMES[torch_class is not None],
+        "copies": "copies" if context else 'mesh["data"]',
+        "same": "same" if context else "ranks",
+        "inside_words": ", ".join(["sequences"] * context + ['mesh["tensor"].get_local_rank()'] * (parallel.tensor > 1)),
         "blocks": constant_tuple("BLOCKS", [f'"{name}"' for name in outline.blocks], "submodules, in their order"),
         "firsts": constant_tuple("FIRSTS", [str(n) for n in firsts], "number of each stage's first block"),
         "reshard": str(parallel.shard == "parameters"),
@@ -87,11 +91,6 @@ def _reasons(outline: Outline) -> Iterator[str]:
     """Yield why a script cannot do this training."""
     parallel = outline.config.parallel
     yield from refused_axes(outline)
-    if parallel.context > 1:
-        yield (
-            "parallel.context: a script has a pipeline or sequences over context, not both: leave one of them out of "
-            "the export"
-        )
     if parallel.axes.stages > len(outline.blocks):
         several = parallel.axes.pieces > 1
         each = f" (2 on each of {parallel.pipeline} ranks, by {parallel.schedule})" if several else ""
