@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.exports import FILE, FORGETS, HIDES, WORDS
 from tests.support.forks import Forks
-from tests.support.pipelined import Lines, Texts
+from tests.support.pipelined import Lines, Own, Texts
 from unipar import Task, join
 from unipar.config import source
 from unipar.conversion.export import ExportResult, export_script
@@ -94,6 +94,27 @@ def test_stages_in_turn_have_the_same_losses(
     assert [row["norm"] for row in rows] == pytest.approx(norms, rel=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "firsts", "ranks"),
+    [
+        ({"data": 1, "schedule": "1f1b"}, "0, 1", 2),
+        pytest.param(
+            {"data": 2, "schedule": "interleaved", "shard": "parameters"}, "0, 1, 2, 3", 4, marks=pytest.mark.sweep
+        ),
+        pytest.param({"data": 2, "schedule": "gpipe", "shard": "optimizer"}, "0, 1", 4, marks=pytest.mark.sweep),
+    ],
+)
+def test_groups_and_cuts_of_the_task(
+    parallel: dict[str, Any], firsts: str, ranks: int, tmp_path: Path, forks: Forks
+) -> None:
+    """Each group keeps its rate on all stages, one of which has no parameter of some group."""
+    told = {**LINES, "task": {"use": f"{PIPELINED}:Own"}, "parallel": {"pipeline": 2, **parallel}}
+    made = export_script(source.load_given_config(told), "torchrun", tmp_path / "made")
+    assert f"\nFIRSTS = ({firsts})  #" in (made.folder / "train.py").read_text("utf-8")
+    rows = _run(made, ranks, tmp_path, forks)
+    assert [row["loss"] for row in rows] == pytest.approx(_alone(tmp_path, told, Own), rel=2e-6)
+
+
 @pytest.mark.sweep
 def test_stages_in_turn_need_one_shape(tmp_path: Path, forks: Forks) -> None:
     """Texts that are not padded alike end the script with a sentence."""
@@ -152,11 +173,14 @@ def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, tmp_pa
             "pipeline, or name smaller blocks in model.blocks",
         ),
         (
-            {"parallel": {"data": 1, "pipeline": 2}, "task.use": f"{PIPELINED}:Own"},
-            "native/nothing+pipeline2 cannot run this config:\n"
-            "  - the task's groups() would see the blocks of one stage only: use train.optimizer.decay\n"
-            "  - the task's cuts() is for unipar, and a script cuts into stages of as many blocks: leave it out, and "
-            "change FIRSTS in train.py",
+            {
+                "parallel": {"data": 1, "pipeline": 2},
+                "task.use": f"{PIPELINED}:Own",
+                "task.args": {"second": 2},
+                "data": LINES["data"],
+            },
+            "cuts(2) returned []; it must return 1 blocks in their order, with which the second and each further stage "
+            "begins",
         ),
     ],
 )

@@ -63,7 +63,9 @@ class Pieces:
     flags: Mapping[str, bool] = field(
         default_factory=lambda: dict.fromkeys(("tensor", "context", "inside", "maths", "hiddennamed"), False)
     )
-    values: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(("pieces", "tensor", "context", "arguments"), ""))
+    values: Mapping[str, str] = field(
+        default_factory=lambda: dict.fromkeys(("pieces", "tensor", "context", "arguments"), "")
+    )
 
 
 def pieces_of_script(outline: Outline) -> Pieces:

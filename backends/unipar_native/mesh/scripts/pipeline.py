@@ -17,6 +17,7 @@ from unipar.backend.export import (
     shared_values,
 )
 from unipar.errors import Unsupported
+from unipar_native.mesh.pipeline.balance import cuts_at
 from unipar_native.mesh.scripts.pieces import Pieces, pieces_of_script
 from unipar_native.mesh.scripts.split import refused_axes
 
@@ -38,9 +39,13 @@ def pipeline_script(outline: Outline) -> str:
         "mixed": outline.autocast,
         "torch": torch_class is not None,
         "halves": parallel.schedule == "zerobubble",
+        "grouped": "groups" in outline.gives,
     }
     stages = parallel.axes.stages
-    firsts = [len(outline.blocks) * stage // stages for stage in range(stages)]
+    if outline.cuts is None:
+        firsts = [len(outline.blocks) * stage // stages for stage in range(stages)]
+    else:
+        firsts = cuts_at(outline.cuts, outline.blocks, stages)[:-1]
     values = {
         **pieces.values,
         "about": _about(outline),
@@ -51,7 +56,9 @@ def pipeline_script(outline: Outline) -> str:
         **_NAMES[torch_class is not None],
         "copies": "copies" if context else 'mesh["data"]',
         "same": "same" if context else "ranks",
-        "inside_words": ", ".join(["sequences"] * context + ['mesh["tensor"].get_local_rank()'] * (parallel.tensor > 1)),
+        "inside_words": ", ".join(
+            ["sequences"] * context + ['mesh["tensor"].get_local_rank()'] * (parallel.tensor > 1)
+        ),
         "blocks": constant_tuple("BLOCKS", [f'"{name}"' for name in outline.blocks], "submodules, in their order"),
         "firsts": constant_tuple("FIRSTS", [str(n) for n in firsts], "number of each stage's first block"),
         "reshard": str(parallel.shard == "parameters"),
@@ -104,13 +111,3 @@ def _reasons(outline: Outline) -> Iterator[str]:
             "device: a script of a pipeline sends by gloo, which fits the CPU; say device: cpu, or run this cell with "
             "`unipar run`"
         )
-    for name, why in (
-        ("groups", "groups() would see the blocks of one stage only: use train.optimizer.decay"),
-        (
-            "cuts",
-            "cuts() is for unipar, and a script cuts into stages of as many blocks: leave it out, and change FIRSTS in "
-            "train.py",
-        ),
-    ):
-        if name in outline.gives:
-            yield f"the task's {why}"
