@@ -124,7 +124,7 @@ def test_stages_in_turn_need_one_shape(tmp_path: Path, forks: Forks) -> None:
         _run(made, 2, tmp_path, forks)
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize(("clip", "device"), [(0.5, "cpu"), (None, "cpu"), (0.5, "cuda")])
 @pytest.mark.parametrize(
     ("schedule", "shard"),
     [
@@ -132,10 +132,10 @@ def test_stages_in_turn_need_one_shape(tmp_path: Path, forks: Forks) -> None:
         ("zerobubble", "nothing"),
     ],
 )
-def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, tmp_path: Path) -> None:
+def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, device: str, tmp_path: Path) -> None:
     """Linter and formatter have nothing to say."""
     parallel = {"data": 1, "pipeline": 2, "shard": shard, "schedule": schedule}
-    told = {**(LINES if schedule in ("interleaved", "zerobubble") else TOLD), "parallel": parallel}
+    told = {**(LINES if schedule in ("interleaved", "zerobubble") else TOLD), "parallel": parallel, "device": device}
     told["train"] = {"steps": 3, "clip": clip} if clip is None else TOLD["train"]
     folder = export_script(source.load_given_config(told), "torchrun", tmp_path / "made").folder
     for words in (
@@ -161,11 +161,6 @@ def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, tmp_pa
             "native/nothing+pipeline2+zerobubble: parallel.schedule: zerobubble needs microbatches of one shape, and "
             "data.ragged: weigh makes the last batch of an epoch smaller: set data.ragged: drop, or take schedule 1f1b "
             "or gpipe",
-        ),
-        (
-            {"parallel": {"data": 1, "pipeline": 2}, "device": "cuda"},
-            "native/nothing+pipeline2: device: a script of a pipeline sends by gloo, which fits the CPU; say "
-            "device: cpu, or run this cell with `unipar run`",
         ),
         (
             {"parallel": {"data": 1, "pipeline": 9}},

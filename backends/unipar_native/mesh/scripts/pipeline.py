@@ -14,6 +14,7 @@ from unipar.backend.export import (
     optimizer_code,
     read_template,
     render_template,
+    shared_flags,
     shared_values,
 )
 from unipar.errors import Unsupported
@@ -64,8 +65,9 @@ def pipeline_script(outline: Outline) -> str:
         "reshard": str(parallel.shard == "parameters"),
         "functions": functions_code(outline, loss=False),
         "optimizer": optimizer_code(outline, split=flags["shards"]),
+        **_DEVICE_WORDS[outline.cuda],
     }
-    shared = {**shared_values(outline), **values}
+    shared, flags = {**shared_values(outline), **values}, {**shared_flags(outline), **flags}
     file = "own_stages.txt" if torch_class is None else "torch_stages.txt"
     values["parts"] = render_template(read_template(__package__ or "", file), flags, shared).rstrip("\n")
     return fill_template(outline, "unipar_native", "mesh/scripts/pipeline.txt", flags, values)
@@ -87,6 +89,24 @@ _TORCH_CLASSES = {"interleaved": "ScheduleInterleaved1F1B", "zerobubble": "Sched
 
 _SCHEDULE_WORDS = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved", "zerobubble": "zero bubble"}
 
+_DEVICE_WORDS = (
+    {
+        "device": "cpu",
+        "current": 'torch.device("cpu")',
+        "on": "",
+        "get_state": "torch.get_rng_state()",
+        "set_state": "torch.set_rng_state(generator)",
+    },
+    {
+        "device": "cuda",
+        "current": "device",
+        "on": ', device="cuda"',
+        "get_state": "torch.cuda.get_rng_state().cuda()",
+        "set_state": "torch.cuda.set_rng_state(generator.cpu())",
+    },
+)
+"""Code that depends on the device: for the CPU, and for CUDA. The generator's state travels with hidden states."""
+
 _NAMES = (
     {"axis": "stages", "place": "stage", "size": "STAGES", "mine": "BLOCKS[first:end]"},
     {"axis": "pipeline", "place": "seat", "size": "PIPELINE", "mine": "mine"},
@@ -105,9 +125,4 @@ def _reasons(outline: Outline) -> Iterator[str]:
             f"parallel.pipeline: {parallel.axes.stages} stages{each} need a block each, and the model has "
             f"{len(outline.blocks)}; lower pipeline, {'take schedule 1f1b, ' * several}or name smaller blocks in "
             "model.blocks"
-        )
-    if outline.cuda:
-        yield (
-            "device: a script of a pipeline sends by gloo, which fits the CPU; say device: cpu, or run this cell with "
-            "`unipar run`"
         )
