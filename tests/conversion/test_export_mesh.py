@@ -27,6 +27,17 @@ LINES: dict[str, Any] = {
     "task": {"use": f"{PIPELINED}:Lines"},
     "data": {"ragged": "drop", "shuffle": False},
 }
+WORDS_OF_CUDA = {
+    '"nccl"': '"gloo"',
+    "    torch.cuda.set_device(device)\n": "",
+    "    dist.destroy_process_group()\n": "    dist.destroy_process_group()\n    os._exit(0)\n",
+    ".cuda()": "",
+    "torch.cuda.get_rng_state": "torch.get_rng_state",
+    "torch.cuda.set_rng_state": "torch.set_rng_state",
+    ', int(os.environ["LOCAL_RANK"])': "",
+    ", torch.cuda.current_device()": "",
+    '"cuda"': '"cpu"',
+}
 
 
 def _alone(folder: Path, told: Mapping[str, Any] = TOLD, task: type[Task] = Texts) -> list[float]:
@@ -113,6 +124,21 @@ def test_groups_and_cuts_of_the_task(
     assert f"\nFIRSTS = ({firsts})  #" in (made.folder / "train.py").read_text("utf-8")
     rows = _run(made, ranks, tmp_path, forks)
     assert [row["loss"] for row in rows] == pytest.approx(_alone(tmp_path, told, Own), rel=2e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("parallel", [{"schedule": "1f1b", "data": 2}, {"schedule": "zerobubble", "data": 1}])
+def test_what_a_script_for_cuda_sends(parallel: dict[str, Any], tmp_path: Path, forks: Forks) -> None:
+    """The words for CUDA are replaced by those for the CPU: a group for each direction, the state of the generator."""
+    told = {**LINES, "parallel": {"pipeline": 2, **parallel}}
+    made = export_script(source.load_given_config({**told, "device": "cuda"}), "torchrun", tmp_path / "made")
+    text = (made.folder / "train.py").read_text("utf-8")
+    for word, other in WORDS_OF_CUDA.items():
+        text = text.replace(word, other)
+    assert "cuda" not in text
+    (made.folder / "train.py").write_text(text, encoding="utf-8")
+    rows = _run(made, 2 * parallel["data"], tmp_path, forks)
+    assert [row["loss"] for row in rows] == pytest.approx(_alone(tmp_path, told, Lines), rel=2e-6)
 
 
 @pytest.mark.sweep
