@@ -24,6 +24,11 @@ from unipar.conversion.export import export_script
         pytest.param("whole", {"tensor": 2}, 2, marks=pytest.mark.sweep),
         pytest.param("dry", {"tensor": 2, "context": 2, "shard": "parameters"}, 4, marks=pytest.mark.sweep),
         pytest.param("plain", {"tensor": 2, "pipeline": 2}, 4, marks=pytest.mark.sweep),
+        pytest.param("gpt2", {"context": 2, "pipeline": 2}, 4, marks=pytest.mark.sweep),
+        pytest.param("bert", {"context": 2, "pipeline": 2, "schedule": "gpipe"}, 4, marks=pytest.mark.sweep),
+        pytest.param("llama", {"context": 2, "pipeline": 2, "shard": "parameters"}, 4, marks=pytest.mark.sweep),
+        pytest.param("gpt", {"context": 2, "pipeline": 2, "data": 2, "shard": "optimizer"}, 8, marks=pytest.mark.sweep),
+        pytest.param("dry", {"context": 2, "pipeline": 2, "tensor": 2}, 8, marks=pytest.mark.sweep),
     ],
 )
 def test_a_script_trains_as_one_process(
@@ -32,6 +37,16 @@ def test_a_script_trains_as_one_process(
     """Ragged texts with weights, and dropout in attention, in hidden states and in what is cut; unipar is hidden."""
     told = {**TOLD, "task": TASKS[task], "parallel": {"data": 1, **parallel}}
     play(told, ranks, tmp_path, forks)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "parallel", [{"schedule": "interleaved", "sequence": True, "shard": "optimizer"}, {"schedule": "zerobubble"}]
+)
+def test_parts_of_blocks_in_two_stages_of_a_rank(parallel: dict[str, Any], tmp_path: Path, forks: Forks) -> None:
+    """The schedules of torch beside tensor, with hidden states cut along the sequence in each stage and whole ones."""
+    told = {**TOLD, "task": TASKS["gpt"], "parallel": {"data": 1, "tensor": 2, "pipeline": 2, **parallel}}
+    play({**told, "data": {"ragged": "drop"}}, 4, tmp_path, forks)
 
 
 @pytest.mark.sweep
@@ -110,10 +125,19 @@ def test_a_script_is_clean(
     require_clean(told, tmp_path)
 
 
-@pytest.mark.parametrize(("shard", "clip"), [("nothing", 0.5), ("optimizer", None)])
-def test_a_script_of_a_pipeline_is_clean(shard: str, clip: float | None, tmp_path: Path) -> None:
-    """Linter and formatter have nothing to say about tensor in a pipeline either."""
-    told = {**TOLD, "task": TASKS["gpt2"], "parallel": {"data": 1, "tensor": 2, "pipeline": 2, "shard": shard}}
+@pytest.mark.parametrize(
+    ("shard", "clip", "axes"),
+    [
+        ("nothing", 0.5, {"tensor": 2}),
+        ("optimizer", None, {"tensor": 2}),
+        ("nothing", 0.5, {"context": 2}),
+        ("optimizer", 0.5, {"tensor": 2, "context": 2}),
+        ("nothing", None, {"tensor": 2, "context": 2}),
+    ],
+)
+def test_a_script_of_a_pipeline_is_clean(shard: str, clip: float | None, axes: dict[str, int], tmp_path: Path) -> None:
+    """Linter and formatter have nothing to say about further axes in a pipeline either."""
+    told = {**TOLD, "task": TASKS["gpt2"], "parallel": {"data": 1, **axes, "pipeline": 2, "shard": shard}}
     told["train"] = {**TOLD["train"], "clip": clip}
     require_clean(told, tmp_path)
 
@@ -180,12 +204,6 @@ def test_a_script_of_a_pipeline_is_clean(shard: str, clip: float | None, tmp_pat
             "native/nothing+tensor2+context2: parallel.context: layers.0.drop drops elements of what tensor has cut, "
             "and a script does not cut its masks along the sequence as well: set its rate to 0, or leave one of both "
             "axes out of the export",
-        ),
-        (
-            "plain",
-            {"pipeline": 2, "context": 2},
-            "native/nothing+pipeline2+context2: parallel.context: a script has a pipeline or sequences over context, "
-            "not both: leave one of them out of the export",
         ),
         (
             "plain",

@@ -82,9 +82,13 @@ class Pieces:
     """Conditions of a template's lines, and texts that replace its names."""
 
     flags: Mapping[str, bool] = field(
-        default_factory=lambda: dict.fromkeys(("tensor", "sequence", "vocabulary", "context", "inside", "maths"), False)
+        default_factory=lambda: dict.fromkeys(
+            ("tensor", "sequence", "vocabulary", "context", "inside", "maths", "hiddennamed", "hiddenlater"), False
+        )
     )
-    values: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(("pieces", "tensor", "context"), ""))
+    values: Mapping[str, str] = field(
+        default_factory=lambda: dict.fromkeys(("pieces", "tensor", "context", "arguments"), "")
+    )
 
 
 def pieces_of_script(outline: Outline) -> Pieces:
@@ -112,6 +116,7 @@ def pieces_of_script(outline: Outline) -> Pieces:
     attends = attends or (sequence is not None and sequence.attention_dropout)
     tensor, context = bool(tables), sequence is not None
     split = [parts for _, _, parts in tables if parts is not None]
+    place = hidden if sequence is None else sequence.hidden
     flags = {
         "tensor": tensor,
         "sequence": bool(split),
@@ -119,6 +124,8 @@ def pieces_of_script(outline: Outline) -> Pieces:
         "context": context,
         "inside": context or attends,
         "maths": attends or outline.config.train.schedule.name == "cosine",
+        "hiddennamed": isinstance(place, str),
+        "hiddenlater": place not in (None, 0),
     }
     inner = {
         **flags,
@@ -127,7 +134,6 @@ def pieces_of_script(outline: Outline) -> Pieces:
         "dropouts": any(table.dropouts for _, table, _ in tables),
         "transposed": any(_has_transposed(look, blocks[0], table) for blocks, table, _ in tables),
         "drops": sequence is not None and sequence.drops,
-        "hiddennamed": isinstance(hidden if sequence is None else sequence.hidden, str),
         "wholes": not split or vocabulary is not None,
         "behind": any(parts.behind for parts in split),
         "masks": any(parts.masks for parts in split),
