@@ -84,9 +84,8 @@ def play(folder: Path, cell: str, kills: int, seed: int, to: str | None = None) 
         (folder / f"{name}.json").write_text(
             json.dumps(config | {"train": config["train"] | {"steps": steps}}), "utf-8"
         )
-        done = subprocess.run(
-            killed_command(name, resume), cwd=folder, env=run_environment(), check=False, capture_output=True
-        )
+        command, environment = killed_command(name, resume), run_environment()
+        done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()
     told, whole = step_losses(run), step_losses(folder / "runs" / "whole")
     if told != whole:
