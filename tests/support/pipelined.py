@@ -99,3 +99,12 @@ class Own(Lines):
     @override
     def cuts(self, stages: int) -> list[str]:
         return [f"layers.{number}" for number in range(self.second, stages)]
+
+
+class Skewed(Texts):
+    """Texts of other lengths on the second share of the data than on the first, which change at other steps."""
+
+    @override
+    def data(self) -> Any:
+        drawn = torch.Generator().manual_seed(0)
+        return [torch.randint(1, 7, (10 + (i // 8) * (i % 4 // 2),), generator=drawn) for i in range(32)]
