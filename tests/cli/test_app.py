@@ -264,7 +264,7 @@ CALLED = {
     "compare": "unipar.comparison.compare.compare",
     "scale": "unipar.comparison.scale.scale",
     "verify": "unipar.verification.verify.verify",
-    "explain": "unipar.cli.commands.explain.explain_config",
+    "explain": "unipar.cli.commands.config.explain.explain_config",
 }
 """The function behind each command that takes cells."""
 

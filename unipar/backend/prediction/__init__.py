@@ -1,0 +1,1 @@
+"""What a backend predicts of a step before anything runs: its memory, and the bytes that it sends."""
