@@ -6,21 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
+from unipar.backend.prediction.terms import buffer_terms, predict_whole, state_terms, unplanned_settings
 from unipar.backend.prediction.timeline import PredictedParameter, Prediction, StepTimeline, Term
 from unipar.config import Config
 from unipar.errors import Unsupported
 from unipar_native import options_of, uses_ddp
-
-
-def predict_whole(timeline: StepTimeline, *, buckets: bool) -> Iterator[Term]:
-    """Yield the terms of a rank that holds the whole model; `buckets`: gradients are views of buckets that stay."""
-    yield from _buffers(timeline)
-    for number, p in enumerate(timeline.parameters):
-        yield Term("parameters", p.name, p.size)
-        if p.trained:
-            yield from _states(timeline, p.name, p.numel)
-            since = 0 if buckets or timeline.accumulates else timeline.gradient_at(number)
-            yield Term("gradients", p.name, p.size, since, None if buckets else timeline.at("steady"))
 
 
 def predict_optimizer(timeline: StepTimeline, ranks: int) -> Iterator[Term]:
@@ -75,12 +65,12 @@ def padded_elements(p: PredictedParameter, ranks: int) -> int:
 def predict_sharded(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
     """Yield the terms of a rank of FSDP2; `reshard`: parameters are freed between a block's forward and backward."""
     timeline, blocks = model.timeline, range(len(model.timeline.blocks))
-    yield from _buffers(timeline)
+    yield from buffer_terms(timeline)
     for p in timeline.parameters:
         own = padded_elements(p, model.ranks) // model.ranks
         yield Term("parameters", p.name, own * p.element_size)
         if p.trained:
-            yield from _states(timeline, p.name, own)
+            yield from state_terms(timeline, p.name, own)
     if model.ranks > 1:
         yield from _gathered_in_forward(model, reshard=reshard)
     else:
@@ -90,12 +80,14 @@ def predict_sharded(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
     for block in reversed(blocks):
         yield from _backward_of(model, block, reshard=reshard)
     yield from _unsharded_gradients(timeline, -1, timeline.at("update"))
-    yield Term("gradients", "rest", model.gradient_bytes[-1] // model.ranks, timeline.at("update"), timeline.at("steady"))
+    yield Term(
+        "gradients", "rest", model.gradient_bytes[-1] // model.ranks, timeline.at("update"), timeline.at("steady")
+    )
 
 
 def _gathered_in_forward(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
     """Yield what is gathered in forward: an output of the collective stays until the next one has been copied."""
-    timeline, last = model.timeline, timeline_last(model.timeline)
+    timeline, last = model.timeline, _last_block(model.timeline)
     begin, backward = timeline.at("forward"), timeline.at("backward")
     yield Term("communication", "rest gathered", model.gathered[-1], begin, timeline.at("update"))
     before, since = -1, begin
@@ -110,7 +102,7 @@ def _gathered_in_forward(model: ShardedModel, *, reshard: bool) -> Iterator[Term
     yield Term("communication", f"{_name(timeline, last)} all-gather", model.gathered[last], since, backward)
 
 
-def timeline_last(timeline: StepTimeline) -> int:
+def _last_block(timeline: StepTimeline) -> int:
     """Return the number of the last block; -1 if there is none."""
     return len(timeline.blocks) - 1
 
@@ -123,7 +115,7 @@ def _backward_of(model: ShardedModel, block: int, *, reshard: bool) -> Iterator[
     timeline, size, name = model.timeline, model.gathered[block], _name(model.timeline, block)
     reach, finish, leave = (timeline.at("backward", what, block) for what in ("reach", "finish", "leave"))
     if reshard and model.ranks > 1:
-        behind = min(block + 1, timeline_last(timeline))
+        behind = min(block + 1, _last_block(timeline))
         asked = timeline.at("backward", "reach", behind)
         yield Term("communication", f"{name} all-gather", size, asked, reach)
         if model.staged and behind > block:
@@ -143,16 +135,6 @@ def _unsharded_gradients(timeline: StepTimeline, block: int, until: int) -> Iter
     for number, p in enumerate(timeline.parameters):
         if p.block == block and p.trained:
             yield Term("gradients", f"{p.name}, not reduced", p.size, timeline.gradient_at(number), until)
-
-
-def _buffers(timeline: StepTimeline) -> Iterator[Term]:
-    for name, size in timeline.buffers.items():
-        yield Term("buffers", name, size)
-
-
-def _states(timeline: StepTimeline, name: str, elements: int) -> Iterator[Term]:
-    for number, each in enumerate(timeline.optimizer, 1):
-        yield Term("optimizer", f"{name} {number}", elements * each, timeline.at("forward"))
 
 
 def _name(timeline: StepTimeline, block: int) -> str:
@@ -179,15 +161,8 @@ def predict_native(config: Config, timeline: StepTimeline, ranks: int, *, device
 
 def _refuse_unplanned(cell: str, config: Config) -> None:
     """Raise Unsupported for settings that the closed forms do not cover."""
-    parallel, model = config.parallel, config.model
-    unplanned = {
-        f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
-        f"parallel.shard_over: {parallel.shard_over}": parallel.shard_over is not None,
-        f"train.sync_every: {config.train.sync_every}": config.train.sync_every is not None,
-        f"model.offload: {model.offload}": model.offload != "none",
-        "model.compile": model.compiling is not None,
-        "options.native.wrapper: dp": options_of(config).wrapper == "dp",
-        f"train.precision: {config.train.precision}": config.train.precision in ("bf16-master", "fp16"),
-    }
-    if reasons := [f"{key} is not planned yet; `unipar compare` measures it" for key, is_so in unplanned.items() if is_so]:
+    reasons = [*unplanned_settings(config)]
+    if options_of(config).wrapper == "dp":
+        reasons.append("options.native.wrapper: dp is not planned yet; `unipar compare` measures it")
+    if reasons:
         raise Unsupported(cell, reasons)

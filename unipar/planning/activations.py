@@ -1,4 +1,4 @@
-"""What a model allocates in a microbatch of any size, from records of microbatches of a few sizes."""
+"""Memory that a model allocates in a microbatch of any size, from records of microbatches of two sizes."""
 
 from __future__ import annotations
 

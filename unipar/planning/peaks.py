@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def predict_peaks(
     return found
 
 
-def _held_in_spans(terms: Sequence[Term], spans: int) -> Sequence[int]:
+def _held_in_spans(terms: Sequence[Term], spans: int) -> Any:
     """Return the bytes of a backend's terms between each moment and the next."""
     changes = np.zeros(spans + 1)
     for term in terms:

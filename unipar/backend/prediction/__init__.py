@@ -1,1 +1,1 @@
-"""What a backend predicts of a step before anything runs: its memory, and the bytes that it sends."""
+"""Prediction of a step before anything runs: what a backend holds in memory, and what it sends."""

@@ -1,4 +1,4 @@
-"""`StepTimeline` and `Prediction`: a step of training as closed forms need it, and what a backend makes of it."""
+"""`StepTimeline`, `Term`, `Prediction`: a step of training as closed forms need it, and what a backend makes of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
-from unipar.backend.engine import Category
+Category = Literal[
+    "parameters",
+    "masters",
+    "gradients",
+    "optimizer",
+    "communication",
+    "buffers",
+    "activations",
+    "temporaries",
+    "library",
+    "runtime",
+    "unattributed",
+]
+"""Purpose of memory. Engines name the first six; the others follow from the allocating code and the lifetime."""
 
 PredictedPhase = Literal["built", "forward", "backward", "update", "steady"]
 """Phases of a step, by the names of a measured account."""
@@ -108,7 +121,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank of a backend holds and sends in a step, beside the activations that the model itself makes."""
+    """Memory that one rank of a backend holds in a step, and bytes that it sends, beside the model's activations."""
 
     terms: tuple[Term, ...]
     sent: Mapping[str, int] = field(default_factory=dict[str, int])

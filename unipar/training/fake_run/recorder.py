@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -83,7 +83,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _see(self, t: Tensor, func: Any) -> None:
         storage = t.untyped_storage()
-        key = storage._cdata
+        key = _key(t)
         if key in self._live or key in self._kept:
             return
         number = len(self.blocks)
@@ -103,7 +103,7 @@ class StepRecorder(TorchDispatchMode):
         self.events += 1
 
     @contextmanager
-    def follow(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+    def follow(self, model: nn.Module, blocks: Sequence[str]) -> Generator[None]:
         """Context manager: note when a block is entered and left, and when a parameter's gradient is complete."""
         handles: list[Any] = []
         numbers = {name: number for number, name in enumerate(blocks)}
@@ -133,7 +133,11 @@ class StepRecorder(TorchDispatchMode):
                 return None
             passed: Any = _TellBackward.apply(lambda: self._note_both("finish", "leave", block), *wanted)
             made = {id(x): y for x, y in zip(wanted, passed, strict=True)}
-            return tree_map(lambda x: made.get(id(x), x), (args, kwargs))
+
+            def replaced(x: Any) -> Any:
+                return made.get(id(x), x)
+
+            return tree_map(replaced, (args, kwargs))
 
         return hook
 
@@ -142,9 +146,13 @@ class StepRecorder(TorchDispatchMode):
             if self.phase != "forward":
                 return
             self._note_both("finish", "leave", block)
+
+            def arrived(gradient: Tensor) -> None:
+                self._note_both("reach", "enter", block)
+
             for x in tree_leaves(out):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(lambda gradient: self._note_both("reach", "enter", block))
+                    x.register_hook(arrived)
 
         return hook
 
@@ -179,7 +187,10 @@ def _key(t: Tensor) -> int:
 
 
 def _pusher(modules: list[str], name: str) -> Any:
-    return lambda module, args: modules.append(name)
+    def hook(module: nn.Module, args: Any) -> None:
+        modules.append(name)
+
+    return hook
 
 
 def _popper(modules: list[str]) -> Any:
@@ -193,6 +204,4 @@ def _popper(modules: list[str]) -> Any:
 def owners_of_parameters(model: nn.Module, blocks: Sequence[str]) -> Mapping[str, int]:
     """Return the number of the block in which a parameter is, by its name."""
     starts = [(f"{name}.", number) for number, name in enumerate(blocks)]
-    return {
-        name: number for name, _ in model.named_parameters() for start, number in starts if name.startswith(start)
-    }
+    return {name: number for name, _ in model.named_parameters() for start, number in starts if name.startswith(start)}

@@ -1,4 +1,4 @@
-"""`trace_step`: what one microbatch of the user's task allocates in forward, backward and update, without allocating."""
+"""`trace_step`: what one microbatch of the user's task allocates in a step, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ def trace_step(
     """Run the task's loss on a fake batch, and its backward; return what was allocated. `model` is fake, too."""
     precision = config.train.precision
     call = ForwardCall(model, torch.device("cpu"), autocast=autocast_dtype(precision), cast=batch_dtype(precision))
+
+    def faked(x: Any) -> Any:
+        return mode.from_tensor(x) if isinstance(x, Tensor) else x
+
     with mode:
-        fake = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batch)
+        fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
     counter = FlopCounterMode(display=False)
@@ -53,6 +57,7 @@ def trace_step(
         value = call(loss, OpaqueBatch(fake))
         recorder.begin("backward")
         value.backward()
+        recorder.note("finish")
         del value
         recorder.begin("update")
         recorder.begin("steady")

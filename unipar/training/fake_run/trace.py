@@ -6,12 +6,10 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from unipar.backend.precision import parameter_dtype
 from unipar.backend.prediction.timeline import Moment, PredictedParameter, StepTimeline
@@ -72,7 +70,9 @@ def trace_task(config: Config, micro: int) -> TracedTask:
         blocks=tuple(blocks),
         moments=tuple(moment for _, moment in activations.moments),
     )
-    return TracedTask(timeline, activations, sum(p.numel() for p in model.parameters()), even=_is_even(activations, third))
+    return TracedTask(
+        timeline, activations, sum(p.numel() for p in model.parameters()), even=_is_even(activations, third)
+    )
 
 
 def _trace(
@@ -153,8 +153,3 @@ def _explain_values(what: str) -> Generator[None]:
             f"plan: {what} needs the values of a tensor ({e.func}), and a plan computes without values: keep such "
             "numbers in Python, or choose by shapes"
         ) from e
-
-
-def tensor_bytes(batch: Any) -> int:
-    """Return the bytes of the tensors of a batch."""
-    return sum(x.untyped_storage().nbytes() for x in tree_leaves(batch) if isinstance(x, Tensor))
