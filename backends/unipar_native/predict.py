@@ -71,12 +71,7 @@ def predict_sharded(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
         yield Term("parameters", p.name, own * p.element_size)
         if p.trained:
             yield from state_terms(timeline, p.name, own)
-    if model.ranks > 1:
-        yield from _gathered_in_forward(model, reshard=reshard)
-    else:
-        for block, size in model.gathered.items():
-            last = timeline.at("update") if block < 0 else timeline.at("backward", "finish", block)
-            yield Term("communication", f"{_name(timeline, block)} gathered", size, timeline.at("forward"), last)
+    yield from _gathered_in_forward(model, reshard=reshard)
     for block in reversed(blocks):
         yield from _backward_of(model, block, reshard=reshard)
     yield from _unsharded_gradients(timeline, -1, timeline.at("update"))
@@ -93,13 +88,15 @@ def _gathered_in_forward(model: ShardedModel, *, reshard: bool) -> Iterator[Term
     before, since = -1, begin
     for block in range(len(timeline.blocks)):
         reach, enter = timeline.at("forward", "reach", block), timeline.at("forward", "enter", block)
-        yield Term("communication", f"{_name(timeline, before)} all-gather", model.gathered[before], since, enter)
+        if model.ranks > 1:
+            yield Term("communication", f"{_name(timeline, before)} all-gather", model.gathered[before], since, enter)
         if model.staged:
             yield Term("communication", f"{_name(timeline, block)} staged", model.gathered[block], reach, enter)
         until = timeline.at("forward", "leave", block) if reshard else timeline.at("backward", "finish", block)
         yield Term("communication", f"{_name(timeline, block)} gathered", model.gathered[block], enter, until)
         before, since = block, reach
-    yield Term("communication", f"{_name(timeline, last)} all-gather", model.gathered[last], since, backward)
+    if model.ranks > 1:
+        yield Term("communication", f"{_name(timeline, last)} all-gather", model.gathered[last], since, backward)
 
 
 def _last_block(timeline: StepTimeline) -> int:
@@ -114,21 +111,21 @@ def _backward_of(model: ShardedModel, block: int, *, reshard: bool) -> Iterator[
     """
     timeline, size, name = model.timeline, model.gathered[block], _name(model.timeline, block)
     reach, finish, leave = (timeline.at("backward", what, block) for what in ("reach", "finish", "leave"))
+    behind = min(block + 1, _last_block(timeline))
     if reshard and model.ranks > 1:
-        behind = min(block + 1, _last_block(timeline))
         asked = timeline.at("backward", "reach", behind)
         yield Term("communication", f"{name} all-gather", size, asked, reach)
         if model.staged and behind > block:
             yield Term("communication", f"{name} staged", size, asked, timeline.at("backward", "enter", behind))
+    if reshard:
         yield Term("communication", f"{name} gathered", size, reach, finish)
     whole = model.gradient_bytes[block]
     until = timeline.at("backward", "finish", block - 1) if block else timeline.at("update")
     yield Term("communication", f"{name} reduce-scatter", whole, finish, until)
-    staged = model.staged and model.ranks > 1
-    if staged:
+    if model.staged:
         yield Term("communication", f"{name} reduce-scatter staged", whole, finish, leave)
-    yield from _unsharded_gradients(timeline, block, finish if staged else leave)
-    yield Term("gradients", name, whole // model.ranks, finish if staged else leave, timeline.at("steady"))
+    yield from _unsharded_gradients(timeline, block, finish if model.staged else leave)
+    yield Term("gradients", name, whole // model.ranks, finish if model.staged else leave, timeline.at("steady"))
 
 
 def _unsharded_gradients(timeline: StepTimeline, block: int, until: int) -> Iterator[Term]:
@@ -155,7 +152,7 @@ def predict_native(config: Config, timeline: StepTimeline, ranks: int, *, device
         terms = predict_whole(timeline, buckets=True) if shard == "nothing" else predict_optimizer(timeline, ranks)
         return Prediction(tuple(terms))
     compute = 2 if config.train.precision == "bf16-master" else None
-    model = ShardedModel.of(timeline, ranks, compute=compute, staged=device == "cpu")
+    model = ShardedModel.of(timeline, ranks, compute=compute, staged=device == "cpu" and ranks > 1)
     return Prediction(tuple(predict_sharded(model, reshard=shard == "parameters")))
 
 

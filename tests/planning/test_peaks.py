@@ -15,25 +15,25 @@ from unipar.planning.activations import Activations, AllocatedBlock
 from unipar.planning.peaks import predict_peaks
 
 MOMENTS = (
-    *((0, Moment("forward", "begin")), (0, Moment("forward", "reach", 0)), (0, Moment("forward", "enter", 0))),
-    *((2, Moment("forward", "finish", 0)), (2, Moment("forward", "leave", 0))),
-    *((2, Moment("forward", "reach", 1)), (2, Moment("forward", "enter", 1))),
-    *((3, Moment("forward", "finish", 1)), (3, Moment("forward", "leave", 1))),
-    *((3, Moment("backward", "begin")), (3, Moment("backward", "reach", 1)), (3, Moment("backward", "enter", 1))),
-    *((5, Moment("backward", "gradient", 1, 1)), (5, Moment("backward", "finish", 1))),
-    *((5, Moment("backward", "leave", 1)), (5, Moment("backward", "reach", 0)), (5, Moment("backward", "enter", 0))),
-    *((7, Moment("backward", "gradient", 0, 0)), (7, Moment("backward", "finish", 0))),
-    *((7, Moment("backward", "leave", 0)), (7, Moment("backward", "finish")), (7, Moment("update", "begin"))),
-    (7, Moment("steady", "begin")),
+    *((0, Moment("forward", "begin")), (1, Moment("forward", "reach", 0)), (2, Moment("forward", "enter", 0))),
+    *((5, Moment("forward", "finish", 0)), (6, Moment("forward", "leave", 0))),
+    *((7, Moment("forward", "reach", 1)), (8, Moment("forward", "enter", 1))),
+    *((9, Moment("forward", "finish", 1)), (10, Moment("forward", "leave", 1))),
+    *((11, Moment("backward", "begin")), (12, Moment("backward", "reach", 1)), (13, Moment("backward", "enter", 1))),
+    *((15, Moment("backward", "gradient", 1, 1)), (16, Moment("backward", "finish", 1))),
+    *((17, Moment("backward", "leave", 1)), (18, Moment("backward", "reach", 0)), (19, Moment("backward", "enter", 0))),
+    *((21, Moment("backward", "gradient", 0, 0)), (22, Moment("backward", "finish", 0))),
+    *((23, Moment("backward", "leave", 0)), (24, Moment("backward", "finish")), (25, Moment("update", "begin"))),
+    (26, Moment("steady", "begin")),
 )
-"""Two blocks with a matrix each; the events between them are in ALLOCATED."""
+"""Two blocks with a matrix each; the ticks between them are allocations, in ALLOCATED."""
 
 ALLOCATED = Activations(
     (
-        AllocatedBlock(0.0, 100.0, "mm", "a", 0, 6),  # freed in backward: an activation
-        AllocatedBlock(0.0, 30.0, "gelu", "a", 1, 2),  # freed in forward
-        AllocatedBlock(40.0, 10.0, "mm", "", 3, 4),
-        AllocatedBlock(40.0, 0.0, "mm", "", 5, None),
+        AllocatedBlock(0.0, 100.0, "mm", "a", 3, 20),  # freed in backward: an activation
+        AllocatedBlock(0.0, 30.0, "gelu", "a", 4, 8),  # freed in forward
+        AllocatedBlock(40.0, 10.0, "mm", "", 14, 14),
+        AllocatedBlock(40.0, 0.0, "mm", "", 20, None),
     ),
     MOMENTS,
     (0.0, 0.0),

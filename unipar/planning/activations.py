@@ -23,10 +23,10 @@ class AllocatedBlock:
     """Name of the module that ran; empty in backward."""
 
     born: int
-    """Number of the event that allocates it."""
+    """Tick at which it is allocated; each allocation and each moment of a step is a tick."""
 
     died: int | None
-    """Number of the event that frees it; None: it is there to the end."""
+    """Last tick at which it is there; None: it is there to the end."""
 
     becomes_gradient: bool = False
     """True if it is the gradient of a parameter from then on, which the backend's terms count."""
@@ -38,7 +38,7 @@ class AllocatedBlock:
 
 @dataclass(frozen=True)
 class Activations:
-    """All blocks that a microbatch allocates, and the moments of the step by the number of events before them."""
+    """All blocks that a microbatch allocates, and the moments of the step, each with its tick."""
 
     blocks: tuple[AllocatedBlock, ...]
     moments: tuple[tuple[int, Moment], ...]
@@ -49,35 +49,35 @@ class Activations:
     """Base and slope of the operations of forward and backward."""
 
     @property
-    def events(self) -> int:
-        """Number of allocations and frees."""
-        return len(self.blocks) + sum(block.died is not None for block in self.blocks)
+    def ticks(self) -> int:
+        """Number of allocations and moments."""
+        return len(self.blocks) + len(self.moments)
 
     def levels(self, micro: int) -> Any:
-        """Return the bytes that are allocated after each event, before the first one included."""
-        return np.concatenate([[0], np.cumsum(self._changes @ np.array([1.0, micro]))])
+        """Return the bytes that are allocated at each tick."""
+        return np.cumsum(self._changes @ np.array([1.0, micro]))[:-1]
 
     @cached_property
     def _changes(self) -> Any:
-        changes = np.zeros((self.events, 2))
+        changes = np.zeros((self.ticks + 1, 2))
         for block in self.blocks:
             changes[block.born] += (block.base, block.slope)
             if block.died is not None:
-                changes[block.died] -= (block.base, block.slope)
+                changes[block.died + 1] -= (block.base, block.slope)
         return changes
 
-    def alive(self, event: int) -> Sequence[AllocatedBlock]:
-        """Return the blocks that are there after so many events."""
-        return [b for b in self.blocks if b.born < event and (b.died is None or b.died >= event)]
+    def alive(self, tick: int) -> Sequence[AllocatedBlock]:
+        """Return the blocks that are there at a tick."""
+        return [b for b in self.blocks if b.born <= tick and (b.died is None or b.died >= tick)]
 
     def outlives_its_phase(self, block: AllocatedBlock) -> bool:
         """Return whether a block is freed in a later phase than the one that allocated it: an activation."""
         return self._phase_of(block.born) != (None if block.died is None else self._phase_of(block.died))
 
-    def _phase_of(self, event: int) -> str:
+    def _phase_of(self, tick: int) -> str:
         phase = ""
-        for before, moment in self.moments:
-            if before > event:
+        for at, moment in self.moments:
+            if at > tick:
                 break
             phase = moment.phase
         return phase

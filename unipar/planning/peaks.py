@@ -32,22 +32,21 @@ def predict_peaks(
 ) -> list[PredictedPeak]:
     """Return the peak of each phase of a step with microbatches of so many samples."""
     levels = activations.levels(micro)
-    starts = [before for before, _ in activations.moments]
-    spans = np.array([*starts, activations.events])
-    held = _held_in_spans(prediction.terms, len(starts))
+    ticks = [tick for tick, _ in activations.moments]
+    held = _held_in_spans(prediction.terms, len(ticks))
+    ticks.append(activations.ticks)
     found: list[PredictedPeak] = []
     phases: dict[PredictedPhase, list[int]] = {}
     for position, moment in enumerate(timeline.moments):
         phases.setdefault(moment.phase, []).append(position)
     for phase, positions in phases.items():
-        best, at, event = -1, positions[0], 0
+        best, at, tick = -1, positions[0], 0
         for position in positions:
-            first, last = int(spans[position]), int(spans[position + 1])
-            inside = levels[first : last + 1]
+            inside = levels[ticks[position] : ticks[position + 1]]
             top = int(np.argmax(inside))
             if (total := int(held[position] + inside[top])) > best:
-                best, at, event = total, position, first + top
-        found.append(_peak_at(phase, at, event, prediction.terms, activations, micro))
+                best, at, tick = total, position, ticks[position] + top
+        found.append(_peak_at(phase, at, tick, prediction.terms, activations, micro))
     return found
 
 
@@ -62,10 +61,10 @@ def _held_in_spans(terms: Sequence[Term], spans: int) -> Any:
 
 
 def _peak_at(
-    phase: PredictedPhase, position: int, event: int, terms: Sequence[Term], activations: Activations, micro: int
+    phase: PredictedPhase, position: int, tick: int, terms: Sequence[Term], activations: Activations, micro: int
 ) -> PredictedPeak:
     there = [t for t in terms if t.first <= position and (t.until is None or t.until > position)]
-    for block in activations.alive(event):
+    for block in activations.alive(tick):
         category: Category = "activations" if activations.outlives_its_phase(block) else "temporaries"
         name = f"{block.operation} in {block.where}" if block.where else block.operation
         there.append(Term(category, name, block.size(micro)))

@@ -27,10 +27,10 @@ class FakeBlock:
     """Name of the innermost module that ran; empty outside of modules, as in backward."""
 
     born: int
-    """Number of the event that allocated it."""
+    """Tick at which it was allocated."""
 
     died: int | None = None
-    """Number of the event that freed it; None: it was still there at the end."""
+    """Last tick at which it was there; None: it was still there at the end."""
 
     is_gradient: bool = False
     """True if it became the gradient of a parameter, when it died."""
@@ -38,17 +38,21 @@ class FakeBlock:
 
 @final
 class StepRecorder(TorchDispatchMode):
-    """Mode that records what operations allocate, until nothing refers to it any more."""
+    """Mode that records what operations allocate, until nothing refers to it any more.
+
+    Time is counted in ticks: each allocation and each moment is one. In which order memory is freed between two of them
+    does not matter.
+    """
 
     def __init__(self, kept: Iterable[Tensor]) -> None:
         """`kept`: tensors that are there before and after the step, which are not recorded."""
         super().__init__()
         self.blocks: list[FakeBlock] = []
         self.moments: list[tuple[int, Moment]] = []
-        """Moments, each with the number of events before it."""
+        """Moments, each with its tick."""
 
         self.phase: PredictedPhase = "forward"
-        self.events = 0
+        self.ticks = 0
         self._kept = {_key(t) for t in kept}
         self._live: dict[int, int] = {}
         self._modules: list[str] = []
@@ -60,7 +64,8 @@ class StepRecorder(TorchDispatchMode):
 
     def note(self, what: MomentKind, block: int = -1, parameter: int = -1) -> None:
         """Note a moment."""
-        self.moments.append((self.events, Moment(self.phase, what, block, parameter)))
+        self.moments.append((self.ticks, Moment(self.phase, what, block, parameter)))
+        self.ticks += 1
 
     def _note_both(self, before: MomentKind, after: MomentKind, block: int) -> None:
         self.note(before, block)
@@ -88,8 +93,8 @@ class StepRecorder(TorchDispatchMode):
             return
         number = len(self.blocks)
         where = self._modules[-1] if self._modules else ""
-        self.blocks.append(FakeBlock(storage.nbytes(), func.__name__, where, self.events))
-        self.events += 1
+        self.blocks.append(FakeBlock(storage.nbytes(), func.__name__, where, self.ticks))
+        self.ticks += 1
         self._live[key] = number
         weakref.finalize(storage, self._gone, key, number)
 
@@ -99,8 +104,7 @@ class StepRecorder(TorchDispatchMode):
             self._end(number)
 
     def _end(self, number: int) -> None:
-        self.blocks[number].died = self.events
-        self.events += 1
+        self.blocks[number].died = self.ticks - 1
 
     @contextmanager
     def follow(self, model: nn.Module, blocks: Sequence[str]) -> Generator[None]:

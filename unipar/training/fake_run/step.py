@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ def trace_step(
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
     counter = FlopCounterMode(display=False)
     model.train()
+    gc.collect()
     with recorder.follow(model, blocks), mode, counter, recorder:
         recorder.begin("forward")
         value = call(loss, OpaqueBatch(fake))

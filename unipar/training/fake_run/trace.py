@@ -53,7 +53,8 @@ def trace_task(config: Config, micro: int) -> TracedTask:
         cast = partial(cast_if_float, dtype=parameter_dtype(config.train.precision))
         replace_parameters(model, lambda p: nn.Parameter(cast(p.detach()), p.requires_grad))
     blocks = find_blocks(model, config, given=task.blocks(model))
-    optimizer = _optimizer_state(task, model, config, mode)
+    with _explain_values("the optimizer's step"):
+        optimizer = _optimizer_state(task, model, config, mode)
     apply_transforms(model, blocks, config)
     counts = (micro, 2 * micro, 3 * micro)
     with _explain_values("loss()"):
@@ -124,7 +125,7 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
         return x - slope * first.micro, slope
 
     blocks = [
-        AllocatedBlock(*line(x.size, y.size), x.operation, x.where, x.born, x.died, x.is_gradient)
+        AllocatedBlock(*line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient)
         for x, y in zip(a.blocks, b.blocks, strict=True)
     ]
     moments: tuple[tuple[int, Moment], ...] = tuple(a.moments)
@@ -132,7 +133,12 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
 
 
 def _what(block: FakeBlock) -> tuple[object, ...]:
-    return block.operation, block.born, block.died, block.is_gradient
+    return block.operation, block.born, block.is_gradient
+
+
+def _earlier(one: int | None, other: int | None) -> int | None:
+    """Return the earlier of two ticks: what is in a cycle of references goes when Python collects garbage."""
+    return min(one, other) if one is not None and other is not None else other if one is None else one
 
 
 def _is_even(activations: Activations, third: FakeStep) -> bool:
