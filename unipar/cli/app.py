@@ -86,6 +86,8 @@ def main() -> None:
     except Exception as e:  # a defect of unipar, or an error of the user's own code
         hint = "" if debug else " (unexpected; --debug shows where)"
         _exit_with_error(e, f"{type(e).__name__}: {e}{hint}", 1, debug=debug)
+    finally:
+        early.end_imports()
 
 
 def _exit_with_error(error: BaseException, message: str, code: int, *, debug: bool) -> None:
