@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -153,7 +154,7 @@ def test_terms_of_a_peak() -> None:
         ("native/nothing+dp", {}, "options.native.wrapper: dp is not planned yet"),
     ],
 )
-def test_what_has_no_closed_form(cell: str, more: dict[str, object], sentence: str) -> None:
+def test_what_has_no_closed_form(cell: str, more: dict[str, Any], sentence: str) -> None:
     """It is refused, with the way to learn it."""
     with pytest.raises(Unsupported, match=re.escape(sentence)):
         peaks(cell, 2, **more)
