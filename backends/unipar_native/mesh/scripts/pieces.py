@@ -63,7 +63,7 @@ def _tensor_tables(look: ModelLook, ranks: int, hidden: int | str | None) -> tup
             plan, table, refused = table_of_block(name, block, look.calls[0][name], ranks, wanted, dropping)
             known[key] = plan, table
             reasons += refused
-    refuse_empty_plans(ranks, [plan for plan, _ in known.values()])
+    refuse_empty_plans(ranks, [plan for plan, _ in known.values()], part.blocks)
     tables: list[tuple[tuple[str, ...], BlockTable, PartsTable | None]] = []
     for key, (plan, table) in known.items():
         names, parts = tuple(blocks[key]), None
