@@ -316,3 +316,14 @@ def test_a_folder_that_is_there(tmp_path: Path) -> None:
         f"--out: {folder} was not written by `unipar export`, so it is not overwritten; name another folder"
     )
     assert os.listdir(tmp_path) == ["made"]
+
+
+@pytest.mark.parametrize("to", ["torchrun", "deepspeed", "accelerate", "horovod"])
+def test_the_shipped_config(to: str, tmp_path: Path) -> None:
+    """The one that the docs export: what a script leaves out is listed, and nothing of it is refused."""
+    shipped = source.load_config_file(Path(__file__).parents[2] / "configs" / "char_gpt.yaml")
+    result = export_script(shipped, to, tmp_path / "script")
+    assert result.left_out == (
+        "eval: the script trains, and does not evaluate",
+        "checkpoint: the script does not save its state",
+    )

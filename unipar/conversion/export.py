@@ -34,6 +34,7 @@ _EXPORTED_KEYS = (
 _IGNORED_KEYS = {
     "eval": "the script trains, and does not evaluate",
     "log.to": "the script writes log.jsonl",
+    "checkpoint": "the script does not save its state",
     "launch": "the script's launcher has its own time limits",
     "compare": "",
     "out": "",
