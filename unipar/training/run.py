@@ -149,13 +149,6 @@ class TrainingRun(Run):
     def use_checkpoints(self, checkpoints: StateKeeper) -> None:
         """Save the state when it is due, at the end, and when the run is stopped."""
         self._checkpoints = checkpoints
-        for part in self._parts.values():
-            part.wants_to_save = lambda: checkpoints.wants_to_save
-
-    @property
-    def save_agreed(self) -> bool:
-        """Whether all ranks know that rank 0's clock wants a save."""
-        return any(part.save_agreed for part in self._parts.values())
 
     def check_losses(self) -> None:
         """Raise NonFinite if a loss is not finite that no step has reported yet; all ranks call this together."""
