@@ -103,6 +103,11 @@ class TrainingRun(Run):
         return self._steps
 
     @property
+    def known_steps(self) -> int | None:
+        """Number of steps of the run; None if the config counts epochs, and no data was asked for yet."""
+        return self._steps
+
+    @property
     @override
     def feed(self) -> MicrobatchFeed | StreamFeed:
         if self._feed is None:
