@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,9 @@ def test_launching_a_finished_run_changes_nothing(capsys: pytest.CaptureFixture[
         "runs/run has done its 12 steps, so nothing is left to do; to train longer, give it more (--set "
         "train.steps=...)\n"
     )
+    with pytest.raises(SystemExit) as e, unipar.join({**CONFIG, "resume": "auto"}, task=Tiny, quiet=True):
+        pytest.fail("the loop of a script was reached")
+    assert e.value.code == 0
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
@@ -100,6 +105,9 @@ def test_a_new_training_moves_the_old_checkpoints() -> None:
         plan.next_attempt((), UniparError("killed"))
         assert not (plan.out / "checkpoints").exists()
         assert (plan.out / "attempt-1/checkpoints/step-00000002/manifest.json").exists()
+        save_two_steps(plan.out / "checkpoints")
+    with replace(plan, goes_on=True).create_folder():  # as when torchrun starts it again
+        assert sorted(os.listdir(plan.out / "attempt-2")) == ["checkpoints"]
     goes_on = planned(launch__restarts=1, out="other")
     with goes_on.create_folder() as goes_on:
         save_two_steps(goes_on.out / "checkpoints")

@@ -17,7 +17,7 @@ from typing import Any
 from unipar.errors import ConfigError, OutExists
 from unipar.run_folder.attempts import count_attempts, reached_step
 from unipar.run_folder.error_file import read_error_file, read_run_error
-from unipar.run_folder.layout import CHECKPOINTS, attempts_path, read_launch_file
+from unipar.run_folder.layout import CHECKPOINTS_OF_RUN, attempts_path, read_launch_file
 from unipar.utils.files import write_file_atomically
 from unipar.utils.procfs import boot_id
 
@@ -214,7 +214,7 @@ def begin_next_attempt(
         row["ended"] = end
         with attempts_path(out).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        for pattern in (*_FILES_OF_AN_ATTEMPT, *((CHECKPOINTS,) if anew else ())):
+        for pattern in (*_FILES_OF_AN_ATTEMPT, *((CHECKPOINTS_OF_RUN,) if anew else ())):
             for path in out.glob(pattern):
                 kept.mkdir(exist_ok=True)
                 path.rename(kept / path.name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from unipar.utils.address import Location, parse_location
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS_OF_RUN = "checkpoints"
 """Name of the folder of checkpoints in a run folder."""
 
 
@@ -53,7 +53,7 @@ def checkpoint_folder(run: Path, to: str | None) -> Location:
     Below `to` each run has a folder of its own, whose name is in its launch.json.
     """
     if to is None:
-        return run / CHECKPOINTS
+        return run / CHECKPOINTS_OF_RUN
     own = read_launch_file(run).get("checkpoints")
     return parse_location(to) / own if own else parse_location(to)
 
