@@ -145,8 +145,8 @@ def test_a_start_is_checked_before_a_folder_is_made(here: Path) -> None:
          "checkpoints/step-00000002, checkpoints/step-00000001"),
         (str(two), {"train__steps": 2}, f"checkpoint {two} has done 2 steps, and the run has 2: nothing is left to do; "
          "give it more (--set train.steps=...)"),
-        (str(two), {"model__weights": str(weights)}, f"model.weights is given, and the run would begin with the "
-         f"weights of the checkpoint {two}: leave out model.weights, or the checkpoint (--from, resume)"),
+        (str(two), {"model__weights": {"file": str(weights)}}, "model.weights is given, and the run would begin "
+         f"with the weights of the checkpoint {two}: leave out model.weights, or the checkpoint (--from, resume)"),
         (str(two), {"out": "old", "overwrite": True}, f"the checkpoint {two} is in old, which --overwrite would "
          "delete: name another folder (out: ..., or --out DIR), or go on there with --resume"),
     ]  # fmt: skip

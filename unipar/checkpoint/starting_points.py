@@ -64,7 +64,7 @@ def check_start(path: str, config: Config, said: Collection[str], overwritten: P
     Hashes are left to the ranks. `said`: keys of the config that were given for this run; `overwritten`: folder that
     is deleted first.
     """
-    if "model.weights" in said and config.model.weights is not None:
+    if config.model.loading is not None and any(f"{key}.".startswith("model.weights.") for key in said):
         raise ConfigError(
             f"model.weights is given, and the run would begin with the weights of the checkpoint {path}: leave out "
             "model.weights, or the checkpoint (--from, resume)"
