@@ -90,6 +90,7 @@ def test_version(unipar: Any) -> None:
         (["chek"], "No such command 'chek'"),
         (["run"], "Missing argument 'FILE'"),
         (["run", "x.yaml", "--bakend", "native"], "No such option"),
+        (["verify", "x.yaml", "--resume", "--from", "y"], "give --resume, to save and go on from there, or --from"),
     ],
 )
 def test_a_wrong_command(unipar: Any, words: list[str], sentence: str) -> None:

@@ -78,7 +78,7 @@ class Slow(Tiny):
             time.sleep(0.02)
 
 if __name__ == "__main__":
-    config = {**CONFIG, "train": {**CONFIG["train"], "steps": 5000}, "data": {"workers": 1}}
+    config = {**CONFIG, "train": {**CONFIG["train"], "steps": 5000}, "data": {"workers": 1}, "log": {"every": 9999}}
     config["checkpoint"] = {"every": None, "async": sys.argv[1] == "async"}
     config["launch"] = {"grace": 1, "deadline": sys.argv[2] if len(sys.argv) > 2 else None}
     try:

@@ -56,6 +56,15 @@ def test_what_is_no_run_is_not_overwritten(tmp_path: Path, config: object, launc
     assert (tmp_path / "model.safetensors").exists()
 
 
+def test_files_are_replaced_whole(tmp_path: Path) -> None:
+    """A write that ends in the middle, here at a character that cannot be written, leaves the run as it was."""
+    folder.write_run_files(tmp_path, CONFIG, LAUNCH)
+    with pytest.raises(UnicodeEncodeError):
+        folder.write_run_files(tmp_path, CONFIG + "\ud800", LAUNCH)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "launch.json"]
+    assert folder.newest_run_folder(tmp_path, alone=True) == tmp_path
+
+
 def test_a_loop_of_a_script_is_a_run_too(tmp_path: Path) -> None:
     """Its launch.json names the script instead of a task."""
     for _ in range(2):

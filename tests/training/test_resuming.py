@@ -285,6 +285,36 @@ def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     assert "its bytes changed" in str(caught.value) or "step-00000006" in str(caught.value)
 
 
+def test_the_start_is_taken_where_all_own_checkpoints_are_broken(tmp_path: Path) -> None:
+    """A second attempt of a run that began from a path goes back to it; if that is broken as well, all is told."""
+    trained(tmp_path / "first", **settings(2, checkpoint={"every": 2}))
+    start, run = tmp_path / "first/checkpoints/step-00000002", tmp_path / "run"
+    trained(run, **settings(4, checkpoint={}, resume=str(start)))
+    (run / "attempts.jsonl").write_text("{}\n", "utf-8")
+    broken = run / "checkpoints/step-00000004/manifest.sha256"
+    broken.unlink()
+    trained(run, **settings(4, checkpoint={}, resume=str(start)))
+    (row,) = rows(run, "resumed")
+    missing = f"{broken}: cannot be opened (No such file or directory)"
+    assert (row["step"], row["path"], row["passed"]) == (2, str(start), [missing])
+    broken.unlink()
+    (start / "state.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        trained(run, **settings(4, checkpoint={}, resume=str(start)))
+    assert str(caught.value) == (f"{start / 'state.json'}: missing, though manifest.json lists it; {missing}")
+
+
+def test_a_run_whose_end_was_not_written_only_ends(tmp_path: Path) -> None:
+    """It was killed between its last save and its end: no step is taken again, and it is no error."""
+    trained(tmp_path / "run", **settings(4, checkpoint={}))
+    before = rows(tmp_path / "run", "step")
+    Ledger.trim(ledger_path(tmp_path / "run", 0), 4)
+    assert rows(tmp_path / "run", "end") == []
+    trained(tmp_path / "run", **settings(4, checkpoint={}, resume="auto"))
+    assert [row["steps"] for row in rows(tmp_path / "run", "end")] == [4]
+    assert rows(tmp_path / "run", "step") == before
+
+
 def test_a_state_behind_a_bad_loss_is_not_published(tmp_path: Path) -> None:
     """A loss that became NaN since the last logged step ends the run before the state is saved."""
 

@@ -80,7 +80,7 @@ def _without_folder(key: str, value: Any) -> tuple[str, Any]:
     return key, PurePath(value).name if key == "task.use" and isinstance(value, str) else value
 
 
-def sections_said(origins: Mapping[str, str], by: Collection[str] = ("--set", "overrides")) -> Iterator[str]:
+def sections_said(origins: Mapping[str, str], by: Collection[str] = ("--set", "--out", "overrides")) -> Iterator[str]:
     """Yield the keys of a config that a person has given in the command or in the call that starts it."""
     for key, origin in origins.items():
         if origin in by:

@@ -54,7 +54,9 @@ def run_launch(
         plan = PreparedRun.of(prepare(config, task, overrides, functions=functions), overwrite=overwrite)
         _earlier_launches[:] = _launches_without(plan.out)
         plan = plan.after(_earlier_launches)
-        if plan.place is not None:
+        if plan.finished:
+            out = _show_finished(plan, quiet)
+        elif plan.place is not None:
             early.end_imports()
             out = _train_in_process(plan, make_task(task, functions, plan.config, plan.ref), quiet)
         else:
@@ -90,6 +92,9 @@ def run_join(
             yield run
         return
     plan = PreparedRun.of(prepare(config, task, overrides, code="in the script"), overwrite=overwrite)
+    if plan.finished:
+        _show_finished(plan, quiet)
+        raise SystemExit(0)
     if plan.place is None and plan.size > 1:
         _rerun_script_in_workers(plan, quiet)
     early.end_imports()
@@ -143,6 +148,13 @@ def _fork_server(
             server.start([plan.backend], look)
             look()
         yield server
+
+
+def _show_finished(plan: PreparedRun, quiet: bool) -> Path:
+    """Print that the run has done all its steps, unless it is quiet; return its folder, in which nothing is changed."""
+    if not quiet and (plan.place is None or plan.place.rank == 0):
+        sys.stderr.write(f"{plan.finished}\n")
+    return plan.out
 
 
 def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> Path:

@@ -16,6 +16,12 @@ from unipar.backend.checks import CheckedSource, given_source
 from unipar.backend.installed import library_versions, machine_summary
 from unipar.checkpoint.changes import sections_said
 from unipar.checkpoint.protocol.verifying import find_checkpoints
+from unipar.checkpoint.starting_points import (
+    check_start,
+    configured_folder,
+    describe_finished_run,
+    refuse_lost_checkpoints,
+)
 from unipar.checkpoint.storage.remote import open_file_system
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
@@ -26,7 +32,7 @@ from unipar.distributed.restarts import LaunchedJob, find_job
 from unipar.errors import ConfigError, UniparError, Unsupported, WorldMismatch
 from unipar.model import weight_file
 from unipar.run_folder import folder
-from unipar.run_folder.layout import checkpoint_folder, read_launch_file
+from unipar.run_folder.layout import read_launch_file
 from unipar.task import Task
 from unipar.task.importing import LaunchReached, is_importing_task
 from unipar.task.reference import TaskRef
@@ -138,6 +144,9 @@ class PreparedRun:
     goes_on: bool = False
     """Whether the run goes on in the folder of an earlier one."""
 
+    finished: str = ""
+    """Sentence that says that the earlier run has done all its steps, so that nothing is to be started; else ""."""
+
     launched: float = field(default_factory=time.monotonic)
     """Time of time.monotonic() from which `launch.deadline` counts; a restart does not change it."""
 
@@ -150,6 +159,11 @@ class PreparedRun:
         for tracker in config.log.to:
             require_tracker(tracker)
         _require_file_systems(config)
+        if overwrite and config.resume == "auto":
+            raise ConfigError(
+                "resume: auto (--resume) goes on in a run's folder, and --overwrite deletes what is in it: leave out "
+                "one of them, or begin anew with --overwrite and --set resume=never"
+            )
         ranks = prepared.ranks()
         if place is not None and place.size != ranks.number:
             raise WorldMismatch(
@@ -162,7 +176,7 @@ class PreparedRun:
         earlier = None
         if job.restarted_by:
             earlier = folder.newest_run_folder(out, alone=config.out is not None, job=job.restarted_names)
-        elif config.resume == "auto" and not overwrite:
+        elif config.resume == "auto":
             earlier = folder.newest_run_folder(out, alone=config.out is not None)
         if config.out is None and (earlier is not None or not overwrite):
             numbered = out
@@ -170,14 +184,22 @@ class PreparedRun:
             out = earlier
         elif numbered is not None:
             out = folder.first_free_folder(out)
-        if earlier is None and (place is None or place.rank == 0):
-            folder.check_run_folder(out, overwrite=overwrite)
-        why = ranks.why or prepared.why
         said = tuple(sections_said(source.origins))
+        wanted = settled.config.resume
+        finished = describe_finished_run(out, config) if earlier is not None and wanted != "never" else ""
+        if place is None or place.rank == 0:
+            if earlier is None:
+                if wanted not in (None, "auto", "never"):
+                    check_start(wanted, config, said, out if overwrite else None)
+                folder.check_run_folder(out, overwrite=overwrite)
+            elif wanted != "never" and not finished:
+                refuse_lost_checkpoints(out, config)
+        why = ranks.why or prepared.why
         run = cls(settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered, job.names)
         if earlier is not None:
             launched = folder.launch_time(earlier) if job.same_clock else None
-            run = replace(run, goes_on=True, launched=run.launched if launched is None else launched)
+            launched = run.launched if launched is None else launched
+            run = replace(run, goes_on=True, finished=finished, launched=launched)
         return run.in_folder(out)
 
     def in_folder(self, out: Path) -> Self:
@@ -203,7 +225,8 @@ class PreparedRun:
     def create_folder(self, script: Sequence[str] = ()) -> Generator[Self]:
         """Context manager: creates the run folder and locks it for this run; yields the run with that folder."""
         if self.goes_on:
-            with folder.continue_run_folder(self.out, *self._file_texts(script)):
+            anew = self.config.resume == "never"
+            with folder.continue_run_folder(self.out, *self._file_texts(script), anew=anew):
                 yield self
             return
         if self.numbered is None:
@@ -222,20 +245,20 @@ class PreparedRun:
             settled = replace(settled, config=settled.config.changed({"resume": "auto"}))
         run = replace(self, settled=settled, goes_on=True)
         ended = {"kind": type(error).__name__, "message": str(error), "time": time.time()}
-        folder.begin_next_attempt(self.out, *run._file_texts(script), ended)
+        folder.begin_next_attempt(self.out, *run._file_texts(script), ended, anew=self.config.resume == "never")
         return run
 
     def describe_start(self) -> str:
         """Return from where a further attempt begins."""
-        settings = self.config.checkpoint
         if self.config.resume == "never":
             return "it begins anew (resume: never)"
-        found = find_checkpoints(checkpoint_folder(self.out, settings.to if settings else None))
+        found = find_checkpoints(configured_folder(self.out, self.config))
         if found:
             return f"it goes on from its newest whole checkpoint, of step {found[0].step} or before"
         if self.config.resume not in (None, "auto"):
             return f"it begins again from {self.config.resume}, as it has no checkpoint of its own yet"
-        return "it begins anew, " + ("as it has no checkpoint yet" if settings else "without a section checkpoint")
+        saves = self.config.checkpoint is not None
+        return "it begins anew, " + ("as it has no checkpoint yet" if saves else "without a section checkpoint")
 
     def _own_folder(self) -> str:
         """Return the name of the run's folder below `checkpoint.to`: another for each run, the same when it goes on.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.layout import ledger_path, read_launch_file
 from unipar.run_folder.ledger import Ledger
 from unipar.utils.address import is_address
 from unipar.utils.files import relative_path
@@ -38,6 +39,13 @@ def _has_section(run: Path) -> bool:
     return path.exists() and json.loads(path.read_bytes()).get("checkpoint") is not None
 
 
+def _out_option(run: Path) -> str:
+    """Return the option that --resume needs to find the run, if its folder was given on the command line; else ""."""
+    if "out" not in read_launch_file(run).get("said", ()):
+        return ""
+    return f" --out {shlex.quote(str(relative_path(run)))}"
+
+
 def _shown(row: Mapping[str, Any]) -> str:
     path = str(row["path"])
     return path if is_address(path) else str(relative_path(Path(path)))
@@ -46,10 +54,11 @@ def _shown(row: Mapping[str, Any]) -> str:
 def describe_way_on(run: Path, step: int) -> str:
     """Return how a run that stopped after `step` steps goes on, or what would have kept its state."""
     saved = [row for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "checkpoint"]
+    resume = f"--resume{_out_option(run)}"
     if saved and saved[-1]["step"] == step:
-        return f"its state is in {_shown(saved[-1])}: go on with --resume"
+        return f"its state is in {_shown(saved[-1])}: go on with {resume}"
     if saved:
-        return f"its state after step {saved[-1]['step']} is in {_shown(saved[-1])}: go on from there with --resume"
+        return f"its state after step {saved[-1]['step']} is in {_shown(saved[-1])}: go on from there with {resume}"
     if step and _has_section(run):
         return "its state is lost: no checkpoint was saved before"
     return "its state is lost: a section checkpoint in the config would have kept it" if step else ""

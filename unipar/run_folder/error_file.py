@@ -15,7 +15,14 @@ from types import TracebackType
 from unipar.run_folder.layout import error_path, run_error_path
 from unipar.utils.files import write_file_atomically
 
-_PEER_GONE_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "has been shut down")
+_PEER_GONE_WORDS = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "has been shut down",
+    "Connection was likely closed",  # torch's store, which is in rank 0
+)
 """Parts of the error messages of a rank whose peer has ended."""
 
 _TIMEOUT_PATTERNS = (

@@ -17,7 +17,8 @@ from typing import Any
 from unipar.errors import ConfigError, OutExists
 from unipar.run_folder.attempts import count_attempts, reached_step
 from unipar.run_folder.error_file import read_error_file, read_run_error
-from unipar.run_folder.layout import attempts_path, read_launch_file
+from unipar.run_folder.layout import CHECKPOINTS_OF_RUN, attempts_path, read_launch_file
+from unipar.utils.files import write_file_atomically
 from unipar.utils.procfs import boot_id
 
 RUN_FILES = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
@@ -187,18 +188,21 @@ def _create_config_file(out: Path) -> bool:
 
 
 @contextmanager
-def continue_run_folder(out: Path, config: str, launch: str) -> Generator[None]:
+def continue_run_folder(out: Path, config: str, launch: str, *, anew: bool = False) -> Generator[None]:
     """Context manager: locks the folder of a run that goes on, and makes it ready for that, as `begin_next_attempt`."""
     with lock_folder(out):
-        begin_next_attempt(out, config, launch)
+        begin_next_attempt(out, config, launch, anew=anew)
         yield
 
 
-def begin_next_attempt(out: Path, config: str, launch: str, ended: Mapping[str, Any] | None = None) -> None:
+def begin_next_attempt(
+    out: Path, config: str, launch: str, ended: Mapping[str, Any] | None = None, *, anew: bool = False
+) -> None:
     """Make a locked run folder ready for another attempt, whose config and launch are written to it.
 
     Those of the attempt before become a line of attempts.jsonl, with the step that it had reached and the error with
-    which it ended: `ended`, or what its files say. Its logs and errors are moved to attempt-N/.
+    which it ended: `ended`, or what its files say. Its logs and errors are moved to attempt-N/; if the next one begins
+    `anew`, its checkpoints too, which are of another training.
     """
     with explain_write_errors(out):
         row: dict[str, Any] = {name: json.loads((out / name).read_bytes()) for name in RUN_FILES}
@@ -210,7 +214,7 @@ def begin_next_attempt(out: Path, config: str, launch: str, ended: Mapping[str, 
         row["ended"] = end
         with attempts_path(out).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        for pattern in _FILES_OF_AN_ATTEMPT:
+        for pattern in (*_FILES_OF_AN_ATTEMPT, *((CHECKPOINTS_OF_RUN,) if anew else ())):
             for path in out.glob(pattern):
                 kept.mkdir(exist_ok=True)
                 path.rename(kept / path.name)
@@ -234,13 +238,15 @@ def _recorded_end(out: Path) -> dict[str, Any]:
 def newest_run_folder(base: Path, *, alone: bool, job: Sequence[str] | None = None) -> Path | None:
     """Return the newest run among base, base-2, ...; with `alone` only `base` counts. None if there is none.
 
-    `job`: names of a job, one of which the run must have; None: any run counts.
+    Runs that have ended before their first step are passed over, unless there are no others. `job`: names of a job, one
+    of which the run must have; None: any run counts.
     """
     named = [base] if alone else existing_numbered_folders(base)
     runs = [path for path in named if path.is_dir() and not _why_not_a_run(path)]
     if job is not None:
         runs = [path for path in runs if not set(job).isdisjoint(read_launch_file(path).get("job", ()))]
-    return max(runs, key=lambda path: (path / next(iter(RUN_FILES))).stat().st_mtime_ns, default=None)
+    runs.sort(key=lambda path: (path / next(iter(RUN_FILES))).stat().st_mtime_ns, reverse=True)
+    return next((run for run in runs if reached_step(run) or is_locked(run)), runs[0] if runs else None)
 
 
 def launch_time(out: Path) -> float | None:
@@ -253,7 +259,7 @@ def write_run_files(out: Path, config: str, launch: str) -> None:
     """Write the texts of RUN_FILES to a run folder."""
     with explain_write_errors(out):
         for name, text in zip(RUN_FILES, (config, launch), strict=True):
-            (out / name).write_text(text, encoding="utf-8")
+            write_file_atomically(out / name, text, flush=True)
 
 
 @contextmanager

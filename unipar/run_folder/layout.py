@@ -8,6 +8,9 @@ from typing import Any
 
 from unipar.utils.address import Location, parse_location
 
+CHECKPOINTS_OF_RUN = "checkpoints"
+"""Name of the folder of checkpoints in a run folder."""
+
 
 def heartbeat_path(run: Path, rank: int) -> Path:
     """Return the path of a rank's heartbeat."""
@@ -50,7 +53,7 @@ def checkpoint_folder(run: Path, to: str | None) -> Location:
     Below `to` each run has a folder of its own, whose name is in its launch.json.
     """
     if to is None:
-        return run / "checkpoints"
+        return run / CHECKPOINTS_OF_RUN
     own = read_launch_file(run).get("checkpoints")
     return parse_location(to) / own if own else parse_location(to)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -16,7 +16,6 @@ from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import NonFinite, TaskError, UniparError
 from unipar.model.state_names import StateNames, state_names
-from unipar.training import stopping
 
 _MAX_PENDING_LOSSES = 64
 """Number of losses that are kept one by one before they are copied into the window."""
@@ -54,12 +53,6 @@ class TrainedPart:
 
         self.last: dict[str, Any] | None = None
         """Step, loss, norm and learning rate of the last report."""
-
-        self.wants_to_save: Callable[[], bool] = lambda: False
-        """Function that says whether this rank's clock wants a save."""
-
-        self.save_agreed = False
-        """Whether at the last report a rank wanted a save; equal on all ranks."""
 
         self.tied = [list(names) for names in tied]
         """Names that share one parameter."""
@@ -184,17 +177,9 @@ class TrainedPart:
             self._reduce_loss(self.window[: len(self.steps)].sum())
 
     def _reduce_loss(self, loss: Tensor) -> float:
-        """Return the sum of `loss` over ranks; raise NonFinite if a rank had a bad loss since the last report.
-
-        The same collective tells all ranks that one of them was asked to stop by a signal, and that a save is due.
-        """
+        """Return the sum of `loss` over ranks; raise NonFinite if a rank had a bad loss since the last report."""
         bad = (~self.window[: len(self.steps)].isfinite()).any().to(torch.float64)
-        stop = torch.full_like(bad, float(stopping.stop_requested()))
-        save = torch.full_like(bad, float(self.wants_to_save()))
-        total, flag, stops, saves = self.world.sum(torch.stack([loss.to(torch.float64), bad, stop, save])).tolist()
-        if stops:
-            stopping.request_stop()
-        self.save_agreed = saves > 0
+        total, flag = self.world.sum(torch.stack([loss.to(torch.float64), bad])).tolist()
         if flag:
             raise self._non_finite_error()
         return total

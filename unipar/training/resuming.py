@@ -13,6 +13,7 @@ from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.packed_values import unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
 from unipar.checkpoint.saved_state import SavedState
+from unipar.checkpoint.starting_points import describe_nothing_left
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
@@ -39,6 +40,9 @@ class ChosenCheckpoint:
 
     said: Collection[str] = ()
     """Keys of the config that were given for this run."""
+
+    own: bool = False
+    """Whether an earlier attempt of the run has saved it; if it has done all steps, the run only has to end."""
 
     @property
     def path(self) -> Location:
@@ -70,7 +74,8 @@ def choose_checkpoint(
 
     All ranks call this together: each verifies a part of every candidate, and all choose the same. A broken one is
     passed over under "auto", and an error under a path. `said`: keys of the config that were given for this run.
-    `again`: the run has begun from the path in this folder already, whose own checkpoints are newer.
+    `again`: the run has begun from the path in this folder already, whose own checkpoints are newer; the path is taken
+    if all of them are broken.
     """
     exchange = StoreExchange(world.store, world.rank, world.size, world.key("choose checkpoint"))
     auto = wanted == "auto"
@@ -80,13 +85,12 @@ def choose_checkpoint(
             own = [str(found.path) for found in find_checkpoints(folder)]
         except CheckpointError as e:
             error = str(e)
-    found = [auto or bool(own), own if auto or own else [wanted], error]
-    auto, names, error = json.loads(exchange(json.dumps(found).encode())[0])
+    own, error = json.loads(exchange(json.dumps([own, error]).encode())[0])
     if error:
         raise CheckpointError(error)
-    listed = [parse_location(name) for name in names]
     passed: list[str] = []
-    for path in listed:
+    for name in [*own, *([] if auto else [wanted])]:
+        path, is_own = parse_location(name), len(passed) < len(own)
         found, error = None, ""
         try:
             found = verify_checkpoint(path, share=(world.rank, world.size), progress=progress)
@@ -97,9 +101,9 @@ def choose_checkpoint(
         if not first and found is not None:
             called = f"checkpoint {path}"
             told = refuse_changes(found.state["config"], config.model_dump(mode="json"), said, called)
-            return ChosenCheckpoint(found, tuple(passed), tuple(told), tuple(said))
-        if not auto:
-            raise CheckpointError(first)
+            return ChosenCheckpoint(found, tuple(passed), tuple(told), tuple(said), own=is_own)
+        if not is_own:
+            raise CheckpointError("; ".join([first, *passed]))
         passed.append(first)
     if passed:
         raise CheckpointError(
@@ -128,11 +132,9 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         read = saved.bytes_read
     live.heartbeat.set_work("")
     live.go_on_from(chosen.step, lambda feed: place_feed(live, feed, chosen.checkpoint, chosen.said))
-    if (live.config.train.steps or live.task.defines("data")) and live.done >= live.steps:
-        raise CheckpointError(
-            f"checkpoint {chosen.path} has done {live.done} steps, and the run has {live.steps}: nothing is left to "
-            "do; give it more (--set train.steps=...)"
-        )
+    counted = live.config.train.steps or live.task.defines("data")
+    if counted and live.done >= live.steps and not (chosen.own and live.done == live.steps):
+        raise CheckpointError(describe_nothing_left(chosen.path, live.done, live.steps))
     live.note(
         "resumed",
         step=chosen.step,

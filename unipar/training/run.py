@@ -103,6 +103,11 @@ class TrainingRun(Run):
         return self._steps
 
     @property
+    def known_steps(self) -> int | None:
+        """Number of steps of the run; None if the config counts epochs, and no data was asked for yet."""
+        return self._steps
+
+    @property
     @override
     def feed(self) -> MicrobatchFeed | StreamFeed:
         if self._feed is None:
@@ -149,13 +154,6 @@ class TrainingRun(Run):
     def use_checkpoints(self, checkpoints: StateKeeper) -> None:
         """Save the state when it is due, at the end, and when the run is stopped."""
         self._checkpoints = checkpoints
-        for part in self._parts.values():
-            part.wants_to_save = lambda: checkpoints.wants_to_save
-
-    @property
-    def save_agreed(self) -> bool:
-        """Whether all ranks know that rank 0's clock wants a save."""
-        return any(part.save_agreed for part in self._parts.values())
 
     def check_state(self) -> None:
         """Raise NonFinite if a loss that no step has reported yet, or the state, is not; all ranks call it together."""

@@ -27,6 +27,7 @@ from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder
 from unipar.training.feeds import describe_stream_place
+from unipar.training.stopping import StepAgreement
 from unipar.utils.address import Location
 from unipar.utils.git import git_revision
 
@@ -66,6 +67,7 @@ class RunCheckpoints:
         """Whether a line has said that the stream has no state."""
 
         self._began = time.monotonic()
+        self._agreement = StepAgreement(live.world, "save", live.config.train.sync_every or 1)
         self._saver = CheckpointSaver(
             into or checkpoint_folder(run, settings.to),
             live.world,
@@ -102,25 +104,25 @@ class RunCheckpoints:
         here = attempt_together(exchange, steps_here, lambda failure, told: f"{self.folder}: {failure}")[0]
         self._last_saved, self._best = step, [pair for pair in best if pair[0] in here]
 
-    @property
-    def wants_to_save(self) -> bool:
-        """Whether this rank's clock says that a save is due; rank 0's counts."""
-        seconds = self._settings.seconds
-        return seconds is not None and self._live.rank == 0 and time.monotonic() - self._began >= seconds
-
     def at_boundary(self, done: int) -> None:
         """Save if a save is due after `done` steps; raise what made an earlier one fail."""
         self._take(self._saver.finished)
-        if self._is_due(done):
+        if self._is_due(done, timed=self._is_time(done)):
             self.save(done)
 
-    def _is_due(self, done: int) -> bool:
+    def _is_time(self, done: int) -> bool:
+        """Return whether the ranks have agreed that rank 0's clock wants a save here."""
+        seconds = self._settings.seconds
+        if seconds is None:
+            return False
+        over = self._live.rank == 0 and time.monotonic() - self._began >= seconds
+        return self._agreement(done, "its time" if over else "")
+
+    def _is_due(self, done: int, *, timed: bool) -> bool:
         if done == 0 or done == self._last_saved or not self._live.is_synchronized:
             return False
         every = self._settings.every
-        if self._settings.seconds is not None:
-            return self._live.save_agreed or self._is_best
-        return self._is_best or (isinstance(every, int) and done % every == 0)
+        return timed or self._is_best or (isinstance(every, int) and done % every == 0)
 
     def save(self, done: int) -> None:
         """Save the state after `done` steps, once an earlier save has ended."""
@@ -128,8 +130,6 @@ class RunCheckpoints:
         live = self._live
         live.check_state()  # a state behind a loss that is not finite, or that is not itself, is never published
         self._is_best, self._began, self._last_saved = False, time.monotonic(), done
-        for part in live.parts.values():
-            part.save_agreed = False
         kept = Retention(self._settings.keep, [step for step, _ in self._best])
         data, of_streams = describe_stream_place(live, done)
         if (why := data.get("stream", {}).get("why")) and not self._told:

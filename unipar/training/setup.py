@@ -103,7 +103,8 @@ def open_run(
             trackers.close()
             raise
         live.finish()
-        ledger.note("end", steps=live.done, peak_rss=peak_resident_bytes())
+        planned = {"of": live.known_steps, "epochs": config.train.epochs}
+        ledger.note("end", steps=live.done, **planned, peak_rss=peak_resident_bytes())
         world.barrier()  # no rank reads ledgers before all of them are complete
         for part in live.parts.values():
             part.engine.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from unipar.errors import Stopped, TaskError
 
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second signal counts as the first one: launchers forward what the terminal sent already."""
 
+LOOK_SECONDS = 1.0
+"""Seconds between two looks for what another rank wishes: one takes some 50 us."""
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals after which a run stops: of a scheduler, of a terminal, and a scheduler's warning (`sbatch --signal`)."""
 
 _stop_requested_at: float | None = None
 _stop_reason = ""
-"""Reason as far as this rank knows it; "" if another rank has it."""
+"""Reason of the stop; "" as long as none is requested."""
 
 _deadline: float | None = None
-"""Time of time.monotonic() at which `launch.deadline` is over; None on ranks that do not look."""
+"""Time of time.monotonic() at which `launch.deadline` is over; None on all ranks but rank 0, whose clock counts."""
 
 _previous_handlers: dict[int, Any] = {}
 """Handlers that were installed before those of `stop_on_signals`, by signal."""
@@ -70,8 +73,8 @@ def stop_requested() -> bool:
     return _stop_requested_at is not None
 
 
-def request_stop(why: str = "") -> None:
-    """Request a stop of this rank; `why` is "" if another rank knows the reason."""
+def request_stop(why: str) -> None:
+    """Request a stop of this rank for this reason."""
     global _stop_requested_at, _stop_reason
     if _stop_requested_at is None:
         _stop_requested_at, _stop_reason = time.monotonic(), why
@@ -82,59 +85,103 @@ def stop_reason() -> str:
     return _stop_reason
 
 
-class StopAgreement:
-    """Agreement of all ranks on the step after which they stop; called before each step.
+@final
+class StepAgreement:
+    """Agreement of all ranks on a step at the wish of any of them, one after another; no rank waits for another.
 
-    Each rank that knows of the stop publishes its number of steps done; all stop one step after the largest number. No
-    rank waits for another: that one may be inside a collective that needs this rank.
+    A rank that wishes one says so in the store, where others look once a second. Each rank that knows of it publishes
+    its number of steps done; the agreed step is the one after the largest number. No rank passes it unknowing: when a
+    step has ended on one rank, all have begun it, so that what they published before is in the store.
     """
+
+    def __init__(self, world: World, name: str, every: int = 1) -> None:
+        """`every`: steps between two at which all ranks have one state; they agree on such a step."""
+        self._world, self._every = world, every
+        self._name, self._round = world.key(name), 0
+        self._looked = time.monotonic()
+        self._published = False
+        self._agreed: int | None = None
+        self.reason = ""
+        """Reason of the wish, as far as this rank knows; that of the lowest rank once all have agreed."""
+
+    def __call__(self, step: int, wish: str) -> bool:
+        """Return whether `step`, the number of steps done, is the agreed one; called before each step.
+
+        `wish`: why this rank wishes one; "" if it does not.
+        """
+        world = self._world
+        if world.size == 1 or world.store is None:
+            self.reason = wish
+            return wish != "" and step % self._every == 0
+        if not self._published:
+            self.reason = wish or self._look()
+            if self.reason:
+                self._publish(step, wish)
+            return False  # this rank's number is one of those that the agreed step comes after
+        if self._agreed is None:
+            self._read()
+        if self._agreed is None or step < self._agreed:
+            return False
+        self._round, self._published, self._agreed = self._round + 1, False, None
+        return True
+
+    def _key(self, what: str | int, rounds_ago: int = 0) -> str:
+        return f"{self._name}/{self._round - rounds_ago}/{what}"
+
+    def _look(self) -> str:
+        """Return the reason of another rank's wish; "" if there is none, or it is not yet time to look."""
+        store, now = self._world.store, time.monotonic()
+        if store is None or now - self._looked < LOOK_SECONDS:
+            return ""
+        self._looked = now
+        return store.get(self._key("wish")).decode() if store.check([self._key("wish")]) else ""
+
+    def _publish(self, step: int, wish: str) -> None:
+        store, rank = self._world.store, self._world.rank
+        assert store is not None
+        if wish:
+            store.set(self._key("wish"), wish)
+        store.set(self._key(rank), f"{step} {self.reason}")
+        store.get(self._key(rank))  # it is answered when the value is there
+        self._published = True
+        if self._round > 1:  # all ranks have published in the round before, so that they need no earlier one
+            store.delete_key(self._key(rank, 2))
+            if wish:
+                store.delete_key(self._key("wish", 2))
+
+    def _read(self) -> None:
+        """Learn the agreed step if all ranks have published."""
+        world, keys = self._world, [self._key(rank) for rank in range(self._world.size)]
+        if world.device.type == "cuda":
+            world.synchronize()  # the GPU may still be computing earlier steps, which other ranks have not begun
+        assert world.store is not None
+        if world.store.check(keys):
+            told = [world.store.get(key).decode().partition(" ") for key in keys]
+            last = max(int(done) for done, _, _ in told) + 1
+            self._agreed, self.reason = last + -last % self._every, told[0][2]
+
+
+class StopAgreement:
+    """Agreement of all ranks on the step after which they stop; called before each step."""
 
     def __init__(self, world: World, every: int = 1) -> None:
         """`every`: steps between two at which all ranks have one state; they stop at such a step."""
-        self._world, self._every = world, every
-        self._published = False
-        self._last_step: int | None = None
+        self._world, self._agreement = world, StepAgreement(world, "stop", every)
 
     def __call__(self, step: int) -> None:
         """Raise Stopped if a stop was requested and `step`, the number of steps done, is the agreed last one."""
-        if stop_requested():
-            self._agree(step)
-
-    def _agree(self, step: int) -> None:
-        world = self._world
-        if world.size == 1 or world.store is None:
-            if step % self._every:
-                return
+        global _stop_reason
+        agreed = self._agreement(step, _stop_reason if stop_requested() else "")
+        if self._agreement.reason:
+            request_stop(self._agreement.reason)
+        if agreed:
+            _stop_reason = self._agreement.reason
+            self._world.barrier()  # until all ranks have read the store, which may be in a rank that exits first
             raise Stopped(f"stopped by {_stop_reason} after step {step}")
-        keys = [f"stop/{rank}" for rank in range(world.size)]
-        if not self._published:
-            self._published = True
-            if world.device.type == "cuda":
-                world.synchronize()  # the GPU may still be computing earlier steps
-            world.store.set(keys[world.rank], f"{step} {_stop_reason}")
-        if self._last_step is None and world.store.check(keys):
-            told = [world.store.get(key).decode().partition(" ") for key in keys]
-            _learn_reason(why for _, _, why in told)
-            last = max(int(done) for done, _, _ in told) + 1
-            self._last_step = last + -last % self._every
-        if self._last_step is not None and step >= self._last_step:
-            world.barrier()  # until all ranks have read the store, which may be in a rank that exits first
-            raise Stopped(f"stopped by {_stop_reason} after step {step}")
-
-
-def _learn_reason(told: Iterable[str]) -> None:
-    """Take the reason of the first rank that knows one, as all ranks do."""
-    global _stop_reason
-    _stop_reason = next((why for why in told if why), _stop_reason)
 
 
 class StateKeeper(Protocol):
     """Saver of a run's state; all ranks call its methods together."""
-
-    @property
-    def wants_to_save(self) -> bool:
-        """Whether this rank's clock says that a save is due."""
-        ...
 
     def at_boundary(self, done: int) -> None:
         """Save if a save is due after `done` steps."""

@@ -42,10 +42,16 @@ def whole(file: Path) -> Generator[Path]:
         raise
 
 
-def write_file_atomically(file: Path, text: str) -> None:
-    """Write a text file completely or not at all; if that fails, the old file stays and the OSError names `file`."""
+def write_file_atomically(file: Path, text: str, *, flush: bool = False) -> None:
+    """Write a text file completely or not at all; if that fails, the old file stays and the OSError names `file`.
+
+    `flush`: it is on the disk before it has its name, so that this holds when the machine goes down as well.
+    """
     try:
-        with whole(file) as partial:
-            partial.write_text(text, encoding="utf-8")
+        with whole(file) as partial, partial.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            if flush:
+                stream.flush()
+                os.fsync(stream.fileno())
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(file)) from None

@@ -25,6 +25,7 @@ from unipar.utils.procfs import OomKillCount, memory_cgroups
 
 OWN, ECHO = "ValueError: mine", "RuntimeError: Connection reset by peer"
 LATE = "RuntimeError: [buffer.cc:78] Timed out waiting 9ms for recv operation to complete"
+GONE = "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?"
 ABORT, KILL = -int(signal.SIGABRT), -int(signal.SIGKILL)
 
 
@@ -37,6 +38,7 @@ ABORT, KILL = -int(signal.SIGABRT), -int(signal.SIGKILL)
         ({0: (1.0, ECHO)}, {0: 1, 1: ABORT}, 1),
         ({0: (1.0, OWN)}, {0: 1, 1: KILL}, 1),
         ({0: (1.0, ECHO), 1: (2.0, OWN)}, {0: 1, 1: 1}, 1),
+        ({0: (1.0, GONE), 1: (2.0, OWN)}, {0: 1, 1: 1}, 1),
         ({0: (1.0, LATE), 1: (2.0, OWN)}, {0: 1, 1: 1}, 1),
         ({0: (1.0, OWN)}, {1: 7}, 1),
         ({}, {0: 3, 1: KILL}, 1),
@@ -48,6 +50,7 @@ ABORT, KILL = -int(signal.SIGABRT), -int(signal.SIGKILL)
         "an abort before the loss that it caused",
         "a kill before what it led to",
         "an error before the loss that it caused, though said later",
+        "an error before the loss of the store that it caused, though said later",
         "an error before the timeout that it caused",
         "one that ended before one that still runs",
         "a kill before an exit",

@@ -142,7 +142,8 @@ def _check_folder(path: Location) -> None:
     if not stat.S_ISDIR(mode):
         raise CheckpointError(f"{path}: not a folder; a checkpoint is a folder such as {step_folder_name(500)}")
     if not os.path.lexists(path / SEAL_FILE) and not os.path.lexists(path / MANIFEST_FILE):
-        inside = first_few([found.path.name for found in find_checkpoints(path)])
+        found = find_checkpoints(path) or find_checkpoints(path / "checkpoints")  # a run folder keeps them there
+        inside = first_few([str(one.path.relative_to(path)) for one in found if isinstance(one.path, Path)])
         raise CheckpointError(
             f"{path}: not a unipar checkpoint: there is no {MANIFEST_FILE} in it"
             + (f"; name one of the checkpoints in it: {inside}" if inside else "")

@@ -53,6 +53,8 @@ def verify(
     unipar verify configs/char_gpt.yaml --resume
     unipar verify configs/char_gpt.yaml --cells native/parameters --cells 'deepspeed/*' --world 4
     """
+    if resume and checkpoint is not None:
+        raise typer.BadParameter("give --resume, to save and go on from there, or --from PATH, for that checkpoint")
     source = read_config_file(file, sets, out=out)
     from unipar.verification.verify import verify as verify_cells
 
