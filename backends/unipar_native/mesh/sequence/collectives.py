@@ -124,15 +124,17 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, dim: int, span: Span, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, span: Span, dtype: torch.dtype, keeps_part: bool) -> Tensor:
         ctx.dim, ctx.span, ctx.dtype = dim, span, x.dtype
+        if keeps_part:
+            ctx.save_for_backward(x)  # it stays anyway, to be gathered again: so autograd knows of it
         with _unseen():
             return gather_parts(x.to(dtype), dim, span)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> Any:
-        return add_parts(grads[0].to(ctx.dtype), ctx.dim, ctx.span), None, None, None
+        return add_parts(grads[0].to(ctx.dtype), ctx.dim, ctx.span), None, None, None, None
 
 
 def split_sequence(x: Tensor, dim: int, span: Span) -> Tensor:
@@ -160,8 +162,9 @@ class GatheredInput:
         kind = part.device.type
         if kind != "meta" and dtype != torch.float64 and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)  # that of the product, which is less to send
-        self.whole: Tensor = _Gather.apply(part, dim % part.ndim, span, dtype)  # pyright: ignore[reportAttributeAccessIssue]
-        self._again = None if keep or span.group is None else _Again(part.detach(), dim % part.ndim, span, dtype)
+        again = not keep and span.group is not None
+        self.whole: Tensor = _Gather.apply(part, dim % part.ndim, span, dtype, again)  # pyright: ignore[reportAttributeAccessIssue]
+        self._again = _Again(part.detach(), dim % part.ndim, span, dtype) if again else None
 
     def use(self, product: Callable[[Tensor], Any]) -> Any:
         """Return what a function makes of the whole."""
