@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from typing_extensions import override
 
-from tests.support.foreign_trainers import DECAY, LAST, RATE, SAVED_AT, TOTAL, adamw, make_net
+from tests.support.foreign_task import Alike, InGroups
+from tests.support.foreign_trainers import DECAY, LAST, RATE, SAVED_AT, TOTAL, adamw, make_net, samples
 from tests.support.forks import Forks
 from tests.support.world import ROOT
 from unipar.backend.checks import read_source
@@ -31,9 +32,9 @@ from unipar.run_folder.ledger import Ledger
 pytestmark = pytest.mark.forked
 
 
-def config_file(folder: Path) -> Path:
+def config_file(folder: Path, task: str = "Foreign") -> Path:
     config: dict[str, Any] = {
-        "task": {"use": str(ROOT / "tests/support/foreign_task.py:Foreign")},
+        "task": {"use": str(ROOT / f"tests/support/foreign_task.py:{task}")},
         "backend": "single",
         "device": "cpu",
         "batch": {"total": TOTAL},
@@ -46,13 +47,15 @@ def config_file(folder: Path) -> Path:
     return file
 
 
-def config(folder: Path) -> Config:
-    return read_source(config_file(folder), ()).config
+def config(folder: Path, task: str) -> Config:
+    return read_source(config_file(folder, task), ()).config
 
 
-def imported(folder: Path, source: Path, **wish: Any) -> tuple[ImportedCheckpoint, CheckpointContents]:
+def imported(
+    folder: Path, source: Path, task: str = "Foreign", **wish: Any
+) -> tuple[ImportedCheckpoint, CheckpointContents]:
     wish = {"trust_pickle": True} | wish
-    done = import_checkpoint(config(folder), ImportWish(source, folder / "start", **wish))
+    done = import_checkpoint(config(folder, task), ImportWish(source, folder / "start", **wish))
     return done, verify_checkpoint(done.path)
 
 
@@ -146,6 +149,21 @@ def test_other_names_and_weights_only(tmp_path: Path) -> None:
     assert refused(tmp_path, tmp_path / "a.pt", rename=[("net.", "")], step=4) == (
         f"{contents.path} already exists; name another folder with -o, or delete it"
     )
+
+
+@pytest.mark.usefixtures("readers")
+def test_groups_of_the_task_say_whose_moments_they_are(tmp_path: Path) -> None:
+    """Two equal layers in two groups: refused, unless groups(model) says which is in which."""
+    net = Alike().model()
+    optimizer = torch.optim.AdamW(InGroups().groups(net))
+    (net(samples()[0]).square().mean()).backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, tmp_path / "a.pt")
+    assert "shapes do not tell which of the model's parameters" in refused(tmp_path, tmp_path / "a.pt", task="Alike")
+    _, contents = imported(tmp_path, tmp_path / "a.pt", task="InGroups")
+    with SavedState(contents.path, contents.manifest) as state:
+        for name, p in net.named_parameters():
+            assert torch.equal(state.whole(name, "exp_avg"), optimizer.state[p]["exp_avg"])
 
 
 @pytest.mark.usefixtures("readers")

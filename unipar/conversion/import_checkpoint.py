@@ -116,7 +116,24 @@ def _state_of(config: Config, modules: Mapping[str, nn.Module]) -> ModelState:
         trained += [prefix + name for name in names.trained]
         tied += [[prefix + name for name in several] for several in tied_names(module)]
     dtype = str(parameter_dtype(config.train.precision)).removeprefix("torch.")
-    return ModelState(parameters, trained, buffers, tied, dtype)
+    return ModelState(parameters, trained, buffers, tied, dtype, _groups_of_task(config, modules))
+
+
+def _groups_of_task(config: Config, modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return the names in each group that the task's groups(model) returns; none if it has no such method."""
+    from unipar.model.optimizer import parameter_groups
+    from unipar.training.task_facts import load_task
+
+    groups: list[list[str]] = []
+    for prefix, module in _prefixed(modules):
+        try:
+            given = load_task(config).groups(module)
+        except Exception:  # the model may be on meta, without values; a run says what is wrong
+            return []
+        if given is None:
+            return []
+        groups += [[prefix + n for n in g.names] for g in parameter_groups(module, config, given, own_optimizer=True)]
+    return groups
 
 
 def _save(config: Config, modules: Mapping[str, nn.Module], contents: Any, wish: ImportWish, step: int) -> int:

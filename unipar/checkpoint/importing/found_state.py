@@ -30,6 +30,9 @@ class ModelState:
     dtype: str
     """Dtype of floating-point weights and buffers, without `torch.`."""
 
+    groups: Sequence[Sequence[str]] = ()
+    """Parameters in the optimizer's groups that the task makes by its own groups(model); none if it has no such."""
+
     def target(self, name: str) -> str:
         """Return the first name of a parameter that has several."""
         return next((names[0] for names in self.tied if name in names), name)
@@ -102,6 +105,10 @@ class StateCollector:
         name = self.name(theirs)
         if name is None or name not in self.model.parameters:
             raise CheckpointError(f"{self.source}: the optimizer has a state for {theirs}, which the model lacks")
+        self.add_moment_of(name, kind, value, where)
+
+    def add_moment_of(self, name: str, kind: str, value: Any, where: Region | None = None) -> None:
+        """Add what the optimizer keeps for a parameter that is known by the model's name for it."""
         t = torch.as_tensor(value)
         if t.numel() == 1 and kind == "step":
             self.found.largest_step = max(self.found.largest_step, float(t))
