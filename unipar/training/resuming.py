@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unipar.checkpoint.changes import refuse_changes
+from unipar.checkpoint.changes import find_new_optimizers, refuse_changes
 from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.packed_values import unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
@@ -115,6 +115,10 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         refuse_other_data(live.feed, state["data"], chosen.path)
     with SavedState(chosen.path, chosen.checkpoint.manifest) as saved:
         total = _refuse_other_tensors(live, saved)
+        classes = {name: part.optimizer for name, part in live.parts.items()}
+        config, called = live.config.model_dump(mode="json"), f"checkpoint {chosen.path}"
+        begin_anew = find_new_optimizers(state, classes, config, chosen.said, called)
+        saved.weights_only = tuple(f"{name}." if len(live.parts) > 1 else "" for name in begin_anew)
         saved.on_read = lambda read: live.heartbeat.set_work("loading the checkpoint", min(read, total), total)
         live.mark("save")
         live.restore(saved)
@@ -122,7 +126,8 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
             old = state["parts"][name]
             part.skipped = int(old["skipped"])
             part.engine.restore_counters(old["counters"])
-            part.restore_groups(old["groups"])
+            if name not in begin_anew:
+                part.restore_groups(old["groups"])
         packed = state["task"]
         live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
@@ -140,7 +145,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         bytes=read,
         seconds=time.monotonic() - began,
         passed=list(chosen.passed),
-        told=list(chosen.told),
+        told=[*chosen.told, *begin_anew.values()],
         cell=state["cell"],
         size=state["ranks"],
     )

@@ -218,6 +218,7 @@ class RunCheckpoints:
                 name: {
                     "skipped": part.skipped,
                     "counters": part.engine.counters(),
+                    "optimizer": part.optimizer,
                     "groups": part.group_state(),
                     "tied": part.tied,
                     **part.state_names._asdict(),
