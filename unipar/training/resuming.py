@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unipar.checkpoint.changes import find_new_optimizers, refuse_changes
@@ -18,7 +19,7 @@ from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
-from unipar.training.feeds import place_feed, refuse_other_data
+from unipar.training.feeds import place_feed, refuse_other_data, was_in_loader
 from unipar.utils.address import Location, parse_location
 from unipar.utils.text import first_few
 
@@ -111,7 +112,8 @@ def choose_checkpoint(
 def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
     """Give a run that was just built the state of a checkpoint; all ranks call this together."""
     state, began = chosen.state, time.monotonic()
-    if live.task.defines("data"):
+    of_loader = was_in_loader(state["data"], live.task)
+    if not of_loader:
         refuse_other_data(live.feed, state["data"], chosen.path)
     with SavedState(chosen.path, chosen.checkpoint.manifest) as saved:
         total = _refuse_other_tensors(live, saved)
@@ -132,8 +134,9 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
     live.heartbeat.set_work("")
-    live.go_on_from(chosen.step, lambda feed: place_feed(live, feed, chosen.checkpoint, chosen.said))
-    if (live.config.train.steps or live.task.defines("data")) and live.done >= live.steps:
+    placed = partial(place_feed, live, saved_in=chosen.checkpoint, said=chosen.said)
+    live.go_on_from(chosen.step, placed, of_loader=of_loader)
+    if (live.config.train.steps or not of_loader) and live.done >= live.steps:
         raise CheckpointError(
             f"checkpoint {chosen.path} has done {live.done} steps, and the run has {live.steps}: nothing is left to "
             "do; give it more (--set train.steps=...)"
