@@ -130,8 +130,8 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
             part.engine.restore_counters(old["counters"])
             if name not in begin_anew:
                 part.restore_groups(old["groups"])
-        packed = state["task"]
-        live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
+        if (packed := state["task"]) is not None:  # an import has none, nor has a task that had no state() then
+            live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
     live.heartbeat.set_work("")
     placed = partial(place_feed, live, saved_in=chosen.checkpoint, said=chosen.said)
