@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,15 +48,15 @@ def config_file(folder: Path, task: str = "Foreign") -> Path:
     return file
 
 
-def config(folder: Path, task: str) -> Config:
-    return read_source(config_file(folder, task), ()).config
+def config(folder: Path, task: str, sets: Sequence[str] = ()) -> Config:
+    return read_source(config_file(folder, task), sets).config
 
 
 def imported(
-    folder: Path, source: Path, task: str = "Foreign", **wish: Any
+    folder: Path, source: Path, task: str = "Foreign", sets: Sequence[str] = (), **wish: Any
 ) -> tuple[ImportedCheckpoint, CheckpointContents]:
     wish = {"trust_pickle": True} | wish
-    done = import_checkpoint(config(folder, task), ImportWish(source, folder / "start", **wish))
+    done = import_checkpoint(config(folder, task, sets), ImportWish(source, folder / "start", **wish))
     return done, verify_checkpoint(done.path)
 
 
@@ -201,6 +202,38 @@ def test_refusals(tmp_path: Path) -> None:
         "state_dict, model_state_dict, model, module"
     )
     assert not [path for path in (tmp_path / "start").iterdir() if path.name.startswith(".tmp")]
+
+
+def test_the_place_in_the_data_needs_the_number_of_ranks(tmp_path: Path) -> None:
+    """Where it decides about the total batch it must be said, unless there is one rank, or no step was done."""
+    file = tmp_path / "model.safetensors"
+    save_file(weights(), file)
+    sets = ["backend=native", "batch={total: null, micro: 2, accumulate: 1}"]
+    assert refused(tmp_path, file, sets=sets, step=4) == (
+        f"{file} has done 4 steps, and on how many samples is not known: batch.total is micro x accumulate x data "
+        "(2 x 1 x data), and parallel.data is auto; say how many data ranks there were with --set parallel.data=N"
+    )
+    _, contents = imported(tmp_path, file, sets=[*sets, "parallel.data=2"], step=4)
+    assert contents.state["data"] == {"epoch": 0, "sample": 16, "length": 24}
+    _, contents = imported(tmp_path, file, sets=["batch={total: null, micro: 2, accumulate: 1}"], step=3)
+    assert contents.state["data"] == {"epoch": 0, "sample": 6, "length": 24}
+    _, contents = imported(tmp_path, file, sets=sets)
+    assert contents.state["data"] == {"epoch": 0, "sample": 0, "length": 24}
+
+
+@pytest.mark.usefixtures("readers")
+def test_skipped_steps_are_counted(tmp_path: Path) -> None:
+    """DeepSpeed counts steps that its loss scale skipped; the schedule of the run that goes on waits for them."""
+    folder = tmp_path / "deepspeed"
+    folder.mkdir()
+    saved = {"module": weights(), "global_steps": 5, "skipped_steps": 2, "optimizer": None}
+    torch.save(saved, folder / "mp_rank_00_model_states.pt")
+    done, contents = imported(tmp_path, folder)
+    assert (done.step, contents.state["parts"]["model"]["skipped"]) == (5, 2)
+    assert done.remarks == (
+        "2 of its steps were skipped because of the loss scale: the schedule stands 2 steps behind",
+        "it holds no state of the optimizer, which starts anew",
+    )
 
 
 class Payload:

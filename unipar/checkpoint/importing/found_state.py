@@ -43,6 +43,9 @@ class FoundState:
     """Pieces of a checkpoint that was found, and what is known about the training."""
 
     step: int | None = None
+    skipped: int = 0
+    """Number of those steps whose update was left out because of the loss scale."""
+
     pieces: list[PieceToSave] = field(default_factory=list[PieceToSave])
     remarks: list[str] = field(default_factory=list[str])
     largest_step: float = 0.0
