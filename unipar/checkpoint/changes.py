@@ -69,6 +69,25 @@ def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], said: Coll
     return [str(change) for change in (*fixed, *told)]
 
 
+def describe_other_code(saved: Mapping[str, Any], revision: str | None, code: str | None) -> list[str]:
+    """Return a sentence if the task's code is another than in a checkpoint, as far as both say it; else none.
+
+    `saved`: contents of its state.json. `revision`: of the code now, in git. `code`: hash of the task's files now.
+    """
+    before = str(saved.get("git") or "")
+    moved = bool(before and revision and before != revision)
+    commits = f": it was at commit {_short(before)}, and is at {_short(revision or '')}" if moved else ""
+    if code and (saved.get("code_sha256") or code) != code:
+        return [f"the code of the task's model or loss has changed since the checkpoint{commits}"]
+    return [f"the code around the task may have changed since the checkpoint{commits}"] if moved else []
+
+
+def _short(revision: str) -> str:
+    """Return the beginning of a commit, and whether files differ from it."""
+    commit, dash, dirty = revision.partition("-")
+    return commit[:12] + dash + dirty
+
+
 def _within(key: str, sections: Collection[str]) -> bool:
     """Return whether a key is one of some keys, or within one of some sections."""
     steps = key.split(".")

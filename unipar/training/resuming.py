@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from unipar.checkpoint.changes import find_new_optimizers, refuse_changes
+from unipar.checkpoint.changes import describe_other_code, find_new_optimizers, refuse_changes
 from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.packed_values import unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
@@ -19,8 +19,10 @@ from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
+from unipar.task.location import code_folder, code_hash
 from unipar.training.feeds import place_feed, refuse_other_data, was_in_loader
 from unipar.utils.address import Location, parse_location
+from unipar.utils.git import git_revision
 from unipar.utils.text import first_few
 
 if TYPE_CHECKING:
@@ -148,10 +150,17 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         bytes=read,
         seconds=time.monotonic() - began,
         passed=list(chosen.passed),
-        told=[*chosen.told, *begin_anew.values()],
+        told=[*chosen.told, *begin_anew.values(), *_other_code(live, state)],
         cell=state["cell"],
         size=state["ranks"],
     )
+
+
+def _other_code(live: TrainingRun, state: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if the task's code has changed since, on rank 0."""
+    if live.rank != 0:
+        return []
+    return describe_other_code(state, git_revision(code_folder(live.task)), code_hash(live.task))
 
 
 def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:

@@ -23,7 +23,7 @@ from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
-from unipar.task.location import code_folder
+from unipar.task.location import code_folder, code_hash
 from unipar.training.feeds import describe_stream_place
 from unipar.utils.address import Location
 from unipar.utils.git import git_revision
@@ -54,6 +54,7 @@ class RunCheckpoints:
         """Step and value of the best evaluations so far, the best first."""
 
         self._git = git_revision(code_folder(live.task)) if live.rank == 0 else None
+        self._code = code_hash(live.task) if live.rank == 0 else None
         self._is_best = False
         self._metrics: dict[str, float] = {}
         self._last_saved: int | None = None
@@ -207,6 +208,7 @@ class RunCheckpoints:
         return {
             "unipar": self._launched.get("versions", {}),
             "git": self._git,
+            "code_sha256": self._code,
             "time": time.time(),
             "cell": str(self._launched.get("settled", {}).get("cell", "")),
             "ranks": live.size,
