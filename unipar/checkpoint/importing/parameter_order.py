@@ -18,7 +18,7 @@ from unipar.utils.text import first_few
 _MOST_TRIALS = 100_000
 """Number of placements after which the search gives up: so many fit in part that nothing is told by shapes."""
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
 
 def names_by_number(saved: Mapping[str, Any], into: StateCollector) -> dict[Any, str]:
@@ -63,16 +63,16 @@ def _own_names(groups: Sequence[Mapping[str, Any]], into: StateCollector) -> lis
     return names if whole and len(names) == len(theirs) else None
 
 
-def _shape_of(kept: Mapping[str, Any]) -> Shape | None:
+def _shape_of(kept: Mapping[str, Any]) -> _Shape | None:
     """Return the shape of the tensors that the optimizer keeps for one parameter; None if it keeps numbers only."""
     return next((tuple(t.shape) for t in kept.values() if isinstance(t, Tensor) and t.ndim), None)
 
 
-def _matches(name: str, shape: Shape | None, model: ModelState) -> bool:
+def _matches(name: str, shape: _Shape | None, model: ModelState) -> bool:
     return shape is None or tuple(model.parameters[name]) == shape
 
 
-def _fit(groups: Sequence[Sequence[str]], shapes: Sequence[Sequence[Shape | None]], model: ModelState) -> bool:
+def _fit(groups: Sequence[Sequence[str]], shapes: Sequence[Sequence[_Shape | None]], model: ModelState) -> bool:
     return all(
         _matches(name, shape, model)
         for names, wanted in zip(groups, shapes, strict=True)
@@ -81,7 +81,7 @@ def _fit(groups: Sequence[Sequence[str]], shapes: Sequence[Sequence[Shape | None
 
 
 def _place(
-    order: Sequence[str], shapes: Sequence[Sequence[Shape | None]], model: ModelState, preferred: Sequence[int]
+    order: Sequence[str], shapes: Sequence[Sequence[_Shape | None]], model: ModelState, preferred: Sequence[int]
 ) -> list[list[str]] | None:
     """Return groups of names, each in the model's order, that fit the shapes; None if there are none, [] if unknown.
 
