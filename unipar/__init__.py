@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unipar.comparison.compare import compare
+    from unipar.comparison.plan import plan
     from unipar.comparison.scale import scale
     from unipar.config import Cell, Config
     from unipar.errors import (
@@ -59,6 +60,7 @@ __all__ = [
     "compare",
     "join",
     "launch",
+    "plan",
     "scale",
     "verify",
 ]
@@ -73,6 +75,7 @@ _HOMES = {
     "compare": "comparison.compare",
     "join": "launcher.launch",
     "launch": "launcher.launch",
+    "plan": "comparison.plan",
     "scale": "comparison.scale",
     "verify": "verification.verify",
 }

@@ -20,6 +20,7 @@ from unipar.distributed.place import Place
 from unipar_accelerate.launch_variables import find_contradictions
 
 if TYPE_CHECKING:
+    from unipar.backend.prediction.timeline import Prediction, StepTimeline
     from unipar.distributed.world import World
 
 
@@ -132,6 +133,12 @@ class Accelerate(Backend):
     @override
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
         return deepspeed.host(config, size) if uses_deepspeed(config) else super().host(config, size)
+
+    @override
+    def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+        if uses_deepspeed(config):
+            return deepspeed.predict(config, timeline, ranks, device=device)
+        return native.predict(config, timeline, ranks, device=device)
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -23,6 +23,7 @@ from unipar_deepspeed.options import (
 )
 
 if TYPE_CHECKING:
+    from unipar.backend.prediction.timeline import Prediction, StepTimeline
     from unipar.distributed.world import World
 
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
@@ -129,6 +130,12 @@ class DeepSpeed(Backend):
         if (tensor := config.parallel.tensor) > 1:
             settings["tensor_parallel"] = {"autotp_size": tensor, "partition_config": "derived when the run starts"}
         return settings
+
+    @override
+    def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+        from unipar_deepspeed.predict import predict_zero
+
+        return predict_zero(config, timeline, ranks)
 
     @override
     @contextmanager

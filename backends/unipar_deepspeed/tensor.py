@@ -134,7 +134,7 @@ def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, Whole
     facts = look_at_model(part.module, part.blocks, part.loss, given, 1)
     wanted = part.tensor or {}
     plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, wanted, matrices_left_whole)
-    refuse_empty_plans(config.parallel.tensor, plans.values())
+    refuse_empty_plans(config.parallel.tensor, plans.values(), part.blocks)
     return (batch, plans), whole_gradients(part.module, part.loss, given)
 
 

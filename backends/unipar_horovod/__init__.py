@@ -16,9 +16,10 @@ from unipar.config import Config, Section
 from unipar.config.sections.cell import AXES
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
-from unipar.errors import WorldMismatch
+from unipar.errors import Unsupported, WorldMismatch
 
 if TYPE_CHECKING:
+    from unipar.backend.prediction.timeline import Prediction, StepTimeline
     from unipar.distributed.world import World
 
 
@@ -119,6 +120,19 @@ class Horovod(Backend):
         from unipar_horovod.install import install_horovod
 
         return install_horovod(force=force)
+
+    @override
+    def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+        from unipar.backend.prediction.terms import predict_whole, unplanned_settings
+        from unipar.backend.prediction.timeline import Prediction, Term
+
+        if reasons := [*unplanned_settings(config)]:
+            raise Unsupported("horovod/nothing", reasons)
+        terms = [*predict_whole(timeline, buckets=False)]
+        if ranks > 1:
+            buffer = int(fusion_buffer_bytes(config, sum(p.numel for p in timeline.parameters)))
+            terms.append(Term("communication", "Horovod's fusion buffer", buffer, timeline.at("forward")))
+        return Prediction(tuple(terms))
 
     @override
     def join(self, config: Config, place: Place) -> World:

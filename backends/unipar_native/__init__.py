@@ -17,6 +17,7 @@ from unipar_native.mesh_settings import describe_attention, describe_proof, mesh
 from unipar_native.options import NativeOptions, options_of
 
 if TYPE_CHECKING:
+    from unipar.backend.prediction.timeline import Prediction, StepTimeline
     from unipar.distributed.world import World
 
 _NO_FP32_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
@@ -109,6 +110,12 @@ class Single(Backend):
         return {}
 
     @override
+    def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+        from unipar_native.predict import predict_single
+
+        return predict_single(config, timeline)
+
+    @override
     def join(self, config: Config, place: Place) -> World:
         return _meet(config, place)
 
@@ -195,6 +202,12 @@ class Native(Backend):
         return settings | (
             {"ZeroRedundancyOptimizer": ZERO_OPTIMIZER_SETTINGS} if config.parallel.shard == "optimizer" else {}
         )
+
+    @override
+    def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+        from unipar_native.predict import predict_native
+
+        return predict_native(config, timeline, ranks, device=device)
 
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:

@@ -21,7 +21,7 @@ from unipar_native import ZERO_OPTIMIZER_SETTINGS, options_of, uses_ddp
 from unipar_native.mesh.scripts.pipeline import pipeline_script
 from unipar_native.mesh.scripts.split import split_script
 
-_CARRIED_OPTIONS = frozenset({"find_unused", "bucket_mb"})
+_CARRIED_OPTIONS = frozenset({"find_unused", "bucket_mb", "vocabulary", "attention"})
 
 
 def script(outline: Outline) -> Script:

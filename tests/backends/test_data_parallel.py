@@ -24,7 +24,7 @@ from tests.support.running import running
 from tests.support.tiny import Tiny
 from unipar.backend import Micro, Part, cells, checks, resources
 from unipar.backend.resources import RankCount
-from unipar.cli.commands.explain import explain_config
+from unipar.cli.commands.config.explain import explain_config
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_given_config

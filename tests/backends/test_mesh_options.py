@@ -98,5 +98,9 @@ def test_no_vocabulary_to_split(tmp_path: Path, parallel: dict[str, int], senten
 def test_a_block_that_is_one_matrix(tmp_path: Path) -> None:
     """With one layer, the repeated modules of the model are matrices, which have nothing to be paired with."""
     one = {**LETTERS, "args": {**LETTERS["args"], "layers": 1}}
-    with pytest.raises(TaskError, match=re.escape("parallel.tensor: 2 would split nothing of this model (")):
+    sentence = (
+        "parallel.tensor: 2 splits matrices within blocks, and each block of this model is one layer (layers.0.mlp.0, "
+        "layers.0.mlp.2): name the modules around them in model.blocks, or leave tensor out"
+    )
+    with pytest.raises(TaskError, match=re.escape(sentence)):
         losses(tmp_path / "one", one, {"tensor": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from unipar_native.mesh.pipeline.torch_schedules import refuse_other_shapes
 from unipar_native.mesh.words import refuse_part
 
+import unipar
 from unipar.backend import Micro, Part, registry
 from unipar.config import Config
 from unipar.errors import TaskError
@@ -113,3 +115,22 @@ def test_fewer_blocks_than_stages() -> None:
         "parallel.pipeline: 4 stages (2 on each of 2 ranks, by interleaved) need a block each, and the model has 3 "
         "(0, 1, 2): lower pipeline, take schedule 1f1b, or name smaller blocks in model.blocks"
     )
+
+
+@pytest.mark.sweep
+@pytest.mark.forked
+def test_a_shape_that_is_new_to_one_share_of_the_data(tmp_path: Path) -> None:
+    """All ranks find shapes again, as FSDP2 gathers on all or on none; the losses are those of one process."""
+    config = {
+        "task": {"use": f"{Path(__file__).parents[1]}/support/pipelined.py:Skewed"},
+        "device": "cpu",
+        "batch": {"total": 8, "micro": 2},
+        "data": {"ragged": "drop", "shuffle": False},
+        "train": {"steps": 4, "optimizer": {"name": "adamw", "lr": 0.01}, "seed": 3},
+        "log": {"every": 1},
+        "launch": {"heartbeat": 60},
+    }
+    split = {"data": 2, "pipeline": 2, "schedule": "interleaved", "shard": "parameters"}
+    one = unipar.launch({**config, "backend": "single", "out": str(tmp_path / "one")}, quiet=True)
+    four = unipar.launch({**config, "parallel": split, "out": str(tmp_path / "four")}, quiet=True)
+    assert [loss for _, loss in four.losses] == pytest.approx([loss for _, loss in one.losses], rel=1e-6)

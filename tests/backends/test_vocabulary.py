@@ -21,16 +21,16 @@ pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # torch
 
 def test_losses_of_a_split_vocabulary(tmp_path: Path) -> None:
     """Losses and gradients are the whole one's, and cross entropy gathers nothing; other losses gather and are right,
-    as is the best word."""
+    as is the best word. So it is in exported scripts."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with WorkerGroup(tmp_path, 2, "tests.support.tensor_inside:words", environment={"PYTHONPATH": path}) as workers:
         workers.wait()
     for rank in range(2):
         said: dict[str, Any] = json.loads((tmp_path / f"said-{rank}.json").read_text("utf-8"))
-        assert len(said) == 2 * len(LOSSES)
+        assert len(said) == 4 * len(LOSSES)
         assert {name: off for name, (off, _, _) in said.items() if off > 2e-6} == {}
         assert {name for name, (_, _, right) in said.items() if not right} == set()
-        times = {name.partition(" ")[2]: times for name, (_, times, _) in said.items()}
+        times = {name.partition(": ")[2]: times for name, (_, times, _) in said.items()}
         assert {name: n > 0 for name, n in times.items()} == {name: name.startswith("gathered") for name in LOSSES}
 
 

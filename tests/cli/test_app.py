@@ -36,6 +36,7 @@ COMMANDS = (
         "verify",
         "check",
         "explain",
+        "plan",
         "export",
         "import",
         "schema",
@@ -264,12 +265,13 @@ CALLED = {
     "compare": "unipar.comparison.compare.compare",
     "scale": "unipar.comparison.scale.scale",
     "verify": "unipar.verification.verify.verify",
-    "explain": "unipar.cli.commands.explain.explain_config",
+    "explain": "unipar.cli.commands.config.explain.explain_config",
+    "plan": "unipar.comparison.plan.plan",
 }
 """The function behind each command that takes cells."""
 
 
-@pytest.mark.parametrize("verb", ["compare", "scale", "verify", "explain"])
+@pytest.mark.parametrize("verb", ["compare", "scale", "verify", "explain", "plan"])
 def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     """Cells may be separated by commas, as numbers of ranks are, and the option may be repeated."""
     asked: list[Any] = []

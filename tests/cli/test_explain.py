@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from unipar.cli.commands.check import check_config
-from unipar.cli.commands.explain import Explanation, explain_config
+from unipar.cli.commands.config.check import check_config
+from unipar.cli.commands.config.explain import Explanation, explain_config
 from unipar.config.source import ConfigSource, load_config_file
 from unipar.errors import ConfigError, OutExists, TaskError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unipar.cli.commands.schema import schema_text, write_schema
+from unipar.cli.commands.config.schema import schema_text, write_schema
 from unipar.config import Config
 from unipar.config.validation_errors import list_known_keys
 from unipar.errors import ConfigError

@@ -2,100 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.char_gpt import CharGPT
-from tests.support import split_models
-from tests.support.exports import FORGETS, HIDES
 from tests.support.forks import Forks
-from tests.support.world import ROOT
-from unipar import Task, join
+from tests.support.split_scripts import MODELS, TASKS, TOLD, compare, exported, play, refused, require_clean, run
 from unipar.config import source
 from unipar.conversion.export import export_script
-from unipar.errors import UniparError
-
-BIN = Path(sys.executable).parent
-MODELS, CHARACTERS = ROOT / "tests/support/split_models.py", ROOT / "examples/char_gpt.py"
-TOLD: dict[str, Any] = {
-    "task": {"use": f"{MODELS}:Llama"},
-    "device": "cpu",
-    "parallel": {"data": 1},
-    "batch": {"total": 8, "micro": 2},
-    "train": {
-        "steps": 4,
-        "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-5},
-        "clip": 0.5,
-        "seed": 3,
-    },
-    "log": {"every": 1},
-}
-TASKS: dict[str, dict[str, Any]] = {
-    "gpt": {"use": f"{CHARACTERS}:CharGPT", "args": {"layers": 4, "width": 32, "heads": 4, "context": 16}},
-    **{name.lower(): {"use": f"{MODELS}:{name}"} for name in ("GPT2", "Llama", "Bert")},
-    "whole": {"use": f"{MODELS}:KeptWhole", "args": {"kind": "multihead"}},
-    **{kind: {"use": f"{MODELS}:Kinds", "args": {"kind": kind}} for kind in ("plain", "dry")},
-}
-WEIGHTS = """
-    weights, named = {}, dict(locals()).get("parts", ())
-    for name, p in model.named_parameters():
-        p = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
-        sketch = torch.stack([p.double().sum(), p.double().square().sum()])
-        if name in named:
-            dist.all_reduce(sketch, group=mesh["tensor"].get_group())
-        weights[name] = sketch.tolist()
-    Path(f"weights{dist.get_rank()}.json").write_text(json.dumps(weights))
-"""
-"""Lines at the end of a script's training: sum and sum of squares of each whole parameter that a rank knows."""
-
-
-def alone(told: Mapping[str, Any], folder: Path) -> tuple[list[float], dict[str, list[float]]]:
-    """Return the losses of one process, and a sketch of its weights after training."""
-    losses: list[float] = []
-    changed = {"backend": "single", "parallel": {"data": 1}, "out": str(folder / "alone")}
-    name = str(told["task"]["use"]).rpartition(":")[2]
-    task: type[Task] = CharGPT if name == "CharGPT" else getattr(split_models, name)
-    with join({**told, **changed}, task=task, overwrite=True) as run:
-        for share in run.batches():
-            loss = run.step(share).loss
-            assert loss is not None
-            losses.append(loss)
-        (part,) = run.parts.values()
-        named = [(name, p.detach().double()) for name, p in part.module.named_parameters()]
-        return losses, {name: [float(p.sum()), float(p.square().sum())] for name, p in named}
-
-
-def exported(told: Mapping[str, Any], folder: Path) -> Path:
-    """Return the folder of an exported script that writes a sketch of its weights at the end."""
-    script = export_script(source.load_given_config(told), "torchrun", folder / "made").folder
-    text = (script / "train.py").read_text("utf-8")
-    end = "    dist.destroy_process_group()\n"
-    assert text.count(end) == 1
-    (script / "train.py").write_text(text.replace(end, WEIGHTS + end), encoding="utf-8")
-    return script
-
-
-def compare(script: Path, told: Mapping[str, Any], folder: Path) -> None:
-    """Require the losses and the weights of one process."""
-    rows = [json.loads(line) for line in (script / "log.jsonl").read_text("utf-8").splitlines()]
-    losses, weights = alone(told, folder)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=2e-6)
-    seen: set[str] = set()
-    for file in sorted(script.glob("weights*.json")):
-        made = json.loads(file.read_text("utf-8"))
-        seen |= set(made)
-        for name, sketch in made.items():
-            assert sketch == pytest.approx(weights[name], rel=2e-5, abs=2e-4), f"{file.name} {name}"
-    assert seen == set(weights)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +24,11 @@ def compare(script: Path, told: Mapping[str, Any], folder: Path) -> None:
         pytest.param("whole", {"tensor": 2}, 2, marks=pytest.mark.sweep),
         pytest.param("dry", {"tensor": 2, "context": 2, "shard": "parameters"}, 4, marks=pytest.mark.sweep),
         pytest.param("plain", {"tensor": 2, "pipeline": 2}, 4, marks=pytest.mark.sweep),
+        pytest.param("gpt2", {"context": 2, "pipeline": 2}, 4, marks=pytest.mark.sweep),
+        pytest.param("bert", {"context": 2, "pipeline": 2, "schedule": "gpipe"}, 4, marks=pytest.mark.sweep),
+        pytest.param("llama", {"context": 2, "pipeline": 2, "shard": "parameters"}, 4, marks=pytest.mark.sweep),
+        pytest.param("gpt", {"context": 2, "pipeline": 2, "data": 2, "shard": "optimizer"}, 8, marks=pytest.mark.sweep),
+        pytest.param("dry", {"context": 2, "pipeline": 2, "tensor": 2}, 8, marks=pytest.mark.sweep),
     ],
 )
 def test_a_script_trains_as_one_process(
@@ -115,11 +36,17 @@ def test_a_script_trains_as_one_process(
 ) -> None:
     """Ragged texts with weights, and dropout in attention, in hidden states and in what is cut; unipar is hidden."""
     told = {**TOLD, "task": TASKS[task], "parallel": {"data": 1, **parallel}}
-    script = exported(told, tmp_path)
-    (tmp_path / "start.py").write_text(HIDES + FORGETS, encoding="utf-8")
-    for done in forks.ranks([str(tmp_path / "start.py")], script, {"OMP_NUM_THREADS": "1"}, size=ranks):
-        assert done.returncode == 0, done.stdout + done.stderr
-    compare(script, told, tmp_path)
+    play(told, ranks, tmp_path, forks)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "parallel", [{"schedule": "interleaved", "sequence": True, "shard": "optimizer"}, {"schedule": "zerobubble"}]
+)
+def test_parts_of_blocks_in_two_stages_of_a_rank(parallel: dict[str, Any], tmp_path: Path, forks: Forks) -> None:
+    """The schedules of torch beside tensor, with hidden states cut along the sequence in each stage and whole ones."""
+    told = {**TOLD, "task": TASKS["gpt"], "parallel": {"data": 1, "tensor": 2, "pipeline": 2, **parallel}}
+    play({**told, "data": {"ragged": "drop"}}, 4, tmp_path, forks)
 
 
 @pytest.mark.sweep
@@ -146,17 +73,6 @@ def test_a_script_runs_by_its_command(task: str, parallel: dict[str, Any], ranks
     assert f"--nproc-per-node {ranks} " in (script / "README.md").read_text("utf-8")
     run(script, tmp_path)
     compare(script, told, tmp_path)
-
-
-def run(script: Path, folder: Path) -> None:
-    """Run a script by its command in an environment without unipar."""
-    (folder / "sitecustomize.py").write_text(HIDES, encoding="utf-8")
-    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
-    variables = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PATH": path}
-    done = subprocess.run(
-        [str(script / "run.sh")], env=variables, capture_output=True, text=True, check=False, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_tables_of_a_script(tmp_path: Path) -> None:
@@ -209,24 +125,21 @@ def test_a_script_is_clean(
     require_clean(told, tmp_path)
 
 
-@pytest.mark.parametrize(("shard", "clip"), [("nothing", 0.5), ("optimizer", None)])
-def test_a_script_of_a_pipeline_is_clean(shard: str, clip: float | None, tmp_path: Path) -> None:
-    """Linter and formatter have nothing to say about tensor in a pipeline either."""
-    told = {**TOLD, "task": TASKS["gpt2"], "parallel": {"data": 1, "tensor": 2, "pipeline": 2, "shard": shard}}
+@pytest.mark.parametrize(
+    ("shard", "clip", "axes"),
+    [
+        ("nothing", 0.5, {"tensor": 2}),
+        ("optimizer", None, {"tensor": 2}),
+        ("nothing", 0.5, {"context": 2}),
+        ("optimizer", 0.5, {"tensor": 2, "context": 2}),
+        ("nothing", None, {"tensor": 2, "context": 2}),
+    ],
+)
+def test_a_script_of_a_pipeline_is_clean(shard: str, clip: float | None, axes: dict[str, int], tmp_path: Path) -> None:
+    """Linter and formatter have nothing to say about further axes in a pipeline either."""
+    told = {**TOLD, "task": TASKS["gpt2"], "parallel": {"data": 1, **axes, "pipeline": 2, "shard": shard}}
     told["train"] = {**TOLD["train"], "clip": clip}
     require_clean(told, tmp_path)
-
-
-def require_clean(told: Mapping[str, Any], tmp_path: Path) -> None:
-    """Require that ruff accepts the script of a config."""
-    folder = export_script(source.load_given_config(told), "torchrun", tmp_path / "made").folder
-    for words in (
-        ["check", "--isolated", "--select", "E,F,I,UP,B,RUF", "--ignore", "B905", "--line-length", "120"],
-        ["format", "--isolated", "--line-length", "120", "--diff"],
-    ):
-        command = [str(BIN / "ruff"), *words, "train.py", "samples.py"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -294,18 +207,6 @@ def require_clean(told: Mapping[str, Any], tmp_path: Path) -> None:
         ),
         (
             "plain",
-            {"pipeline": 2, "context": 2},
-            "native/nothing+pipeline2+context2: parallel.context: a script has a pipeline or sequences over context, "
-            "not both: leave one of them out of the export",
-        ),
-        (
-            "plain",
-            {"tensor": 2, "sequence": True},
-            "native/nothing+tensor2+sequence: parallel.sequence: a script does not cut what lies between blocks over "
-            "the ranks of tensor; leave it out (--set parallel.sequence=false)",
-        ),
-        (
-            "plain",
             {"tensor": 3},
             "parallel.tensor: 3 would split nothing of this model (down: 3 does not divide its 32 outputs; out: 3 does "
             "not divide its 32 outputs; qkv: 3 does not divide the 32 outputs of one of its parts): leave tensor out, "
@@ -319,29 +220,6 @@ def test_refused(kind: str, parallel: dict[str, Any], sentence: str, tmp_path: P
     lines = MODELS.read_text("utf-8").splitlines()
     expected = re.sub("<(.*?)>", lambda m: str(1 + next(i for i, line in enumerate(lines) if m[1] in line)), sentence)
     assert refused({**TOLD, "task": task, "parallel": {"data": 1, **parallel}}, tmp_path) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            {"vocabulary": "split"},
-            "native/nothing: options.native.vocabulary: a script does not carry it; leave it out",
-        ),
-    ],
-)
-def test_options_are_refused(options: dict[str, str], sentence: str, tmp_path: Path) -> None:
-    """A vocabulary over ranks exists in unipar only."""
-    told = {**TOLD, "parallel": {"data": 1, "tensor": 2}, "options": {"native": options}}
-    assert refused(told, tmp_path) == sentence
-
-
-def refused(told: Mapping[str, Any], tmp_path: Path) -> str:
-    """Return why a config is not exported."""
-    with pytest.raises(UniparError) as e:
-        export_script(source.load_given_config(told), "torchrun", tmp_path / "made")
-    assert list(tmp_path.iterdir()) == []
-    return str(e.value)
 
 
 def test_parts_that_compute_something_else_are_refused(tmp_path: Path) -> None:

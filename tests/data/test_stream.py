@@ -16,7 +16,7 @@ from typing_extensions import override
 from tests.support.running import running
 from tests.support.streams import Counted, Noisy, Numbers, Sharded, Streamed
 from tests.support.world import PYTHONPATH_VARIABLE
-from unipar.cli.commands.explain import explain_config
+from unipar.cli.commands.config.explain import explain_config
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_config_file, load_given_config

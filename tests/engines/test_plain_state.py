@@ -79,8 +79,9 @@ def test_other_values_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         play(tmp_path / "run", 2, lambda: {"count": 0, "factor": 1.0, "history": [1]}, checkpoint={})
     assert str(caught.value) == (
-        "the optimizer keeps 'history' of weight as a list: a checkpoint holds tensors, and Python's int (of 64 bits), "
-        "float, bool and None; keep it as one of these"
+        f"checkpoint of step 2 in {tmp_path}/run/checkpoints: rank 0: the optimizer keeps 'history' of weight as a "
+        "list: a checkpoint holds tensors, and Python's int (of 64 bits), float, bool and None; keep it as one of "
+        "these; nothing was written"
     )
 
 

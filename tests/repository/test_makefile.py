@@ -108,6 +108,7 @@ def test_every_command_is_there(target: str) -> None:
             {
                 "chaos/test_checkpoint_kills.py",
                 "chaos/test_checkpoint_mutations.py",
+                "chaos/test_faults.py",
                 "chaos/test_kills.py",
                 "chaos/test_training_kills.py",
             },

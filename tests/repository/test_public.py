@@ -36,6 +36,7 @@ NAMES = {
     "compare",
     "join",
     "launch",
+    "plan",
     "scale",
     "verify",
 }

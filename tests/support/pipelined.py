@@ -71,13 +71,40 @@ class Texts(unipar.Task):
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-class Own(Texts):
-    """The same, with groups and cuts of its own."""
+class Lines(Texts):
+    """20 texts, padded to one length in each 8 that follow one another, and to another in the next 8."""
 
     @override
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        return [{"params": [*model.parameters()]}]
+    def data(self) -> Any:
+        return [F.pad(text, (0, 5 + i // 8 - len(text)), value=-1) for i, text in enumerate(super().data())]
+
+
+class Own(Lines):
+    """The same, with groups and cuts of its own: a tied matrix, the last layer, and the rest, each at its own rate."""
+
+    def __init__(self, width: int = 16, second: int = 1) -> None:
+        super().__init__(width)
+        self.second = second
+
+    @override
+    def groups(self, model: Any) -> list[dict[str, Any]]:
+        last = [*model.layers[3].parameters()]
+        apart = {id(p) for p in (model.embedding.weight, *last)}
+        return [
+            {"params": model.embedding.weight, "lr": 0.05},
+            {"params": last, "weight_decay": 0.0},
+            {"params": (p for p in model.parameters() if id(p) not in apart), "lr": 0.02},
+        ]
 
     @override
     def cuts(self, stages: int) -> list[str]:
-        return ["layers.1"]
+        return [f"layers.{number}" for number in range(self.second, stages)]
+
+
+class Skewed(Texts):
+    """Texts of other lengths on the second share of the data than on the first, which change at other steps."""
+
+    @override
+    def data(self) -> Any:
+        drawn = torch.Generator().manual_seed(0)
+        return [torch.randint(1, 7, (10 + (i // 8) * (i % 4 // 2),), generator=drawn) for i in range(32)]

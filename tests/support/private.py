@@ -37,7 +37,7 @@ def enter_private_network() -> None:
         unshare(CLONE_NEWUSER | CLONE_NEWNET)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path("/proc/self", name).write_text(text, encoding="ascii")
-    _up("lo")
+    _set_flags("lo", IFF_UP)
 
 
 def add_loopback_address(text: str) -> None:
@@ -48,9 +48,14 @@ def add_loopback_address(text: str) -> None:
             fcntl.ioctl(asked, request, name)
 
 
-def _up(name: str) -> None:
+def take_down_loopback() -> None:
+    """No loopback any more in this network, which must be one of this process's own."""
+    _set_flags("lo", 0)
+
+
+def _set_flags(name: str, flags: int) -> None:
     with socket.socket() as asked:
-        fcntl.ioctl(asked, SIOCSIFFLAGS, struct.pack("16sH14x", name.encode(), IFF_UP))
+        fcntl.ioctl(asked, SIOCSIFFLAGS, struct.pack("16sH14x", name.encode(), flags))
 
 
 if __name__ == "__main__":

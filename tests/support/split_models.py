@@ -12,7 +12,7 @@ from typing_extensions import override
 
 import unipar
 
-WORDS, LENGTH, WIDTH, HEADS = 61, 16, 32, 4
+WORDS, LENGTH, WIDTH, HEADS = 62, 16, 32, 4
 
 
 def made(name: str, config: str, **sizes: Any) -> Any:
@@ -87,6 +87,7 @@ class Layer(nn.Module):
         super().__init__()
         self.kind, self.heads, self.width = kind, HEADS, WIDTH
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.leave = nn.Dropout(0.1 * (kind == "dropped"))
         self.up, self.drop, self.down = (
             nn.Linear(WIDTH, 2 * WIDTH),
             nn.Dropout(0.2 * (kind != "dry")),
@@ -96,8 +97,8 @@ class Layer(nn.Module):
         if kind == "multihead":
             self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
 
-    def attend(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
+    def attend(self, x: Tensor, given: Tensor) -> Tensor:
+        b, t, _ = (given if self.kind == "top" else x).shape
         heads = 4 if self.kind == "literal" else self.heads
         q, k, v = (y.view(b, t, heads, 8).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         scale = self.width**-0.5 if self.kind == "scale" else None
@@ -115,10 +116,19 @@ class Layer(nn.Module):
         if self.kind == "multihead":
             x = x + self.attention(normed, normed, normed, need_weights=False)[0]
         else:
-            x = x + self.attend(normed)
+            x = x + self.attend(normed, x)
         hidden = self.up(x)
         hidden = F.dropout(hidden, 0.1, self.training) if self.kind == "functional" else self.drop(hidden.relu())
-        return x + self.down(hidden)
+        out = self.leave(self.down(hidden)) * (x.shape[1] if self.kind == "longer" else 1)
+        return x + (F.dropout(out, 0.1, self.training) if self.kind == "functional parts" else out)
+
+
+class ScaledWords(nn.Embedding):
+    """Embedding whose rows are multiplied."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return 2.0 * super().forward(input)
 
 
 class Layers(nn.Module):
@@ -127,7 +137,9 @@ class Layers(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.between = kind == "between"
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.reused = kind == "reused"
+        words = ScaledWords if kind == "scaled" else nn.Embedding
+        self.words, self.head = words(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
 
     @override
@@ -135,7 +147,7 @@ class Layers(nn.Module):
         x = self.words(words)
         for layer in self.layers:
             x = layer(F.dropout(x, 0.1, self.training) if self.between else x)
-        return self.head(x)
+        return self.head(x) + F.linear(x, self.words.weight) if self.reused else self.head(x)
 
 
 class Kinds(Texts):

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from tests.support.tensor_blocks import Called, library_blocks, own_blocks
 from unipar.backend import registry
+from unipar.backend.export import read_template, render_template
 from unipar.config import Config
 from unipar.distributed.place import Place
 from unipar.errors import TaskError
@@ -180,10 +181,39 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
 """Losses of words; those that need the logits of all words at once are called so."""
 
 
+def cut_by_engine(model: nn.Module, rank: int, ranks: int) -> None:
+    """Cut a model's vocabulary as the engine does."""
+    from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, cut_vocabulary, find_vocabulary
+
+    found = find_vocabulary(model, [], ranks)
+    made: dict[int, nn.Parameter] = {}
+    for path, cut in cut_vocabulary(model, found, ranks).items():
+        owner, _, key = path.rpartition(".")
+        module = model.get_submodule(owner)
+        old = module.get_parameter(key)
+        local = made.setdefault(id(old), nn.Parameter(cut.local(old.detach(), rank)))
+        module.register_parameter(key, local)
+    group: Any = dist.group.WORLD
+    arm_vocabulary(model, found, group)
+
+
+def cut_by_script(model: nn.Module, rank: int, ranks: int) -> None:
+    """Cut a model's vocabulary as an exported script does."""
+    flags: dict[str, bool] = dict.fromkeys(("numbers", "dropouts", "transposed", "padding", "wholes"), True)
+    flags |= dict.fromkeys(("sequence", "behind", "masks"), False)
+    head = "from __future__ import annotations\nfrom collections.abc import *\nfrom dataclasses import dataclass\n"
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "nn": nn, "F": F, "Tensor": Tensor, "Any": Any}
+    names |= {"TENSOR": ranks, "EMBEDDING": "table", "HEAD": "head"}
+    for name in ("tensor.txt", "vocabulary.txt"):
+        text = read_template("unipar_native.mesh.scripts", name)
+        exec(head + render_template(text, flags, {"tensor": str(ranks), "plans": ""}), names)
+    assert names["Words"](dist.group.WORLD).cut(model) >= {"table.weight", "head.weight"}
+
+
 def words(place: Place, folder: Path, control: socket.socket | None) -> None:
     """Write down differences between a split vocabulary and a whole one, and how often logits were gathered."""
     world = join(place)
-    from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, cut_vocabulary, find_vocabulary
+    from unipar_native.mesh.tensor.vocabulary import cut_vocabulary, find_vocabulary
 
     gathers: list[int] = []
     plain = dist.all_gather
@@ -193,9 +223,9 @@ def words(place: Place, folder: Path, control: socket.socket | None) -> None:
         return plain(*args, **kwargs)
 
     dist.all_gather = counted
-    group: Any = dist.group.WORLD
     said: dict[str, Any] = {}
-    for tied, bias in ((True, False), (False, True)):
+    cases = [(*case, cut) for cut in (cut_by_engine, cut_by_script) for case in ((True, False), (False, True))]
+    for tied, bias, cut_model in cases:
         torch.manual_seed(0)
         whole = Words(tied=tied, bias=bias)
         ids = torch.randint(0, 32, (4, 5))
@@ -203,16 +233,8 @@ def words(place: Place, folder: Path, control: socket.socket | None) -> None:
         labels[1, :3] = 4
         for name, loss in LOSSES.items():
             part, whole = copy.deepcopy(whole), copy.deepcopy(whole)
-            found = find_vocabulary(part, [], place.size)
-            cuts = cut_vocabulary(part, found, place.size)
-            made: dict[int, nn.Parameter] = {}
-            for path, cut in cuts.items():
-                owner, _, key = path.rpartition(".")
-                module = part.get_submodule(owner)
-                old = module.get_parameter(key)
-                local = made.setdefault(id(old), nn.Parameter(cut.local(old.detach(), place.rank)))
-                module.register_parameter(key, local)
-            arm_vocabulary(part, found, group)
+            cuts = cut_vocabulary(whole, find_vocabulary(whole, [], place.size), place.size)
+            cut_model(part, place.rank, place.size)
             gathers.clear()
             mine, theirs = part(ids), whole(ids)
             own, expected = loss(mine, labels), loss(theirs, labels)
@@ -224,7 +246,7 @@ def words(place: Place, folder: Path, control: socket.socket | None) -> None:
                 gradient: Any = whole.get_parameter(path).grad
                 worst.append(off(part.get_parameter(path).grad, cut.local(gradient, place.rank)))
             right = torch.equal(mine.argmax(-1), theirs.argmax(-1)) and mine.shape == theirs.shape
-            said[f"{'tied' if tied else 'apart'} {name}"] = [max(worst), times, right]
+            said[f"{cut_model.__name__} {'tied' if tied else 'apart'}: {name}"] = [max(worst), times, right]
             whole.zero_grad()
     (folder / f"said-{place.rank}.json").write_text(json.dumps(said), encoding="utf-8")
     world.close()

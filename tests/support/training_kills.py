@@ -72,7 +72,7 @@ def play(folder: Path, cell: str, kills: int, seed: int, to: str | None = None) 
     """
     draw, played, began = random.Random(f"{cell} {seed}"), Played(cell), time.monotonic()
     folder.mkdir(parents=True)
-    config = _config(cell, to)
+    config = endless_config(cell, to)
     (folder / "killed.json").write_text(json.dumps(config), "utf-8")
     run = folder / "runs" / "killed"
     for _ in range(kills):
@@ -84,7 +84,8 @@ def play(folder: Path, cell: str, kills: int, seed: int, to: str | None = None) 
         (folder / f"{name}.json").write_text(
             json.dumps(config | {"train": config["train"] | {"steps": steps}}), "utf-8"
         )
-        done = subprocess.run(_command(name, resume), cwd=folder, env=_environment(), check=False, capture_output=True)
+        command, environment = killed_command(name, resume), run_environment()
+        done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()
     told, whole = step_losses(run), step_losses(folder / "runs" / "whole")
     if told != whole:
@@ -94,7 +95,8 @@ def play(folder: Path, cell: str, kills: int, seed: int, to: str | None = None) 
     return played
 
 
-def _config(cell: str, to: str | None) -> dict[str, Any]:
+def endless_config(cell: str, to: str | None = None) -> dict[str, Any]:
+    """Return the config of a run on two ranks that saves every few steps and does not end by itself."""
     parsed = Cell.parse(cell)
     axes = {key: size for key, size in parsed.axes.sizes.items() if size > 1}
     return {
@@ -109,11 +111,13 @@ def _config(cell: str, to: str | None) -> dict[str, Any]:
     }
 
 
-def _command(name: str, *flags: str) -> list[str]:
+def killed_command(name: str, *flags: str) -> list[str]:
+    """Return the command that runs a config of this folder."""
     return [sys.executable, "-m", "unipar", "run", f"{name}.json", *flags]
 
 
-def _environment() -> dict[str, str]:
+def run_environment() -> dict[str, str]:
+    """Return the environment in which it runs."""
     return {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
 
 
@@ -124,15 +128,20 @@ def _kill_once(folder: Path, run: Path, to: str | None, draw: random.Random, pla
     before, flags = len(rows_of(run, "start")), ["--resume"] * run.exists()
     with (folder / "said.txt").open("wb") as said:
         process = subprocess.Popen(
-            _command("killed", *flags), cwd=folder, env=_environment(), stdout=said, stderr=said, process_group=0
+            killed_command("killed", *flags),
+            cwd=folder,
+            env=run_environment(),
+            stdout=said,
+            stderr=said,
+            process_group=0,
         )
     until = time.monotonic() + START
-    while not _trains(run, before):
+    while not has_trained(run, before):
         if process.poll() is not None or time.monotonic() > until:
             raise AssertionError(f"{played.cell} did not train: {(folder / 'said.txt').read_text('utf-8')}")
         time.sleep(0.01)
     time.sleep(draw.uniform(0.0, LATEST if to is None else 4 * LATEST))
-    ranks = [pid for rank in (0, 1) if (pid := _pid_of(run, rank)) is not None]
+    ranks = [pid for rank in (0, 1) if (pid := pid_of_rank(run, rank)) is not None]
     victim = draw.choice(VICTIMS)
     played.kills[victim] += 1
     for pid in {"a rank": [draw.choice(ranks)], "the parent": [process.pid], "all": [process.pid, *ranks]}[victim]:
@@ -165,12 +174,13 @@ def _names_in(folder: Location) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
-def _pid_of(run: Path, rank: int) -> int | None:
+def pid_of_rank(run: Path, rank: int) -> int | None:
+    """Return the process of a rank in the last attempt; None if it has not begun."""
     starts = rows_of(run, "start", rank=rank)
     return starts[-1]["pid"] if starts else None
 
 
-def _trains(run: Path, before: int) -> bool:
+def has_trained(run: Path, before: int) -> bool:
     """Return whether the attempt after `before` ones has logged a step."""
     rows = rows_of(run)
     starts = [i for i, row in enumerate(rows) if row["event"] == "start"]

@@ -18,6 +18,7 @@ from unipar.errors import Unsupported
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
     from unipar.backend.foreign import ForeignConfigReader
+    from unipar.backend.prediction.timeline import Prediction, StepTimeline
     from unipar.config import Config
     from unipar.distributed.launchers import Launcher
     from unipar.distributed.place import Place
@@ -121,6 +122,13 @@ class Backend(ABC):
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         """Return the config that the library will be given; rules instead of numbers if `parameters` is unknown."""
         return {}
+
+    def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+        """Return what the fullest of so many ranks on `device` (cpu or cuda) holds and sends in a step.
+
+        Closed forms, without a process; raise Unsupported for a config that they do not cover.
+        """
+        raise Unsupported(self.name, ["its memory is not planned yet; `unipar compare` measures it"])
 
     @abstractmethod
     def dtypes(self, config: Config) -> Dtypes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from typing_extensions import override
+
+from unipar.backend.prediction.timeline import Category as Category
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,22 +26,6 @@ LossFn = Callable[["nn.Module", Any, int], Any]
 
 Mark = Callable[[str], None]
 """Callback by which an engine reports the phase that begins."""
-
-
-Category = Literal[
-    "parameters",
-    "masters",
-    "gradients",
-    "optimizer",
-    "communication",
-    "buffers",
-    "activations",
-    "temporaries",
-    "library",
-    "runtime",
-    "unattributed",
-]
-"""Purpose of memory. Engines name the first six; the others follow from the allocating code and the lifetime."""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,9 @@ class Outline:
 
     blocks: tuple[str, ...]
     parameters: int
+    cuts: tuple[str, ...] | None = None
+    """Blocks with which the task lets the second and each further stage of a pipeline begin; None: it does not say."""
+
     load: Callable[[], tuple[Part, Callable[[int], list[Any]]]] | None = None
     """Function that creates the model with its values, for a script that depends on more than names, and returns with
     it a function that reads so many of the first microbatches."""

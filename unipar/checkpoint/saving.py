@@ -15,7 +15,7 @@ from typing_extensions import Buffer
 
 from unipar.backend import Piece, Region
 from unipar.checkpoint.format.names import ITEM_BYTES
-from unipar.checkpoint.protocol.agreement import Exchange
+from unipar.checkpoint.protocol.agreement import Exchange, attempt_together
 from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.store_exchange import StoreExchange
@@ -25,6 +25,10 @@ from unipar.utils.address import Address, Location
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
+
+
+GatheredState = tuple[Iterable[Piece], Mapping[str, Any]]
+"""Pieces of state that a rank holds, and rank 0's contents of state.json."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,27 @@ class CheckpointSaver:
         self._copies: dict[tuple[str, str, Region], Tensor] = {}
         self._save: _Save | None = None
 
-    def save(self, step: int, pieces: Iterable[Piece], state: Mapping[str, Any], retention: Retention) -> None:
-        """Save the state; asynchronously, return once it is copied. `state` is rank 0's, for state.json."""
+    def save(self, step: int, gather: Callable[[], GatheredState], retention: Retention) -> None:
+        """Save what `gather` returns; asynchronously, return once it is copied.
+
+        If it fails on one rank, or gives what a checkpoint cannot hold, all ranks raise the same CheckpointError.
+        """
         assert self._save is None, "a save is under way"
         began = time.monotonic()
         self._mark("save")
-        given = sorted(map(self._piece, pieces), key=_place)  # the same state gives the same bytes
+        given: list[PieceToSave] = []
+        state: Mapping[str, Any] = {}
+
+        def prepare() -> None:
+            nonlocal state
+            pieces, state = gather()
+            given.extend(sorted(map(self._piece, pieces), key=_place))  # the same state gives the same bytes
+
+        attempt_together(
+            self._exchange(self._world.key("checkpoint pieces"), waits=True),
+            prepare,
+            lambda failure, told: f"checkpoint of step {step} in {self.folder}: {failure}; nothing was written",
+        )
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         total = sum(p.where.numel * ITEM_BYTES[p.dtype] for p in given)
@@ -108,9 +127,10 @@ class CheckpointSaver:
             progress=advance,
         )
 
-    def _exchange(self, key: str) -> Exchange:
+    def _exchange(self, key: str, *, waits: bool = False) -> Exchange:
+        """Return a collective of all ranks; `waits`: training waits for it, which the heartbeat tells."""
         world = self._world
-        waiting = (lambda: None) if self._asynchronous else (lambda: self._mark("waiting"))
+        waiting = (lambda: self._mark("waiting")) if waits or not self._asynchronous else (lambda: None)
         return StoreExchange(world.store, world.rank, world.size, key, waiting)
 
     @property

@@ -22,6 +22,7 @@ HELP = """One PyTorch training loop under many backends, from one config.
     unipar check configs/char_gpt.yaml         would it start? answered without torch
     unipar explain configs/char_gpt.yaml       every value, and where it came from
     unipar verify configs/char_gpt.yaml        do all cells give the numbers of one process?
+    unipar plan configs/char_gpt.yaml          what will fit, before anything runs
     unipar run configs/char_gpt.yaml           train
     """
 
@@ -33,11 +34,12 @@ COMMANDS = {
     "report": "report:report",
     "verify": "verify:verify",
     "checkpoint": "checkpoint.group:build_group",
-    "check": "check:check_run",
-    "explain": "explain:explain",
+    "check": "config.check:check_run",
+    "explain": "config.explain:explain",
+    "plan": "config.plan:plan",
     "export": "convert:export",
     "import": "convert:import_",
-    "schema": "schema:build_schema",
+    "schema": "config.schema:build_schema",
     "backends": "backends:print_backends",
     "doctor": "doctor:run_doctor",
     "install": "backends:install",

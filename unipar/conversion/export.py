@@ -135,7 +135,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
     """
     from unipar.backend.export import Outline
     from unipar.conversion.user_code import extract_user_code
-    from unipar.training.task_facts import gather_task_facts, load_part, load_task
+    from unipar.training.task_facts import cuts_of_task, gather_task_facts, load_part, load_task
 
     config = source.config
     sizes = config.batch.settle(resources.count_ranks(config).number // config.parallel.axes.ranks)
@@ -177,11 +177,12 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
         steps=config.train.steps or (config.train.epochs or 0) * depth.per_epoch,
         origin=Path(source.label).name,
         task=ref.task.name,
-        gives=frozenset(name for name in (*TASK_FUNCTIONS, "prepare", "cuts", "tensor") if task.defines(name)),
+        gives=frozenset(name for name in (*TASK_FUNCTIONS, "prepare", "tensor") if task.defines(name)),
         loader=bool(depth.data),
         taken=depth.loader_arguments,
         blocks=depth.blocks,
         parameters=depth.parameters,
+        cuts=cuts_of_task(task, config.parallel.axes.stages) if config.parallel.pipeline > 1 else None,
         load=partial(load_part, config, sizes),
     )
     return outline, files

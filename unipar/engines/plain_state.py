@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,8 +20,17 @@ def encode_plain(key: str, value: Any) -> tuple[str, Tensor] | None:
     return f"{word} {key}", torch.tensor(value or 0, dtype=_DTYPES[type(value)])
 
 
+KINDS_OF_MODEL: Final = frozenset({"weight", "buffer", "task", "stream"})
+"""Kinds of pieces that are not an optimizer's: a tensor of its state that is called so could not be told from them."""
+
+
 def describe_unsaved_value(key: str, name: str, value: Any) -> str:
     """Return the sentence about a value of an optimizer that a checkpoint cannot hold."""
+    if isinstance(value, Tensor):
+        return (
+            f"the optimizer keeps a tensor of {name} as {key!r}, and a checkpoint calls something else so: keep it "
+            "under another key"
+        )
     shown = f"the number {value}" if isinstance(value, int) else f"a {type(value).__name__}"
     return (
         f"the optimizer keeps {key!r} of {name} as {shown}: a checkpoint holds tensors, and Python's int (of 64 bits), "

@@ -22,7 +22,7 @@ from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
 from unipar.engines.optimizer import OptimizerEngine
-from unipar.engines.plain_state import decode_plain, describe_unsaved_value, encode_plain, plain_key
+from unipar.engines.plain_state import KINDS_OF_MODEL, decode_plain, describe_unsaved_value, encode_plain, plain_key
 from unipar.engines.state import (
     broadcast_module_buffers,
     buffer_pieces,
@@ -176,7 +176,7 @@ class WrapperEngine(OptimizerEngine):
         self.before_state_access()
         state: Any = self.base.state
         for name, p in self.local_parameters():
-            for key, held in {"weight": p, **state.get(p, {})}.items():
+            for key, held in {**state.get(p, {}), "weight": p}.items():
                 piece = (key, held) if isinstance(held, Tensor) else encode_plain(key, held)
                 if piece is None:
                     continue
@@ -192,7 +192,8 @@ class WrapperEngine(OptimizerEngine):
         state: Any = self.base.state
         for name, p in self.local_parameters():
             for key, value in state.get(p, {}).items():
-                if not isinstance(value, Tensor) and encode_plain(key, value) is None:
+                unknown = not isinstance(value, Tensor) and encode_plain(key, value) is None
+                if unknown or (isinstance(value, Tensor) and key in KINDS_OF_MODEL):
                     yield describe_unsaved_value(key, name, value)
 
     @override

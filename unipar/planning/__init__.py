@@ -1,1 +1,1 @@
-"""Predictions made without running: memory for out-of-memory advice, order and bubble of a pipeline."""
+"""Predictions made without running: memory of a step, out-of-memory advice, order and bubble of a pipeline."""

@@ -73,6 +73,10 @@ class TrainedPart:
 
         self._born_groups = self._plain_groups()
         self._pending_losses: list[Tensor] = []
+        self._pending_norms: list[Tensor] = []
+        self._norms_finite: Tensor | None = None
+        """Whether the norms since the last save were finite, without those that are pending."""
+
         self._norm: Tensor | None = None
         self._rate = 0.0
         self._loss_and_norm: Tensor | None = None
@@ -119,6 +123,8 @@ class TrainedPart:
         """Keep loss, norm and rate of the run's step `number`, on the device."""
         self.steps.append(number)
         self._pending_losses.append(out.loss)
+        if not out.skipped:
+            self._pending_norms.append(out.norm)
         self._norm, self._rate = out.norm, rate
         if len(self._pending_losses) == _MAX_PENDING_LOSSES:
             self.settle()
@@ -139,6 +145,31 @@ class TrainedPart:
             count = len(self.steps)
             self.window[count - len(self._pending_losses) : count] = torch.stack(self._pending_losses)
             self._pending_losses.clear()
+        if self._pending_norms:
+            finite = torch.stack(self._pending_norms).isfinite().all()
+            self._norms_finite = finite if self._norms_finite is None else self._norms_finite & finite
+            self._pending_norms.clear()
+
+    def check_state(self) -> None:
+        """Raise NonFinite if the state is not finite behind the steps since the last call; all ranks call it together.
+
+        Only where the norm of a step's gradients was not finite are the tensors looked at.
+        """
+        self.settle()
+        finite, self._norms_finite = self._norms_finite, None
+        doubtful = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if finite is not None:
+            doubtful += (~finite).to(doubtful.device)
+        if not self.world.sum(doubtful).item():
+            return
+        floats = (piece.tensor for piece in self.engine.pieces() if piece.tensor.is_floating_point())
+        bad = torch.full_like(doubtful, float(any(not bool(t.isfinite().all()) for t in floats)))
+        if self.world.sum(bad).item():
+            raise NonFinite(
+                f"a gradient{self.error_suffix} was not finite, and has made weights or optimizer state so: this state "
+                "is not saved, and the last checkpoint stays; look at the loss's gradient (a root or a logarithm at "
+                "0), the rate (train.optimizer.lr) and the clip (train.clip)"
+            )
 
     def report(self) -> float:
         """Return the global loss of the last step; raise NonFinite if a loss since the last report is not finite."""

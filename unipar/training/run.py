@@ -153,10 +153,11 @@ class TrainingRun(Run):
         """Whether all ranks know that rank 0's clock wants a save."""
         return any(part.save_agreed for part in self._parts.values())
 
-    def check_losses(self) -> None:
-        """Raise NonFinite if a loss is not finite that no step has reported yet; all ranks call this together."""
+    def check_state(self) -> None:
+        """Raise NonFinite if a loss that no step has reported yet, or the state, is not; all ranks call it together."""
         for part in self._parts.values():
             part.finish()
+            part.check_state()
 
     def mark(self, phase: str) -> None:
         """Set the phase of the heartbeat."""

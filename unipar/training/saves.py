@@ -16,9 +16,11 @@ from torch import Tensor
 
 from unipar.backend import Piece, Region
 from unipar.checkpoint.packed_values import pack_values
+from unipar.checkpoint.protocol.agreement import attempt_together
 from unipar.checkpoint.protocol.probing import check_checkpoint_folder
 from unipar.checkpoint.protocol.retention import Retention
-from unipar.checkpoint.saving import CheckpointSaver, FinishedSave
+from unipar.checkpoint.protocol.verifying import find_checkpoints
+from unipar.checkpoint.saving import CheckpointSaver, FinishedSave, GatheredState
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
@@ -57,6 +59,9 @@ class RunCheckpoints:
         self._code = code_hash(live.task) if live.rank == 0 else None
         self._is_best = False
         self._metrics: dict[str, float] = {}
+        self._evaluated: int | None = None
+        """Steps that were done at the last evaluation."""
+
         self._last_saved: int | None = None
         self._told = False
         """Whether a line has said that the stream has no state."""
@@ -88,8 +93,15 @@ class RunCheckpoints:
             self._fail(e)
 
     def go_on_from(self, step: int, best: list[tuple[int, float]]) -> None:
-        """Count the checkpoint from which the run goes on as the last one."""
-        self._last_saved, self._best = step, best
+        """Count the checkpoint from which the run goes on as the last one, and those of the best that are here."""
+        world = self._live.world
+        exchange = StoreExchange(world.store, world.rank, world.size, world.key("best checkpoints"))
+
+        def steps_here() -> list[int]:
+            return [found.step for found in find_checkpoints(self.folder)] if best and world.rank == 0 else []
+
+        here = attempt_together(exchange, steps_here, lambda failure, told: f"{self.folder}: {failure}")[0]
+        self._last_saved, self._best = step, [pair for pair in best if pair[0] in here]
 
     @property
     def wants_to_save(self) -> bool:
@@ -115,19 +127,23 @@ class RunCheckpoints:
         """Save the state after `done` steps, once an earlier save has ended."""
         self._take(self._saver.wait)
         live = self._live
-        live.check_losses()  # a state behind a loss that is not finite is never published
+        live.check_state()  # a state behind a loss that is not finite, or that is not itself, is never published
         self._is_best, self._began, self._last_saved = False, time.monotonic(), done
         for part in live.parts.values():
             part.save_agreed = False
         kept = Retention(self._settings.keep, [step for step, _ in self._best])
-        try:
+        data, of_streams = describe_stream_place(live, done)
+        if (why := data.get("stream", {}).get("why")) and not self._told:
+            live.note("data", said=f"{why}: a run that goes on from a checkpoint reads it on")
+            self._told = True
+
+        def gather() -> GatheredState:
             self._refuse_unsaved_values()
             task, tensors = pack_values(live.task.state(), "state", "state()")
-            data, of_streams = describe_stream_place(live, done)
-            if (why := data.get("stream", {}).get("why")) and not self._told:
-                live.note("data", said=f"{why}: a run that goes on from a checkpoint reads it on")
-                self._told = True
-            self._saver.save(done, self._pieces(tensors, of_streams), self._state(data, task), kept)
+            return self._pieces(tensors, of_streams), self._state(data, task)
+
+        try:
+            self._saver.save(done, gather, kept)
         except CheckpointError as e:
             self._fail(e)
         if not self._settings.asynchronous:
@@ -136,6 +152,8 @@ class RunCheckpoints:
 
     def at_end(self, done: int) -> None:
         """Save the last state, and wait until it is published."""
+        if self._settings.best is not None and self._evaluated is None:
+            self._live.note("read on", said="nothing was evaluated, so checkpoint.best had no effect: set eval.every")
         if done and self._last_saved != done and self._live.is_synchronized:
             self.save(done)
         self._take(self._saver.wait)
@@ -144,11 +162,14 @@ class RunCheckpoints:
 
     def after_evaluation(self, done: int, metrics: Mapping[str, float]) -> None:
         """Keep what an evaluation gave, and whether it is one of the best."""
-        self._metrics = dict(metrics)
+        self._metrics, self._evaluated = dict(metrics), done
         wanted = self._settings.best
         if wanted is None or any(step == done for step, _ in self._best):
             return
         if wanted.metric not in metrics:
+            if done != self._last_saved and self._live.is_synchronized:
+                self.save(done)  # what was trained is not lost with the error
+            self._take(self._saver.wait)
             raise TaskError(
                 f"checkpoint.best.metric: the evaluation has no {wanted.metric!r}; it has "
                 + (", ".join(metrics) or "none")
@@ -185,10 +206,11 @@ class RunCheckpoints:
     def _fail(self, error: CheckpointError) -> None:
         if self._settings.on_error == "stop":
             raise error
+        self._best = [pair for pair in self._best if pair[0] != self._last_saved]  # it is not there
         self._live.note("checkpoint failed", step=self._live.done, said=str(error))
 
     def _refuse_unsaved_values(self) -> None:
-        """Raise CheckpointError, on all ranks alike, if an optimizer keeps what no piece of state can hold."""
+        """Raise CheckpointError if an optimizer keeps what no piece of state can hold."""
         for part in self._live.parts.values():
             for sentence in part.engine.unsaved_values():
                 raise CheckpointError(sentence)
@@ -228,6 +250,7 @@ class RunCheckpoints:
                 for name, part in live.parts.items()
             },
             "metrics": {name: value if math.isfinite(value) else None for name, value in self._metrics.items()},
+            "evaluated": self._evaluated,
             "best": [list(pair) for pair in self._best],
             "task": task,
         }

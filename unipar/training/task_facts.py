@@ -152,6 +152,13 @@ def load_part(config: Config, sizes: BatchSizes) -> tuple[Part, Callable[[int], 
     return _part_of(task, name, module, config, sizes), samples
 
 
+def cuts_of_task(task: Task, stages: int) -> tuple[str, ...] | None:
+    """Return the blocks with which the task lets the second and each further stage begin, or None."""
+    with _user_errors_as_task_errors("cuts()"):
+        names = task.cuts(stages)
+        return None if names is None else tuple(names)
+
+
 def _part_of(task: Task, name: str, module: Any, config: Config, sizes: BatchSizes) -> Part:
     from unipar.model.blocks import find_blocks
     from unipar.training.shares import first_microbatch

@@ -161,7 +161,7 @@ class MeshEngine(ShardedEngine):
         plans = plan_blocks(
             part.module, facts.blocks, facts.block_inputs, mesh, part.tensor or {}, sequence=self.axes.sequence
         )
-        refuse_empty_plans(self.axes.tensor, plans.values())
+        refuse_empty_plans(self.axes.tensor, plans.values(), part.blocks)
         return plans
 
     def _split_sequences(self, part: Part, own: Sequence[str], way: Way) -> None:

@@ -40,10 +40,15 @@ def refuse_unknown_patterns(given: Mapping[str, str], module: nn.Module, blocks:
             )
 
 
-def refuse_empty_plans(ranks: int, plans: Collection[BlockPlan]) -> None:
+def refuse_empty_plans(ranks: int, plans: Collection[BlockPlan], blocks: Sequence[str]) -> None:
     """Raise TaskError if none of the blocks has a matrix that can be cut."""
     if any(plan.cuts for plan in plans):
         return
+    if plans and all("weight" in plan.whole and plan.whole.keys() <= {"weight", "bias"} for plan in plans):
+        raise TaskError(
+            f"parallel.tensor: {ranks} splits matrices within blocks, and each block of this model is one layer "
+            f"({first_few(blocks, most=3)}): name the modules around them in model.blocks, or leave tensor out"
+        )
     reasons = {f"{name}: {why}" for plan in plans for name, why in plan.whole.items()}
     shown = "; ".join(sorted(reasons)[:3])
     raise TaskError(

@@ -67,7 +67,8 @@ def _sentences(state: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
         length = "unknown length" if data.get("length") is None else f"{data['length']:,} samples"
         yield f"data: epoch {data.get('epoch', '?')}, next sample {data.get('sample', '?')}, {length}"
     if metrics := state.get("metrics"):
-        yield f"metrics: {format_metrics(metrics)}"
+        evaluated = state.get("evaluated")
+        yield f"metrics: {format_metrics(metrics, evaluated if evaluated != manifest.step else None)}"
     if best := state.get("best"):
         yield "best: " + ", ".join(f"step {step:,} ({value:.6g})" for step, value in best)
     for name, part in (state.get("parts") or {}).items():

@@ -44,6 +44,9 @@ class ListedCheckpoint:
     metrics: Mapping[str, float | None] | None = None
     """Results of the last evaluation before the save."""
 
+    evaluated: int | None = None
+    """Step of that evaluation; None if it is not known."""
+
     best: bool = False
     """Whether it is among the best, as the newest whole checkpoint of the folder counts them."""
 
@@ -110,6 +113,7 @@ def _listed(contents: CheckpointContents, best: bool) -> ListedCheckpoint:
         cell=state.get("cell") or "",
         ranks=state.get("ranks"),
         metrics=state.get("metrics") or {},
+        evaluated=state.get("evaluated"),
         best=best,
     )
 
@@ -125,7 +129,7 @@ def checkpoint_table(listed: list[ListedCheckpoint], width: int, now: float | No
             one.cell or "-",
             str(one.ranks or "-"),
             "yes" if one.best else "",
-            format_metrics(one.metrics or {}),
+            format_metrics(one.metrics or {}, one.evaluated if one.evaluated != one.step else None),
         ]
         if one.whole
         else [str(one.step), f"broken: {one.why}"]
@@ -135,9 +139,10 @@ def checkpoint_table(listed: list[ListedCheckpoint], width: int, now: float | No
     return format_table(header, rows, right=(0, 1, 2, 4), width=width)
 
 
-def format_metrics(metrics: Mapping[str, float | None]) -> str:
-    """Return metrics in one line: `loss 0.25, accuracy 0.9`."""
-    return ", ".join(f"{name} {'not finite' if value is None else f'{value:.6g}'}" for name, value in metrics.items())
+def format_metrics(metrics: Mapping[str, float | None], step: int | None = None) -> str:
+    """Return metrics in one line: `loss 0.25, accuracy 0.9`; `step`: that of an evaluation before the save."""
+    values = (f"{name} {'not finite' if value is None else f'{value:.6g}'}" for name, value in metrics.items())
+    return ", ".join(values) + (f" (of step {step:,})" if metrics and step is not None else "")
 
 
 def format_age(seconds: float) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unipar.errors import CheckpointError
+from unipar.errors import CheckpointError, UniparError
 from unipar.utils.text import count_of
 
 Exchange = Callable[[bytes], Sequence[bytes]]
@@ -43,7 +43,7 @@ def attempt_together(
 
 def describe_failure(error: BaseException) -> str:
     """Return what went wrong, in one line."""
-    if isinstance(error, CheckpointError):
+    if isinstance(error, UniparError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

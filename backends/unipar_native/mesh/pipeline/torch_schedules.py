@@ -61,7 +61,7 @@ class TorchScheduleExecutor:
         """Take this rank's stages and the parameters that each uses; `once`: gradients are reduced after the last."""
         self._shell, self._stages, self._loss, self._channel = shell, stages, loss, channel
         self._axes, self._seat, self._device = axes, world.mesh.seat["pipeline"], world.device
-        self._group = world.groups.group("pipeline")
+        self._group, self._world = world.groups.group("pipeline"), world
         named = dict(shell.model.named_parameters())
         self._parameters = [[p for name, p in named.items() if name in names] for names in needs]
         self._stem = _buffers_of_stem(shell.model, stages[0]) if stages[0].is_first else []
@@ -86,7 +86,7 @@ class TorchScheduleExecutor:
         """Run forward and backward on all microbatches; return this rank's share of the loss."""
         refuse_other_shapes(self._axes.schedule, micros)
         key = _shapes_of(micros[0].batch), self._shell.autocast
-        if key not in self._shapes:
+        if self._is_new_to_a_share(key):
             self._shapes[key] = self._find_shapes(micros[0].batch)
         self._sizes = self._shapes[key]
         if self._made[0] != (key, len(micros)):
@@ -101,6 +101,13 @@ class TorchScheduleExecutor:
         finally:
             self._fn, self._micros = None, ()
         return torch.zeros((), device=self._device) if self._share is None else self._share
+
+    def _is_new_to_a_share(self, key: Any) -> bool:
+        """Return whether any share of the data must find its shapes: FSDP2 gathers on all ranks or on none."""
+        new = key not in self._shapes
+        if self._world.shares == 1:
+            return new
+        return self._world.sum(torch.tensor(float(new), device=self._device)).item() > 0
 
     def _make_schedule(self, count: int) -> Any:
         total = self._axes.stages

@@ -55,6 +55,9 @@ class ModelLook:
     passed: tuple[str, ...]
     """Blocks that are given what a block before has put out, in addition to the hidden states."""
 
+    detours: tuple[str, ...]
+    """Blocks whose hidden states are not what the block before has put out."""
+
     tuples: bool
     """True if the last block puts out a tuple, whose first item are the hidden states."""
 
@@ -78,13 +81,16 @@ def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
             others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not (*floats, None)[0]]
             if any(x is other for x in others for other in watch.out):
                 watch.passed.append(name)
+            if watch.last and (not floats or floats[0] is not watch.last[0]):
+                watch.detours.append(name)
 
         return hook
 
     def behind(module: nn.Module, args: Any, out: Any) -> None:
         watch.block = None if module is last else ""
         watch.tuples = isinstance(out, tuple)
-        watch.out += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        watch.last = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        watch.out += watch.last
 
     last = model.get_submodule(part.blocks[-1])
     for name in part.blocks:
@@ -95,7 +101,7 @@ def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
     try:
         with torch.random.fork_rng([]), torch.enable_grad(), watch:
             for batch in batches:
-                watch.block, watch.out = None, []
+                watch.block, watch.out, watch.last = None, [], []
                 calls.append({})
                 part.loss(model, batch)
     except UniparError:
@@ -109,7 +115,8 @@ def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
     missing = [name for name in part.blocks if name not in calls[0]]
     if missing:
         raise TaskError(f"parallel: the loss does not call {missing[0]}, one of the model's blocks")
-    return ModelLook(part, tuple(order), tuple(calls), tuple(watch.draws), tuple(watch.passed), watch.tuples)
+    seen = tuple(watch.draws), tuple(watch.passed), tuple(watch.detours)
+    return ModelLook(part, tuple(order), tuple(calls), *seen, watch.tuples)
 
 
 def _detached(x: Any) -> Any:
@@ -125,7 +132,9 @@ class _Watch(TorchFunctionMode):
         self.hidden: tuple[int, ...] = ()
         self.tuples = False
         self.out: list[Tensor] = []
+        self.last: list[Tensor] = []
         self.passed: list[str] = []
+        self.detours: list[str] = []
         self.draws: list[Draw] = []
 
     @override

@@ -8,6 +8,7 @@ from unipar.backend.cells import cell_of
 from unipar.backend.export import Outline, constant_tuple, fill_template, format_call, optimizer_code
 from unipar.errors import Unsupported
 from unipar_native.mesh.scripts.pieces import pieces_of_script
+from unipar_native.options import options_of
 
 
 def split_script(outline: Outline) -> str:
@@ -34,10 +35,10 @@ def split_script(outline: Outline) -> str:
 
 def refused_axes(outline: Outline) -> Iterator[str]:
     """Yield why a script cannot have these axes, whatever the model."""
-    if outline.config.parallel.sequence:
+    if (way := options_of(outline.config).attention) in ("ring", "torch"):
         yield (
-            "parallel.sequence: a script does not cut what lies between blocks over the ranks of tensor; leave it out "
-            "(--set parallel.sequence=false)"
+            f"options.native.attention: {way}: a script gathers keys and values of all ranks, which computes the same; "
+            "say gather"
         )
 
 

@@ -121,15 +121,16 @@ def _numbers_sentence(name: str, block: nn.Module, ranks: int, e: CannotCut) -> 
     known = [n for n, _ in _candidates(block, ranks)]
     tried = f"dividing {', '.join(known)} by {ranks} does not help" if known else f"none that {ranks} divides is known"
     return (
-        f"parallel.tensor: {name} asks for sizes of the whole ({e.reason}{_place(e)}), and of the whole numbers "
-        f"that its modules keep as attributes, {tried}: read them from such attributes (self.heads), or {_WAY_OUT}"
+        f"parallel.tensor: {name} asks for sizes of the whole ({e.reason}{line_of_error(e.__cause__)}), and of the "
+        f"whole numbers that its modules keep as attributes, {tried}: read them from such attributes (self.heads), or "
+        f"{_WAY_OUT}"
     )
 
 
-def _place(e: CannotCut) -> str:
-    """Return the line of the user's code at which a call on parts has failed."""
-    frames = traceback.extract_tb(e.__cause__.__traceback__) if e.__cause__ is not None else []
-    own = [f for f in frames if not f.filename.startswith((_TORCH, _OWN))]
+def line_of_error(e: BaseException | None) -> str:
+    """Return the line of the user's code at which a call on parts has failed, behind a comma; "" if there is none."""
+    frames = traceback.extract_tb(e.__traceback__) if e is not None else []
+    own = [f for f in frames if not f.filename.startswith((_TORCH, _OWN, "<"))]
     return f", {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
 
 

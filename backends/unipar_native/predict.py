@@ -1,0 +1,165 @@
+"""Closed forms of what one process, DDP, ZeroRedundancyOptimizer and FSDP2 hold and send in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+
+from unipar.backend.prediction.terms import buffer_terms, predict_whole, state_terms, unplanned_settings
+from unipar.backend.prediction.timeline import PredictedParameter, Prediction, StepTimeline, Term
+from unipar.config import Config
+from unipar.errors import Unsupported
+from unipar_native import options_of, uses_ddp
+
+
+def predict_optimizer(timeline: StepTimeline, ranks: int) -> Iterator[Term]:
+    """Yield the terms of the fullest rank if each rank keeps the optimizer's state of some whole parameters."""
+    mine = {p.name for p in largest_share(timeline, ranks)}
+    for term in predict_whole(timeline, buckets=True):
+        if term.category != "optimizer" or term.name.rpartition(" ")[0] in mine:
+            yield term
+
+
+def largest_share(timeline: StepTimeline, ranks: int) -> list[PredictedParameter]:
+    """Return the parameters of the rank that gets most of them by size: the largest first, to who has least."""
+    shares: list[list[PredictedParameter]] = [[] for _ in range(ranks)]
+    for p in sorted((p for p in timeline.parameters if p.trained), key=lambda p: -p.numel):
+        min(shares, key=lambda share: sum(q.numel for q in share)).append(p)
+    return max(shares, key=lambda share: sum(q.numel for q in share))
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model that FSDP2 shards over so many ranks: bytes of each of its groups, which are blocks and the rest (-1)."""
+
+    timeline: StepTimeline
+    ranks: int
+    gathered: Mapping[int, int]
+    """Bytes of a group as it computes, by number of its block."""
+
+    gradient_bytes: Mapping[int, int]
+    """Bytes of the whole gradients of a group as they are summed up over ranks."""
+
+    staged: bool
+    """True if collectives copy what they send, as gloo does."""
+
+    @classmethod
+    def of(cls, timeline: StepTimeline, ranks: int, *, compute: int | None, staged: bool) -> ShardedModel:
+        """Return the model; `compute`: bytes of an element as it computes, if not as it is kept."""
+        gathered: dict[int, int] = {-1: 0, **dict.fromkeys(range(len(timeline.blocks)), 0)}
+        gradients = dict(gathered)
+        for p in timeline.parameters:
+            elements = padded_elements(p, ranks)
+            gathered[p.block] += elements * (compute or p.element_size)
+            gradients[p.block] += elements * p.element_size if p.trained else 0
+        return cls(timeline, ranks, gathered, gradients, staged)
+
+
+def padded_elements(p: PredictedParameter, ranks: int) -> int:
+    """Return the elements of a parameter with its first dimension made a multiple of the number of ranks."""
+    rows = p.shape[0] if p.shape else 1
+    return ceil(rows / ranks) * ranks * prod(p.shape[1:])
+
+
+def predict_sharded(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
+    """Yield the terms of a rank of FSDP2; `reshard`: parameters are freed between a block's forward and backward."""
+    timeline, blocks = model.timeline, range(len(model.timeline.blocks))
+    yield from buffer_terms(timeline)
+    for p in timeline.parameters:
+        own = padded_elements(p, model.ranks) // model.ranks
+        yield Term("parameters", p.name, own * p.element_size)
+        if p.trained:
+            yield from state_terms(timeline, p.name, own)
+    yield from _gathered_in_forward(model, reshard=reshard)
+    for block in reversed(blocks):
+        yield from _backward_of(model, block, reshard=reshard)
+    yield from _unsharded_gradients(timeline, -1, timeline.at("update"))
+    yield Term(
+        "gradients", "rest", model.gradient_bytes[-1] // model.ranks, timeline.at("update"), timeline.at("steady")
+    )
+
+
+def _gathered_in_forward(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
+    """Yield what is gathered in forward: an output of the collective stays until the next one has been copied."""
+    timeline, last = model.timeline, _last_block(model.timeline)
+    begin, backward = timeline.at("forward"), timeline.at("backward")
+    yield Term("communication", "rest gathered", model.gathered[-1], begin, timeline.at("update"))
+    before, since = -1, begin
+    for block in range(len(timeline.blocks)):
+        reach, enter = timeline.at("forward", "reach", block), timeline.at("forward", "enter", block)
+        if model.ranks > 1:
+            yield Term("communication", f"{_name(timeline, before)} all-gather", model.gathered[before], since, enter)
+        if model.staged:
+            yield Term("communication", f"{_name(timeline, block)} staged", model.gathered[block], reach, enter)
+        until = timeline.at("forward", "leave", block) if reshard else timeline.at("backward", "finish", block)
+        yield Term("communication", f"{_name(timeline, block)} gathered", model.gathered[block], enter, until)
+        before, since = block, reach
+    if model.ranks > 1:
+        yield Term("communication", f"{_name(timeline, last)} all-gather", model.gathered[last], since, backward)
+
+
+def _last_block(timeline: StepTimeline) -> int:
+    """Return the number of the last block; -1 if there is none."""
+    return len(timeline.blocks) - 1
+
+
+def _backward_of(model: ShardedModel, block: int, *, reshard: bool) -> Iterator[Term]:
+    """Yield what a block holds in backward: gathered again, its gradients, and what reduces them.
+
+    While a block computes, the one before it is gathered already.
+    """
+    timeline, size, name = model.timeline, model.gathered[block], _name(model.timeline, block)
+    reach, finish, leave = (timeline.at("backward", what, block) for what in ("reach", "finish", "leave"))
+    behind = min(block + 1, _last_block(timeline))
+    if reshard and model.ranks > 1:
+        asked = timeline.at("backward", "reach", behind)
+        yield Term("communication", f"{name} all-gather", size, asked, reach)
+        if model.staged and behind > block:
+            yield Term("communication", f"{name} staged", size, asked, timeline.at("backward", "enter", behind))
+    if reshard:
+        yield Term("communication", f"{name} gathered", size, reach, finish)
+    whole = model.gradient_bytes[block]
+    until = timeline.at("backward", "finish", block - 1) if block else timeline.at("update")
+    yield Term("communication", f"{name} reduce-scatter", whole, finish, until)
+    if model.staged:
+        yield Term("communication", f"{name} reduce-scatter staged", whole, finish, leave)
+    yield from _unsharded_gradients(timeline, block, finish if model.staged else leave)
+    yield Term("gradients", name, whole // model.ranks, finish if model.staged else leave, timeline.at("steady"))
+
+
+def _unsharded_gradients(timeline: StepTimeline, block: int, until: int) -> Iterator[Term]:
+    for number, p in enumerate(timeline.parameters):
+        if p.block == block and p.trained:
+            yield Term("gradients", f"{p.name}, not reduced", p.size, timeline.gradient_at(number), until)
+
+
+def _name(timeline: StepTimeline, block: int) -> str:
+    return timeline.blocks[block] if block >= 0 else "rest"
+
+
+def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
+    """Return what one process holds, without a wrapper."""
+    _refuse_unplanned("single", config)
+    return Prediction(tuple(predict_whole(timeline, buckets=False)))
+
+
+def predict_native(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+    """Return what a rank of native holds, by what is split over so many ranks."""
+    shard = config.parallel.shard
+    _refuse_unplanned(f"native/{shard}", config)
+    if uses_ddp(config):
+        terms = predict_whole(timeline, buckets=True) if shard == "nothing" else predict_optimizer(timeline, ranks)
+        return Prediction(tuple(terms))
+    compute = 2 if config.train.precision == "bf16-master" else None
+    model = ShardedModel.of(timeline, ranks, compute=compute, staged=device == "cpu" and ranks > 1)
+    return Prediction(tuple(predict_sharded(model, reshard=shard == "parameters")))
+
+
+def _refuse_unplanned(cell: str, config: Config) -> None:
+    """Raise Unsupported for settings that the closed forms do not cover."""
+    reasons = [*unplanned_settings(config)]
+    if options_of(config).wrapper == "dp":
+        reasons.append("options.native.wrapper: dp is not planned yet; `unipar compare` measures it")
+    if reasons:
+        raise Unsupported(cell, reasons)

@@ -1,0 +1,160 @@
+"""Peaks of a step, from what a model allocates and from the terms of each backend, on a step written by hand."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from unipar.backend import cells, registry
+from unipar.backend.prediction.timeline import Moment, PredictedParameter, Prediction, StepTimeline, Term
+from unipar.config import Cell
+from unipar.config.source import load_given_config
+from unipar.errors import Unsupported
+from unipar.planning.activations import Activations, AllocatedBlock
+from unipar.planning.peaks import predict_peaks
+
+MOMENTS = (
+    *((0, Moment("forward", "begin")), (1, Moment("forward", "reach", 0)), (2, Moment("forward", "enter", 0))),
+    *((5, Moment("forward", "finish", 0)), (6, Moment("forward", "leave", 0))),
+    *((7, Moment("forward", "reach", 1)), (8, Moment("forward", "enter", 1))),
+    *((9, Moment("forward", "finish", 1)), (10, Moment("forward", "leave", 1))),
+    *((11, Moment("backward", "begin")), (12, Moment("backward", "reach", 1)), (13, Moment("backward", "enter", 1))),
+    *((15, Moment("backward", "gradient", 1, 1)), (16, Moment("backward", "finish", 1))),
+    *((17, Moment("backward", "leave", 1)), (18, Moment("backward", "reach", 0)), (19, Moment("backward", "enter", 0))),
+    *((21, Moment("backward", "gradient", 0, 0)), (22, Moment("backward", "finish", 0))),
+    *((23, Moment("backward", "leave", 0)), (24, Moment("backward", "finish")), (25, Moment("update", "begin"))),
+    (26, Moment("steady", "begin")),
+)
+"""Two blocks with a matrix each; the ticks between them are allocations, in ALLOCATED."""
+
+ALLOCATED = Activations(
+    (
+        AllocatedBlock(0.0, 100.0, "mm", "a", 3, 20),  # freed in backward: an activation
+        AllocatedBlock(0.0, 30.0, "gelu", "a", 4, 8),  # freed in forward
+        AllocatedBlock(40.0, 10.0, "mm", "", 14, 14),
+        AllocatedBlock(40.0, 0.0, "mm", "", 20, None),
+    ),
+    MOMENTS,
+    (0.0, 0.0),
+    (0.0, 0.0),
+)
+
+TIMELINE = StepTimeline(
+    (PredictedParameter("a", (3, 4), 4, True, 0), PredictedParameter("b", (3, 4), 4, True, 1)),
+    {"mask": 7},
+    (4, 4),
+    ("first", "second"),
+    tuple(moment for _, moment in MOMENTS),
+)
+"""48 bytes in each of two parameters, and twice as much for the optimizer."""
+
+
+def peaks(cell: str, ranks: int, device: str = "cpu", **train: object) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return the peak of each phase, and its bytes by category, of a cell on so many ranks."""
+    given = {"batch": {"total": 8}, "train": {"steps": 1, **train}, "parallel": {"data": ranks}}
+    config = cells.config_in_cell(load_given_config(given).config, Cell.parse(cell))
+    prediction = registry.find_backend(config.backend).predict(config, TIMELINE, ranks, device=device)
+    found = predict_peaks(TIMELINE, prediction, ALLOCATED, 2)
+    return {peak.phase: (peak.peak, {name: size for name, size in peak.held.items() if size}) for peak in found}
+
+
+def test_one_process() -> None:
+    """Gradients come in backward, one by one, and go when the update is over."""
+    held = {"buffers": 7, "parameters": 96, "optimizer": 192}
+    assert peaks("single", 1) == {
+        "forward": (555, {**held, "activations": 200, "temporaries": 60}),
+        "backward": (583, {**held, "activations": 240, "gradients": 48}),  # the last gradient is being computed
+        "update": (431, {**held, "activations": 40, "gradients": 96}),
+        "steady": (335, {**held, "activations": 40}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("cell", "ranks", "forward", "backward"),
+    [
+        ("native/nothing", 2, {"gradients": 96}, {"gradients": 96}),
+        ("accelerate/nothing", 2, {"gradients": 96}, {"gradients": 96}),
+        ("native/optimizer", 2, {"gradients": 96, "optimizer": 96}, {"gradients": 96, "optimizer": 96}),
+    ],
+)
+def test_gradients_in_buckets(cell: str, ranks: int, forward: dict[str, int], backward: dict[str, int]) -> None:
+    """They are views of what stays; each is computed beside it."""
+    held = {"buffers": 7, "parameters": 96, "optimizer": 192, "activations": 200, "temporaries": 60}
+    found = peaks(cell, ranks)
+    assert found["forward"][1] == held | forward
+    assert found["backward"][1] == held | backward
+
+
+@pytest.mark.parametrize(
+    ("cell", "ranks", "wanted"),
+    [
+        ("horovod/nothing", 1, []),
+        ("horovod/nothing", 2, [Term("communication", "Horovod's fusion buffer", 2**20, 0)]),
+        ("deepspeed/nothing", 1, []),
+        ("deepspeed/nothing", 2, [Term("communication", "gradients, flat", 96, 20, 21)]),
+    ],
+)
+def test_what_is_sent_is_copied(cell: str, ranks: int, wanted: list[Term]) -> None:
+    """Horovod has a buffer, of whole MiB; ZeRO 0 sums all gradients up when its backward is over."""
+    given = {"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": ranks}}
+    config = cells.config_in_cell(load_given_config(given).config, Cell.parse(cell))
+    terms = registry.find_backend(config.backend).predict(config, TIMELINE, ranks, device="cpu").terms
+    assert [term for term in terms if term.category == "communication"] == wanted
+    assert peaks("single", 1)["steady"][1]["parameters"] == sum(t.size for t in terms if t.category == "parameters")
+
+
+@pytest.mark.parametrize("cell", ["native/parameters", "accelerate/parameters"])
+@pytest.mark.parametrize(
+    ("device", "forward", "backward"),
+    [("cpu", 64 + 64 + 64, 64 + 64 + 64), ("cuda", 64 + 64, 64 + 64)],
+)
+def test_sharded_parameters(cell: str, device: str, forward: int, backward: int) -> None:
+    """A rank has 2 of 3 rows, padded to 4; the collectives of gloo have a copy of what they send.
+
+    Forward: the first block's gathered output is still there, beside the second's and its copy. Backward: the
+    second block's parameters, the first's asked for ahead, and its copy.
+    """
+    found = peaks(cell, 2, device)
+    assert {name: found["forward"][1].get(name, 0) for name in ("parameters", "optimizer", "communication")} == {
+        "parameters": 64,
+        "optimizer": 128,
+        "communication": forward,
+    }
+    assert found["backward"][1]["communication"] == backward
+    assert found["update"][1]["gradients"] == 64
+    assert found["steady"][1] == {"buffers": 7, "parameters": 64, "optimizer": 128, "activations": 40}
+
+
+def test_parameters_that_stay_gathered() -> None:
+    """Between forward and backward, if gradients alone are split."""
+    held = peaks("native/gradients", 2)["forward"][1]
+    assert held["communication"] == 64 + 64 + 64 + 64  # first gathered, its output, second's output and its copy
+
+
+def test_terms_of_a_peak() -> None:
+    """The largest first, each with its name; equal instants belong to the span that begins there."""
+    extra = Prediction((Term("library", "late", 1000, first=len(MOMENTS) - 1),))
+    found = {peak.phase: peak for peak in predict_peaks(TIMELINE, extra, ALLOCATED, 2)}
+    assert [(t.name, t.size) for t in found["steady"].terms] == [("late", 1000), ("mm", 40)]
+    assert [(t.category, t.name, t.size) for t in found["forward"].terms] == [
+        ("activations", "mm in a", 200),
+        ("temporaries", "gelu in a", 60),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "more", "sentence"),
+    [
+        ("deepspeed/parameters", {}, "deepspeed/parameters is not planned yet; `unipar compare` measures it"),
+        ("native/parameters", {"precision": "bf16-master"}, "train.precision: bf16-master is not planned yet"),
+        ("native/nothing", {"sync_every": 4}, "train.sync_every: 4 is not planned yet"),
+        ("native/nothing+tensor2", {}, "parallel (tensor 2) is not planned yet"),
+        ("native/nothing+dp", {}, "options.native.wrapper: dp is not planned yet"),
+    ],
+)
+def test_what_has_no_closed_form(cell: str, more: dict[str, Any], sentence: str) -> None:
+    """It is refused, with the way to learn it."""
+    with pytest.raises(Unsupported, match=re.escape(sentence)):
+        peaks(cell, 2, **more)

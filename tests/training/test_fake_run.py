@@ -1,0 +1,146 @@
+"""A step on tensors without memory: what it allocates, when, and what it cannot do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unipar.backend.prediction.timeline import PredictedParameter
+from unipar.config.source import load_given_config
+from unipar.errors import TaskError
+from unipar.training.fake_run.trace import TracedTask, trace_task
+
+ROOT = Path(__file__).parents[2]
+CHARS = {
+    "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
+    "args": {"layers": 2, "width": 16, "heads": 2, "context": 8},
+}
+
+TASK = """
+import torch
+from torch import nn
+from unipar import Task
+
+class Small(Task):
+    def model(self):
+        {model}
+    def data(self):
+        return torch.utils.data.TensorDataset(torch.zeros(64, 4))
+    def loss(self, model, batch):
+        x, = batch
+        {loss}
+"""
+
+
+def traced(task: dict[str, Any], micro: int = 2, **train: Any) -> TracedTask:
+    config = {"task": task, "batch": {"total": 8}, "device": "cpu", "train": {"steps": 1, **train}}
+    return trace_task(load_given_config(config).config, micro)
+
+
+def small(tmp_path: Path, loss: str, model: str = "return nn.Linear(4, 4)") -> dict[str, Any]:
+    (tmp_path / "small.py").write_text(TASK.format(model=model, loss=loss), "utf-8")
+    return {"use": f"{tmp_path}/small.py:Small"}
+
+
+def test_a_step_of_a_small_gpt() -> None:
+    """Its parameters by block, a moment for each block's way in and out, and a gradient of every parameter."""
+    found = traced(CHARS)
+    timeline = found.timeline
+    assert found.parameters == sum(p.numel for p in timeline.parameters)
+    assert timeline.blocks == ("layers.0", "layers.1")
+    assert PredictedParameter("layers.1.mlp.0.weight", (64, 16), 4, True, 1) in timeline.parameters
+    assert timeline.optimizer == (4, 4)
+    gradients = [m.parameter for m in timeline.moments if m.what == "gradient"]
+    assert sorted(gradients) == list(range(len(timeline.parameters)))
+    ways = [(m.phase, m.what, m.block) for m in timeline.moments if m.what != "gradient"]
+    assert ways == [
+        ("forward", "begin", -1),
+        *(("forward", what, 0) for what in ("reach", "enter", "finish", "leave")),
+        *(("forward", what, 1) for what in ("reach", "enter", "finish", "leave")),
+        ("backward", "begin", -1),
+        *(("backward", what, 1) for what in ("reach", "enter", "finish", "leave")),
+        *(("backward", what, 0) for what in ("reach", "enter", "finish", "leave")),
+        ("backward", "finish", -1),
+        ("update", "begin", -1),
+        ("steady", "begin", -1),
+    ]
+
+
+def test_what_a_microbatch_of_any_size_allocates() -> None:
+    """From two sizes; a third allocates what they lead to expect. Gradients do not grow, activations do."""
+    found = traced(CHARS)
+    assert found.even
+    gradients = [b for b in found.activations.blocks if b.becomes_gradient]
+    assert sum(b.size(9) for b in gradients) == sum(p.size for p in found.timeline.parameters)
+    third = traced(CHARS, micro=9).activations
+    assert found.activations.levels(9).tolist() == third.levels(9).tolist()
+    assert found.activations.flops == (0.0, third.flops[1])
+
+
+def test_recomputed_blocks_keep_less() -> None:
+    """Most of what a block computes is not there any more when backward begins."""
+
+    def kept(found: TracedTask) -> int:
+        begin = next(n for n, m in found.activations.moments if (m.phase, m.what) == ("backward", "begin"))
+        return int(found.activations.levels(2)[begin])
+
+    config = {"task": CHARS, "batch": {"total": 8}, "train": {"steps": 1}, "model": {"recompute": "blocks"}}
+    again = trace_task(load_given_config(config).config, 2)
+    assert kept(again) < kept(traced(CHARS)) / 2
+    assert again.timeline.parameters == traced(CHARS).timeline.parameters
+
+
+def test_autocast_makes_copies() -> None:
+    """Of weights, in bf16."""
+    mixed, plain = traced(CHARS, precision="bf16-mixed"), traced(CHARS)
+    copies = [b.operation for b in mixed.activations.blocks if b.operation == "_to_copy.default"]
+    assert len(copies) > len([b for b in plain.activations.blocks if b.operation == "_to_copy.default"]) + 8
+
+
+@pytest.mark.parametrize(
+    ("loss", "model", "sentence"),
+    [
+        ("return model(x).sum() * (1.0 if x.sum().item() > 0 else 2.0)", "return nn.Linear(4, 4)",
+         "plan: loss() needs the values of a tensor (aten._local_scalar_dense.default), and a plan computes without "
+         "values: keep such numbers in Python, or choose by shapes"),
+        ("return model(x).sum()", "return nn.Linear(4, int(torch.full((), 3.0).item()))",
+         "plan: model() needs the values of a tensor (aten._local_scalar_dense.default), and a plan computes without"),
+        ("return (model(x).relu() if len(x) > 2 else model(x)).sum()", "return nn.Linear(4, 4)",
+         "plan: microbatches of 2 and 4 samples run different operations, so that their memory cannot be told in"),
+        ("return model['a'](x).sum()", "return {'a': nn.Linear(4, 4), 'b': nn.Linear(4, 4)}",
+         "plan: model() returned several parts (a, b), and a plan has one model"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned(tmp_path: Path, loss: str, model: str, sentence: str) -> None:
+    """It is told with the operation, and what to do."""
+    with pytest.raises(TaskError, match=re.escape(sentence)):
+        traced(small(tmp_path, loss, model))
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (
+            "torch.zeros(p.shape[0], 2)",
+            "plan: the optimizer's 'rows' has the shape (4, 2) for a parameter of (4, 4); a",
+        ),
+        ("torch.tensor(p.sum().item())", "plan: the optimizer's step needs the values of a tensor"),
+    ],
+)
+def test_an_optimizer_with_other_states_is_refused(tmp_path: Path, value: str, sentence: str) -> None:
+    """Those that are as large as their parameter are known."""
+    task = small(tmp_path, "return model(x).sum()")
+    own = f"""
+    def optimizer(self, groups):
+        class Rows(torch.optim.SGD):
+            def step(self):
+                for p in self.param_groups[0]["params"]:
+                    self.state[p]["rows"] = {value}
+        return Rows(groups, lr=1e-3)
+"""
+    (tmp_path / "small.py").write_text((tmp_path / "small.py").read_text("utf-8") + own, "utf-8")
+    with pytest.raises(TaskError, match=re.escape(sentence)):
+        traced(task)

@@ -1,0 +1,47 @@
+"""Terms that several backends share: a whole model on each rank, its buffers, and the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unipar.backend.prediction.timeline import StepTimeline, Term
+from unipar.config import Config
+
+
+def predict_whole(timeline: StepTimeline, *, buckets: bool) -> Iterator[Term]:
+    """Yield the terms of a rank that holds the whole model; `buckets`: gradients are views of buckets that stay."""
+    yield from buffer_terms(timeline)
+    for number, p in enumerate(timeline.parameters):
+        yield Term("parameters", p.name, p.size)
+        if p.trained:
+            yield from state_terms(timeline, p.name, p.numel)
+            since = 0 if buckets or timeline.accumulates else timeline.gradient_at(number)
+            yield Term("gradients", p.name, p.size, since, None if buckets else timeline.at("steady"))
+
+
+def buffer_terms(timeline: StepTimeline) -> Iterator[Term]:
+    """Yield the model's buffers."""
+    for name, size in timeline.buffers.items():
+        yield Term("buffers", name, size)
+
+
+def state_terms(timeline: StepTimeline, name: str, elements: int) -> Iterator[Term]:
+    """Yield the optimizer's tensors for so many elements of a parameter, which the first step has made."""
+    for number, each in enumerate(timeline.optimizer, 1):
+        yield Term("optimizer", f"{name} {number}", elements * each, timeline.at("forward"))
+
+
+def unplanned_settings(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting that no backend's closed forms cover."""
+    parallel, model, precision = config.parallel, config.model, config.train.precision
+    unplanned = {
+        f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
+        f"parallel.shard_over: {parallel.shard_over}": parallel.shard_over is not None,
+        f"train.sync_every: {config.train.sync_every}": config.train.sync_every is not None,
+        f"train.precision: {precision}": precision in ("bf16-master", "fp16"),
+        f"model.offload: {model.offload}": model.offload != "none",
+        "model.compile": model.compiling is not None,
+    }
+    for key, is_so in unplanned.items():
+        if is_so:
+            yield f"{key} is not planned yet; `unipar compare` measures it"

@@ -1,0 +1,128 @@
+"""`StepTimeline`, `Term`, `Prediction`: a step of training as closed forms need it, and what a backend makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Literal, NamedTuple
+
+Category = Literal[
+    "parameters",
+    "masters",
+    "gradients",
+    "optimizer",
+    "communication",
+    "buffers",
+    "activations",
+    "temporaries",
+    "library",
+    "runtime",
+    "unattributed",
+]
+"""Purpose of memory. Engines name the first six; the others follow from the allocating code and the lifetime."""
+
+PredictedPhase = Literal["built", "forward", "backward", "update", "steady"]
+"""Phases of a step, by the names of a measured account."""
+
+MomentKind = Literal["begin", "reach", "enter", "finish", "leave", "gradient"]
+"""A phase begins; a block is reached, entered when what the library does before it is done, finished, and left when
+what the library does behind it is done, in backward as well; a gradient of a parameter is complete."""
+
+
+class Moment(NamedTuple):
+    """Something that happens in a step, at which a backend may allocate or free memory."""
+
+    phase: PredictedPhase
+    what: MomentKind
+    block: int = -1
+    """Number of the block; -1 if it is none in particular."""
+
+    parameter: int = -1
+    """Number of the parameter whose gradient is complete."""
+
+
+@dataclass(frozen=True)
+class PredictedParameter:
+    """One parameter of the model; a tied one counts once."""
+
+    name: str
+    shape: tuple[int, ...]
+    element_size: int
+    """Bytes of an element in the model, before any backend keeps it in another dtype."""
+
+    trained: bool
+    block: int = -1
+    """Number of the block in which it is; -1 if it is in none."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.numel * self.element_size
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """One microbatch's forward and backward, and the update, of a model that no library has split.
+
+    It is the last microbatch of a step; `accumulates` tells whether others came before it.
+    """
+
+    parameters: tuple[PredictedParameter, ...]
+    buffers: Mapping[str, int]
+    """Bytes of each buffer of the model."""
+
+    optimizer: tuple[int, ...]
+    """Bytes of the optimizer's state for an element of a parameter, one number for each of its tensors."""
+
+    blocks: tuple[str, ...]
+    moments: tuple[Moment, ...]
+    accumulates: bool = False
+
+    def at(self, phase: PredictedPhase, what: MomentKind = "begin", block: int = -1) -> int:
+        """Return the position of the first such moment; of the phase's begin, if it does not happen."""
+        return self._places.get((phase, what, block), self._places[phase, "begin", -1])
+
+    def gradient_at(self, parameter: int) -> int:
+        """Return the position at which a parameter's gradient is complete; the update, if it gets none before."""
+        return self._gradients.get(parameter, self.at("update"))
+
+    @cached_property
+    def _places(self) -> Mapping[tuple[str, str, int], int]:
+        found: dict[tuple[str, str, int], int] = {}
+        for i, moment in enumerate(self.moments):
+            found.setdefault(moment[:3], i)
+        return found
+
+    @cached_property
+    def _gradients(self) -> Mapping[int, int]:
+        return {m.parameter: i for i, m in enumerate(self.moments) if m.what == "gradient"}
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Bytes that a backend holds from one moment of the step to another."""
+
+    category: Category
+    name: str
+    size: int
+    first: int = 0
+    """Position of the moment at which it is allocated."""
+
+    until: int | None = None
+    """Position of the moment at which it is freed; None: it stays."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory that one rank of a backend holds in a step, and bytes that it sends, beside the model's activations."""
+
+    terms: tuple[Term, ...]
+    sent: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Payload of each collective in a step, in bytes, as `compare` counts it."""

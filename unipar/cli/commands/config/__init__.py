@@ -1,0 +1,1 @@
+"""Commands on a config alone, which start no process: `check`, `explain`, `plan`, `schema`."""

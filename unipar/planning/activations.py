@@ -1,0 +1,83 @@
+"""Memory that a model allocates in a microbatch of any size, from records of microbatches of two sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from unipar.backend.prediction.timeline import Moment
+
+
+@dataclass(frozen=True)
+class AllocatedBlock:
+    """One block of memory that the model's operations allocate: `base + slope * micro` bytes."""
+
+    base: float
+    slope: float
+    operation: str
+    where: str
+    """Name of the module that ran; empty in backward."""
+
+    born: int
+    """Tick at which it is allocated; each allocation and each moment of a step is a tick."""
+
+    died: int | None
+    """Last tick at which it is there; None: it is there to the end."""
+
+    becomes_gradient: bool = False
+    """True if it is the gradient of a parameter from then on, which the backend's terms count."""
+
+    def size(self, micro: int) -> int:
+        """Return its bytes in a microbatch of so many samples."""
+        return round(self.base + self.slope * micro)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """All blocks that a microbatch allocates, and the moments of the step, each with its tick."""
+
+    blocks: tuple[AllocatedBlock, ...]
+    moments: tuple[tuple[int, Moment], ...]
+    batch: tuple[float, float]
+    """Base and slope of the bytes of the batch itself."""
+
+    flops: tuple[float, float]
+    """Base and slope of the operations of forward and backward."""
+
+    @property
+    def ticks(self) -> int:
+        """Number of allocations and moments."""
+        return len(self.blocks) + len(self.moments)
+
+    def levels(self, micro: int) -> Any:
+        """Return the bytes that are allocated at each tick."""
+        return np.cumsum(self._changes @ np.array([1.0, micro]))[:-1]
+
+    @cached_property
+    def _changes(self) -> Any:
+        changes = np.zeros((self.ticks + 1, 2))
+        for block in self.blocks:
+            changes[block.born] += (block.base, block.slope)
+            if block.died is not None:
+                changes[block.died + 1] -= (block.base, block.slope)
+        return changes
+
+    def alive(self, tick: int) -> Sequence[AllocatedBlock]:
+        """Return the blocks that are there at a tick."""
+        return [b for b in self.blocks if b.born <= tick and (b.died is None or b.died >= tick)]
+
+    def outlives_its_phase(self, block: AllocatedBlock) -> bool:
+        """Return whether a block is freed in a later phase than the one that allocated it: an activation."""
+        return self._phase_of(block.born) != (None if block.died is None else self._phase_of(block.died))
+
+    def _phase_of(self, tick: int) -> str:
+        phase = ""
+        for at, moment in self.moments:
+            if at > tick:
+                break
+            phase = moment.phase
+        return phase

@@ -1,0 +1,74 @@
+"""Peak of each phase of a step, from what the model allocates and from the terms of a backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unipar.backend import Category
+from unipar.backend.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term
+from unipar.planning.activations import Activations
+
+
+@dataclass(frozen=True)
+class PredictedPeak:
+    """Memory of one rank at the fullest moment of a phase, as predicted."""
+
+    phase: PredictedPhase
+    peak: int
+    held: dict[Category, int]
+    """Bytes by category; their sum is the peak."""
+
+    terms: tuple[Term, ...]
+    """What is there at that moment, the largest first."""
+
+
+def predict_peaks(
+    timeline: StepTimeline, prediction: Prediction, activations: Activations, micro: int
+) -> list[PredictedPeak]:
+    """Return the peak of each phase of a step with microbatches of so many samples."""
+    levels = activations.levels(micro)
+    ticks = [tick for tick, _ in activations.moments]
+    held = _held_in_spans(prediction.terms, len(ticks))
+    ticks.append(activations.ticks)
+    found: list[PredictedPeak] = []
+    phases: dict[PredictedPhase, list[int]] = {}
+    for position, moment in enumerate(timeline.moments):
+        phases.setdefault(moment.phase, []).append(position)
+    for phase, positions in phases.items():
+        best, at, tick = -1, positions[0], 0
+        for position in positions:
+            inside = levels[ticks[position] : ticks[position + 1]]
+            top = int(np.argmax(inside))
+            if (total := int(held[position] + inside[top])) > best:
+                best, at, tick = total, position, ticks[position] + top
+        found.append(_peak_at(phase, at, tick, prediction.terms, activations, micro))
+    return found
+
+
+def _held_in_spans(terms: Sequence[Term], spans: int) -> Any:
+    """Return the bytes of a backend's terms between each moment and the next."""
+    changes = np.zeros(spans + 1)
+    for term in terms:
+        changes[term.first] += term.size
+        if term.until is not None:
+            changes[term.until] -= term.size
+    return np.cumsum(changes)[:-1]
+
+
+def _peak_at(
+    phase: PredictedPhase, position: int, tick: int, terms: Sequence[Term], activations: Activations, micro: int
+) -> PredictedPeak:
+    there = [t for t in terms if t.first <= position and (t.until is None or t.until > position)]
+    for block in activations.alive(tick):
+        category: Category = "activations" if activations.outlives_its_phase(block) else "temporaries"
+        name = f"{block.operation} in {block.where}" if block.where else block.operation
+        there.append(Term(category, name, block.size(micro)))
+    held = Counter[Category]()
+    for term in there:
+        held[term.category] += term.size
+    return PredictedPeak(phase, sum(held.values()), dict(held), tuple(sorted(there, key=lambda t: -t.size)))

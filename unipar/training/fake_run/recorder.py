@@ -1,0 +1,211 @@
+"""Recorder of a fake step: each block of memory with the operation that made it, and the moments between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
+
+from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
+
+
+@dataclass(slots=True)
+class FakeBlock:
+    """One block of memory that a step allocates."""
+
+    size: int
+    operation: str
+    where: str
+    """Name of the innermost module that ran; empty outside of modules, as in backward."""
+
+    born: int
+    """Tick at which it was allocated."""
+
+    died: int | None = None
+    """Last tick at which it was there; None: it was still there at the end."""
+
+    is_gradient: bool = False
+    """True if it became the gradient of a parameter, when it died."""
+
+
+@final
+class StepRecorder(TorchDispatchMode):
+    """Mode that records what operations allocate, until nothing refers to it any more.
+
+    Time is counted in ticks: each allocation and each moment is one. In which order memory is freed between two of them
+    does not matter.
+    """
+
+    def __init__(self, kept: Iterable[Tensor]) -> None:
+        """`kept`: tensors that are there before and after the step, which are not recorded."""
+        super().__init__()
+        self.blocks: list[FakeBlock] = []
+        self.moments: list[tuple[int, Moment]] = []
+        """Moments, each with its tick."""
+
+        self.phase: PredictedPhase = "forward"
+        self.ticks = 0
+        self._kept = {_key(t) for t in kept}
+        self._live: dict[int, int] = {}
+        self._modules: list[str] = []
+
+    def begin(self, phase: PredictedPhase) -> None:
+        """Note that a phase begins."""
+        self.phase = phase
+        self.note("begin")
+
+    def note(self, what: MomentKind, block: int = -1, parameter: int = -1) -> None:
+        """Note a moment."""
+        self.moments.append((self.ticks, Moment(self.phase, what, block, parameter)))
+        self.ticks += 1
+
+    def _note_both(self, before: MomentKind, after: MomentKind, block: int) -> None:
+        self.note(before, block)
+        self.note(after, block)
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        """Count a block no longer: it has become a gradient, which the backend's terms count."""
+        number = self._live.pop(_key(gradient), None)
+        if number is not None:
+            self.blocks[number].is_gradient = True
+            self._end(number)
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor):
+                self._see(t, func)
+        return out
+
+    def _see(self, t: Tensor, func: Any) -> None:
+        storage = t.untyped_storage()
+        key = _key(t)
+        if key in self._live or key in self._kept:
+            return
+        number = len(self.blocks)
+        where = self._modules[-1] if self._modules else ""
+        self.blocks.append(FakeBlock(storage.nbytes(), func.__name__, where, self.ticks))
+        self.ticks += 1
+        self._live[key] = number
+        weakref.finalize(storage, self._gone, key, number)
+
+    def _gone(self, key: int, number: int) -> None:
+        if self._live.get(key) == number:
+            del self._live[key]
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        self.blocks[number].died = self.ticks - 1
+
+    @contextmanager
+    def follow(self, model: nn.Module, blocks: Sequence[str]) -> Generator[None]:
+        """Context manager: note when a block is entered and left, and when a parameter's gradient is complete."""
+        handles: list[Any] = []
+        numbers = {name: number for number, name in enumerate(blocks)}
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(_pusher(self._modules, name)))
+            handles.append(module.register_forward_hook(_popper(self._modules), always_call=True))
+            if name in numbers:
+                handles.append(module.register_forward_pre_hook(self._entering(numbers[name]), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._leaving(numbers[name])))
+        owners = owners_of_parameters(model, blocks)
+        for number, (name, p) in enumerate(model.named_parameters()):
+            if p.requires_grad:
+                handles.append(p.register_post_accumulate_grad_hook(self._completing(number, owners.get(name, -1))))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, block: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self.phase != "forward":  # recomputed
+                return None
+            self._note_both("reach", "enter", block)
+            wanted = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+            if not wanted or not torch.is_grad_enabled():
+                return None
+            passed: Any = _TellBackward.apply(lambda: self._note_both("finish", "leave", block), *wanted)
+            made = {id(x): y for x, y in zip(wanted, passed, strict=True)}
+
+            def replaced(x: Any) -> Any:
+                return made.get(id(x), x)
+
+            return tree_map(replaced, (args, kwargs))
+
+        return hook
+
+    def _leaving(self, block: int) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if self.phase != "forward":
+                return
+            self._note_both("finish", "leave", block)
+
+            def arrived(gradient: Tensor) -> None:
+                self._note_both("reach", "enter", block)
+
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(arrived)
+
+        return hook
+
+    def _completing(self, number: int, block: int) -> Any:
+        def hook(p: Tensor) -> None:
+            assert p.grad is not None
+            self.take_gradient(p.grad)
+            self.note("gradient", block, number)
+
+        return hook
+
+
+class _TellBackward(torch.autograd.Function):
+    """Identity that tells when the gradients of all that passed are there."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, tell: Any, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.tell = tell
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.tell()
+        return None, *gradients
+
+
+def _key(t: Tensor) -> int:
+    storage: Any = t.untyped_storage()
+    return storage._cdata
+
+
+def _pusher(modules: list[str], name: str) -> Any:
+    def hook(module: nn.Module, args: Any) -> None:
+        modules.append(name)
+
+    return hook
+
+
+def _popper(modules: list[str]) -> Any:
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        if modules:
+            modules.pop()
+
+    return hook
+
+
+def owners_of_parameters(model: nn.Module, blocks: Sequence[str]) -> Mapping[str, int]:
+    """Return the number of the block in which a parameter is, by its name."""
+    starts = [(f"{name}.", number) for number, name in enumerate(blocks)]
+    return {name: number for name, _ in model.named_parameters() for start, number in starts if name.startswith(start)}

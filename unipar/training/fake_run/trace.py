@@ -1,0 +1,161 @@
+"""`trace_task`: a step of the config's task on fake tensors, as what `unipar plan` adds a backend's memory to."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from unipar.backend.precision import parameter_dtype
+from unipar.backend.prediction.timeline import Moment, PredictedParameter, StepTimeline
+from unipar.config import BatchSizes, Config
+from unipar.engines.placement import replace_parameters
+from unipar.errors import TaskError
+from unipar.model.blocks import find_blocks
+from unipar.model.create import ONLY_PART, cast_if_float, check_parts
+from unipar.model.optimizer import OptimizerFactory, parameter_groups
+from unipar.model.transforms import apply_transforms
+from unipar.planning.activations import Activations, AllocatedBlock
+from unipar.task import Task
+from unipar.training.fake_run.recorder import FakeBlock, owners_of_parameters
+from unipar.training.fake_run.step import FakeStep, trace_step
+from unipar.training.shares import first_microbatch
+from unipar.training.task_facts import load_task
+
+
+@dataclass(frozen=True)
+class TracedTask:
+    """A step of a task: what a backend needs for its closed forms, and what the model itself allocates."""
+
+    timeline: StepTimeline
+    activations: Activations
+    parameters: int
+    """Number of the model's parameters."""
+
+    even: bool
+    """True if a third microbatch has allocated what the first two led to expect."""
+
+
+def trace_task(config: Config, micro: int) -> TracedTask:
+    """Return a step of the config's task; raise TaskError, with the operation, if it needs values of tensors."""
+    task = load_task(config)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _explain_values("model()"):
+        parts = check_parts(task.model())
+        if len(parts) > 1:
+            raise TaskError(f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model")
+        model = parts[ONLY_PART] if ONLY_PART in parts else next(iter(parts.values()))
+        cast = partial(cast_if_float, dtype=parameter_dtype(config.train.precision))
+        replace_parameters(model, lambda p: nn.Parameter(cast(p.detach()), p.requires_grad))
+    blocks = find_blocks(model, config, given=task.blocks(model))
+    with _explain_values("the optimizer's step"):
+        optimizer = _optimizer_state(task, model, config, mode)
+    apply_transforms(model, blocks, config)
+    counts = (micro, 2 * micro, 3 * micro)
+    with _explain_values("loss()"):
+        first, second, third = (_trace(task, model, blocks, config, mode, count) for count in counts)
+    activations = combine_steps(first, second)
+    owners = owners_of_parameters(model, blocks)
+    timeline = StepTimeline(
+        parameters=tuple(
+            PredictedParameter(name, tuple(p.shape), p.element_size(), p.requires_grad, owners.get(name, -1))
+            for name, p in model.named_parameters()
+        ),
+        buffers={name: b.untyped_storage().nbytes() for name, b in model.named_buffers()},
+        optimizer=optimizer,
+        blocks=tuple(blocks),
+        moments=tuple(moment for _, moment in activations.moments),
+    )
+    return TracedTask(
+        timeline, activations, sum(p.numel() for p in model.parameters()), even=_is_even(activations, third)
+    )
+
+
+def _trace(
+    task: Task, model: nn.Module, blocks: Sequence[str], config: Config, mode: FakeTensorMode, count: int
+) -> FakeStep:
+    sizes = BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
+    return trace_step(model, blocks, task.loss, first_microbatch(task, config, sizes), count, config, mode)
+
+
+def _optimizer_state(task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> tuple[int, ...]:
+    """Return the bytes of the optimizer's state for an element of a parameter, one number for each of its tensors."""
+    own = task.optimizer if task.defines("optimizer") else None
+    groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
+    with mode:
+        optimizer = OptimizerFactory(groups, config, torch.device("cpu"), own=own)(model)
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in trained:
+            p.grad = torch.empty_like(p)
+        optimizer.step()
+        for p in trained:
+            p.grad = None
+    found: dict[Tensor, tuple[int, ...]] = {
+        p: tuple(t.element_size() for t in state.values() if isinstance(t, Tensor) and t.shape == p.shape)
+        for p, state in optimizer.state.items()
+    }
+    for p, state in optimizer.state.items():
+        for key, t in state.items():
+            if isinstance(t, Tensor) and t.numel() > 1 and t.shape != p.shape:
+                raise TaskError(
+                    f"plan: the optimizer's {key!r} has the shape {tuple(t.shape)} for a parameter of "
+                    f"{tuple(p.shape)}; a plan knows states that are as large as their parameter"
+                )
+    return next((sizes for p, sizes in found.items() if p.ndim), ())
+
+
+def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
+    """Return what a microbatch of any size allocates, from two that differ in their number of samples."""
+    a, b = first.recorder, second.recorder
+    more = second.micro - first.micro
+    same = [_what(x) for x in a.blocks] == [_what(x) for x in b.blocks] and a.moments == b.moments
+    if not same:
+        raise TaskError(
+            f"plan: microbatches of {first.micro} and {second.micro} samples run different operations, so that their "
+            "memory cannot be told in advance: pad batches alike, and let no operation depend on their sizes"
+        )
+
+    def line(x: int, y: int) -> tuple[float, float]:
+        slope = (y - x) / more
+        return x - slope * first.micro, slope
+
+    blocks = [
+        AllocatedBlock(*line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient)
+        for x, y in zip(a.blocks, b.blocks, strict=True)
+    ]
+    moments: tuple[tuple[int, Moment], ...] = tuple(a.moments)
+    return Activations(tuple(blocks), moments, line(first.batch, second.batch), line(first.flops, second.flops))
+
+
+def _what(block: FakeBlock) -> tuple[object, ...]:
+    return block.operation, block.born, block.is_gradient
+
+
+def _earlier(one: int | None, other: int | None) -> int | None:
+    """Return the earlier of two ticks: what is in a cycle of references goes when Python collects garbage."""
+    return min(one, other) if one is not None and other is not None else other if one is None else one
+
+
+def _is_even(activations: Activations, third: FakeStep) -> bool:
+    """Return whether a third microbatch allocates what is expected of it, to one in a thousand of its largest sum."""
+    if len(third.recorder.blocks) != len(activations.blocks):
+        return False
+    expected = sum(block.size(third.micro) for block in activations.blocks)
+    return abs(expected - sum(block.size for block in third.recorder.blocks)) <= expected / 1000
+
+
+@contextmanager
+def _explain_values(what: str) -> Generator[None]:
+    """Context manager: turn an error of fake tensors, which have no values, into a TaskError with the operation."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        raise TaskError(
+            f"plan: {what} needs the values of a tensor ({e.func}), and a plan computes without values: keep such "
+            "numbers in Python, or choose by shapes"
+        ) from e
