@@ -50,8 +50,11 @@ def collect(path: Path, into: StateCollector, *, weights_only: bool) -> None:
         first = folder / f"zero_pp_rank_0_{_WHOLE}"
     model = load_inert(first)
     into.found.step = int(model["global_steps"])
-    if skipped := int(model.get("skipped_steps") or 0):
-        into.found.remarks.append(f"{skipped} of its steps were skipped because of the loss scale")
+    into.found.skipped = skipped = int(model.get("skipped_steps") or 0)
+    if skipped:
+        into.found.remarks.append(
+            f"{skipped} of its steps were skipped because of the loss scale: the schedule stands {skipped} steps behind"
+        )
     ranks = _optimizer_files(folder)
     if not ranks:
         _collect_unsplit(model, into, weights_only=weights_only)

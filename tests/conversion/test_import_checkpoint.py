@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from typing_extensions import override
 
-from tests.support.foreign_trainers import DECAY, LAST, RATE, SAVED_AT, TOTAL, adamw, make_net
+from tests.support.foreign_task import Alike, InGroups
+from tests.support.foreign_trainers import DECAY, LAST, RATE, SAVED_AT, TOTAL, adamw, make_net, samples
 from tests.support.forks import Forks
 from tests.support.world import ROOT
 from unipar.backend.checks import read_source
@@ -31,9 +33,9 @@ from unipar.run_folder.ledger import Ledger
 pytestmark = pytest.mark.forked
 
 
-def config_file(folder: Path) -> Path:
+def config_file(folder: Path, task: str = "Foreign") -> Path:
     config: dict[str, Any] = {
-        "task": {"use": str(ROOT / "tests/support/foreign_task.py:Foreign")},
+        "task": {"use": str(ROOT / f"tests/support/foreign_task.py:{task}")},
         "backend": "single",
         "device": "cpu",
         "batch": {"total": TOTAL},
@@ -46,13 +48,15 @@ def config_file(folder: Path) -> Path:
     return file
 
 
-def config(folder: Path) -> Config:
-    return read_source(config_file(folder), ()).config
+def config(folder: Path, task: str, sets: Sequence[str] = ()) -> Config:
+    return read_source(config_file(folder, task), sets).config
 
 
-def imported(folder: Path, source: Path, **wish: Any) -> tuple[ImportedCheckpoint, CheckpointContents]:
+def imported(
+    folder: Path, source: Path, task: str = "Foreign", sets: Sequence[str] = (), **wish: Any
+) -> tuple[ImportedCheckpoint, CheckpointContents]:
     wish = {"trust_pickle": True} | wish
-    done = import_checkpoint(config(folder), ImportWish(source, folder / "start", **wish))
+    done = import_checkpoint(config(folder, task, sets), ImportWish(source, folder / "start", **wish))
     return done, verify_checkpoint(done.path)
 
 
@@ -149,6 +153,21 @@ def test_other_names_and_weights_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("readers")
+def test_groups_of_the_task_say_whose_moments_they_are(tmp_path: Path) -> None:
+    """Two equal layers in two groups: refused, unless groups(model) says which is in which."""
+    net = Alike().model()
+    optimizer = torch.optim.AdamW(InGroups().groups(net))
+    (net(samples()[0]).square().mean()).backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, tmp_path / "a.pt")
+    assert "shapes do not tell which of the model's parameters" in refused(tmp_path, tmp_path / "a.pt", task="Alike")
+    _, contents = imported(tmp_path, tmp_path / "a.pt", task="InGroups")
+    with SavedState(contents.path, contents.manifest) as state:
+        for name, p in net.named_parameters():
+            assert torch.equal(state.whole(name, "exp_avg"), optimizer.state[p]["exp_avg"])
+
+
+@pytest.mark.usefixtures("readers")
 def test_refusals(tmp_path: Path) -> None:
     """Each source that does not fit has its sentence, also out of the process that reads it."""
     (tmp_path / "empty").mkdir()
@@ -183,6 +202,38 @@ def test_refusals(tmp_path: Path) -> None:
         "state_dict, model_state_dict, model, module"
     )
     assert not [path for path in (tmp_path / "start").iterdir() if path.name.startswith(".tmp")]
+
+
+def test_the_place_in_the_data_needs_the_number_of_ranks(tmp_path: Path) -> None:
+    """Where it decides about the total batch it must be said, unless there is one rank, or no step was done."""
+    file = tmp_path / "model.safetensors"
+    save_file(weights(), file)
+    sets = ["backend=native", "batch={total: null, micro: 2, accumulate: 1}"]
+    assert refused(tmp_path, file, sets=sets, step=4) == (
+        f"{file} has done 4 steps, and on how many samples is not known: batch.total is micro x accumulate x data "
+        "(2 x 1 x data), and parallel.data is auto; say how many data ranks there were with --set parallel.data=N"
+    )
+    _, contents = imported(tmp_path, file, sets=[*sets, "parallel.data=2"], step=4)
+    assert contents.state["data"] == {"epoch": 0, "sample": 16, "length": 24}
+    _, contents = imported(tmp_path, file, sets=["batch={total: null, micro: 2, accumulate: 1}"], step=3)
+    assert contents.state["data"] == {"epoch": 0, "sample": 6, "length": 24}
+    _, contents = imported(tmp_path, file, sets=sets)
+    assert contents.state["data"] == {"epoch": 0, "sample": 0, "length": 24}
+
+
+@pytest.mark.usefixtures("readers")
+def test_skipped_steps_are_counted(tmp_path: Path) -> None:
+    """DeepSpeed counts steps that its loss scale skipped; the schedule of the run that goes on waits for them."""
+    folder = tmp_path / "deepspeed"
+    folder.mkdir()
+    saved = {"module": weights(), "global_steps": 5, "skipped_steps": 2, "optimizer": None}
+    torch.save(saved, folder / "mp_rank_00_model_states.pt")
+    done, contents = imported(tmp_path, folder)
+    assert (done.step, contents.state["parts"]["model"]["skipped"]) == (5, 2)
+    assert done.remarks == (
+        "2 of its steps were skipped because of the loss scale: the schedule stands 2 steps behind",
+        "it holds no state of the optimizer, which starts anew",
+    )
 
 
 class Payload:

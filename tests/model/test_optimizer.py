@@ -15,7 +15,7 @@ from unipar.config import Config
 from unipar.config.sections.optimizer import Constant, Cosine, Linear, optimizer_arguments
 from unipar.engines.learning_rate import BaseRates, schedule_factor
 from unipar.errors import TaskError
-from unipar.model.optimizer import ParameterGroup, optimizer_factory, parameter_groups
+from unipar.model.optimizer import OptimizerFactory, ParameterGroup, parameter_groups
 
 CPU = torch.device("cpu")
 Groups = Callable[[Any], Any]
@@ -52,7 +52,7 @@ def _of(task: unipar.Task, module: nn.Module, config: Config) -> tuple[Parameter
 
 def _made(task: unipar.Task, module: nn.Module, config: Config) -> torch.optim.Optimizer:
     own = task.optimizer if task.defines("optimizer") else None
-    return optimizer_factory(_of(task, module, config), config, CPU, own)(module)
+    return OptimizerFactory(_of(task, module, config), config, CPU, own)(module)
 
 
 def _groups(made: Groups, **train: Any) -> tuple[ParameterGroup, ...]:

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 import unipar
-from tests.support.foreign_trainers import make_net, samples
+from tests.support.foreign_trainers import WIDTH, make_net, samples
 
 
 class Foreign(unipar.Task):
@@ -25,3 +25,19 @@ class Foreign(unipar.Task):
     def loss(self, model: Any, batch: Any) -> Tensor:
         x, y = batch
         return (model(x) - y).square().mean()
+
+
+class Alike(Foreign):
+    """Task with two equal layers."""
+
+    @override
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+
+
+class InGroups(Alike):
+    """The same with groups of its own: the second layer first."""
+
+    @override
+    def groups(self, model: Any) -> list[dict[str, Any]]:
+        return [{"params": model[1].parameters()}, {"params": model[0].parameters()}]

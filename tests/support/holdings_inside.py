@@ -23,7 +23,7 @@ from unipar.distributed.world import World
 from unipar.memory.account import CATEGORIES
 from unipar.model.blocks import find_blocks
 from unipar.model.create import create_parts
-from unipar.model.optimizer import optimizer_factory, parameter_groups
+from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.training.setup import EngineFactory
 from unipar.verification.worker import replay
 
@@ -90,7 +90,7 @@ def engine_of(config: Config, world: World, build: EngineFactory) -> Engine:
     task = Task()
     (name, module), *_ = create_parts(task.model, config, world).items()
     groups = parameter_groups(module, config, task.groups(module), own_optimizer=False)
-    optimizer = optimizer_factory(groups, config, world.device, own=None)
+    optimizer = OptimizerFactory(groups, config, world.device, own=None)
     part = Part(name, module, optimizer, find_blocks(module, config, task.blocks(module)))
     return build(part, config, world)
 

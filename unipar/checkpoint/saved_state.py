@@ -38,6 +38,9 @@ class SavedState(Read):
         self.on_read: Callable[[int], None] = lambda read: None
         """Function that is called with `bytes_read` after each read."""
 
+        self.weights_only: tuple[str, ...] = ()
+        """Beginnings of the names of parameters of which engines are to find the weight alone."""
+
         self._kinds: dict[str, set[str]] = {}
         for name, kind in manifest.tensors:
             self._kinds.setdefault(name, set()).add(kind)
@@ -59,7 +62,8 @@ class SavedState(Read):
     @override
     def kinds(self, name: str) -> set[str]:
         """Return what is saved for a parameter: `weight` and the optimizer's keys."""
-        return self._kinds.get(name, set()) - {"buffer"}
+        found = self._kinds.get(name, set()) - {"buffer"}
+        return found & {"weight"} if name.startswith(self.weights_only) else found
 
     @override
     def shape(self, name: str, kind: str) -> tuple[int, ...]:

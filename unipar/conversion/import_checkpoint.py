@@ -116,7 +116,24 @@ def _state_of(config: Config, modules: Mapping[str, nn.Module]) -> ModelState:
         trained += [prefix + name for name in names.trained]
         tied += [[prefix + name for name in several] for several in tied_names(module)]
     dtype = str(parameter_dtype(config.train.precision)).removeprefix("torch.")
-    return ModelState(parameters, trained, buffers, tied, dtype)
+    return ModelState(parameters, trained, buffers, tied, dtype, _groups_of_task(config, modules))
+
+
+def _groups_of_task(config: Config, modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return the names in each group that the task's groups(model) returns; none if it has no such method."""
+    from unipar.model.optimizer import parameter_groups
+    from unipar.training.task_facts import load_task
+
+    groups: list[list[str]] = []
+    for prefix, module in _prefixed(modules):
+        try:
+            given = load_task(config).groups(module)
+        except Exception:  # the model may be on meta, without values; a run says what is wrong
+            return []
+        if given is None:
+            return []
+        groups += [[prefix + n for n in g.names] for g in parameter_groups(module, config, given, own_optimizer=True)]
+    return groups
 
 
 def _save(config: Config, modules: Mapping[str, nn.Module], contents: Any, wish: ImportWish, step: int) -> int:
@@ -137,7 +154,8 @@ def _save(config: Config, modules: Mapping[str, nn.Module], contents: Any, wish:
             for t in contents.manifest.tensors.values()
         ]
         pieces += _unsaved_pieces(config, modules)
-        save_checkpoint(wish.out, step, pieces, _state(config, modules, wish, step), retention=Retention(keep=10**9))
+        state = _state(config, modules, wish, step, skipped=min(step, int(contents.state["skipped"])))
+        save_checkpoint(wish.out, step, pieces, state, retention=Retention(keep=10**9))
     return len(pieces)
 
 
@@ -159,7 +177,9 @@ def _unsaved_pieces(config: Config, modules: Mapping[str, nn.Module]) -> Iterato
                 yield PieceToSave(called, "buffer", dtype_name(cast, called), tuple(cast.shape), where, data)
 
 
-def _state(config: Config, modules: Mapping[str, nn.Module], wish: ImportWish, step: int) -> dict[str, Any]:
+def _state(
+    config: Config, modules: Mapping[str, nn.Module], wish: ImportWish, step: int, *, skipped: int
+) -> dict[str, Any]:
     from unipar.model.state_names import state_names
     from unipar.training.parts import tied_names
 
@@ -168,13 +188,13 @@ def _state(config: Config, modules: Mapping[str, nn.Module], wish: ImportWish, s
         "imported": str(wish.source),
         "time": time.time(),
         "config": plain,
-        "data": _position(config, step),
+        "data": _position(config, wish.source, step),
         "steps": None,
         "cell": "",
         "ranks": None,
         "parts": {
             name: {
-                "skipped": 0,
+                "skipped": skipped,
                 "counters": {},
                 "groups": [],
                 "tied": tied_names(module),
@@ -188,12 +208,22 @@ def _state(config: Config, modules: Mapping[str, nn.Module], wish: ImportWish, s
     }
 
 
-def _position(config: Config, step: int) -> dict[str, Any]:
+def _position(config: Config, source: Path, step: int) -> dict[str, Any]:
     """Return the place in the data after so many steps of this config's batches, read from the beginning."""
+    from unipar.backend.cells import cell_of, is_single_process
+    from unipar.backend.registry import find_backend
     from unipar.training.task_facts import gather_task_facts
 
-    ranks = config.parallel.data if isinstance(config.parallel.data, int) else 1
-    sizes = config.batch.settle(ranks)
+    backend, batch, ranks = find_backend(config.backend), config.batch, config.parallel.data
+    if is_single_process(cell_of(config, backend), backend):
+        ranks = 1
+    if ranks == "auto" and batch.total is None and step:
+        raise CheckpointError(
+            f"{source} has done {step:,} steps, and on how many samples is not known: batch.total is micro x "
+            f"accumulate x data ({batch.micro} x {batch.accumulate} x data), and parallel.data is auto; say how many "
+            "data ranks there were with --set parallel.data=N"
+        )
+    sizes = batch.settle(1 if ranks == "auto" else ranks)
     facts = gather_task_facts(config, sizes)
     epoch, batches = divmod(step, facts.per_epoch) if facts.per_epoch else (0, step)
     return {"epoch": epoch, "sample": batches * sizes.total, "length": facts.samples}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -90,29 +90,37 @@ def _groups_of_task(
     return tuple(g for g in groups if g.names)
 
 
-def optimizer_factory(
-    groups: tuple[ParameterGroup, ...], config: Config, device: torch.device, own: MakeOptimizer | None
-) -> Callable[[nn.Module], Optimizer]:
-    """Return a function that makes the optimizer once parameters have their final place: the config's or `own`."""
-    if own is not None:
-        _refuse_unused_settings(config)
-    wanted = config.train.optimizer
-    scale = config.train.lr_scale.factor(config.batch.total or 1)
+@final
+class OptimizerFactory:
+    """Function that makes the optimizer once parameters have their final place: the config's or the task's own."""
 
-    def make(module: nn.Module) -> Optimizer:
-        now = dict(module.named_parameters())
+    def __init__(
+        self, groups: tuple[ParameterGroup, ...], config: Config, device: torch.device, own: MakeOptimizer | None
+    ) -> None:
+        if own is not None:
+            _refuse_unused_settings(config)
+        self._groups, self._wanted, self._device, self._own = groups, config.train.optimizer, device, own
+        self._scale = config.train.lr_scale.factor(config.batch.total or 1)
+        self.made = ""
+        """Name of the class of the optimizer that was made last; empty before."""
+
+    def __call__(self, module: nn.Module) -> Optimizer:
+        optimizer = self._make(module)
+        self.made = type(optimizer).__name__
+        return optimizer
+
+    def _make(self, module: nn.Module) -> Optimizer:
+        now, wanted = dict(module.named_parameters()), self._wanted
         made: list[dict[str, Any]] = []
-        for group in groups:
-            lr = group.settings.get("lr", float(wanted.lr)) * scale
+        for group in self._groups:
+            lr = group.settings.get("lr", float(wanted.lr)) * self._scale
             mine = [now[n] for n in group.names if n in now]  # a stage of a pipeline has some of them
             made.append({"params": mine, **group.settings, "lr": lr})
-        if own is not None:
+        if self._own is not None:
             decay = {"weight_decay": float(wanted.weight_decay)}
-            return _create_own_optimizer(own, [decay | group for group in made], now)
+            return _create_own_optimizer(self._own, [decay | group for group in made], now)
         split = any(isinstance(p, DTensor) for group in made for p in group["params"])
-        return _OPTIMIZER_CLASSES[type(wanted)](made, **optimizer_arguments(wanted, device.type, split=split))
-
-    return make
+        return _OPTIMIZER_CLASSES[type(wanted)](made, **optimizer_arguments(wanted, self._device.type, split=split))
 
 
 def refuse_whole_matrices(own: MakeOptimizer, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -62,7 +63,20 @@ class CodeLocation:
 
 def code_folder(task: Task) -> Path:
     """Return the folder of the file in which a task's loss is written, or the working directory if it is in no file."""
-    loss = task.functions["loss"] if isinstance(task, FunctionTask) else type(task).loss
-    code = getattr(inspect.unwrap(loss), "__code__", None)
+    file = _code_file(task, "loss")
+    return Path.cwd() if file is None else file.parent
+
+
+def code_hash(task: Task) -> str | None:
+    """Return the SHA-256 of the files in which a task's loss and model are written, or None if they are in no file."""
+    files = {file for method in ("loss", "model") if (file := _code_file(task, method)) is not None}
+    if not files:
+        return None
+    return hashlib.sha256(b"".join(sorted(file.read_bytes() for file in files))).hexdigest()
+
+
+def _code_file(task: Task, method: str) -> Path | None:
+    function = task.functions[method] if isinstance(task, FunctionTask) else getattr(type(task), method)
+    code = getattr(inspect.unwrap(function), "__code__", None)
     file = Path(code.co_filename) if code is not None else Path("<unknown>")
-    return file.resolve().parent if file.exists() else Path.cwd()
+    return file.resolve() if file.exists() else None

@@ -88,7 +88,10 @@ class Task(ABC):
         return None
 
     def load_state(self, state: Any) -> None:
-        """Take over what `state` returned in the run that goes on here; tuples have become lists."""
+        """Take over what `state` returned in the run that goes on here; tuples have become lists.
+
+        Not called if nothing was saved.
+        """
         if state is not None:
             raise TaskError("the checkpoint holds a state() of the task, and this task has no load_state(state)")
 

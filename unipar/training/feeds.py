@@ -46,6 +46,11 @@ class FedRun(Protocol):
         """Feed of this rank."""
         ...
 
+    @property
+    def feeds(self) -> RunFeeds:
+        """All feeds of this rank."""
+        ...
+
     def mark(self, phase: str) -> None:
         """Set the phase of the heartbeat."""
         ...
@@ -55,17 +60,61 @@ class FedRun(Protocol):
         ...
 
 
-def make_feed(
-    live: FedRun,
-    data: Any,
-    collate: Callable[[list[Any]], Any] | None,
-    place: Callable[[Feed], None] | None,
-) -> Feed:
-    """Return the feed of one rank for what data() returned, or a script's loader; `place` puts it where it goes on."""
-    feed = _feed_from_beginning(live, data, collate)
-    if place is not None:
-        place(feed)
-    return feed
+@final
+class RunFeeds:
+    """Feed of what data() returned, or of the loader that a script brings: the one that is read now.
+
+    In a run that goes on, the one that the checkpoint was saved in goes on, and others begin as in any run.
+    """
+
+    def __init__(self, live: FedRun, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._live, self._collate = live, collate
+        self._current: Feed | None = None
+        self.brought = False
+        """Whether the feed is that of a loader, which a script has given to `run.over`."""
+
+        self._place: Callable[[Feed], None] | None = None
+        self._of_loader = False
+        """Whether `_place` is for a loader's feed."""
+
+        self._placed: Any = None
+        """Dataset of the loader that was placed."""
+
+    def get(self) -> Feed:
+        """Return the feed that is read now; at first, that of data()."""
+        if self._current is None:
+            self._current = _feed_from_beginning(self._live, self._live.task.data(), self._collate)
+            if self._place is not None and not self._of_loader:
+                self._place(self._current)
+        return self._current
+
+    def use(self, feed: Feed) -> None:
+        """Read another feed from now on, in place of data()'s."""
+        self._current = feed
+
+    def over(self, loader: Any) -> Feed:
+        """Read a script's loader from now on, and return its feed."""
+        self._current = feed = _feed_from_beginning(self._live, loader, self._collate)
+        self.brought = True
+        dataset = getattr(loader, "dataset", loader)
+        if self._place is not None and self._of_loader and (self._placed is None or self._placed is dataset):
+            self._placed = dataset
+            self._place(feed)
+        return feed
+
+    def go_on(self, place: Callable[[Feed], None], *, of_loader: bool) -> None:
+        """Have the first feed of data(), or the first of a loader, placed by `place` where a checkpoint was saved.
+
+        A script may bring its loader later, and may give the same one again.
+        """
+        self._place, self._of_loader = place, of_loader
+        if not of_loader and self._current is not None:
+            place(self._current)
+
+
+def was_in_loader(saved: Mapping[str, Any], task: Task) -> bool:
+    """Return whether a checkpoint was saved in the data of a script's loader; `saved`: its place in the data."""
+    return bool(saved.get("loader")) or not task.defines("data")
 
 
 def refuse_shared_stream(trained: DataSource, evaluated: DataSource) -> None:
@@ -135,6 +184,8 @@ def describe_stream_place(live: FedRun, done: int) -> tuple[dict[str, Any], dict
     feed = live.feed
     place = feed.position(done)
     described: dict[str, Any] = {"epoch": place.epoch, "sample": place.sample, "length": feed.source.length}
+    if live.feeds.brought:
+        described["loader"] = True
     if not isinstance(feed, StreamFeed):
         return described, {}
     world, own = live.world, feed.stream_place()
@@ -184,7 +235,7 @@ def _packed_parts(place: StreamPlace, seat: int, *, saves: bool) -> tuple[list[A
 def place_feed(live: FedRun, feed: Feed, saved_in: CheckpointContents, said: Collection[str]) -> None:
     """Have a feed go on where a checkpoint was saved; `said`: keys of the config that were given for this run."""
     saved, path, step = saved_in.state["data"], saved_in.path, saved_in.manifest.step
-    refuse_other_data(feed, saved, path)
+    refuse_other_data(feed, saved, path, of_loader=was_in_loader(saved, live.task))
     begin = DataPosition(step, int(saved["epoch"]), int(saved["sample"]))
     if not isinstance(feed, StreamFeed):
         feed.go_on_from(begin)
@@ -249,13 +300,15 @@ def _leave_out_rest(live: FedRun, reads: str, epoch: int, why: str, said: Collec
     live.note("data", said=f"{why}: the rest of epoch {epoch + 1} is left out")
 
 
-def refuse_other_data(feed: Feed, saved: Mapping[str, Any], path: Location) -> None:
+def refuse_other_data(feed: Feed, saved: Mapping[str, Any], path: Location, *, of_loader: bool = False) -> None:
     """Raise CheckpointError if the data has another length than it had."""
     before, now = saved["length"], feed.source.length
     if before != now:
+        what = "the loader of run.over()" if of_loader else "data()"
+        first = ", with the loader that was being read then as the first (run.done tells)" if of_loader else ""
         raise CheckpointError(
-            f"checkpoint {path}: data() had {_samples(before)} and has {_samples(now)} now: the order of samples would "
-            "be another; go on with the same data, or begin a run with these weights (model.weights)"
+            f"checkpoint {path}: {what} had {_samples(before)} and has {_samples(now)} now: the order of samples would "
+            f"be another; go on with the same data{first}, or begin a run with these weights (model.weights)"
         )
 
 

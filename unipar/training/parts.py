@@ -35,6 +35,7 @@ class TrainedPart:
         alone: bool,
         tied: Sequence[Sequence[str]] = (),
         names: StateNames | None = None,
+        optimizer: str = "",
     ) -> None:
         self.name, self.module, self.engine, self.world = part.name, part.module, engine, world
         self.config = config
@@ -59,6 +60,9 @@ class TrainedPart:
 
         self.state_names = names or state_names(part.module)
         """Names that are trained, and those that state dicts leave out, as the model's author has made it."""
+
+        self.optimizer = optimizer
+        """Name of the optimizer's class, before a library has put its own in its place."""
 
         self._born_groups = self._plain_groups()
         self._pending_losses: list[Tensor] = []

@@ -6,9 +6,10 @@ import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from unipar.checkpoint.changes import refuse_changes
+from unipar.checkpoint.changes import describe_other_code, find_new_optimizers, refuse_changes
 from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.packed_values import unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
@@ -19,8 +20,10 @@ from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
-from unipar.training.feeds import place_feed, refuse_other_data
+from unipar.task.location import code_folder, code_hash
+from unipar.training.feeds import place_feed, refuse_other_data, was_in_loader
 from unipar.utils.address import Location, parse_location
+from unipar.utils.git import git_revision
 from unipar.utils.text import first_few
 
 if TYPE_CHECKING:
@@ -115,10 +118,15 @@ def choose_checkpoint(
 def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
     """Give a run that was just built the state of a checkpoint; all ranks call this together."""
     state, began = chosen.state, time.monotonic()
-    if live.task.defines("data"):
+    of_loader = was_in_loader(state["data"], live.task)
+    if not of_loader:
         refuse_other_data(live.feed, state["data"], chosen.path)
     with SavedState(chosen.path, chosen.checkpoint.manifest) as saved:
         total = _refuse_other_tensors(live, saved)
+        classes = {name: part.optimizer for name, part in live.parts.items()}
+        config, called = live.config.model_dump(mode="json"), f"checkpoint {chosen.path}"
+        begin_anew = find_new_optimizers(state, classes, config, chosen.said, called)
+        saved.weights_only = tuple(f"{name}." if len(live.parts) > 1 else "" for name in begin_anew)
         saved.on_read = lambda read: live.heartbeat.set_work("loading the checkpoint", min(read, total), total)
         live.mark("save")
         live.restore(saved)
@@ -126,13 +134,15 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
             old = state["parts"][name]
             part.skipped = int(old["skipped"])
             part.engine.restore_counters(old["counters"])
-            part.restore_groups(old["groups"])
-        packed = state["task"]
-        live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
+            if name not in begin_anew:
+                part.restore_groups(old["groups"])
+        if (packed := state["task"]) is not None:  # an import has none, nor has a task that had no state() then
+            live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
     live.heartbeat.set_work("")
-    live.go_on_from(chosen.step, lambda feed: place_feed(live, feed, chosen.checkpoint, chosen.said))
-    counted = live.config.train.steps or live.task.defines("data")
+    placed = partial(place_feed, live, saved_in=chosen.checkpoint, said=chosen.said)
+    live.go_on_from(chosen.step, placed, of_loader=of_loader)
+    counted = live.config.train.steps or (not of_loader and live.task.defines("data"))
     if counted and live.done >= live.steps and not (chosen.own and live.done == live.steps):
         raise CheckpointError(describe_nothing_left(chosen.path, live.done, live.steps))
     live.note(
@@ -142,10 +152,17 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         bytes=read,
         seconds=time.monotonic() - began,
         passed=list(chosen.passed),
-        told=list(chosen.told),
+        told=[*chosen.told, *begin_anew.values(), *_other_code(live, state)],
         cell=state["cell"],
         size=state["ranks"],
     )
+
+
+def _other_code(live: TrainingRun, state: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if the task's code has changed since, on rank 0."""
+    if live.rank != 0:
+        return []
+    return describe_other_code(state, git_revision(code_folder(live.task)), code_hash(live.task))
 
 
 def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:

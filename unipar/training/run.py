@@ -22,7 +22,7 @@ from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.evaluation import Evaluation, refuse_unsynced_evaluation
-from unipar.training.feeds import make_feed, refuse_shared_stream
+from unipar.training.feeds import RunFeeds, refuse_shared_stream
 from unipar.training.parts import (
     ActivePart,
     TrainedPart,
@@ -74,10 +74,9 @@ class TrainingRun(Run):
         self._loss_seed = mix_into(MIX_START, self._seed, 3)
         self._schedule = config.train.schedule
         self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
-        self._collate = task.collate if task.defines("collate") else None
         self._maker = ShareMaker(task, world)
         self._stop_agreement = StopAgreement(world, config.train.sync_every or 1)
-        self._feed: MicrobatchFeed | StreamFeed | None = None
+        self.feeds = RunFeeds(self, task.collate if task.defines("collate") else None)
         self._steps = config.train.steps
         self._seeds: tuple[int, ...] = ()
         self._parts_stepped: list[ActivePart] = []
@@ -90,7 +89,6 @@ class TrainingRun(Run):
         self._batch_observer: BatchObserver | None = None
         self._checkpoints: StateKeeper | None = None
         self._began_at = 0
-        self._place_feed: Callable[[MicrobatchFeed | StreamFeed], None] | None = None
 
     # Steps and data
 
@@ -110,9 +108,7 @@ class TrainingRun(Run):
     @property
     @override
     def feed(self) -> MicrobatchFeed | StreamFeed:
-        if self._feed is None:
-            self._feed = self._make_feed(self.task.data())
-        return self._feed
+        return self.feeds.get()
 
     @property
     @override
@@ -123,17 +119,17 @@ class TrainingRun(Run):
         """Set the number of steps done, after state was restored."""
         self.done = step
 
-    def go_on_from(self, step: int, place_feed: Callable[[MicrobatchFeed | StreamFeed], None]) -> None:
+    def go_on_from(
+        self, step: int, place_feed: Callable[[MicrobatchFeed | StreamFeed], None], *, of_loader: bool
+    ) -> None:
         """Go on as another run would that has done these steps; `place_feed` has a feed read what is left of its data.
 
-        A script may bring its loader later, with `over`.
+        `of_loader`: that of a script's loader, which it brings later, with `over`.
         """
         self.done = self._began_at = step
         self._log.begin_after(step)
-        self._place_feed = place_feed
-        if self._feed is not None:
-            place_feed(self._feed)
-        elif self.task.defines("data"):
+        self.feeds.go_on(place_feed, of_loader=of_loader)
+        if not of_loader:
             self.feed  # noqa: B018 - made here, and placed
 
     @property
@@ -168,9 +164,6 @@ class TrainingRun(Run):
     def note(self, event: str, **fields: Any) -> None:
         """Write an event into this rank's ledger."""
         self._log.note(event, **fields)
-
-    def _make_feed(self, data: Any) -> MicrobatchFeed | StreamFeed:
-        return make_feed(self, data, self._collate, self._place_feed)
 
     # Parts and their state
 
@@ -212,8 +205,7 @@ class TrainingRun(Run):
 
     @override
     def over(self, loader: Any) -> Iterator[Share]:
-        self._feed = self._make_feed(loader)
-        return self._shares(self._feed)
+        return self._shares(self.feeds.over(loader))
 
     @override
     def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
@@ -312,7 +304,7 @@ class TrainingRun(Run):
 
     def use_feed(self, feed: MicrobatchFeed) -> None:
         """Take the shares from `feed` instead of the task's own data."""
-        self._feed = feed
+        self.feeds.use(feed)
 
     def at_boundary(self, hook: Callable[[int], None]) -> None:
         """Call `hook` with the number of steps done at every step boundary, after the last step too."""

@@ -25,7 +25,7 @@ from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
-from unipar.task.location import code_folder
+from unipar.task.location import code_folder, code_hash
 from unipar.training.feeds import describe_stream_place
 from unipar.training.stopping import StepAgreement
 from unipar.utils.address import Location
@@ -57,6 +57,7 @@ class RunCheckpoints:
         """Step and value of the best evaluations so far, the best first."""
 
         self._git = git_revision(code_folder(live.task)) if live.rank == 0 else None
+        self._code = code_hash(live.task) if live.rank == 0 else None
         self._is_best = False
         self._metrics: dict[str, float] = {}
         self._evaluated: int | None = None
@@ -229,6 +230,7 @@ class RunCheckpoints:
         return {
             "unipar": self._launched.get("versions", {}),
             "git": self._git,
+            "code_sha256": self._code,
             "time": time.time(),
             "cell": str(self._launched.get("settled", {}).get("cell", "")),
             "ranks": live.size,
@@ -240,6 +242,7 @@ class RunCheckpoints:
                 name: {
                     "skipped": part.skipped,
                     "counters": part.engine.counters(),
+                    "optimizer": part.optimizer,
                     "groups": part.group_state(),
                     "tied": part.tied,
                     **part.state_names._asdict(),

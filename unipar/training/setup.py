@@ -24,7 +24,7 @@ from unipar.distributed.world import World, leave_current_world
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
-from unipar.model.optimizer import optimizer_factory, parameter_groups, refuse_whole_matrices
+from unipar.model.optimizer import OptimizerFactory, parameter_groups, refuse_whole_matrices
 from unipar.model.pretrained import LoadedWeights, load_weights, point_to_weights
 from unipar.model.state_names import state_names
 from unipar.model.transforms import apply_transforms
@@ -243,10 +243,11 @@ def build_run(
         if config.parallel.axes.ranks > 1:
             in_blocks.update(_count_in_blocks(module, blocks))
         apply_transforms(module, blocks, own)
+        factory = OptimizerFactory(groups, own, world.device, own=own_optimizer)
         part = Part(
             name,
             module,
-            optimizer_factory(groups, own, world.device, own=own_optimizer),
+            factory,
             blocks,
             loss=task.loss,
             sample=partial(first_microbatch, task, config, sizes),
@@ -255,7 +256,10 @@ def build_run(
         )
         with _explain_import_error(backend):
             engine = (build or backend.build)(part, own, world)
-            parts[name] = TrainedPart(part, engine, own, world, alone=len(modules) == 1, tied=tied, names=names)
+            alone = len(modules) == 1
+            parts[name] = TrainedPart(
+                part, engine, own, world, alone=alone, tied=tied, names=names, optimizer=factory.made
+            )
     if len(parts) > 1:
         for part in parts.values():  # some libraries fix in the first forward which parameters take gradients
             part.engine.evaluate(_compute_nothing, None)

@@ -102,7 +102,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
 def _checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> int | None:
     import torch
 
-    from unipar.model.optimizer import optimizer_factory, parameter_groups
+    from unipar.model.optimizer import OptimizerFactory, parameter_groups
     from unipar.model.saved_size import saved_bytes
 
     total, given = 0, task.optimizer if task.defines("optimizer") else None
@@ -110,7 +110,7 @@ def _checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) ->
         for name, module in modules.items():
             own = config.of_part(name)
             groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=given is not None)
-            make = optimizer_factory(groups, own, torch.device("meta"), own=given)
+            make = OptimizerFactory(groups, own, torch.device("meta"), own=given)
             size = saved_bytes(module, make, fp64=config.train.precision == "fp64")
             if size is None:
                 return None

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+from typing_extensions import override
 
+from tests.support.checkpoints import save_on_ranks
 from tests.support.forks import Forks
 from tests.support.lora_task import lora_model
 from tests.support.transformer_models import LENGTH, WORDS, Gpt2
 from tests.support.world import ROOT
+from unipar.backend import Region
 from unipar.checkpoint.exporting.writing import ExportWish, export_checkpoint
-from unipar.checkpoint.protocol.verifying import CheckpointContents, verify_checkpoint
+from unipar.checkpoint.protocol.publishing import PieceToSave
+from unipar.checkpoint.protocol.verifying import CheckpointContents, inspect_checkpoint, verify_checkpoint
 from unipar.checkpoint.saved_state import SavedState
+from unipar.checkpoint.storage.disk import Disk
+from unipar.checkpoint.tensor_bytes import bytes_of
+from unipar.model.state_names import state_names
 
 pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 
@@ -45,6 +54,60 @@ def trained(forks: Forks, folder: Path, task: str, cell: str) -> CheckpointConte
     done = forks.unipar(["run", str(folder / "config.yaml")], {"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
     return verify_checkpoint(folder / "run/checkpoints" / f"step-{STEPS:08d}")
+
+
+class Small(nn.Module):
+    """Two layers, one of which has the name of peft's first adapter, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.default, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.default(self.first(x)))
+
+
+def saved(folder: Path, model: nn.Module) -> CheckpointContents:
+    """Return a checkpoint of a model's parameters, as a run on one rank saves them."""
+
+    def pieces(rank: int, step: int) -> Sequence[PieceToSave]:
+        return [
+            PieceToSave(name, "weight", "F32", tuple(p.shape), Region(0, p.numel()), bytes(bytes_of(p.detach())))
+            for name, p in model.named_parameters()
+        ]
+
+    state = {"parts": {"model": state_names(model)._asdict()}}
+    (done,) = save_on_ranks(folder, 1, disks=[Disk()], pieces=pieces, state=state)
+    assert not isinstance(done, BaseException), done
+    return inspect_checkpoint(done.path)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only", "none"])
+def test_biases_and_a_module_with_the_adapters_name(tmp_path: Path, bias: Any) -> None:
+    """The file has the names and biases of peft's own; a layer that is trained besides is named, and peft loads it."""
+    torch.manual_seed(1)
+    base = Small()
+    made: Any = get_peft_model(deepcopy(base), LoraConfig(r=2, target_modules=["default", "first"], bias=bias))
+    made.base_model.model.head.weight.requires_grad_(True)
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if p.requires_grad and "head.weight" not in name:
+                p.add_(torch.rand_like(p))
+    done = export_checkpoint(saved(tmp_path / "saved", made), tmp_path / "adapter", ExportWish(to="peft"))
+    made.save_pretrained(tmp_path / "by_peft")
+    ours = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    theirs = load_file(tmp_path / "by_peft/adapter_model.safetensors")
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+    assert len([name for name in ours if name.endswith(".bias")]) == {"all": 3, "lora_only": 2, "none": 0}[bias]
+    assert done.left_out == (
+        "left out, although trained, since they are not the adapter's: base_model.model.head.weight; to have them too: "
+        "--to safetensors --trainable"
+    )
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    x = torch.rand(5, 3)
+    assert torch.equal(loaded(x), made(x))
 
 
 def logits(model: Any) -> Tensor:

@@ -46,6 +46,12 @@ def write_library_config(
     return f"with {file}"
 
 
+def adapter_config(state: Mapping[str, Any], adapter: str) -> Mapping[str, Any]:
+    """Return peft's config of an adapter, from a checkpoint's state; empty if it has none."""
+    wanted = (_FILES["peft"], adapter)
+    return next((one.get("content", {}) for one in configs_in(state) if (one["file"], one["adapter"]) == wanted), {})
+
+
 def _beginning_of(under: str) -> str:
     """Return what the names of a module's tensors begin with in the checkpoint."""
     return f"{under}." if under else ""

@@ -121,27 +121,57 @@ def parse_rename(text: str) -> tuple[str, str]:
     return old, new
 
 
-def adapter_tensors(chosen: Sequence[ChosenTensor], adapter: str) -> list[ChosenTensor]:
-    """Return tensors under the names that peft gives them in a file: without the adapter's own name.
+def adapter_tensors(
+    chosen: Sequence[ChosenTensor], adapter: str, config: Mapping[str, Any]
+) -> tuple[list[ChosenTensor], list[str]]:
+    """Return tensors under the names that peft gives them in a file, and the names of those that it has no place for.
 
     `base_model.model.attn.lora_A.default.weight` in the model is `base_model.model.attn.lora_A.weight` in the file;
-    modules that are trained as a whole (`modules_to_save`) have the name of the module that they replace.
+    modules that are trained as a whole (`modules_to_save`) have the name of the module that they replace. `config`: the
+    adapter's, which says what biases are trained with it; empty if it is not known.
     """
-    named = [tensor for tensor in chosen if adapter in tensor.name.split(".")]
-    if not named:
+    named: list[ChosenTensor] = []
+    left: list[str] = []
+    for tensor in chosen:
+        steps = tensor.name.split(".")
+        if (at := _adapter_step(steps, adapter, config)) is not None:
+            del steps[at]
+            if at and steps[at - 1] == "modules_to_save":
+                del steps[at - 1]
+        elif not _is_bias_of_adapter(tensor.name, config):
+            left.append(tensor.name)
+            continue
+        bare = ".".join(steps)
+        named.append(ChosenTensor(bare if steps[0] == "base_model" else f"base_model.model.{bare}", tensor.stored))
+    if not any(_adapter_step(tensor.name.split("."), adapter, config) is not None for tensor in chosen):
         trained = first_few([tensor.name for tensor in chosen])
         raise CheckpointError(
             f"--to peft: none of the trained names holds {adapter!r} as a part ({trained}): "
             "the model has no adapter of that name; say --adapter NAME, or export with --trainable"
         )
-    return [ChosenTensor(_adapter_name(tensor.name, adapter), tensor.stored) for tensor in named]
+    _refuse_same_names(named)
+    return named, left
 
 
-def _adapter_name(name: str, adapter: str) -> str:
-    steps = name.split(".")
-    at = steps.index(adapter)
-    del steps[at]
-    if at and steps[at - 1] == "modules_to_save":
-        del steps[at - 1]
-    bare = ".".join(steps)
-    return bare if bare.startswith("base_model.") else f"base_model.model.{bare}"
+_BEFORE_ADAPTER = ("modules_to_save", "trainable_tokens_delta")
+"""Modules of peft besides LoRA's own in which each adapter has an entry of its name."""
+
+
+def _adapter_step(steps: Sequence[str], adapter: str, config: Mapping[str, Any]) -> int | None:
+    """Return where a name has the adapter's own, which may be that of a module of the model besides; None if nowhere.
+
+    As peft has it: behind `modules_to_save`, else the last step of that name.
+    """
+    places = [at for at, step in enumerate(steps) if step == adapter and "base_layer" not in steps[at:]]
+    for at in places:
+        if at and steps[at - 1] == "modules_to_save":
+            return at
+    if config.get("peft_type") in ("LORA", "ADALORA"):
+        places = [at for at in places if steps[at - 1].startswith("lora_") or steps[at - 1] in _BEFORE_ADAPTER]
+    return places[-1] if places else None
+
+
+def _is_bias_of_adapter(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a bias of the model is trained and saved with the adapter."""
+    which = str(config.get("bias") or "none")
+    return name.endswith(".bias") if which == "all" else which.endswith("_only") and name.endswith(".base_layer.bias")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from unipar.checkpoint.exporting.config_files import write_library_config
+from unipar.checkpoint.exporting.config_files import adapter_config, write_library_config
 from unipar.checkpoint.exporting.selection import ChosenTensor, adapter_tensors, choose_tensors
 from unipar.checkpoint.exporting.source import Advance, ExportSource
 from unipar.checkpoint.format.shard_file import ShardTensor, write_shard
@@ -23,7 +23,7 @@ from unipar.checkpoint.protocol.verifying import CheckpointContents
 from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.storage.disk import Disk
 from unipar.errors import CheckpointError, OutExists
-from unipar.utils.text import did_you_mean, format_size
+from unipar.utils.text import did_you_mean, first_few, format_size
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Dtypes by the words of `--dtype`."""
@@ -69,6 +69,9 @@ class Exported:
     config: str = ""
     """Remark on the config beside the weights: its name, or why there is none; "" for formats without."""
 
+    left_out: str = ""
+    """Remark on trained parameters that an adapter's file has no place for; "" if there are none."""
+
 
 def parse_size(text: str) -> int:
     """Return the number of bytes of a size such as 5GB, 500MB or 2GiB."""
@@ -97,8 +100,9 @@ def export_checkpoint(
         raise CheckpointError(f"--dtype {wish.dtype}: known are {', '.join(EXPORT_DTYPES)}")
     largest = parse_size(wish.size)
     chosen = choose_tensors(contents, only=wish.only, trainable=wish.trainable or wish.to == "peft", rename=wish.rename)
+    left: list[str] = []
     if wish.to == "peft":
-        chosen = adapter_tensors(chosen, wish.adapter)
+        chosen, left = adapter_tensors(chosen, wish.adapter, adapter_config(contents.state, wish.adapter))
     out = Path(f"{contents.path.name}{FILE_OF_FORMAT[wish.to]}") if out is None else out
     if os.path.lexists(out):
         raise OutExists(f"-o {out}: it already exists; name another one, or delete it")
@@ -111,7 +115,18 @@ def export_checkpoint(
             said = write_library_config(contents.state, partial_out, wish.to, wish.adapter, wish.rename, wish.dtype)
     if said and wish.to == "hf" and (wish.only or wish.trainable):
         said += "; only a part of its weights is here"
-    return Exported(path=out, tensors=len(chosen), bytes=source.total, files=files, config=said)
+    return Exported(
+        path=out, tensors=len(chosen), bytes=source.total, files=files, config=said, left_out=_left_out(left)
+    )
+
+
+def _left_out(names: list[str]) -> str:
+    if not names:
+        return ""
+    return (
+        f"left out, although trained, since they are not the adapter's: {first_few(names)}; to have them too: "
+        "--to safetensors --trainable"
+    )
 
 
 class _Progress:

@@ -30,6 +30,9 @@ class ModelState:
     dtype: str
     """Dtype of floating-point weights and buffers, without `torch.`."""
 
+    groups: Sequence[Sequence[str]] = ()
+    """Parameters in the optimizer's groups that the task makes by its own groups(model); none if it has no such."""
+
     def target(self, name: str) -> str:
         """Return the first name of a parameter that has several."""
         return next((names[0] for names in self.tied if name in names), name)
@@ -40,6 +43,9 @@ class FoundState:
     """Pieces of a checkpoint that was found, and what is known about the training."""
 
     step: int | None = None
+    skipped: int = 0
+    """Number of those steps whose update was left out because of the loss scale."""
+
     pieces: list[PieceToSave] = field(default_factory=list[PieceToSave])
     remarks: list[str] = field(default_factory=list[str])
     largest_step: float = 0.0
@@ -102,6 +108,10 @@ class StateCollector:
         name = self.name(theirs)
         if name is None or name not in self.model.parameters:
             raise CheckpointError(f"{self.source}: the optimizer has a state for {theirs}, which the model lacks")
+        self.add_moment_of(name, kind, value, where)
+
+    def add_moment_of(self, name: str, kind: str, value: Any, where: Region | None = None) -> None:
+        """Add what the optimizer keeps for a parameter that is known by the model's name for it."""
         t = torch.as_tensor(value)
         if t.numel() == 1 and kind == "step":
             self.found.largest_step = max(self.found.largest_step, float(t))

@@ -65,7 +65,7 @@ def leave_tensors(request: dict[str, Any]) -> None:
     else:
         registry.find_backend(kind).collect_checkpoint(path, into, weights_only=weights_only)
     found = into.finish()
-    state = {"found_step": found.step, "remarks": found.remarks}
+    state = {"found_step": found.step, "skipped": found.skipped, "remarks": found.remarks}
     save_checkpoint(Path(request["folder"]), TRANSIT_STEP, found.pieces, state)
 
 

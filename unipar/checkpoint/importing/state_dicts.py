@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from unipar.checkpoint.importing.found_state import StateCollector
 from unipar.checkpoint.importing.inert_pickle import load_inert
+from unipar.checkpoint.importing.parameter_order import names_by_number
 from unipar.errors import CheckpointError
 from unipar.utils.text import first_few
 
@@ -104,40 +104,10 @@ def _collect_weights(weights: Mapping[str, Any], into: StateCollector) -> None:
 
 
 def collect_optimizer(saved: Mapping[str, Any], into: StateCollector) -> None:
-    """Collect the state of an optimizer, whose parameters have numbers: by the order in which the model has them."""
+    """Collect the state of an optimizer, whose parameters have numbers: named as `names_by_number` finds."""
     state: Mapping[Any, Any] = saved["state"]
-    groups: list[list[Any]] = [list(group["params"]) for group in saved["param_groups"]]
-    numbers = [number for group in groups for number in group]
-    names = _names_of(numbers, [len(group) for group in groups], state, into)
+    names = names_by_number(saved, into)
     for number, kept in state.items():
         for kind, value in kept.items():
             if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
-                into.add_moment(names[number], kind, value)
-
-
-def _names_of(
-    numbers: Sequence[Any], sizes: Sequence[int], state: Mapping[Any, Any], into: StateCollector
-) -> dict[Any, str]:
-    """Return the model's name of each number; raise CheckpointError if no order fits the shapes."""
-    model = into.model
-    for order in (list(model.parameters), list(model.trained)):
-        matrices = [name for name in order if len(model.parameters[name]) > 1]
-        others = [name for name in order if len(model.parameters[name]) < 2]
-        split = [[*matrices, *others], [*others, *matrices]] if len(sizes) == 2 else []
-        for candidate in (order, *split):
-            if len(candidate) == len(numbers):
-                names = dict(zip(numbers, candidate, strict=True))
-                if all(_fits(model.parameters[names[number]], kept.values()) for number, kept in state.items()):
-                    return names
-    raise CheckpointError(
-        f"{into.source}: the optimizer has {len(numbers)} parameters by number, and neither all "
-        f"{len(model.parameters)} parameters of the model nor the {len(model.trained)} that are trained fit its shapes "
-        "in their order; import with --weights-only"
-    )
-
-
-def _fits(shape: Sequence[int], kept: Iterable[Any]) -> bool:
-    return all(
-        not isinstance(t, Tensor) or t.ndim == 0 or (tuple(t.shape) == tuple(shape) and t.numel() == math.prod(shape))
-        for t in kept
-    )
+                into.add_moment_of(names[number], kind, value)

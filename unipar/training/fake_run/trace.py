@@ -18,7 +18,7 @@ from unipar.engines.placement import replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import ONLY_PART, cast_if_float, check_parts
-from unipar.model.optimizer import optimizer_factory, parameter_groups
+from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock
 from unipar.task import Task
@@ -88,7 +88,7 @@ def _optimizer_state(task: Task, model: nn.Module, config: Config, mode: FakeTen
     own = task.optimizer if task.defines("optimizer") else None
     groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
     with mode:
-        optimizer = optimizer_factory(groups, config, torch.device("cpu"), own=own)(model)
+        optimizer = OptimizerFactory(groups, config, torch.device("cpu"), own=own)(model)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         for p in trained:
             p.grad = torch.empty_like(p)

@@ -67,3 +67,5 @@ def export(
     typer.echo(f"{done.path}: {tensors}, {format_size(done.bytes)} in {files}, of step {contents.manifest.step:,}")
     if done.config:
         typer.echo(done.config)
+    if done.left_out:
+        typer.echo(done.left_out)
