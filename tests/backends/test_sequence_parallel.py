@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from typing_extensions import override
-from unipar_native.mesh.sequence.collectives import Span
+from unipar_native.mesh.sequence import collectives
+from unipar_native.mesh.sequence.collectives import GatheredInput, Span
 from unipar_native.mesh.sequence.plan import add_sequence
 from unipar_native.mesh.tensor_plan import derive_block_plan
 
@@ -125,3 +127,28 @@ def test_parts_of_any_length() -> None:
     """Parts are equally long, and the last ones shorter, or empty."""
     counts = [[Span(length, 4, rank, None).count for rank in range(4)] for length in (8, 9, 5, 3, 1)]
     assert counts == [[2, 2, 2, 2], [3, 3, 3, 0], [2, 2, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
+
+
+def test_hooks_around_see_all_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of the input and what else the product keeps, not the whole, which is gathered again."""
+    monkeypatch.setattr(collectives, "gather_parts", lambda part, dim, span: torch.cat([part, part], dim))
+    monkeypatch.setattr(
+        collectives, "add_parts", lambda grad, dim, span: grad.narrow(dim, 0, 2) + grad.narrow(dim, 2, 2)
+    )
+    part, weight = torch.randn(2, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    group: Any = object()
+    kept: list[tuple[int, ...]] = []
+
+    def pack(x: Tensor) -> tuple[Tensor]:
+        kept.append(tuple(x.shape))
+        return (x.clone(),)
+
+    with saved_tensors_hooks(pack, lambda packed: packed[0]):
+        given = GatheredInput(part, 0, Span(4, 2, 0, group), keep=False)
+        out = given.use(lambda whole: F.linear(whole, weight * 2.0))
+    assert sorted(kept) == [(2, 3), (3, 5)]  # the part and the weight, and not the whole
+    out.square().sum().backward()
+    whole = torch.cat([part, part]).detach().requires_grad_()
+    plain = F.linear(whole, weight.detach() * 2.0)
+    (expected,) = torch.autograd.grad(plain.square().sum(), whole)
+    assert torch.allclose(part.grad, expected[:2] + expected[2:])  # pyright: ignore[reportArgumentType]

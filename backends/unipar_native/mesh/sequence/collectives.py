@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -170,26 +171,37 @@ class GatheredInput:
         """Return what a function makes of the whole."""
         if self._again is None:
             return product(self.whole)
-        with saved_tensors_hooks(_packing(self._again, self.whole), _unpack):
+        outer = _hooks_of_saved_tensors(False)
+        with saved_tensors_hooks(_packing(self._again, self.whole, outer), partial(_unpack, outer)):
             return product(self.whole)
 
 
-def _packing(again: _Again, whole: Tensor) -> Callable[[Tensor], Any]:
-    """Return a function that puts the way to gather it again in the place of the whole, which it does not keep."""
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not have it  # pyright: ignore[reportPrivateUsage]
+_hooks_of_saved_tensors: Any = _autograd._top_saved_tensors_default_hooks
+"""Function that returns the hooks of the innermost `saved_tensors_hooks`; None without one."""
+
+
+def _packing(again: _Again, whole: Tensor, outer: Any) -> Callable[[Tensor], Any]:
+    """Return a function that puts the way to gather it again in the place of the whole, which it does not keep.
+
+    All else is for the hooks around these, which torch would not call.
+    """
     memory, dtype = whole.untyped_storage().data_ptr(), whole.dtype
 
     def pack(x: Tensor) -> Any:
         if x.untyped_storage().data_ptr() != memory or x.dtype != dtype or not x.numel():
-            return x
+            return x if outer is None else (outer[0](x),)
         again.kept += 1
         return again, x.shape, x.stride(), x.storage_offset()
 
     return pack
 
 
-def _unpack(packed: Any) -> Tensor:
+def _unpack(outer: Any, packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
+    if len(packed) == 1:
+        return outer[1](packed[0])
     again, shape, stride, offset = packed
     return again.whole().as_strided(shape, stride, offset)
 
