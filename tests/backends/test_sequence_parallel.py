@@ -131,10 +131,21 @@ def test_parts_of_any_length() -> None:
 
 def test_hooks_around_see_all_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The part of the input and what else the product keeps, not the whole, which is gathered again."""
-    monkeypatch.setattr(collectives, "gather_parts", lambda part, dim, span: torch.cat([part, part], dim))
-    monkeypatch.setattr(
-        collectives, "add_parts", lambda grad, dim, span: grad.narrow(dim, 0, 2) + grad.narrow(dim, 2, 2)
-    )
+
+    def gathered(part: Tensor, dim: int, span: Span) -> Tensor:
+        return torch.cat([part, part], dim)
+
+    def added(grad: Tensor, dim: int, span: Span) -> Tensor:
+        return grad.narrow(dim, 0, 2) + grad.narrow(dim, 2, 2)
+
+    def unpack(packed: tuple[Tensor]) -> Tensor:
+        return packed[0]
+
+    def product(whole: Tensor) -> Tensor:
+        return F.linear(whole, weight * 2.0)
+
+    monkeypatch.setattr(collectives, "gather_parts", gathered)
+    monkeypatch.setattr(collectives, "add_parts", added)
     part, weight = torch.randn(2, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     group: Any = object()
     kept: list[tuple[int, ...]] = []
@@ -143,9 +154,9 @@ def test_hooks_around_see_all_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
         kept.append(tuple(x.shape))
         return (x.clone(),)
 
-    with saved_tensors_hooks(pack, lambda packed: packed[0]):
+    with saved_tensors_hooks(pack, unpack):
         given = GatheredInput(part, 0, Span(4, 2, 0, group), keep=False)
-        out = given.use(lambda whole: F.linear(whole, weight * 2.0))
+        out = given.use(product)
     assert sorted(kept) == [(2, 3), (3, 5)]  # the part and the weight, and not the whole
     out.square().sum().backward()
     whole = torch.cat([part, part]).detach().requires_grad_()
