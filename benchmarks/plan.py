@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
             rows.append((*name, f"failed: {e}"))
             shares.append(1.0)
             continue
-        peaks = predict_peaks(found.timeline, prediction, found.activations, micro)
+        peaks = predict_peaks(found.timeline, prediction, found.activations, micro, settled.sizes.accumulate)
         planned = max(peaks, key=lambda peak: peak.peak)
         there = tensors_in(measured[planned.phase])
         shares.append(planned.peak / there - 1.0)

@@ -75,9 +75,8 @@ def predict_sharded(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
     for block in reversed(blocks):
         yield from _backward_of(model, block, reshard=reshard)
     yield from _unsharded_gradients(timeline, -1, timeline.at("update"))
-    yield Term(
-        "gradients", "rest", model.gradient_bytes[-1] // model.ranks, timeline.at("update"), timeline.at("steady")
-    )
+    since = 0 if timeline.accumulates else timeline.at("update")
+    yield Term("gradients", "rest", model.gradient_bytes[-1] // model.ranks, since, timeline.at("steady"))
 
 
 def _gathered_in_forward(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
@@ -125,7 +124,10 @@ def _backward_of(model: ShardedModel, block: int, *, reshard: bool) -> Iterator[
     if model.staged:
         yield Term("communication", f"{name} reduce-scatter staged", whole, finish, leave)
     yield from _unsharded_gradients(timeline, block, finish if model.staged else leave)
-    yield Term("gradients", name, whole // model.ranks, finish if model.staged else leave, timeline.at("steady"))
+    reduced = finish if model.staged else leave
+    if timeline.accumulates:
+        yield Term("communication", f"{name} reduced", whole // model.ranks, finish, leave)
+    yield Term("gradients", name, whole // model.ranks, 0 if timeline.accumulates else reduced, timeline.at("steady"))
 
 
 def _unsharded_gradients(timeline: StepTimeline, block: int, until: int) -> Iterator[Term]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,3 +159,18 @@ def test_what_has_no_closed_form(cell: str, more: dict[str, Any], sentence: str)
     """It is refused, with the way to learn it."""
     with pytest.raises(Unsupported, match=re.escape(sentence)):
         peaks(cell, 2, **more)
+
+
+def test_several_microbatches() -> None:
+    """Gradients are there from the first one on; all batches of the step are held."""
+    config = cells.config_in_cell(
+        load_given_config({"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": 2}}).config,
+        Cell.parse("native/parameters"),
+    )
+    later = replace(TIMELINE, accumulates=True)
+    prediction = registry.find_backend("native").predict(config, later, 2, device="cpu")
+    found = predict_peaks(later, prediction, replace(ALLOCATED, batch=(1.0, 3.0)), 2, accumulate=4)
+    held = {peak.phase: peak.held for peak in found}
+    assert held["forward"]["gradients"] == 64
+    assert held["steady"]["activations"] == 40 + 4 * (1 + 3 * 2)
+    assert "gradients" not in held["steady"]

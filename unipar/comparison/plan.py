@@ -79,7 +79,7 @@ def _predict(
 
     timeline = replace(traced.timeline, accumulates=sizes.accumulate > 1)
     prediction = registry.find_backend(cell.backend).predict(config, timeline, ranks, device=device)
-    return predict_peaks(timeline, prediction, traced.activations, sizes.micro)
+    return predict_peaks(timeline, prediction, traced.activations, sizes.micro, sizes.accumulate)
 
 
 def _largest_micro(

@@ -28,12 +28,15 @@ class PredictedPeak:
 
 
 def predict_peaks(
-    timeline: StepTimeline, prediction: Prediction, activations: Activations, micro: int
+    timeline: StepTimeline, prediction: Prediction, activations: Activations, micro: int, accumulate: int = 1
 ) -> list[PredictedPeak]:
-    """Return the peak of each phase of a step with microbatches of so many samples."""
+    """Return the peak of each phase of a step with so many microbatches of so many samples, all of which it holds."""
+    base, slope = activations.batch
+    batch = accumulate * round(base + slope * micro)
+    terms = (*prediction.terms, *([Term("activations", "batch", batch, timeline.at("forward"))] if batch else []))
     levels = activations.levels(micro)
     ticks = [tick for tick, _ in activations.moments]
-    held = _held_in_spans(prediction.terms, len(ticks))
+    held = _held_in_spans(terms, len(ticks))
     ticks.append(activations.ticks)
     found: list[PredictedPeak] = []
     phases: dict[PredictedPhase, list[int]] = {}
@@ -46,7 +49,7 @@ def predict_peaks(
             top = int(np.argmax(inside))
             if (total := int(held[position] + inside[top])) > best:
                 best, at, tick = total, position, ticks[position] + top
-        found.append(_peak_at(phase, at, tick, prediction.terms, activations, micro))
+        found.append(_peak_at(phase, at, tick, terms, activations, micro))
     return found
 
 
