@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,7 +65,13 @@ def test_a_state_that_is_not_finite_is_not_published(tmp_path: Path, clip: float
 
 
 class Large(Line):
-    """A loss whose gradient is finite, and its norm in fp32 is not."""
+    """A loss whose gradient is finite, and its norm in fp32 is not; the model has a mask of infinite numbers."""
+
+    @override
+    def model(self) -> Any:
+        made = super().model()
+        made.register_buffer("mask", torch.full((2,), -math.inf))
+        return made
 
     @override
     def loss(self, model: Any, batch: Any) -> Any:

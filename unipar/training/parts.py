@@ -155,7 +155,8 @@ class TrainedPart:
             doubtful += (~finite).to(doubtful.device)
         if not self.world.sum(doubtful).item():
             return
-        floats = (piece.tensor for piece in self.engine.pieces() if piece.tensor.is_floating_point())
+        pieces = (piece for piece in self.engine.pieces() if piece.kind != "buffer")  # a mask may be infinite
+        floats = (piece.tensor for piece in pieces if piece.tensor.is_floating_point())
         bad = torch.full_like(doubtful, float(any(not bool(t.isfinite().all()) for t in floats)))
         if self.world.sum(bad).item():
             raise NonFinite(

@@ -165,11 +165,6 @@ def _other_code(live: TrainingRun, state: Mapping[str, Any]) -> list[str]:
     return describe_other_code(state, git_revision(code_folder(live.task)), code_hash(live.task))
 
 
-def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return step and value of the best evaluations of the run that saved this state."""
-    return [(int(step), float(value)) for step, value in state["best"]]
-
-
 def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> int:
     """Raise the same CheckpointError on all ranks unless the model's tensors are those of the checkpoint.
 

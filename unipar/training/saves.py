@@ -64,6 +64,9 @@ class RunCheckpoints:
         """Steps that were done at the last evaluation."""
 
         self._last_saved: int | None = None
+        self._missing: set[int] = set()
+        """Steps whose save has failed; each rank learns of it at a step of its own."""
+
         self._told = False
         """Whether a line has said that the stream has no state."""
 
@@ -94,16 +97,23 @@ class RunCheckpoints:
         except CheckpointError as e:
             self._fail(e)
 
-    def go_on_from(self, step: int, best: list[tuple[int, float]]) -> None:
-        """Count the checkpoint from which the run goes on as the last one, and those of the best that are here."""
+    def go_on_from(self, step: int, state: Mapping[str, Any]) -> None:
+        """Count the checkpoint from which the run goes on as the last one, and those of its best that are here."""
+        best = best_so_far(state)
         world = self._live.world
         exchange = StoreExchange(world.store, world.rank, world.size, world.key("best checkpoints"))
 
         def steps_here() -> list[int]:
             return [found.step for found in find_checkpoints(self.folder)] if best and world.rank == 0 else []
 
-        here = attempt_together(exchange, steps_here, lambda failure, told: f"{self.folder}: {failure}")[0]
+        here: list[int] = []
+        try:
+            here = attempt_together(exchange, steps_here, lambda failure, told: f"{self.folder}: {failure}")[0]
+        except CheckpointError as e:
+            self._fail(e)
         self._last_saved, self._best = step, [pair for pair in best if pair[0] in here]
+        found = {name: value for name, value in state["metrics"].items() if value is not None}
+        self._metrics, self._evaluated = found, state.get("evaluated")
 
     def at_boundary(self, done: int) -> None:
         """Save if a save is due after `done` steps; raise what made an earlier one fail."""
@@ -128,6 +138,7 @@ class RunCheckpoints:
     def save(self, done: int) -> None:
         """Save the state after `done` steps, once an earlier save has ended."""
         self._take(self._saver.wait)
+        self._best = [pair for pair in self._best if pair[0] not in self._missing]  # all ranks know of them here
         live = self._live
         live.check_state()  # a state behind a loss that is not finite, or that is not itself, is never published
         self._is_best, self._began, self._last_saved = False, time.monotonic(), done
@@ -145,14 +156,14 @@ class RunCheckpoints:
         try:
             self._saver.save(done, gather, kept)
         except CheckpointError as e:
-            self._fail(e)
+            self._fail(e, done)
         if not self._settings.asynchronous:
             self._take(self._saver.finished)
         live.mark("between")
 
     def at_end(self, done: int) -> None:
         """Save the last state, and wait until it is published."""
-        if self._settings.best is not None and self._evaluated is None:
+        if self._settings.best is not None and self._evaluated is None and not self._live.config.eval.every:
             self._live.note("read on", said="nothing was evaluated, so checkpoint.best had no effect: set eval.every")
         if done and self._last_saved != done and self._live.is_synchronized:
             self.save(done)
@@ -167,7 +178,7 @@ class RunCheckpoints:
         if wanted is None or any(step == done for step, _ in self._best):
             return
         if wanted.metric not in metrics:
-            if done != self._last_saved and self._live.is_synchronized:
+            if done and done != self._last_saved and self._live.is_synchronized and len(self._live.parts) == 1:
                 self.save(done)  # what was trained is not lost with the error
             self._take(self._saver.wait)
             raise TaskError(
@@ -187,7 +198,7 @@ class RunCheckpoints:
             finished: FinishedSave | None = result()
         except CheckpointError as e:
             self._live.heartbeat.set_work("")
-            self._fail(e)
+            self._fail(e, self._last_saved)
             return
         if finished is not None:
             self._live.heartbeat.set_work("")
@@ -203,10 +214,12 @@ class RunCheckpoints:
                 remarks=list(saved.remarks),
             )
 
-    def _fail(self, error: CheckpointError) -> None:
+    def _fail(self, error: CheckpointError, step: int | None = None) -> None:
+        """Treat an error as `checkpoint.on_error` says; `step`: that of the save that failed, if it was one."""
         if self._settings.on_error == "stop":
             raise error
-        self._best = [pair for pair in self._best if pair[0] != self._last_saved]  # it is not there
+        if step is not None:
+            self._missing.add(step)
         self._live.note("checkpoint failed", step=self._live.done, said=str(error))
 
     def _refuse_unsaved_values(self) -> None:
@@ -254,6 +267,11 @@ class RunCheckpoints:
             "best": [list(pair) for pair in self._best],
             "task": task,
         }
+
+
+def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """Return step and value of the best evaluations of the run that saved this state."""
+    return [(int(step), float(value)) for step, value in state["best"]]
 
 
 def rank_best(found: list[tuple[int, float]], wanted: Best) -> list[tuple[int, float]]:

@@ -156,11 +156,11 @@ def _keep_state(live: TrainingRun, run: Path, launched: Mapping[str, Any], chose
         keeper = RunCheckpoints(settings, live, run, launched)
         live.use_checkpoints(keeper)
     if chosen is not None:
-        from unipar.training.resuming import best_so_far, restore_run
+        from unipar.training.resuming import restore_run
 
         restore_run(live, chosen)
         if keeper is not None:
-            keeper.go_on_from(chosen.step, best_so_far(chosen.state))
+            keeper.go_on_from(chosen.step, chosen.state)
     if keeper is not None:
         keeper.check_folder()
 
