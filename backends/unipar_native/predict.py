@@ -70,7 +70,7 @@ def predict_sharded(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
         own = padded_elements(p, model.ranks) // model.ranks
         yield Term("parameters", p.name, own * p.element_size)
         if p.trained:
-            yield from state_terms(timeline, p.name, own)
+            yield from state_terms(timeline, p, own)
     yield from _gathered_in_forward(model, reshard=reshard)
     for block in reversed(blocks):
         yield from _backward_of(model, block, reshard=reshard)
@@ -153,6 +153,10 @@ def predict_native(config: Config, timeline: StepTimeline, ranks: int, *, device
     if uses_ddp(config):
         terms = predict_whole(timeline, buckets=True) if shard == "nothing" else predict_optimizer(timeline, ranks)
         return Prediction(tuple(terms))
+    if scalar := next((p.name for p in timeline.parameters if not p.shape), ""):
+        raise Unsupported(
+            f"native/{shard}", [f"FSDP2 does not take parameters without dimensions, and {scalar} has none"]
+        )
     compute = 2 if config.train.precision == "bf16-master" else None
     model = ShardedModel.of(timeline, ranks, compute=compute, staged=device == "cpu" and ranks > 1)
     return Prediction(tuple(predict_sharded(model, reshard=shard == "parameters")))

@@ -43,9 +43,8 @@ ALLOCATED = Activations(
 )
 
 TIMELINE = StepTimeline(
-    (PredictedParameter("a", (3, 4), 4, True, 0), PredictedParameter("b", (3, 4), 4, True, 1)),
+    (PredictedParameter("a", (3, 4), 4, True, 0, (4, 4)), PredictedParameter("b", (3, 4), 4, True, 1, (4, 4))),
     {"mask": 7},
-    (4, 4),
     ("first", "second"),
     tuple(moment for _, moment in MOMENTS),
 )
@@ -174,3 +173,29 @@ def test_several_microbatches() -> None:
     assert held["forward"]["gradients"] == 64
     assert held["steady"]["activations"] == 40 + 4 * (1 + 3 * 2)
     assert "gradients" not in held["steady"]
+
+
+def test_a_block_without_a_backward() -> None:
+    """Its input takes no gradient: what it holds until its backward ends is there until all of it has ended."""
+    nothing = Moment("backward", "gradient", -1, 9)
+    without = tuple(
+        (n, nothing if (m.phase, m.block) == ("backward", 0) and m.parameter < 0 else m) for n, m in MOMENTS
+    )
+    timeline = replace(TIMELINE, moments=tuple(m for _, m in without))
+    assert timeline.at("backward", "finish", 0) == timeline.at("backward", "finish")
+    config = cells.config_in_cell(
+        load_given_config({"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": 2}}).config,
+        Cell.parse("native/gradients"),
+    )
+    prediction = registry.find_backend("native").predict(config, timeline, 2, device="cuda")
+    held = {p.phase: p.held for p in predict_peaks(timeline, prediction, replace(ALLOCATED, moments=without), 2)}
+    assert held["backward"]["communication"] == 64 + 64  # parameters of both blocks, or of one beside a reduction
+    assert held["update"]["gradients"] == 64
+
+
+def test_a_parameter_without_dimensions_is_refused() -> None:
+    """As the run refuses it."""
+    scalar = replace(TIMELINE, parameters=(*TIMELINE.parameters, PredictedParameter("scale", (), 4, True)))
+    given = {"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": 2, "shard": "parameters"}}
+    with pytest.raises(Unsupported, match="FSDP2 does not take parameters without dimensions, and scale has none"):
+        registry.find_backend("native").predict(load_given_config(given).config, scalar, 2, device="cpu")

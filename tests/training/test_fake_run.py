@@ -51,8 +51,8 @@ def test_a_step_of_a_small_gpt() -> None:
     timeline = found.timeline
     assert found.parameters == sum(p.numel for p in timeline.parameters)
     assert timeline.blocks == ("layers.0", "layers.1")
-    assert PredictedParameter("layers.1.mlp.0.weight", (64, 16), 4, True, 1) in timeline.parameters
-    assert timeline.optimizer == (4, 4)
+    assert PredictedParameter("layers.1.mlp.0.weight", (64, 16), 4, True, 1, (4, 4)) in timeline.parameters
+    assert found.fused
     gradients = [m.parameter for m in timeline.moments if m.what == "gradient"]
     assert sorted(gradients) == list(range(len(timeline.parameters)))
     ways = [(m.phase, m.what, m.block) for m in timeline.moments if m.what != "gradient"]
@@ -110,6 +110,8 @@ def test_autocast_makes_copies() -> None:
          "plan: model() needs the values of a tensor (aten._local_scalar_dense.default), and a plan computes without"),
         ("return (model(x).relu() if len(x) > 2 else model(x)).sum()", "return nn.Linear(4, 4)",
          "plan: microbatches of 2 and 4 samples run different operations, so that their memory cannot be told in"),
+        ("return model[0](model[0](x)).sum()", "return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))",
+         "plan: the loss runs the block 0 more than once, and a plan knows blocks that run once: name other blocks"),
         ("return model['a'](x).sum()", "return {'a': nn.Linear(4, 4), 'b': nn.Linear(4, 4)}",
          "plan: model() returned several parts (a, b), and a plan has one model"),
     ],
@@ -144,3 +146,23 @@ def test_an_optimizer_with_other_states_is_refused(tmp_path: Path, value: str, s
     (tmp_path / "small.py").write_text((tmp_path / "small.py").read_text("utf-8") + own, "utf-8")
     with pytest.raises(TaskError, match=re.escape(sentence)):
         traced(task)
+
+
+def test_little_data(tmp_path: Path) -> None:
+    """Microbatches of fewer samples are traced; of fewer than three there is no plan."""
+    task = small(tmp_path, "return model(x).relu().sum()")
+    few, many = traced(task, micro=48).activations, traced(task, micro=2).activations
+    assert few.levels(7).tolist() == many.levels(7).tolist()
+    (tmp_path / "few").mkdir()
+    rest = small(tmp_path / "few", "return model(x).sum()")
+    file = tmp_path / "few" / "small.py"
+    file.write_text(file.read_text("utf-8").replace("torch.zeros(64, 4)", "torch.zeros(2, 4)"), "utf-8")
+    with pytest.raises(TaskError, match=re.escape("plan: data() has 2 samples, and a plan needs 3")):
+        traced(rest)
+
+
+def test_modes_stay_as_they_are(tmp_path: Path) -> None:
+    """A frozen teacher that is in evaluation mode drops nothing."""
+    model = "made = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)); made[1].eval(); return made"
+    operations = {b.operation for b in traced(small(tmp_path, "return model(x).sum()", model)).activations.blocks}
+    assert not any("dropout" in one or "bernoulli" in one for one in operations)

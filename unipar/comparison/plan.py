@@ -47,8 +47,10 @@ def plan(
         for ranks in numbers:
             limit = None if memory is None else int(memory * (1.0 - headroom))
             rows += _plan_cell(config, cell, ranks, traced, limit, device)
-    notes = () if traced.even else ("activations do not grow evenly with the microbatch: other sizes are estimates",)
-    return Plan(tuple(rows), memory, headroom, device, traced.parameters, time.process_time() - began, notes)
+    notes = [] if traced.even else ["activations do not grow evenly with the microbatch: other sizes are estimates"]
+    if not traced.fused:
+        notes.append("the optimizer is not fused, and its temporaries are not planned: the update may need more")
+    return Plan(tuple(rows), memory, headroom, device, traced.parameters, time.process_time() - began, tuple(notes))
 
 
 def _plan_cell(

@@ -57,6 +57,8 @@ def _held_in_spans(terms: Sequence[Term], spans: int) -> Any:
     """Return the bytes of a backend's terms between each moment and the next."""
     changes = np.zeros(spans + 1)
     for term in terms:
+        if term.until is not None and term.until <= term.first:
+            continue  # no moment lies between
         changes[term.first] += term.size
         if term.until is not None:
             changes[term.until] -= term.size

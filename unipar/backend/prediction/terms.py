@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unipar.backend.prediction.timeline import StepTimeline, Term
+from unipar.backend.prediction.timeline import PredictedParameter, StepTimeline, Term
 from unipar.config import Config
 
 
@@ -14,7 +14,7 @@ def predict_whole(timeline: StepTimeline, *, buckets: bool) -> Iterator[Term]:
     for number, p in enumerate(timeline.parameters):
         yield Term("parameters", p.name, p.size)
         if p.trained:
-            yield from state_terms(timeline, p.name, p.numel)
+            yield from state_terms(timeline, p, p.numel)
             since = 0 if buckets or timeline.accumulates else timeline.gradient_at(number)
             yield Term("gradients", p.name, p.size, since, None if buckets else timeline.at("steady"))
 
@@ -25,10 +25,10 @@ def buffer_terms(timeline: StepTimeline) -> Iterator[Term]:
         yield Term("buffers", name, size)
 
 
-def state_terms(timeline: StepTimeline, name: str, elements: int) -> Iterator[Term]:
+def state_terms(timeline: StepTimeline, p: PredictedParameter, elements: int) -> Iterator[Term]:
     """Yield the optimizer's tensors for so many elements of a parameter, which the first step has made."""
-    for number, each in enumerate(timeline.optimizer, 1):
-        yield Term("optimizer", f"{name} {number}", elements * each, timeline.at("forward"))
+    for number, each in enumerate(p.states, 1):
+        yield Term("optimizer", f"{p.name} {number}", elements * each, timeline.at("forward"))
 
 
 def unplanned_settings(config: Config) -> Iterator[str]:

@@ -56,6 +56,9 @@ class PredictedParameter:
     block: int = -1
     """Number of the block in which it is; -1 if it is in none."""
 
+    states: tuple[int, ...] = ()
+    """Bytes of the optimizer's state for an element, one number for each of its tensors."""
+
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -78,16 +81,17 @@ class StepTimeline:
     buffers: Mapping[str, int]
     """Bytes of each buffer of the model."""
 
-    optimizer: tuple[int, ...]
-    """Bytes of the optimizer's state for an element of a parameter, one number for each of its tensors."""
-
     blocks: tuple[str, ...]
     moments: tuple[Moment, ...]
     accumulates: bool = False
 
     def at(self, phase: PredictedPhase, what: MomentKind = "begin", block: int = -1) -> int:
-        """Return the position of the first such moment; of the phase's begin, if it does not happen."""
-        return self._places.get((phase, what, block), self._places[phase, "begin", -1])
+        """Return the position of such a moment; where it does not happen, of the phase's begin, in backward of its end.
+
+        In backward it does not happen to a block whose input takes no gradient: libraries end it when all is over.
+        """
+        instead = self._places[phase, "finish" if phase == "backward" and what != "begin" else "begin", -1]
+        return self._places.get((phase, what, block), instead)
 
     def gradient_at(self, parameter: int) -> int:
         """Return the position at which a parameter's gradient is complete; the update, if it gets none before."""

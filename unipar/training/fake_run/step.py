@@ -52,7 +52,6 @@ def trace_step(
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
     counter = FlopCounterMode(display=False)
-    model.train()
     gc.collect()
     with recorder.follow(model, blocks), mode, counter, recorder:
         recorder.begin("forward")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from unipar.backend.precision import parameter_dtype
 from unipar.backend.prediction.timeline import Moment, PredictedParameter, StepTimeline
 from unipar.config import BatchSizes, Config
+from unipar.data.dataset import training_data_source
 from unipar.engines.placement import replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
@@ -40,6 +42,9 @@ class TracedTask:
     even: bool
     """True if a third microbatch has allocated what the first two led to expect."""
 
+    fused: bool
+    """True if the optimizer has no temporaries of its own."""
+
 
 def trace_task(config: Config, micro: int) -> TracedTask:
     """Return a step of the config's task; raise TaskError, with the operation, if it needs values of tensors."""
@@ -54,26 +59,63 @@ def trace_task(config: Config, micro: int) -> TracedTask:
         replace_parameters(model, lambda p: nn.Parameter(cast(p.detach()), p.requires_grad))
     blocks = find_blocks(model, config, given=task.blocks(model))
     with _explain_values("the optimizer's step"):
-        optimizer = _optimizer_state(task, model, config, mode)
+        states = _optimizer_states(task, model, config, mode)
     apply_transforms(model, blocks, config)
-    counts = (micro, 2 * micro, 3 * micro)
+    micro = _samples_to_trace(task, config, micro)
     with _explain_values("loss()"):
-        first, second, third = (_trace(task, model, blocks, config, mode, count) for count in counts)
+        first, second, third = (_trace(task, model, blocks, config, mode, n * micro) for n in (1, 2, 3))
     activations = combine_steps(first, second)
+    _refuse_repeated_blocks(blocks, activations)
     owners = owners_of_parameters(model, blocks)
     timeline = StepTimeline(
         parameters=tuple(
-            PredictedParameter(name, tuple(p.shape), p.element_size(), p.requires_grad, owners.get(name, -1))
+            PredictedParameter(
+                name,
+                tuple(p.shape),
+                p.element_size(),
+                p.requires_grad,
+                owners.get(name, -1),
+                states.sizes.get(name, ()),
+            )
             for name, p in model.named_parameters()
         ),
         buffers={name: b.untyped_storage().nbytes() for name, b in model.named_buffers()},
-        optimizer=optimizer,
         blocks=tuple(blocks),
         moments=tuple(moment for _, moment in activations.moments),
     )
-    return TracedTask(
-        timeline, activations, sum(p.numel() for p in model.parameters()), even=_is_even(activations, third)
-    )
+    count, even = sum(p.numel() for p in model.parameters()), _is_even(activations, third)
+    return TracedTask(timeline, activations, count, even=even, fused=states.fused)
+
+
+@dataclass(frozen=True)
+class _OptimizerStates:
+    """State of an optimizer: bytes for an element of each parameter, one number for each tensor."""
+
+    sizes: Mapping[str, tuple[int, ...]]
+    fused: bool
+    """True if one kernel updates all parameters, without tensors of its own."""
+
+
+def _samples_to_trace(task: Task, config: Config, micro: int) -> int:
+    """Return how many samples the smallest microbatch has: three times as many must be there."""
+    sizes = BatchSizes(total=micro, micro=micro, accumulate=1, ranks=1)
+    collate = task.collate if task.defines("collate") else None
+    length = training_data_source(task.data(), collate, task.collate, config, sizes).length
+    if length is None or length >= 3 * micro:
+        return micro
+    if length < 3:
+        raise TaskError(f"plan: data() has {length} samples, and a plan needs 3, for microbatches of three sizes")
+    return length // 3
+
+
+def _refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> None:
+    """Raise TaskError if a block runs more than once in a forward: each has one time at which it is gathered."""
+    entered = Counter(m.block for _, m in activations.moments if (m.phase, m.what) == ("forward", "enter"))
+    if twice := next((blocks[block] for block, times in entered.items() if times > 1), ""):
+        raise TaskError(
+            f"plan: the loss runs the block {twice} more than once, and a plan knows blocks that run once: name other "
+            "blocks in model.blocks, or measure it (unipar compare)"
+        )
 
 
 def _trace(
@@ -83,10 +125,11 @@ def _trace(
     return trace_step(model, blocks, task.loss, first_microbatch(task, config, sizes), count, config, mode)
 
 
-def _optimizer_state(task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> tuple[int, ...]:
-    """Return the bytes of the optimizer's state for an element of a parameter, one number for each of its tensors."""
+def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> _OptimizerStates:
+    """Return what the optimizer keeps for each parameter, after a step of it."""
     own = task.optimizer if task.defines("optimizer") else None
     groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
+    names = {id(p): name for name, p in model.named_parameters()}
     with mode:
         optimizer = OptimizerFactory(groups, config, torch.device("cpu"), own=own)(model)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -95,18 +138,20 @@ def _optimizer_state(task: Task, model: nn.Module, config: Config, mode: FakeTen
         optimizer.step()
         for p in trained:
             p.grad = None
-    found: dict[Tensor, tuple[int, ...]] = {
-        p: tuple(t.element_size() for t in state.values() if isinstance(t, Tensor) and t.shape == p.shape)
-        for p, state in optimizer.state.items()
-    }
+    found: dict[str, tuple[int, ...]] = {}
     for p, state in optimizer.state.items():
+        sizes: list[int] = []
         for key, t in state.items():
-            if isinstance(t, Tensor) and t.numel() > 1 and t.shape != p.shape:
+            if not isinstance(t, Tensor) or not t.ndim or (t.numel() == 1 and p.numel() != 1):
+                continue  # a count of steps
+            if t.shape != p.shape:
                 raise TaskError(
                     f"plan: the optimizer's {key!r} has the shape {tuple(t.shape)} for a parameter of "
                     f"{tuple(p.shape)}; a plan knows states that are as large as their parameter"
                 )
-    return next((sizes for p, sizes in found.items() if p.ndim), ())
+            sizes.append(t.element_size())
+        found[names[id(p)]] = tuple(sizes)
+    return _OptimizerStates(found, fused=all(group.get("fused") for group in optimizer.param_groups))
 
 
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
