@@ -81,6 +81,18 @@ def test_a_run_that_has_done_its_steps(
     )
 
 
+def test_a_newer_run_without_a_step_is_named() -> None:
+    """The one before it has done its steps: the line says that there is another, which has none."""
+    out = begun(1, 12, end={"steps": 12, "of": 12, "epochs": None})
+    newer = out.with_name("run-2")
+    newer.mkdir()
+    for name in ("config.json", "launch.json"):
+        (newer / name).write_bytes((out / name).read_bytes())
+    plan = planned(resume="auto")
+    assert plan.out == out
+    assert plan.finished.endswith("; runs/run-2 was begun later and has ended before its first step")
+
+
 def test_launching_a_finished_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """One line, and the report of what was trained; not a file of the folder is written."""
     out = begun(1, 12, end={"steps": 12, "of": 12, "epochs": None})

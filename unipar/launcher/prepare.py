@@ -39,6 +39,7 @@ from unipar.task.reference import TaskRef
 from unipar.task.task import FunctionTask
 from unipar.tracking.tracker import require_tracker
 from unipar.utils.address import is_address, parse_address
+from unipar.utils.files import relative_path
 from unipar.utils.procfs import boot_id
 
 _NEITHER_SAVES_NOR_STOPS: Final = {
@@ -187,6 +188,8 @@ class PreparedRun:
         said = tuple(sections_said(source.origins))
         wanted = settled.config.resume
         finished = describe_finished_run(out, config) if earlier is not None and wanted != "never" else ""
+        if finished and (newer := folder.newer_run_without_step(source.out, out, alone=config.out is not None)):
+            finished += f"; {relative_path(newer)} was begun later and has ended before its first step"
         if place is None or place.rank == 0:
             if earlier is None:
                 if wanted not in (None, "auto", "never"):

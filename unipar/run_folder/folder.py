@@ -241,12 +241,22 @@ def newest_run_folder(base: Path, *, alone: bool, job: Sequence[str] | None = No
     Runs that have ended before their first step are passed over, unless there are no others. `job`: names of a job, one
     of which the run must have; None: any run counts.
     """
-    named = [base] if alone else existing_numbered_folders(base)
-    runs = [path for path in named if path.is_dir() and not _why_not_a_run(path)]
+    runs = _runs_newest_first(base, alone=alone)
     if job is not None:
         runs = [path for path in runs if not set(job).isdisjoint(read_launch_file(path).get("job", ()))]
-    runs.sort(key=lambda path: (path / next(iter(RUN_FILES))).stat().st_mtime_ns, reverse=True)
     return next((run for run in runs if reached_step(run) or is_locked(run)), runs[0] if runs else None)
+
+
+def newer_run_without_step(base: Path, run: Path, *, alone: bool) -> Path | None:
+    """Return the newest run among base, base-2, ... if `newest_run_folder` has passed over it for another."""
+    newest = next(iter(_runs_newest_first(base, alone=alone)), run)
+    return None if newest == run else newest
+
+
+def _runs_newest_first(base: Path, *, alone: bool) -> list[Path]:
+    named = [base] if alone else existing_numbered_folders(base)
+    runs = [path for path in named if path.is_dir() and not _why_not_a_run(path)]
+    return sorted(runs, key=lambda path: (path / next(iter(RUN_FILES))).stat().st_mtime_ns, reverse=True)
 
 
 def launch_time(out: Path) -> float | None:
