@@ -103,9 +103,10 @@ def test_launching_a_finished_run_changes_nothing(capsys: pytest.CaptureFixture[
         "runs/run has done its 12 steps, so nothing is left to do; to train longer, give it more (--set "
         "train.steps=...)\n"
     )
-    with pytest.raises(SystemExit) as e, unipar.join({**CONFIG, "resume": "auto"}, task=Tiny, quiet=True):
+    with pytest.raises(SystemExit) as e, unipar.join({**CONFIG, "resume": "auto"}, task=Tiny):
         pytest.fail("the loop of a script was reached")
     assert e.value.code == 0
+    assert capsys.readouterr().err.endswith("; the script ends here, before its loop and what follows it\n")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 

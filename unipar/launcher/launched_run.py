@@ -93,7 +93,7 @@ def run_join(
         return
     plan = PreparedRun.of(prepare(config, task, overrides, code="in the script"), overwrite=overwrite)
     if plan.finished:
-        _show_finished(plan, quiet)
+        _show_finished(plan, quiet, "; the script ends here, before its loop and what follows it")
         raise SystemExit(0)
     if plan.place is None and plan.size > 1:
         _rerun_script_in_workers(plan, quiet)
@@ -150,10 +150,10 @@ def _fork_server(
         yield server
 
 
-def _show_finished(plan: PreparedRun, quiet: bool) -> Path:
+def _show_finished(plan: PreparedRun, quiet: bool, more: str = "") -> Path:
     """Print that the run has done all its steps, unless it is quiet; return its folder, in which nothing is changed."""
     if not quiet and (plan.place is None or plan.place.rank == 0):
-        sys.stderr.write(f"{plan.finished}\n")
+        sys.stderr.write(f"{plan.finished}{more}\n")
     return plan.out
 
 
