@@ -153,7 +153,8 @@ def _cut_the_network(run: _Run, played: Disturbed, draw: random.Random) -> None:
 def _not_a_number(run: _Run, played: Disturbed, draw: random.Random) -> None:
     """Let rank 1's loss be no number at one step: all stop, and nothing behind it is published."""
     run.ends(played, time.monotonic())
-    wanted = f"is not finite at step {NAN_AT}, first on rank 1"
+    split = "+" in played.cell  # then rank 0 speaks for the loss of both, and rank 1's gradients tell
+    wanted = "a gradient was not finite" if split else f"is not finite at step {NAN_AT}, first on rank 1"
     _expect(played, wanted in " ".join(played.said.split()), f"not told: {played.said}")
     _expect(played, played.code == 1, f"the exit code is {played.code}, not 1")
     newest = run.verify_all(played)
