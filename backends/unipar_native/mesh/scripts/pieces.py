@@ -31,7 +31,7 @@ _MICROBATCHES = 8
 """Number of microbatches whose calls are looked at: an argument may be missing in some."""
 
 Tables = Sequence[tuple[tuple[str, ...], BlockTable, PartsTable | None]]
-"""Of each kind of block: names, cuts, and how the sequence is split between them where it is."""
+"""Names, cuts, and the split of the sequence between them, if there is one, of each kind of block."""
 
 
 def _look_at_outline(outline: Outline) -> tuple[ModelLook, list[Any]]:

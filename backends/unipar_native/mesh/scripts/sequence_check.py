@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ from typing_extensions import override
 
 from unipar.backend.export import read_template, render_template
 from unipar_native.mesh.scripts.look import BlockCall
+from unipar_native.mesh.scripts.parts_check import ThreadExchange, run_in_threads
 from unipar_native.mesh.tensor.sites import BLOCK, frames_to, innermost_module, line_of
 
 
@@ -45,16 +45,6 @@ def run_whole(block: nn.Module, call: BlockCall, hidden: int | str) -> BlockRun:
     return _run(nn.ModuleDict({"block": copy.deepcopy(block)}), call, hidden)
 
 
-def prepared_for_check(block: nn.Module) -> nn.Module:
-    """Return a copy in double precision, in evaluation, with random matrices that are large enough to matter."""
-    whole = copy.deepcopy(block).double().eval()
-    generator = torch.Generator().manual_seed(0)
-    for p in whole.parameters():
-        if p.ndim > 1:
-            p.data.normal_(std=p.shape[-1] ** -0.5, generator=generator)
-    return whole
-
-
 def run_parts(
     block: nn.Module, call: BlockCall, hidden: int | str, plan: Mapping[str, Any], ranks: int, *, tuples: bool
 ) -> list[BlockRun] | BaseException:
@@ -64,28 +54,15 @@ def run_parts(
     hidden states.
     """
     cutter_class = _cutter_of_script(plan, ranks, hidden, tuples=tuples)
-    threads_shared = _Shared(ranks)
-    results: list[Any] = [None] * ranks
-    errors: list[BaseException] = []
 
-    def run(rank: int) -> None:
-        try:
-            model = nn.ModuleDict({"block": copy.deepcopy(block)})
-            cutter = cutter_class(_Seat(rank, threads_shared))
-            cutter.cut(model)
-            cutter.parts.between(model, ("block",))
-            results[rank] = _run(model, call, hidden)
-        except BaseException as e:
-            errors.append(e)
-            threads_shared.barrier.abort()
+    def run(rank: int, exchange: ThreadExchange) -> BlockRun:
+        model = nn.ModuleDict({"block": copy.deepcopy(block)})
+        cutter = cutter_class(_Seat(rank, exchange))
+        cutter.cut(model)
+        cutter.parts.between(model, ("block",))
+        return _run(model, call, hidden)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    told = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
-    return told[0] if told else results
+    return run_in_threads(ranks, run)
 
 
 def _run(model: nn.ModuleDict, call: BlockCall, hidden: int | str) -> BlockRun:
@@ -154,38 +131,21 @@ def _cutter_of_script(plan: Mapping[str, Any], ranks: int, hidden: int | str, *,
     return names["Cutter"]
 
 
-@final
-class _Shared:
-    """Values that threads give one another."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks)
-        self.values: list[Any] = [None] * ranks
-
-
-@final
+@dataclass(frozen=True)
 class _Seat:
     """Rank among threads, in the place of a process group."""
 
-    def __init__(self, rank: int, shared: _Shared) -> None:
-        self.rank, self._shared = rank, shared
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Return what all ranks give."""
-        self._shared.values[self.rank] = value
-        self._shared.barrier.wait(timeout=600)
-        values = [*self._shared.values]
-        self._shared.barrier.wait(timeout=600)
-        return values
+    rank: int
+    exchange: ThreadExchange
 
 
 def _all_gather(parts: list[Tensor], part: Tensor, group: _Seat) -> None:
-    for own, given in zip(parts, group.exchange(part), strict=True):
+    for own, given in zip(parts, group.exchange(group.rank, part), strict=True):
         own.copy_(given)
 
 
 def _reduce_scatter(out: Tensor, parts: list[Tensor], group: _Seat) -> None:
-    out.copy_(torch.stack([given[group.rank] for given in group.exchange(parts)]).sum(0))
+    out.copy_(torch.stack([given[group.rank] for given in group.exchange(group.rank, parts)]).sum(0))
 
 
 def _rank_of(group: _Seat) -> int:

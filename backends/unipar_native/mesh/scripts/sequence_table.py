@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from unipar_native.mesh.scripts.look import BlockCall, ModelLook
-from unipar_native.mesh.scripts.sequence_check import BlockRun, prepared_for_check, run_parts, run_whole
+from unipar_native.mesh.scripts.parts_check import ALLOWED_IN_PARTS, prepared_for_check
+from unipar_native.mesh.scripts.sequence_check import BlockRun, run_parts, run_whole
 from unipar_native.mesh.scripts.tensor_table import BlockTable, line_of_error
 from unipar_native.mesh.sequence.parts import hidden_place
 from unipar_native.mesh.sequence.plan import add_sequence
@@ -218,7 +219,7 @@ def _partial_parameters(
     for run in runs:
         for what, ours, theirs in (("output", run.outputs, whole.outputs), ("input", run.inputs, whole.inputs)):
             for a, b in zip(ours, theirs, strict=True):
-                if (a is None) != (b is None) or (a is not None and b is not None and _off(a, b) > _ALLOWED):
+                if (a is None) != (b is None) or (a is not None and b is not None and _off(a, b) > ALLOWED_IN_PARTS):
                     return "the result" if what == "output" else "the gradient of what it is given"
     cuts = cut_parameters(block, plan)
     most = max(float(g.abs().max()) for g in whole.gradients.values())
@@ -232,13 +233,9 @@ def _partial_parameters(
             added = _off(torch.stack(gradients).sum(0), expected, most)
             worst = min(each, added)
             found += [name] * (added < each)
-        if worst > _ALLOWED:
+        if worst > ALLOWED_IN_PARTS:
             return f"the gradient of {name}"
     return tuple(found)
-
-
-_ALLOWED = 1e-5
-"""Share of the largest value by which results may be off: some layers compute in fp32 whatever they are given."""
 
 
 def _off(a: Tensor, b: Tensor, most: float = 0.0) -> float:
