@@ -13,7 +13,7 @@ from unipar.backend import Piece, Read, Region
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_tensor
-from unipar.engines.plain_state import KINDS_OF_MODEL, describe_unsaved_value
+from unipar.engines.plain_state import KINDS_OF_MODEL, describe_reserved_key
 
 if TYPE_CHECKING:
     from unipar_deepspeed.tensor import TensorSplit
@@ -130,7 +130,7 @@ class ZeroPartitions:
         """Yield a sentence for each kind of value that no piece holds."""
         states = [s for s in self.base.state.values() if s]
         for key in sorted({k for s in states for k, v in s.items() if isinstance(v, Tensor)} & KINDS_OF_MODEL):
-            yield describe_unsaved_value(key, "its partitions", torch.empty(0))
+            yield describe_reserved_key(key, "its partitions")
         for key, kind in sorted({(k, type(v).__name__) for s in states for k, v in s.items() if not _is_saved(k, v)}):
             yield (
                 f"the optimizer keeps {key!r} as {kind}: of DeepSpeed's flat partitions a checkpoint holds tensors and "

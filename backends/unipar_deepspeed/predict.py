@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unipar.backend.prediction.terms import predict_whole, unplanned_settings
+from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
 from unipar.backend.prediction.timeline import Prediction, StepTimeline, Term
 from unipar.config import Config
-from unipar.errors import Unsupported
 
 LARGEST_REDUCTION = 500_000_000
 """Elements after which ZeRO 0 begins another sum of gradients; nothing sets it."""
@@ -16,11 +15,7 @@ LARGEST_REDUCTION = 500_000_000
 def predict_zero(config: Config, timeline: StepTimeline, ranks: int) -> Prediction:
     """Return what a rank of DeepSpeed holds; raise Unsupported for stages without closed forms."""
     shard = config.parallel.shard
-    reasons = [*unplanned_settings(config)]
-    if shard != "nothing":
-        reasons.append(f"deepspeed/{shard} is not planned yet; `unipar compare` measures it")
-    if reasons:
-        raise Unsupported(f"deepspeed/{shard}", reasons)
+    refuse_unplanned(f"deepspeed/{shard}", config, *([f"deepspeed/{shard}"] if shard != "nothing" else ()))
     return Prediction((*predict_whole(timeline, buckets=False), *_reductions(timeline, ranks)))
 
 

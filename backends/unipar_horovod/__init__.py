@@ -16,7 +16,7 @@ from unipar.config import Config, Section
 from unipar.config.sections.cell import AXES
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
-from unipar.errors import Unsupported, WorldMismatch
+from unipar.errors import WorldMismatch
 
 if TYPE_CHECKING:
     from unipar.backend.prediction.timeline import Prediction, StepTimeline
@@ -123,11 +123,10 @@ class Horovod(Backend):
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        from unipar.backend.prediction.terms import predict_whole, unplanned_settings
+        from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
         from unipar.backend.prediction.timeline import Prediction, Term
 
-        if reasons := [*unplanned_settings(config)]:
-            raise Unsupported("horovod/nothing", reasons)
+        refuse_unplanned("horovod/nothing", config)
         terms = [*predict_whole(timeline, buckets=False)]
         if ranks > 1:
             buffer = int(fusion_buffer_bytes(config, sum(p.numel for p in timeline.parameters)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
-from unipar.backend.prediction.terms import buffer_terms, predict_whole, state_terms, unplanned_settings
+from unipar.backend.prediction.terms import buffer_terms, predict_whole, refuse_unplanned, state_terms
 from unipar.backend.prediction.timeline import PredictedParameter, Prediction, StepTimeline, Term
 from unipar.config import Config
 from unipar.errors import Unsupported
@@ -24,9 +25,12 @@ def predict_optimizer(timeline: StepTimeline, ranks: int) -> Iterator[Term]:
 def largest_share(timeline: StepTimeline, ranks: int) -> list[PredictedParameter]:
     """Return the parameters of the rank that gets most of them by size: the largest first, to who has least."""
     shares: list[list[PredictedParameter]] = [[] for _ in range(ranks)]
+    sizes = [(0, rank) for rank in range(ranks)]
     for p in sorted((p for p in timeline.parameters if p.trained), key=lambda p: -p.numel):
-        min(shares, key=lambda share: sum(q.numel for q in share)).append(p)
-    return max(shares, key=lambda share: sum(q.numel for q in share))
+        size, rank = heapq.heappop(sizes)
+        shares[rank].append(p)
+        heapq.heappush(sizes, (size + p.numel, rank))
+    return shares[max(sizes, key=lambda size: (size[0], -size[1]))[1]]
 
 
 @dataclass(frozen=True)
@@ -164,8 +168,4 @@ def predict_native(config: Config, timeline: StepTimeline, ranks: int, *, device
 
 def _refuse_unplanned(cell: str, config: Config) -> None:
     """Raise Unsupported for settings that the closed forms do not cover."""
-    reasons = [*unplanned_settings(config)]
-    if options_of(config).wrapper == "dp":
-        reasons.append("options.native.wrapper: dp is not planned yet; `unipar compare` measures it")
-    if reasons:
-        raise Unsupported(cell, reasons)
+    refuse_unplanned(cell, config, *(["options.native.wrapper: dp"] if options_of(config).wrapper == "dp" else ()))

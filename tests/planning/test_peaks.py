@@ -166,7 +166,7 @@ def test_several_microbatches() -> None:
         load_given_config({"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": 2}}).config,
         Cell.parse("native/parameters"),
     )
-    later = replace(TIMELINE, accumulates=True)
+    later = replace(TIMELINE, microbatches=2)
     prediction = registry.find_backend("native").predict(config, later, 2, device="cpu")
     found = predict_peaks(later, prediction, replace(ALLOCATED, batch=(1.0, 3.0)), 2, accumulate=4)
     held = {peak.phase: peak.held for peak in found}

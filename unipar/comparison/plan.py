@@ -79,7 +79,7 @@ def _predict(
 ) -> list[PredictedPeak]:
     from unipar.planning.peaks import predict_peaks
 
-    timeline = replace(traced.timeline, accumulates=sizes.accumulate > 1)
+    timeline = replace(traced.timeline, microbatches=sizes.accumulate)
     prediction = registry.find_backend(cell.backend).predict(config, timeline, ranks, device=device)
     return predict_peaks(timeline, prediction, traced.activations, sizes.micro, sizes.accumulate)
 

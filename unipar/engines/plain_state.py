@@ -27,14 +27,19 @@ KINDS_OF_MODEL: Final = frozenset({"weight", "buffer", "task", "stream"})
 def describe_unsaved_value(key: str, name: str, value: Any) -> str:
     """Return the sentence about a value of an optimizer that a checkpoint cannot hold."""
     if isinstance(value, Tensor):
-        return (
-            f"the optimizer keeps a tensor of {name} as {key!r}, and a checkpoint calls something else so: keep it "
-            "under another key"
-        )
+        return describe_reserved_key(key, name)
     shown = f"the number {value}" if isinstance(value, int) else f"a {type(value).__name__}"
     return (
         f"the optimizer keeps {key!r} of {name} as {shown}: a checkpoint holds tensors, and Python's int (of 64 bits), "
         "float, bool and None; keep it as one of these"
+    )
+
+
+def describe_reserved_key(key: str, name: str) -> str:
+    """Return the sentence about a tensor of an optimizer whose key means something else in a checkpoint."""
+    return (
+        f"the optimizer keeps a tensor of {name} as {key!r}, and a checkpoint calls something else so: keep it "
+        "under another key"
     )
 
 

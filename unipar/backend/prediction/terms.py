@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from unipar.backend.prediction.timeline import PredictedParameter, StepTimeline, Term
 from unipar.config import Config
+from unipar.errors import Unsupported
 
 
 def predict_whole(timeline: StepTimeline, *, buckets: bool) -> Iterator[Term]:
@@ -31,8 +32,13 @@ def state_terms(timeline: StepTimeline, p: PredictedParameter, elements: int) ->
         yield Term("optimizer", f"{p.name} {number}", elements * each, timeline.at("forward"))
 
 
-def unplanned_settings(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that no backend's closed forms cover."""
+def refuse_unplanned(cell: str, config: Config, *more: str) -> None:
+    """Raise Unsupported for settings that no backend's closed forms cover, and for `more` of them."""
+    if unplanned := [*_unplanned_settings(config), *more]:
+        raise Unsupported(cell, [f"{what} is not planned yet; `unipar compare` measures it" for what in unplanned])
+
+
+def _unplanned_settings(config: Config) -> Iterator[str]:
     parallel, model, precision = config.parallel, config.model, config.train.precision
     unplanned = {
         f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
@@ -44,4 +50,4 @@ def unplanned_settings(config: Config) -> Iterator[str]:
     }
     for key, is_so in unplanned.items():
         if is_so:
-            yield f"{key} is not planned yet; `unipar compare` measures it"
+            yield key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
@@ -74,7 +74,7 @@ class PredictedParameter:
 class StepTimeline:
     """One microbatch's forward and backward, and the update, of a model that no library has split.
 
-    It is the last microbatch of a step; `accumulates` tells whether others came before it.
+    It is the last microbatch of a step.
     """
 
     parameters: tuple[PredictedParameter, ...]
@@ -83,7 +83,13 @@ class StepTimeline:
 
     blocks: tuple[str, ...]
     moments: tuple[Moment, ...]
-    accumulates: bool = False
+    microbatches: int = 1
+    """Number of microbatches of the step on one rank."""
+
+    @property
+    def accumulates(self) -> bool:
+        """True if other microbatches came before it in the step."""
+        return self.microbatches > 1
 
     def at(self, phase: PredictedPhase, what: MomentKind = "begin", block: int = -1) -> int:
         """Return the position of such a moment; where it does not happen, of the phase's begin, in backward of its end.
@@ -123,10 +129,25 @@ class Term:
     """Position of the moment at which it is freed; None: it stays."""
 
 
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Bytes that one rank sends or gets in a step by one collective along one axis, as `compare` counts them."""
+
+    axis: str
+    """Axis of the mesh, by its name in an account."""
+
+    collective: str
+    size: int
+    """Bytes of a step: the larger of what a call is given and what it returns, summed over calls."""
+
+    calls: int
+    ranks: int
+    """Number of ranks of the group."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Memory that one rank of a backend holds in a step, and bytes that it sends, beside the model's activations."""
 
     terms: tuple[Term, ...]
-    sent: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Payload of each collective in a step, in bytes, as `compare` counts it."""
+    sent: tuple[Payload, ...] = ()
