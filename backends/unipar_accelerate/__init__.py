@@ -138,7 +138,9 @@ class Accelerate(Backend):
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
         if uses_deepspeed(config):
             return deepspeed.predict(config, timeline, ranks, device=device)
-        return native.predict(config, timeline, ranks, device=device)
+        from unipar_native.prediction.native import predict_native
+
+        return predict_native(config, timeline, ranks, device=device, reshard_rest=False)
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -124,14 +124,18 @@ class Horovod(Backend):
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
         from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
-        from unipar.backend.prediction.timeline import Prediction, Term
+        from unipar.backend.prediction.timeline import Payload, Prediction, Term
 
         refuse_unplanned("horovod/nothing", config)
         terms = [*predict_whole(timeline, buckets=False)]
-        if ranks > 1:
-            buffer = int(fusion_buffer_bytes(config, sum(p.numel for p in timeline.parameters)))
-            terms.append(Term("communication", "Horovod's fusion buffer", buffer, timeline.at("forward")))
-        return Prediction(tuple(terms))
+        if ranks == 1:
+            return Prediction(tuple(terms))
+        buffer = int(fusion_buffer_bytes(config, sum(p.numel for p in timeline.parameters)))
+        terms.append(Term("communication", "Horovod's fusion buffer", buffer, timeline.at("forward")))
+        halved = options_of(config).compression == "fp16"
+        size = sum(p.numel * (2 if halved else p.element_size) for p in timeline.parameters if p.trained)
+        calls = -(-size // buffer) if buffer else sum(p.trained for p in timeline.parameters)
+        return Prediction(tuple(terms), (Payload("data", "all_reduce", size, calls, ranks),))
 
     @override
     def join(self, config: Config, place: Place) -> World:

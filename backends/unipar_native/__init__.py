@@ -111,7 +111,7 @@ class Single(Backend):
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        from unipar_native.predict import predict_single
+        from unipar_native.prediction.native import predict_single
 
         return predict_single(config, timeline)
 
@@ -205,7 +205,7 @@ class Native(Backend):
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        from unipar_native.predict import predict_native
+        from unipar_native.prediction.native import predict_native
 
         return predict_native(config, timeline, ranks, device=device)
 

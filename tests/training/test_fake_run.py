@@ -60,7 +60,7 @@ def test_a_step_of_a_small_gpt() -> None:
         ("forward", "begin", -1),
         *(("forward", what, 0) for what in ("reach", "enter", "finish", "leave")),
         *(("forward", what, 1) for what in ("reach", "enter", "finish", "leave")),
-        ("backward", "begin", -1),
+        *(("backward", what, -1) for what in ("begin", "reach", "enter")),
         *(("backward", what, 1) for what in ("reach", "enter", "finish", "leave")),
         *(("backward", what, 0) for what in ("reach", "enter", "finish", "leave")),
         ("backward", "finish", -1),

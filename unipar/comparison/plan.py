@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from unipar.backend import cells as backend_cells
@@ -13,6 +13,7 @@ from unipar.config.source import Given, load_given_config
 from unipar.errors import UniparError
 
 if TYPE_CHECKING:
+    from unipar.backend.prediction.timeline import Payload
     from unipar.planning.peaks import PredictedPeak
     from unipar.planning.plan import Plan, PlannedCell
     from unipar.training.fake_run.trace import TracedTask
@@ -66,22 +67,39 @@ def _plan_cell(
         moved = backend_cells.config_in_cell(config.changed({"parallel.data": ranks // cell.axes.ranks or 1}), cell)
         checks.check_cell(moved, backend, cell)
         sizes = moved.batch.settle(ranks // cell.axes.ranks or 1)
-        phases = _predict(moved, cell, ranks, traced, sizes, device)
+        phases = _predict(moved, cell, ranks, traced, sizes, device).phases
         largest = None if limit is None else _largest_micro(moved, cell, ranks, traced, sizes, device, limit)
     except UniparError as e:
         yield PlannedCell(str(cell), ranks, refusal=str(e).replace("\n", " "))
         return
-    yield PlannedCell(str(cell), ranks, sizes.micro, tuple(phases), largest)
+    yield PlannedCell(str(cell), ranks, sizes.micro, phases, largest)
+
+
+@dataclass(frozen=True)
+class PredictedCell:
+    """Memory of a rank in each phase of a step, and what it sends."""
+
+    phases: tuple[PredictedPeak, ...]
+    sent: tuple[Payload, ...]
+
+
+def predict_cell(config: Config, cell: Cell, ranks: int, device: str) -> PredictedCell:
+    """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
+    from unipar.training.fake_run.trace import trace_task
+
+    sizes = config.batch.settle(ranks // cell.axes.ranks)
+    return _predict(config, cell, ranks, trace_task(config, sizes.micro), sizes, device)
 
 
 def _predict(
     config: Config, cell: Cell, ranks: int, traced: TracedTask, sizes: BatchSizes, device: str
-) -> list[PredictedPeak]:
+) -> PredictedCell:
     from unipar.planning.peaks import predict_peaks
 
     timeline = replace(traced.timeline, microbatches=sizes.accumulate)
     prediction = registry.find_backend(cell.backend).predict(config, timeline, ranks, device=device)
-    return predict_peaks(timeline, prediction, traced.activations, sizes.micro, sizes.accumulate)
+    phases = predict_peaks(timeline, prediction, traced.activations, sizes.micro, sizes.accumulate)
+    return PredictedCell(tuple(phases), prediction.sent)
 
 
 def _largest_micro(
@@ -91,6 +109,6 @@ def _largest_micro(
     share = sizes.total // sizes.ranks
     for micro in (n for n in range(share, 0, -1) if share % n == 0):
         tried = replace(sizes, micro=micro, accumulate=share // micro)
-        if max(phase.peak for phase in _predict(config, cell, ranks, traced, tried, device)) <= limit:
+        if max(phase.peak for phase in _predict(config, cell, ranks, traced, tried, device).phases) <= limit:
             return micro
     return None

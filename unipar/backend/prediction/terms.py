@@ -42,11 +42,8 @@ def _unplanned_settings(config: Config) -> Iterator[str]:
     parallel, model, precision = config.parallel, config.model, config.train.precision
     unplanned = {
         f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
-        f"parallel.shard_over: {parallel.shard_over}": parallel.shard_over is not None,
-        f"train.sync_every: {config.train.sync_every}": config.train.sync_every is not None,
-        f"train.precision: {precision}": precision in ("bf16-master", "fp16"),
+        f"train.precision: {precision}": precision == "fp16",
         f"model.offload: {model.offload}": model.offload != "none",
-        "model.compile": model.compiling is not None,
     }
     for key, is_so in unplanned.items():
         if is_so:

@@ -103,6 +103,10 @@ class StepTimeline:
         """Return the position at which a parameter's gradient is complete; the update, if it gets none before."""
         return self._gradients.get(parameter, self.at("update"))
 
+    def has_gradient(self, parameter: int) -> bool:
+        """Return whether the loss uses a parameter."""
+        return parameter in self._gradients
+
     @cached_property
     def _places(self) -> Mapping[tuple[str, str, int], int]:
         found: dict[tuple[str, str, int], int] = {}

@@ -58,9 +58,11 @@ class StepRecorder(TorchDispatchMode):
         self._modules: list[str] = []
 
     def begin(self, phase: PredictedPhase) -> None:
-        """Note that a phase begins."""
+        """Note that a phase begins; in backward, a library may act before the loss's gradient is there."""
         self.phase = phase
         self.note("begin")
+        if phase == "backward":
+            self._note_both("reach", "enter", -1)
 
     def note(self, what: MomentKind, block: int = -1, parameter: int = -1) -> None:
         """Note a moment."""

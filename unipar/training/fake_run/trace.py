@@ -55,12 +55,16 @@ def trace_task(config: Config, micro: int) -> TracedTask:
         if len(parts) > 1:
             raise TaskError(f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model")
         model = parts[ONLY_PART] if ONLY_PART in parts else next(iter(parts.values()))
-        cast = partial(cast_if_float, dtype=parameter_dtype(config.train.precision))
-        replace_parameters(model, lambda p: nn.Parameter(cast(p.detach()), p.requires_grad))
     blocks = find_blocks(model, config, given=task.blocks(model))
+    masters = config.train.precision == "bf16-master"
+    with mode:
+        _cast_parameters(model, torch.float32 if masters else parameter_dtype(config.train.precision))
     with _explain_values("the optimizer's step"):
         states = _optimizer_states(task, model, config, mode)
-    apply_transforms(model, blocks, config)
+    if masters:  # the optimizer steps fp32 copies of what computes in bf16
+        with mode:
+            _cast_parameters(model, torch.bfloat16)
+    apply_transforms(model, blocks, config.changed({"model.compile": False}))
     micro = _samples_to_trace(task, config, micro)
     with _explain_values("loss()"):
         first, second, third = (_trace(task, model, blocks, config, mode, n * micro) for n in (1, 2, 3))
@@ -85,6 +89,12 @@ def trace_task(config: Config, micro: int) -> TracedTask:
     )
     count, even = sum(p.numel() for p in model.parameters()), _is_even(activations, third)
     return TracedTask(timeline, activations, count, even=even, fused=states.fused)
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give all parameters that are floats this dtype."""
+    cast = partial(cast_if_float, dtype=dtype)
+    replace_parameters(model, lambda p: nn.Parameter(cast(p.detach()), p.requires_grad))
 
 
 @dataclass(frozen=True)

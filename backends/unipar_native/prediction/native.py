@@ -1,0 +1,79 @@
+"""What a rank of native holds and sends in a step: one process, DDP, ZeroRedundancyOptimizer, FSDP2, local SGD."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
+from unipar.backend.prediction.timeline import PredictedParameter, Prediction, StepTimeline, Term
+from unipar.config import Config
+from unipar.errors import Unsupported
+from unipar_native import options_of, uses_ddp
+from unipar_native.prediction.payloads import averages, sent_by_ddp, sent_by_fsdp2, updated_parameters
+from unipar_native.prediction.sharded import ShardedModel, predict_sharded
+
+
+def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
+    """Return what one process holds, without a wrapper."""
+    refuse_unplanned("single", config)
+    return Prediction(tuple(predict_whole(timeline, buckets=False)))
+
+
+def predict_native(
+    config: Config, timeline: StepTimeline, ranks: int, *, device: str, reshard_rest: bool = True
+) -> Prediction:
+    """Return what a rank of native holds and sends, by what is split over so many ranks.
+
+    `reshard_rest`: under `shard: parameters`, what lies outside of blocks is freed after forward, too.
+    """
+    shard = config.parallel.shard
+    _refuse_unplanned(f"native/{shard}", config)
+    if config.train.sync_every is not None:
+        return Prediction(tuple(predict_whole(timeline, buckets=False)), averages(timeline, config, ranks))
+    if uses_ddp(config):
+        options = options_of(config)
+        if shard == "nothing":
+            return Prediction(tuple(predict_whole(timeline, buckets=True)), sent_by_ddp(timeline, options, ranks))
+        sent = (*sent_by_ddp(timeline, options, ranks), updated_parameters(timeline, ranks))
+        return Prediction(tuple(predict_optimizer(timeline, ranks)), sent if ranks > 1 else ())
+    if scalar := next((p.name for p in timeline.parameters if not p.shape), ""):
+        raise Unsupported(
+            f"native/{shard}", [f"FSDP2 does not take parameters without dimensions, and {scalar} has none"]
+        )
+    over = config.parallel.shard_over or ranks
+    model = ShardedModel.of(
+        timeline,
+        over,
+        masters=config.train.precision == "bf16-master",
+        staged=device == "cpu",
+        reshard=shard == "parameters",
+        reshard_rest=shard == "parameters" and reshard_rest,
+        once=shard == "optimizer",
+    )
+    fp64 = config.train.clipping is not None and config.train.clipping.norm == "fp64"
+    return Prediction(tuple(predict_sharded(model)), tuple(sent_by_fsdp2(model, ranks // over, fp64=fp64)))
+
+
+def _refuse_unplanned(cell: str, config: Config) -> None:
+    """Raise Unsupported for settings that the closed forms do not cover."""
+    refuse_unplanned(cell, config, *(["options.native.wrapper: dp"] if options_of(config).wrapper == "dp" else ()))
+
+
+def predict_optimizer(timeline: StepTimeline, ranks: int) -> Iterator[Term]:
+    """Yield the terms of the fullest rank if each rank keeps the optimizer's state of some whole parameters."""
+    mine = {p.name for p in largest_share(timeline, ranks)}
+    for term in predict_whole(timeline, buckets=True):
+        if term.category != "optimizer" or term.name.rpartition(" ")[0] in mine:
+            yield term
+
+
+def largest_share(timeline: StepTimeline, ranks: int) -> list[PredictedParameter]:
+    """Return the parameters of the rank that gets most of them by size: the largest first, to who has least."""
+    shares: list[list[PredictedParameter]] = [[] for _ in range(ranks)]
+    sizes = [(0, rank) for rank in range(ranks)]
+    for p in sorted((p for p in timeline.parameters if p.trained), key=lambda p: -p.numel):
+        size, rank = heapq.heappop(sizes)
+        shares[rank].append(p)
+        heapq.heappush(sizes, (size + p.numel, rank))
+    return shares[max(sizes, key=lambda size: (size[0], -size[1]))[1]]

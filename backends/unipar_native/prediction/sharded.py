@@ -1,0 +1,201 @@
+"""Closed forms of what a rank of FSDP2 holds in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Final
+
+from unipar.backend.prediction.terms import buffer_terms, state_terms
+from unipar.backend.prediction.timeline import PredictedParameter, StepTimeline, Term
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model that FSDP2 shards over so many ranks, in groups, which are its blocks and the rest (-1)."""
+
+    timeline: StepTimeline
+    ranks: int
+    gathered: Mapping[int, int]
+    """Bytes of a group as it computes, by number of its block."""
+
+    gradient_bytes: Mapping[int, int]
+    """Bytes of the whole gradients of a group as they are summed up over ranks."""
+
+    masters: bool
+    """True if shards, gradients and the optimizer's state are fp32 beside parameters that compute in bf16."""
+
+    staged: bool
+    """True if collectives copy what they send, as gloo does."""
+
+    reshard: bool
+    """True if blocks are freed between their forward and their backward."""
+
+    reshard_rest: bool
+    """True if the rest is, too."""
+
+    once: bool
+    """True if parameters stay gathered, and gradients whole, until the last microbatch of a step."""
+
+    @classmethod
+    def of(
+        cls,
+        timeline: StepTimeline,
+        ranks: int,
+        *,
+        masters: bool,
+        staged: bool,
+        reshard: bool,
+        reshard_rest: bool,
+        once: bool,
+    ) -> ShardedModel:
+        """Return the model with the bytes of its groups."""
+        gathered: dict[int, int] = {-1: 0, **dict.fromkeys(range(len(timeline.blocks)), 0)}
+        gradients = dict(gathered)
+        for p in timeline.parameters:
+            elements = padded_elements(p, ranks)
+            gathered[p.block] += elements * p.element_size
+            gradients[p.block] += elements * (MASTER_BYTES if masters else p.element_size) if p.trained else 0
+        alone = ranks == 1
+        return cls(
+            timeline,
+            ranks,
+            gathered,
+            gradients,
+            masters=masters,
+            staged=staged and not alone,
+            reshard=reshard,
+            reshard_rest=reshard_rest,
+            once=once,
+        )
+
+    @property
+    def stays_gathered(self) -> bool:
+        """True if parameters are gathered already when the last microbatch begins."""
+        return self.once and self.timeline.accumulates
+
+
+MASTER_BYTES: Final = 4
+"""Bytes of an element of an fp32 master, its gradient and its moments."""
+
+
+def padded_elements(p: PredictedParameter, ranks: int) -> int:
+    """Return the elements of a parameter with its first dimension made a multiple of the number of ranks."""
+    rows = p.shape[0] if p.shape else 1
+    return ceil(rows / ranks) * ranks * prod(p.shape[1:])
+
+
+def predict_sharded(model: ShardedModel) -> Iterator[Term]:
+    """Yield the terms of a rank of FSDP2."""
+    timeline, blocks = model.timeline, range(len(model.timeline.blocks))
+    yield from buffer_terms(timeline)
+    for p in timeline.parameters:
+        own = padded_elements(p, model.ranks) // model.ranks
+        yield Term("parameters", p.name, own * (MASTER_BYTES if model.masters else p.element_size))
+        if p.trained:
+            yield from state_terms(timeline, p, own)
+    if model.stays_gathered:
+        for block in (-1, *blocks):
+            until = timeline.at("backward", "finish", block)
+            yield Term("communication", f"{_name(timeline, block)} gathered", model.gathered[block], 0, until)
+    else:
+        yield from _gathered_in_forward(model)
+        yield from _rest_in_backward(model)
+    for block in reversed(blocks):
+        yield from _backward_of(model, block)
+    yield from _unsharded_gradients(model, -1, timeline.at("update"))
+    yield _sharded_gradients(model, -1, timeline.at("update"))
+
+
+def _gathered_in_forward(model: ShardedModel) -> Iterator[Term]:
+    """Yield what is gathered in forward: an output of the collective stays until the next one has been copied."""
+    timeline, last = model.timeline, _last_block(model.timeline)
+    begin, backward = timeline.at("forward"), timeline.at("backward")
+    until = backward if model.reshard_rest else timeline.at("update")
+    yield Term("communication", "rest gathered", model.gathered[-1], begin, until)
+    before, since = -1, begin
+    for block in range(len(timeline.blocks)):
+        reach, enter = timeline.at("forward", "reach", block), timeline.at("forward", "enter", block)
+        if model.ranks > 1:
+            yield Term("communication", f"{_name(timeline, before)} all-gather", model.gathered[before], since, enter)
+        if model.staged:
+            yield Term("communication", f"{_name(timeline, block)} staged", model.gathered[block], reach, enter)
+        if model.masters:
+            cast = model.gathered[block] // model.ranks
+            yield Term("communication", f"{_name(timeline, block)} shards in bf16", cast, reach, enter)
+        until = timeline.at("forward", "leave", block) if model.reshard else timeline.at("backward", "finish", block)
+        yield Term("communication", f"{_name(timeline, block)} gathered", model.gathered[block], enter, until)
+        before, since = block, reach
+    if model.ranks > 1:
+        yield Term("communication", f"{_name(timeline, last)} all-gather", model.gathered[last], since, backward)
+
+
+def _rest_in_backward(model: ShardedModel) -> Iterator[Term]:
+    """Yield what is gathered when a backward begins: the rest again, then the last block, ahead of its time."""
+    timeline, last = model.timeline, _last_block(model.timeline)
+    begin, reach, enter = (timeline.at("backward", what) for what in ("begin", "reach", "enter"))
+    if model.reshard_rest:
+        yield Term("communication", "rest gathered", model.gathered[-1], begin, timeline.at("update"))
+        if model.ranks > 1:
+            yield Term("communication", "rest all-gather", model.gathered[-1], begin, reach)
+        if model.staged:
+            yield Term("communication", "rest staged", model.gathered[-1], begin, reach)
+    if model.reshard and last >= 0 and model.gathered[-1]:
+        if model.ranks > 1:
+            until = timeline.at("backward", "reach", last)
+            yield Term("communication", f"{_name(timeline, last)} all-gather", model.gathered[last], reach, until)
+        if model.staged:
+            yield Term("communication", f"{_name(timeline, last)} staged", model.gathered[last], reach, enter)
+
+
+def _last_block(timeline: StepTimeline) -> int:
+    """Return the number of the last block; -1 if there is none."""
+    return len(timeline.blocks) - 1
+
+
+def _backward_of(model: ShardedModel, block: int) -> Iterator[Term]:
+    """Yield what a block holds in backward: gathered again, its gradients, and what reduces them.
+
+    While a block computes, the one before it is gathered already.
+    """
+    timeline, size, name = model.timeline, model.gathered[block], _name(model.timeline, block)
+    reach, finish, leave = (timeline.at("backward", what, block) for what in ("reach", "finish", "leave"))
+    if model.reshard and not model.stays_gathered:
+        if model.ranks > 1 and block < _last_block(timeline):
+            asked, enter = (timeline.at("backward", what, block + 1) for what in ("reach", "enter"))
+            yield Term("communication", f"{name} all-gather", size, asked, reach)
+            if model.staged:
+                yield Term("communication", f"{name} staged", size, asked, enter)
+        yield Term("communication", f"{name} gathered", size, reach, finish)
+    whole = model.gradient_bytes[block]
+    until = timeline.at("backward", "finish", block - 1) if block else timeline.at("update")
+    yield Term("communication", f"{name} reduce-scatter", whole, finish, until)
+    if model.staged:
+        yield Term("communication", f"{name} reduce-scatter staged", whole, finish, leave)
+    reduced = finish if model.staged else leave
+    yield from _unsharded_gradients(model, block, reduced)
+    if timeline.accumulates and not model.once:
+        yield Term("communication", f"{name} reduced", whole // model.ranks, finish, leave)
+    yield _sharded_gradients(model, block, reduced)
+
+
+def _sharded_gradients(model: ShardedModel, block: int, reduced: int) -> Term:
+    """Return a group's gradients of one rank, which are there from the first microbatch on, or once reduced."""
+    timeline = model.timeline
+    since = 0 if timeline.accumulates and not model.once else reduced
+    size = model.gradient_bytes[block] // model.ranks
+    return Term("gradients", _name(timeline, block), size, since, timeline.at("steady"))
+
+
+def _unsharded_gradients(model: ShardedModel, block: int, until: int) -> Iterator[Term]:
+    """Yield a group's gradients before they are summed up; in fp32 if earlier microbatches' are kept with them."""
+    for number, p in enumerate(model.timeline.parameters):
+        if p.block == block and p.trained:
+            kept = p.numel * MASTER_BYTES if model.masters and model.stays_gathered else p.size
+            since = 0 if model.stays_gathered else model.timeline.gradient_at(number)
+            yield Term("gradients", f"{p.name}, not reduced", kept, since, until)
+
+
+def _name(timeline: StepTimeline, block: int) -> str:
+    return timeline.blocks[block] if block >= 0 else "rest"

@@ -1,0 +1,141 @@
+"""Rows of the comparison of plan and measurement: all that can run, and a covering set of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory import SIZES
+from benchmarks.plan.models import PUBLIC_MODELS
+from unipar.backend import cells, checks
+from unipar.config import Cell, Config
+from unipar.config.source import load_given_config
+from unipar.errors import UniparError
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = 64
+
+OF_OURS: dict[str, Sequence[Any]] = {
+    "model": tuple(SIZES),
+    "precision": ("fp32", "bf16-mixed", "bf16-master"),
+    "ranks": (1, 2, 4),
+    "micro": (2, 8),
+    "recompute": ("none", "blocks"),
+    "accumulate": (1, 2),
+}
+"""Values of each setting of the character GPT's rows; cells come to them."""
+
+OF_PUBLIC: dict[str, Sequence[Any]] = {
+    "model": tuple(PUBLIC_MODELS),
+    "precision": ("fp32", "bf16-mixed"),
+    "ranks": (1, 2),
+    "micro": (4,),
+    "recompute": ("none",),
+    "accumulate": (1,),
+}
+MESH_CELLS = (
+    "native/nothing+tensor2",
+    "native/parameters+tensor2",
+    "native/nothing+tensor2+sequence",
+    "native/nothing+pipeline2",
+    "native/parameters+pipeline2",
+    "native/parameters+context2",
+)
+SEED = 16
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """One training to be planned and measured."""
+
+    model: str
+    cell: str
+    precision: str
+    ranks: int
+    micro: int
+    recompute: str
+    accumulate: int
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The row's first columns."""
+        more = f"x{self.accumulate}" if self.accumulate > 1 else ""
+        recompute = "" if self.recompute == "none" else "recomputed"
+        return self.model, self.precision, str(self.ranks), f"{self.micro}{more}", recompute, self.cell
+
+    @property
+    def pairs(self) -> frozenset[tuple[Any, ...]]:
+        """Each two of its settings with their values."""
+        return frozenset(combinations(asdict(self).items(), 2))
+
+
+def config_of(row: Row) -> Config:
+    """Return a row's config in its cell; raise a UniparError if the cell cannot run it."""
+    cell = Cell.parse(row.cell)
+    data = row.ranks // cell.axes.ranks
+    if data * cell.axes.ranks != row.ranks:
+        raise UniparError(f"{row.cell} has no part for {row.ranks} ranks")
+    if row.model in PUBLIC_MODELS:
+        name = "ImageModel" if row.model == "resnet" else "TextModel"
+        task = {"use": f"{ROOT}/benchmarks/plan/models.py:{name}", "args": PUBLIC_MODELS[row.model]}
+    else:
+        task = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {**SIZES[row.model], "context": CONTEXT}}
+    settings: dict[str, Any] = {
+        "task": task,
+        "device": "cpu",
+        "parallel": {"data": data},
+        "batch": {"total": row.micro * row.accumulate * data, "micro": row.micro},
+        "model": {"recompute": row.recompute},
+        "train": {"steps": 10, "precision": row.precision, "optimizer": {"lr": 3e-4}},
+    }
+    config = cells.config_in_cell(load_given_config(settings, None).config, cell)
+    checks.check_can_run(config)
+    return config
+
+
+@cache
+def all_cells() -> tuple[str, ...]:
+    """Return the cells that can run on the CPU."""
+    plain = (str(cell) for cell in cells.expand_cell_patterns(("*",)))
+    return (*(cell for cell in plain if cell != "native/nothing+dp"), *MESH_CELLS)
+
+
+def rows_of(settings: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> list[Row]:
+    """Return all rows with these values that can run, in cells `wanted`, or in all."""
+    found: list[Row] = []
+    for values in product(*settings.values()):
+        for cell in wanted or all_cells():
+            row = Row(**dict(zip(settings, values, strict=True)), cell=cell)
+            alone = cell == "single"
+            if alone != (row.ranks == 1) and (alone or Cell.parse(cell).axes.ranks > 1):
+                continue
+            if _can_run(row):
+                found.append(row)
+    return found
+
+
+def _can_run(row: Row) -> bool:
+    try:
+        config_of(row)
+    except UniparError:
+        return False
+    return True
+
+
+def covering_rows(rows: Iterable[Row], least: int) -> list[Row]:
+    """Return rows in which each pair of values that can run comes at least once, and `least` of them."""
+    left = sorted(rows)
+    random.Random(SEED).shuffle(left)
+    missing = set[tuple[Any, ...]]().union(*(row.pairs for row in left))
+    chosen: list[Row] = []
+    while missing:
+        best = max(left, key=lambda row: len(row.pairs & missing))
+        chosen.append(best)
+        left.remove(best)
+        missing -= best.pairs
+    return chosen + left[: max(0, least - len(chosen))]
