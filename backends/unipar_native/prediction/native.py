@@ -1,4 +1,4 @@
-"""What a rank of native holds and sends in a step: one process, DDP, ZeroRedundancyOptimizer, FSDP2, local SGD."""
+"""Entry of native's closed forms: one process, DDP, ZeroRedundancyOptimizer, FSDP2 and local SGD."""
 
 from __future__ import annotations
 
