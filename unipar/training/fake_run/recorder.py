@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -36,6 +38,21 @@ class FakeBlock:
     """True if it became the gradient of a parameter, when it died."""
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """All that a step allocates, and its moments, each with its tick."""
+
+    blocks: tuple[FakeBlock, ...]
+    moments: tuple[tuple[int, Moment], ...]
+    operations: tuple[int, ...]
+    """Operations on numbers (FLOPs) between the moment before and each moment."""
+
+    @property
+    def flops(self) -> int:
+        """Operations on numbers in the whole step."""
+        return sum(self.operations)
+
+
 @final
 class StepRecorder(TorchDispatchMode):
     """Mode that records what operations allocate, until nothing refers to it any more.
@@ -44,9 +61,11 @@ class StepRecorder(TorchDispatchMode):
     does not matter.
     """
 
-    def __init__(self, kept: Iterable[Tensor]) -> None:
+    def __init__(self, kept: Iterable[Tensor], count_flops: Callable[[], int]) -> None:
         """`kept`: tensors that are there before and after the step, which are not recorded."""
         super().__init__()
+        self._count_flops = count_flops
+        self._flops: list[int] = []
         self.blocks: list[FakeBlock] = []
         self.moments: list[tuple[int, Moment]] = []
         """Moments, each with its tick."""
@@ -65,9 +84,16 @@ class StepRecorder(TorchDispatchMode):
             self._note_both("reach", "enter", -1)
 
     def note(self, what: MomentKind, block: int = -1, parameter: int = -1) -> None:
-        """Note a moment."""
+        """Note a moment; what was in a cycle of references until then is freed, as it would be without fake tensors."""
+        gc.collect()
         self.moments.append((self.ticks, Moment(self.phase, what, block, parameter)))
+        self._flops.append(self._count_flops())
         self.ticks += 1
+
+    def record(self) -> StepRecord:
+        """Return what was recorded until now."""
+        operations = [now - before for before, now in pairwise((0, *self._flops))]
+        return StepRecord(tuple(self.blocks), tuple(self.moments), tuple(operations))
 
     def _note_both(self, before: MomentKind, after: MomentKind, block: int) -> None:
         self.note(before, block)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
-from unipar.training.fake_run.recorder import StepRecorder
+from unipar.training.fake_run.recorder import StepRecord, StepRecorder
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,24 @@ class FakeStep:
     """Record of one microbatch, of so many samples."""
 
     micro: int
-    recorder: StepRecorder
+    record: StepRecord
     batch: int
     """Bytes of the batch."""
 
-    flops: int
+
+@contextmanager
+def _only_asked_collection() -> Generator[None]:
+    """Context manager: Python frees cycles of references when it is asked to, and looks at new objects alone."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
 
 
 def trace_step(
@@ -50,10 +64,9 @@ def trace_step(
     with mode:
         fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
-    recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
     counter = FlopCounterMode(display=False)
-    gc.collect()
-    with recorder.follow(model, blocks), mode, counter, recorder:
+    recorder = StepRecorder([*model.parameters(), *model.buffers(), *given], counter.get_total_flops)
+    with _only_asked_collection(), recorder.follow(model, blocks), mode, counter, recorder:
         recorder.begin("forward")
         value = call(loss, OpaqueBatch(fake))
         recorder.begin("backward")
@@ -64,4 +77,4 @@ def trace_step(
         recorder.begin("steady")
     for p in model.parameters():
         p.grad = None
-    return FakeStep(micro, recorder, sum(x.untyped_storage().nbytes() for x in given), counter.get_total_flops())
+    return FakeStep(micro, recorder.record(), sum(x.untyped_storage().nbytes() for x in given))

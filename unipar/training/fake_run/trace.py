@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from unipar.backend.precision import parameter_dtype
-from unipar.backend.prediction.timeline import Moment, PredictedParameter, StepTimeline
+from unipar.backend.prediction.timeline import PredictedParameter, StepTimeline
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import training_data_source
 from unipar.engines.placement import replace_parameters
@@ -25,6 +25,7 @@ from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock
 from unipar.task import Task
 from unipar.training.fake_run.recorder import FakeBlock, owners_of_parameters
+from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
 from unipar.training.fake_run.step import FakeStep, trace_step
 from unipar.training.shares import first_microbatch
 from unipar.training.task_facts import load_task
@@ -67,7 +68,9 @@ def trace_task(config: Config, micro: int) -> TracedTask:
     apply_transforms(model, blocks, config.changed({"model.compile": False}))
     micro = _samples_to_trace(task, config, micro)
     with _explain_values("loss()"):
-        first, second, third = (_trace(task, model, blocks, config, mode, n * micro) for n in (1, 2, 3))
+        first, second, third = _trace_steps(
+            lambda names, count: _trace(task, model, names, config, mode, count), model, blocks, micro
+        )
     activations = combine_steps(first, second)
     _refuse_repeated_blocks(blocks, activations)
     owners = owners_of_parameters(model, blocks)
@@ -128,6 +131,26 @@ def _refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> 
         )
 
 
+def _trace_steps(
+    trace: Callable[[Sequence[str], int], FakeStep], model: nn.Module, blocks: Sequence[str], micro: int
+) -> list[FakeStep]:
+    """Return a step with the microbatch, and with one twice and three times as large.
+
+    Of equal blocks only some run, if they stand for the others: one more is added, and must use memory as expected.
+    """
+    counts = [n * micro for n in (1, 2, 3)]
+    if equal := find_equal_blocks(model, blocks):
+        short, longer = (ShortModel(model, blocks, equal, kept) for kept in (KEPT, KEPT + 1))
+        with suppress(Exception):  # the model needs all blocks: they run below, and tell what is wrong
+            with longer.open():
+                expected = trace(longer.blocks, micro)
+            with short.open():
+                steps = [trace(short.blocks, count) for count in counts]
+            if short.stands_for(longer, steps[0].record, expected.record):
+                return [replace(step, record=short.extended(step.record)) for step in steps]
+    return [trace(blocks, count) for count in counts]
+
+
 def _trace(
     task: Task, model: nn.Module, blocks: Sequence[str], config: Config, mode: FakeTensorMode, count: int
 ) -> FakeStep:
@@ -166,7 +189,7 @@ def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTe
 
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
     """Return what a microbatch of any size allocates, from two that differ in their number of samples."""
-    a, b = first.recorder, second.recorder
+    a, b = first.record, second.record
     more = second.micro - first.micro
     same = [_what(x) for x in a.blocks] == [_what(x) for x in b.blocks] and a.moments == b.moments
     if not same:
@@ -183,8 +206,7 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
         AllocatedBlock(*line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient)
         for x, y in zip(a.blocks, b.blocks, strict=True)
     ]
-    moments: tuple[tuple[int, Moment], ...] = tuple(a.moments)
-    return Activations(tuple(blocks), moments, line(first.batch, second.batch), line(first.flops, second.flops))
+    return Activations(tuple(blocks), a.moments, line(first.batch, second.batch), line(a.flops, b.flops))
 
 
 def _what(block: FakeBlock) -> tuple[object, ...]:
@@ -198,10 +220,10 @@ def _earlier(one: int | None, other: int | None) -> int | None:
 
 def _is_even(activations: Activations, third: FakeStep) -> bool:
     """Return whether a third microbatch allocates what is expected of it, to one in a thousand of its largest sum."""
-    if len(third.recorder.blocks) != len(activations.blocks):
+    if len(third.record.blocks) != len(activations.blocks):
         return False
     expected = sum(block.size(third.micro) for block in activations.blocks)
-    return abs(expected - sum(block.size for block in third.recorder.blocks)) <= expected / 1000
+    return abs(expected - sum(block.size for block in third.record.blocks)) <= expected / 1000
 
 
 @contextmanager
