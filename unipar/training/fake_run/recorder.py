@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
@@ -56,6 +57,11 @@ class StepRecorder(TorchDispatchMode):
         self._kept = {_key(t) for t in kept}
         self._live: dict[int, int] = {}
         self._modules: list[str] = []
+        self.operators = 0
+        """Number of operators that made something."""
+
+        self.recomputed = 0
+        """Arithmetic operations that backward did again: those inside of modules."""
 
     def begin(self, phase: PredictedPhase) -> None:
         """Note that a phase begins; in backward, a library may act before the loss's gradient is there."""
@@ -83,6 +89,10 @@ class StepRecorder(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.operators += 1
+        if self._modules and self.phase == "backward" and (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.recomputed += count(*args, **(kwargs or {}), out_val=out)
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
                 self._see(t, func)
