@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
-from unipar.training.fake_run.recorder import StepRecorder
+from unipar.training.fake_run.recorder import ATTENTION_ON_CPU, StepRecorder
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def trace_step(
         fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=dict(ATTENTION_ON_CPU))
     gc.collect()
     with recorder.follow(model, blocks), mode, counter, recorder:
         recorder.begin("forward")
