@@ -1,127 +1,86 @@
-"""`Plan`: predicted memory of cells on numbers of ranks, as a table and as JSON."""
+"""`Plan`: predicted memory and speed of cells on numbers of ranks, with a recommendation; as a table and as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, final
 
-from unipar.backend import Category
+from unipar.planning.explanation import explain_row
 from unipar.planning.peaks import PredictedPeak
-from unipar.utils.table import format_table
-from unipar.utils.text import format_size
+from unipar.planning.plan_table import format_plan
+from unipar.planning.planned_cell import PlannedCell, PlannedCells
+from unipar.planning.recommendation import Recommendation, recommend
+from unipar.planning.speed import StepSpeed
 
-_COLUMNS: Final[dict[str, tuple[Category, ...]]] = {
-    "param": ("parameters", "masters", "buffers"),
-    "grad": ("gradients",),
-    "optim": ("optimizer",),
-    "comm": ("communication",),
-    "activ": ("activations",),
-    "temp": ("temporaries",),
-}
-"""Categories in each column of the table."""
-
-_TERMS_SHOWN = 5
+_TERMS_IN_JSON = 5
 
 
-@dataclass(frozen=True)
-class PlannedCell:
-    """One cell on one number of ranks."""
-
-    cell: str
-    ranks: int
-    micro: int = 0
-    """Samples of a microbatch, as configured."""
-
-    phases: tuple[PredictedPeak, ...] = ()
-    """Peak of each phase; empty if the cell is refused."""
-
-    largest: int | None = None
-    """The most samples of a microbatch that fit, with the total batch kept; None: none fits, or no limit is given."""
-
-    refusal: str = ""
-    """Why it cannot be planned or run; empty otherwise."""
+@final
+class Plan(PlannedCells):
+    """Predicted memory and speed of cells, with a recommendation for each number of ranks."""
 
     @property
-    def peak(self) -> PredictedPeak:
-        """The fullest phase."""
-        return max(self.phases, key=lambda phase: phase.peak)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Predicted memory of cells, and the limit that it is held against."""
-
-    rows: tuple[PlannedCell, ...]
-    memory: int | None
-    """Bytes of memory that a rank has; None: not given."""
-
-    headroom: float
-    """Share of it that is to stay free."""
-
-    device: str
-    parameters: int
-    seconds: float
-    """CPU seconds that planning took, after imports."""
-
-    notes: tuple[str, ...] = ()
-
-    @property
-    def limit(self) -> int | None:
-        """Bytes that a rank may use."""
-        return None if self.memory is None else int(self.memory * (1.0 - self.headroom))
+    def recommendations(self) -> list[Recommendation]:
+        """The cell to take on each number of ranks."""
+        return recommend(self.rows, self.limit, exclude=self.exclude)
 
     def table(self, width: int) -> str:
         """Return the plan as text."""
-        verdict = ("fits", "largest micro") if self.memory is not None else ()
-        header = ("cell", "ranks", "micro", "peak", "in", *_COLUMNS, *verdict)
-        rows = [self._row(row) for row in self.rows]
-        right = (1, 2, 3, *range(5, 5 + len(_COLUMNS)), *range(6 + len(_COLUMNS), len(header)))
-        return "\n".join([format_table(header, rows, right=right, width=width), "", *self._remarks()])
+        return format_plan(self, width)
 
-    def _row(self, row: PlannedCell) -> Sequence[str]:
-        if row.refusal:
-            return row.cell, str(row.ranks), row.refusal
-        peak = row.peak
-        sums = (sum(peak.held.get(category, 0) for category in categories) for categories in _COLUMNS.values())
-        shown = [format_size(size) if size else "-" for size in sums]
-        fits = () if self.limit is None else ("yes" if peak.peak <= self.limit else "no", str(row.largest or "-"))
-        return row.cell, str(row.ranks), str(row.micro), format_size(peak.peak), peak.phase, *shown, *fits
-
-    def _remarks(self) -> Iterator[str]:
-        yield f"{self.parameters:,} parameters; planned in {self.seconds:.1f} s of CPU, without allocating them"
-        yield (
-            "peak: tensors of the fullest rank at the fullest moment of a step; not in it: what libraries and Python "
-            "hold for themselves" + (", CUDA's context, NCCL, gaps" if self.device != "cpu" else "")
-        )
-        if self.memory is not None:
-            yield (
-                f"fits: at most {format_size(self.memory)} less {self.headroom:.0%}; largest micro: the most samples a "
-                "microbatch that do, with the total batch kept"
-            )
-        yield from self.notes
+    def why(self, cell: str, ranks: int | None = None, *, every: bool = False) -> str:
+        """Return the terms of a cell's peak as text; all of them if `every`."""
+        return explain_row(self, cell, ranks, every=every)
 
     def as_json(self) -> str:
         """Return the plan as JSON, each peak with its largest terms."""
-        rows = [
+        named = {
+            "parameters": self.parameters,
+            "device": self.device,
+            "machine": self.machine or None,
+            "memory": self.memory,
+            "headroom": self.headroom,
+            "checkpoint": self.checkpoint,
+            "units": self.units,
+        }
+        chosen = [
             {
-                "cell": row.cell,
-                "ranks": row.ranks,
-                "refusal": row.refusal,
-                "micro": row.micro,
-                "largest_micro": row.largest,
-                "phases": [
-                    {
-                        "phase": phase.phase,
-                        "peak": phase.peak,
-                        "held": phase.held,
-                        "largest": [asdict(term) for term in phase.terms[:_TERMS_SHOWN]],
-                    }
-                    for phase in row.phases
-                ],
+                "ranks": each.ranks,
+                "cell": None if each.row is None else each.row.cell,
+                "micro": each.micro or None,
+                "why": each.why,
             }
-            for row in self.rows
+            for each in self.recommendations
         ]
-        named = {"parameters": self.parameters, "device": self.device, "memory": self.memory, "headroom": self.headroom}
-        return json.dumps({**named, "notes": self.notes, "rows": rows}, indent=1)
+        rows = [_row_as_json(row) for row in self.rows]
+        return json.dumps({**named, "notes": self.notes, "recommended": chosen, "rows": rows}, indent=1)
+
+
+def _row_as_json(row: PlannedCell) -> dict[str, Any]:
+    return {
+        "cell": row.cell,
+        "ranks": row.ranks,
+        "refusal": row.refusal,
+        "micro": row.micro,
+        "largest_micro": row.largest,
+        "to_fit": row.ways,
+        "sent": [asdict(payload) for payload in row.sent],
+        "speed": None if row.speed is None else _speed_as_json(row.speed),
+        "phases": [_phase_as_json(phase) for phase in row.phases],
+    }
+
+
+def _speed_as_json(speed: StepSpeed) -> dict[str, float]:
+    return {**asdict(speed), "seconds": speed.seconds, "rate": speed.rate}
+
+
+def _phase_as_json(phase: PredictedPeak) -> dict[str, Any]:
+    largest: Sequence[Any] = phase.terms[:_TERMS_IN_JSON]
+    return {
+        "phase": phase.phase,
+        "peak": phase.peak,
+        "held": phase.held,
+        "largest": [asdict(term) for term in largest],
+    }

@@ -8,15 +8,33 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
+
+
+def _attention_forward(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+vars(_attention_forward)["_get_raw"] = vars(_attention_backward)["_get_raw"] = True  # torch gives them tensors
+_ATEN: Any = torch.ops.aten
+ATTENTION_ON_CPU: Mapping[Any, Any] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""Formulas that torch's counter lacks: fake tensors take the CPU's attention."""
 
 
 @dataclass(slots=True)
@@ -38,19 +56,32 @@ class FakeBlock:
     """True if it became the gradient of a parameter, when it died."""
 
 
+class Work(NamedTuple):
+    """What was computed."""
+
+    flops: int
+    """Operations on numbers."""
+
+    recomputed: int
+    """Those of them that backward did again."""
+
+    operators: int
+    """Operators that made something."""
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """All that a step allocates, and its moments, each with its tick."""
 
     blocks: tuple[FakeBlock, ...]
     moments: tuple[tuple[int, Moment], ...]
-    operations: tuple[int, ...]
-    """Operations on numbers (FLOPs) between the moment before and each moment."""
+    works: tuple[Work, ...]
+    """Work between the moment before and each moment."""
 
     @property
-    def flops(self) -> int:
-        """Operations on numbers in the whole step."""
-        return sum(self.operations)
+    def work(self) -> Work:
+        """Work of the whole step."""
+        return Work(*map(sum, zip(*self.works, strict=True)))
 
 
 @final
@@ -65,7 +96,7 @@ class StepRecorder(TorchDispatchMode):
         """`kept`: tensors that are there before and after the step, which are not recorded."""
         super().__init__()
         self._count_flops = count_flops
-        self._flops: list[int] = []
+        self._works = [Work(0, 0, 0)]
         self.blocks: list[FakeBlock] = []
         self.moments: list[tuple[int, Moment]] = []
         """Moments, each with its tick."""
@@ -75,6 +106,11 @@ class StepRecorder(TorchDispatchMode):
         self._kept = {_key(t) for t in kept}
         self._live: dict[int, int] = {}
         self._modules: list[str] = []
+        self.operators = 0
+        """Number of operators that made something."""
+
+        self.recomputed = 0
+        """Arithmetic operations that backward did again: it records them, and not what it computes itself."""
 
     def begin(self, phase: PredictedPhase) -> None:
         """Note that a phase begins; in backward, a library may act before the loss's gradient is there."""
@@ -87,13 +123,13 @@ class StepRecorder(TorchDispatchMode):
         """Note a moment; what was in a cycle of references until then is freed, as it would be without fake tensors."""
         gc.collect()
         self.moments.append((self.ticks, Moment(self.phase, what, block, parameter)))
-        self._flops.append(self._count_flops())
+        self._works.append(Work(self._count_flops(), self.recomputed, self.operators))
         self.ticks += 1
 
     def record(self) -> StepRecord:
         """Return what was recorded until now."""
-        operations = [now - before for before, now in pairwise((0, *self._flops))]
-        return StepRecord(tuple(self.blocks), tuple(self.moments), tuple(operations))
+        works = [Work(*(b - a for a, b in zip(*both, strict=True))) for both in pairwise(self._works)]
+        return StepRecord(tuple(self.blocks), tuple(self.moments), tuple(works))
 
     def _note_both(self, before: MomentKind, after: MomentKind, block: int) -> None:
         self.note(before, block)
@@ -109,6 +145,11 @@ class StepRecorder(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.operators += 1
+        count = ATTENTION_ON_CPU.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+        if count is not None and self.phase == "backward" and torch.is_grad_enabled():
+            self.recomputed += count(*args, **(kwargs or {}), out_val=out)
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
                 self._see(t, func)

@@ -146,8 +146,8 @@ def repeat_block(record: StepRecord, block: int, count: int) -> StepRecord:
         for copy in period.copies(each.born)
     ]
     moments = [
-        (period.moved(tick, copy), _numbered(moment, block, copy, count), operations)
-        for (tick, moment), operations in zip(record.moments, record.operations, strict=True)
+        (period.moved(tick, copy), _numbered(moment, block, copy, count), work)
+        for (tick, moment), work in zip(record.moments, record.works, strict=True)
         for copy in period.copies(tick)
     ]
     blocks.sort(key=lambda each: each.born)
@@ -227,8 +227,8 @@ class _Period:
 
 
 def same_memory(one: StepRecord, other: StepRecord) -> bool:
-    """Return whether two records have the same moments and operations, and as much allocated at each tick."""
-    if len(one.blocks) != len(other.blocks) or one.operations != other.operations:
+    """Return whether two records have the same moments and work, and as much allocated at each tick."""
+    if len(one.blocks) != len(other.blocks) or one.works != other.works:
         return False
     moments = ([(tick, moment._replace(parameter=-1)) for tick, moment in each.moments] for each in (one, other))
     return next(moments) == next(moments) and bool(np.array_equal(_levels(one), _levels(other)))
