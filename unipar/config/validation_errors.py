@@ -32,6 +32,11 @@ def list_option_mistakes(
     return _describe(error, options, f"options.{name}", where or {})
 
 
+def list_section_mistakes(error: ValidationError, section: type[Section], where: KeyOrigins | None = None) -> list[str]:
+    """Return a sentence for each mistake in a file that holds this section alone."""
+    return _describe(error, section, "", where or {})
+
+
 def join_mistakes(sentences: Sequence[str]) -> str:
     """Return the sentence, or a list of sentences if there are several."""
     return sentences[0] if len(sentences) == 1 else "\n  - ".join([f"{len(sentences)} mistakes:", *sentences])

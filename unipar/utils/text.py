@@ -1,10 +1,12 @@
-"""Formatting of sizes, durations, counts, lists of names, suggestions ("did you mean") and config values."""
+"""Formatting and reading of sizes; durations, counts, lists of names, suggestions ("did you mean") and config values."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 
 def format_duration(seconds: float) -> str:
@@ -34,6 +36,33 @@ def format_size(count: float) -> str:
             return f"{count:.{0 if unit == 'B' or count >= 9.95 else 1}f} {unit}"
         count /= 1024
     raise AssertionError(count)
+
+
+SIZE_UNITS: Final = {
+    "B": 1,
+    **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", 1)},
+}
+"""Bytes of each unit of a size in words."""
+
+
+def parse_size(text: str) -> float:
+    """Return the number of bytes that words such as 80GiB stand for; raise ValueError, with a sentence, if none."""
+    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?) *([A-Za-z]*)", text.strip())
+    number, unit = found.groups() if found else ("", "")
+    try:
+        value = float(number)
+    except ValueError:
+        raise ValueError(f"a size is a positive number and one of {', '.join(SIZE_UNITS)}: 80GiB") from None
+    if unit not in SIZE_UNITS:
+        likely = [u for u in SIZE_UNITS if u.lower() == unit.lower()]
+        likely = likely or [u for u in ("GiB", "GB") if unit.lower() in ("", "g", "gi")]
+        likely = likely or [u for u in SIZE_UNITS if unit and u[0].lower() == unit[0].lower()]
+        near = f"; did you mean {join_with_or([number + u for u in likely])}?" if likely else ": 80GiB"
+        raise ValueError(f"a size is a number and one of {', '.join(SIZE_UNITS)}{near}")
+    if not 0 < value < float("inf"):
+        raise ValueError("a size is positive: 80GiB")
+    return value * SIZE_UNITS[unit]
 
 
 def format_number(value: float | None) -> str:
