@@ -1,4 +1,4 @@
-"""Formatting and reading of sizes; durations, counts, lists of names, suggestions ("did you mean") and config values."""
+"""Sizes in words, both ways; durations, counts, lists of names, suggestions ("did you mean") and config values."""
 
 from __future__ import annotations
 
