@@ -20,7 +20,7 @@ from unipar.distributed.place import Place
 from unipar_accelerate.launch_variables import find_contradictions
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.timeline import Prediction, StepTimeline
+    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
 
 
@@ -133,6 +133,10 @@ class Accelerate(Backend):
     @override
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
         return deepspeed.host(config, size) if uses_deepspeed(config) else super().host(config, size)
+
+    @override
+    def overlaps(self, config: Config) -> Mapping[str, OverlapWindow]:
+        return (deepspeed if uses_deepspeed(config) else native).overlaps(config)
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:

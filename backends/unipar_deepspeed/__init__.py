@@ -23,7 +23,7 @@ from unipar_deepspeed.options import (
 )
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.timeline import Prediction, StepTimeline
+    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
 
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
@@ -130,6 +130,15 @@ class DeepSpeed(Backend):
         if (tensor := config.parallel.tensor) > 1:
             settings["tensor_parallel"] = {"autotp_size": tensor, "partition_config": "derived when the run starts"}
         return settings
+
+    @override
+    def overlaps(self, config: Config) -> Mapping[str, OverlapWindow]:
+        stage, overlap = SHARDS.index(config.parallel.shard), options_of(config).overlap
+        if stage == 3 and overlap is not False:
+            return {"all_gather": "step", "reduce_scatter": "step", "all_reduce": "step"}
+        if stage and overlap:
+            return {"all_reduce": "backward", "reduce_scatter": "backward", "reduce": "backward"}
+        return {}
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:

@@ -19,7 +19,7 @@ from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.timeline import Prediction, StepTimeline
+    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
 
 
@@ -120,6 +120,10 @@ class Horovod(Backend):
         from unipar_horovod.install import install_horovod
 
         return install_horovod(force=force)
+
+    @override
+    def overlaps(self, config: Config) -> Mapping[str, OverlapWindow]:
+        return {"all_reduce": "last backward"}
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:

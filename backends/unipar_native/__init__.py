@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from typing_extensions import override
@@ -17,7 +17,7 @@ from unipar_native.mesh_settings import describe_attention, describe_proof, mesh
 from unipar_native.options import NativeOptions, options_of
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.timeline import Prediction, StepTimeline
+    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
 
 _NO_FP32_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
@@ -202,6 +202,12 @@ class Native(Backend):
         return settings | (
             {"ZeroRedundancyOptimizer": ZERO_OPTIMIZER_SETTINGS} if config.parallel.shard == "optimizer" else {}
         )
+
+    @override
+    def overlaps(self, config: Config) -> Mapping[str, OverlapWindow]:
+        if options_of(config).wrapper == "dp":
+            return {}
+        return {"all_reduce": "last backward"} if uses_ddp(config) else {"all_gather": "step", "reduce_scatter": "step"}
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:

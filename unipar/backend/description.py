@@ -18,7 +18,7 @@ from unipar.errors import Unsupported
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
     from unipar.backend.foreign import ForeignConfigReader
-    from unipar.backend.prediction.timeline import Prediction, StepTimeline
+    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.config import Config
     from unipar.distributed.launchers import Launcher
     from unipar.distributed.place import Place
@@ -129,6 +129,13 @@ class Backend(ABC):
         Closed forms, without a process; raise Unsupported for a config that they do not cover.
         """
         raise Unsupported(self.name, ["its memory is not planned yet; `unipar compare` measures it"])
+
+    def overlaps(self, config: Config) -> Mapping[str, OverlapWindow]:
+        """Return the collectives along the data's axis beside which a rank computes, and during which part of a step.
+
+        Only where the device can: on CUDA, and on the CPU as far as its cores are free.
+        """
+        return {}
 
     @abstractmethod
     def dtypes(self, config: Config) -> Dtypes:

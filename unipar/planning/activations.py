@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +49,12 @@ class Activations:
     flops: tuple[float, float]
     """Base and slope of the operations of forward and backward."""
 
+    recomputed: tuple[float, float] = (0.0, 0.0)
+    """Base and slope of those of them that backward does again because of model.recompute."""
+
+    operators: int = 0
+    """Number of operators that compute something: kernels, about."""
+
     @property
     def ticks(self) -> int:
         """Number of allocations and moments."""
@@ -75,9 +82,9 @@ class Activations:
         return self._phase_of(block.born) != (None if block.died is None else self._phase_of(block.died))
 
     def _phase_of(self, tick: int) -> str:
-        phase = ""
-        for at, moment in self.moments:
-            if at > tick:
-                break
-            phase = moment.phase
-        return phase
+        place = bisect_right(self._ticks_of_moments, tick)
+        return self.moments[place - 1][1].phase if place else ""
+
+    @cached_property
+    def _ticks_of_moments(self) -> Sequence[int]:
+        return [tick for tick, _ in self.moments]

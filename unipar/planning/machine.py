@@ -35,6 +35,9 @@ class Link(Section):
     bandwidth: Bytes
     """Bytes a second in one direction that collectives reach."""
 
+    shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Share of the bandwidth that a collective reaches, by its name (`reduce_scatter`); all of it if it is absent."""
+
 
 PeakRate = Annotated[float, Field(gt=0)] | None
 
@@ -108,7 +111,7 @@ class Machine(Section):
         bandwidth = self.across.bandwidth * together / self.ranks
         if together > 1:
             bandwidth = min(bandwidth, self.within.bandwidth)
-        return Link(latency=self.across.latency, bandwidth=bandwidth)
+        return self.across.model_copy(update={"bandwidth": bandwidth})
 
 
 def _distance(axes: Axes, axis: str, world: int) -> int:

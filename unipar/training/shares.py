@@ -62,16 +62,8 @@ class ShareMaker:
 
 def first_microbatch(task: Task, config: Config, sizes: BatchSizes) -> Any:
     """Return the first microbatch of data() that counts, read apart from the training's data."""
-    collate = task.collate if task.defines("collate") else None
     try:
-        source = training_data_source(task.data(), collate, task.collate, config, sizes)
-        if source.streams:
-            return source.collate(list(islice(iter(source.dataset), sizes.micro)))
-        feed = MicrobatchFeed(source, sizes, 0, config.train.seed)
-        batch = feed.read(next(feed.plans(0))[0].keys)
-        weight = task.weight(batch)
-        if weight is not None and float(weight) == 0:
-            batch = feed.batch_with_weight(lambda b: float(task.weight(b) or 0))
+        return read_first_microbatch(task, task.data(), config, sizes)
     except UniparError:
         raise
     except Exception as e:
@@ -79,6 +71,19 @@ def first_microbatch(task: Task, config: Config, sizes: BatchSizes) -> Any:
             f"{config.parallel.axes} tries the model on one microbatch of data() before the first step, and data() "
             f"gave none ({type(e).__name__}: {e}): let data() return the dataset that the training loop reads"
         ) from e
+
+
+def read_first_microbatch(task: Task, data: Any, config: Config, sizes: BatchSizes) -> Any:
+    """Return the first microbatch that counts of what data() returned."""
+    collate = task.collate if task.defines("collate") else None
+    source = training_data_source(data, collate, task.collate, config, sizes)
+    if source.streams:
+        return source.collate(list(islice(iter(source.dataset), sizes.micro)))
+    feed = MicrobatchFeed(source, sizes, 0, config.train.seed)
+    batch = feed.read(next(feed.plans(0))[0].keys)
+    weight = task.weight(batch)
+    if weight is not None and float(weight) == 0:
+        batch = feed.batch_with_weight(lambda b: float(task.weight(b) or 0))
     return batch
 
 

@@ -53,7 +53,7 @@ def load_task(config: Config) -> Task:
     """Create the config's task; its code prints to stderr, and its exceptions become TaskErrors."""
     ref = TaskRef.of(None, config.task, {})
     ref.check_code()
-    with _user_errors_as_task_errors("the task's file"):
+    with user_errors_as_task_errors("the task's file"):
         return ref.load()
 
 
@@ -65,9 +65,9 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
     from unipar.model.blocks import find_blocks
 
     task = load_task(config)
-    with _user_errors_as_task_errors("model()"):
+    with user_errors_as_task_errors("model()"):
         modules = _make_parts_on_meta(task)
-    with _user_errors_as_task_errors("data()"):
+    with user_errors_as_task_errors("data()"):
         data = task.data()
         collate = task.collate if task.defines("collate") else None
         source = training_data_source(data, collate, task.collate, config, sizes)
@@ -95,11 +95,12 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         loader_arguments=tuple(
             name for name, value in source.loader_arguments.items() if value != _LOADER_DEFAULTS.get(name)
         ),
-        checkpoint=None if config.checkpoint is None else _checkpoint_bytes(task, modules, config),
+        checkpoint=None if config.checkpoint is None else checkpoint_bytes(task, modules, config),
     )
 
 
-def _checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> int | None:
+def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> int | None:
+    """Return the bytes of tensors in a checkpoint of these parts; None if the optimizer cannot be tried."""
     import torch
 
     from unipar.model.optimizer import OptimizerFactory, parameter_groups
@@ -123,10 +124,10 @@ def _checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) ->
 def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[str]:
     """Return how the backend would split the blocks of the task's model over `parallel.tensor`, as sentences."""
     task = load_task(config)
-    with _user_errors_as_task_errors("model()"):
+    with user_errors_as_task_errors("model()"):
         ((name, module),) = _make_parts_on_meta(task).items()
     part = _part_of(task, name, module, config, sizes)
-    with _user_errors_as_task_errors("loss()"):
+    with user_errors_as_task_errors("loss()"):
         return list(backend.plan_split(part, config))
 
 
@@ -141,12 +142,12 @@ def load_part(config: Config, sizes: BatchSizes) -> tuple[Part, Callable[[int], 
     from unipar.training.shares import first_microbatches
 
     task = load_task(config)
-    with _user_errors_as_task_errors("model()"), torch.random.fork_rng([]):
+    with user_errors_as_task_errors("model()"), torch.random.fork_rng([]):
         made: Any = task.model()
         ((name, module),) = check_parts(made).items()
 
     def samples(number: int) -> list[Any]:
-        with _user_errors_as_task_errors("data()"):
+        with user_errors_as_task_errors("data()"):
             return first_microbatches(task, config, sizes, number)
 
     return _part_of(task, name, module, config, sizes), samples
@@ -154,7 +155,7 @@ def load_part(config: Config, sizes: BatchSizes) -> tuple[Part, Callable[[int], 
 
 def cuts_of_task(task: Task, stages: int) -> tuple[str, ...] | None:
     """Return the blocks with which the task lets the second and each further stage begin, or None."""
-    with _user_errors_as_task_errors("cuts()"):
+    with user_errors_as_task_errors("cuts()"):
         names = task.cuts(stages)
         return None if names is None else tuple(names)
 
@@ -196,7 +197,7 @@ def _make_parts_on_meta(task: Task) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _user_errors_as_task_errors(what: str) -> Generator[None]:
+def user_errors_as_task_errors(what: str) -> Generator[None]:
     """Context manager: turn an exception of the user's code in `what` into a TaskError; send its prints to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr):

@@ -149,6 +149,10 @@ class Payload:
     """Number of ranks of the group."""
 
 
+OverlapWindow = Literal["last backward", "backward", "step"]
+"""Part of a step during which a library sends: backward of its last microbatch, of all, or forward and backward."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Memory that one rank of a backend holds in a step, and bytes that it sends, beside the model's activations."""

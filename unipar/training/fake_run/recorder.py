@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
@@ -47,6 +48,19 @@ class StepRecord:
     operations: tuple[int, ...]
     """Operations on numbers (FLOPs) between the moment before and each moment."""
 
+    further: tuple[tuple[int, int], ...]
+    """The same of those that are computed again, and the number of operators."""
+
+    @property
+    def recomputed(self) -> int:
+        """Operations on numbers that backward does again."""
+        return sum(recomputed for recomputed, _ in self.further)
+
+    @property
+    def operators(self) -> int:
+        """Number of operators that made something."""
+        return sum(operators for _, operators in self.further)
+
     @property
     def flops(self) -> int:
         """Operations on numbers in the whole step."""
@@ -66,6 +80,7 @@ class StepRecorder(TorchDispatchMode):
         super().__init__()
         self._count_flops = count_flops
         self._flops: list[int] = []
+        self._further: list[tuple[int, int]] = []
         self.blocks: list[FakeBlock] = []
         self.moments: list[tuple[int, Moment]] = []
         """Moments, each with its tick."""
@@ -75,6 +90,11 @@ class StepRecorder(TorchDispatchMode):
         self._kept = {_key(t) for t in kept}
         self._live: dict[int, int] = {}
         self._modules: list[str] = []
+        self.operators = 0
+        """Number of operators that made something."""
+
+        self.recomputed = 0
+        """Arithmetic operations that backward did again: those inside of modules."""
 
     def begin(self, phase: PredictedPhase) -> None:
         """Note that a phase begins; in backward, a library may act before the loss's gradient is there."""
@@ -88,12 +108,14 @@ class StepRecorder(TorchDispatchMode):
         gc.collect()
         self.moments.append((self.ticks, Moment(self.phase, what, block, parameter)))
         self._flops.append(self._count_flops())
+        self._further.append((self.recomputed, self.operators))
         self.ticks += 1
 
     def record(self) -> StepRecord:
         """Return what was recorded until now."""
         operations = [now - before for before, now in pairwise((0, *self._flops))]
-        return StepRecord(tuple(self.blocks), tuple(self.moments), tuple(operations))
+        further = [(now[0] - before[0], now[1] - before[1]) for before, now in pairwise(((0, 0), *self._further))]
+        return StepRecord(tuple(self.blocks), tuple(self.moments), tuple(operations), tuple(further))
 
     def _note_both(self, before: MomentKind, after: MomentKind, block: int) -> None:
         self.note(before, block)
@@ -109,6 +131,10 @@ class StepRecorder(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.operators += 1
+        if self._modules and self.phase == "backward" and (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.recomputed += count(*args, **(kwargs or {}), out_val=out)
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
                 self._see(t, func)

@@ -146,13 +146,15 @@ def repeat_block(record: StepRecord, block: int, count: int) -> StepRecord:
         for copy in period.copies(each.born)
     ]
     moments = [
-        (period.moved(tick, copy), _numbered(moment, block, copy, count), operations)
-        for (tick, moment), operations in zip(record.moments, record.operations, strict=True)
+        (period.moved(tick, copy), _numbered(moment, block, copy, count), operations, further)
+        for (tick, moment), operations, further in zip(record.moments, record.operations, record.further, strict=True)
         for copy in period.copies(tick)
     ]
     blocks.sort(key=lambda each: each.born)
     moments.sort(key=lambda each: each[0])
-    return StepRecord(tuple(blocks), tuple(m[:2] for m in moments), tuple(m[2] for m in moments))
+    return StepRecord(
+        tuple(blocks), tuple(m[:2] for m in moments), tuple(m[2] for m in moments), tuple(m[3] for m in moments)
+    )
 
 
 def _numbered(moment: Moment, block: int, copy: int, count: int) -> Moment:

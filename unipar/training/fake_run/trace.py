@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,8 @@ from unipar.task import Task
 from unipar.training.fake_run.recorder import FakeBlock, owners_of_parameters
 from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
 from unipar.training.fake_run.step import FakeStep, trace_step
-from unipar.training.shares import first_microbatch
-from unipar.training.task_facts import load_task
+from unipar.training.shares import read_first_microbatch
+from unipar.training.task_facts import checkpoint_bytes, load_task, user_errors_as_task_errors
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,23 @@ class TracedTask:
     fused: bool
     """True if the optimizer has no temporaries of its own."""
 
+    units: float | None = None
+    """What the task's weight counts in a sample of the first microbatch; None: it defines no weight."""
+
+    checkpoint: int | None = None
+    """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
+
 
 def trace_task(config: Config, micro: int) -> TracedTask:
     """Return a step of the config's task; raise TaskError, with the operation, if it needs values of tensors."""
     task = load_task(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _explain_values("model()"):
+    with user_errors_as_task_errors("model()"), mode, _explain_values("model()"):
         parts = check_parts(task.model())
         if len(parts) > 1:
             raise TaskError(f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model")
         model = parts[ONLY_PART] if ONLY_PART in parts else next(iter(parts.values()))
+        checkpoint = checkpoint_bytes(task, {ONLY_PART: model}, config)
     blocks = find_blocks(model, config, given=task.blocks(model))
     masters = config.train.precision == "bf16-master"
     with mode:
@@ -66,11 +74,18 @@ def trace_task(config: Config, micro: int) -> TracedTask:
         with mode:
             _cast_parameters(model, torch.bfloat16)
     apply_transforms(model, blocks, config.changed({"model.compile": False}))
-    micro = _samples_to_trace(task, config, micro)
-    with _explain_values("loss()"):
-        first, second, third = _trace_steps(
-            lambda names, count: _trace(task, model, names, config, mode, count), model, blocks, micro
-        )
+    with user_errors_as_task_errors("data()"):
+        data = task.data()
+        micro = _samples_to_trace(task, data, config, micro)
+        batches = {n * micro: _read_microbatch(task, data, config, n * micro) for n in (1, 2, 3)}
+    with user_errors_as_task_errors("weight()"):
+        weight = task.weight(batches[micro])
+
+    def trace(names: Sequence[str], count: int) -> FakeStep:
+        return trace_step(model, names, task.loss, batches[count], count, config, mode)
+
+    with user_errors_as_task_errors("loss()"), _explain_values("loss()"):
+        first, second, third = _trace_steps(trace, model, blocks, micro)
     activations = combine_steps(first, second)
     _refuse_repeated_blocks(blocks, activations)
     owners = owners_of_parameters(model, blocks)
@@ -91,7 +106,8 @@ def trace_task(config: Config, micro: int) -> TracedTask:
         moments=tuple(moment for _, moment in activations.moments),
     )
     count, even = sum(p.numel() for p in model.parameters()), _is_even(activations, third)
-    return TracedTask(timeline, activations, count, even=even, fused=states.fused)
+    units = None if weight is None else float(weight) / micro
+    return TracedTask(timeline, activations, count, even=even, fused=states.fused, units=units, checkpoint=checkpoint)
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -109,11 +125,11 @@ class _OptimizerStates:
     """True if one kernel updates all parameters, without tensors of its own."""
 
 
-def _samples_to_trace(task: Task, config: Config, micro: int) -> int:
+def _samples_to_trace(task: Task, data: Any, config: Config, micro: int) -> int:
     """Return how many samples the smallest microbatch has: three times as many must be there."""
     sizes = BatchSizes(total=micro, micro=micro, accumulate=1, ranks=1)
     collate = task.collate if task.defines("collate") else None
-    length = training_data_source(task.data(), collate, task.collate, config, sizes).length
+    length = training_data_source(data, collate, task.collate, config, sizes).length
     if length is None or length >= 3 * micro:
         return micro
     if length < 3:
@@ -151,11 +167,9 @@ def _trace_steps(
     return [trace(blocks, count) for count in counts]
 
 
-def _trace(
-    task: Task, model: nn.Module, blocks: Sequence[str], config: Config, mode: FakeTensorMode, count: int
-) -> FakeStep:
+def _read_microbatch(task: Task, data: Any, config: Config, count: int) -> Any:
     sizes = BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
-    return trace_step(model, blocks, task.loss, first_microbatch(task, config, sizes), count, config, mode)
+    return read_first_microbatch(task, data, config, sizes)
 
 
 def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> _OptimizerStates:
@@ -206,7 +220,14 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
         AllocatedBlock(*line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient)
         for x, y in zip(a.blocks, b.blocks, strict=True)
     ]
-    return Activations(tuple(blocks), a.moments, line(first.batch, second.batch), line(a.flops, b.flops))
+    return Activations(
+        tuple(blocks),
+        a.moments,
+        line(first.batch, second.batch),
+        line(a.flops, b.flops),
+        line(a.recomputed, b.recomputed),
+        a.operators,
+    )
 
 
 def _what(block: FakeBlock) -> tuple[object, ...]:
