@@ -1,22 +1,34 @@
-"""`plan`: the memory of each cell on each number of ranks, predicted before a process starts."""
+"""`plan`: memory and speed of each cell on each number of ranks, predicted before a process starts."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
 
 from unipar.backend import cells as backend_cells
 from unipar.backend import checks, registry, resources
-from unipar.config import BatchSizes, Cell, Config
+from unipar.config import SHARDS, BatchSizes, Cell, Config
+from unipar.config.sections.cell import AXES
+from unipar.config.sections.parallel import Parallel
 from unipar.config.source import Given, load_given_config
-from unipar.errors import UniparError
+from unipar.errors import ConfigError, UniparError
+from unipar.utils.text import format_size, parse_size
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.timeline import Payload
+    from unipar.backend.prediction.timeline import Payload, Term
+    from unipar.planning.machine import Machine
     from unipar.planning.peaks import PredictedPeak
     from unipar.planning.plan import Plan, PlannedCell
+    from unipar.planning.speed import StepSpeed
     from unipar.training.fake_run.trace import TracedTask
+
+PlannedDevice = Literal["cpu", "cuda"]
+
+MOST_RANKS: Final = 1024
+"""Largest world in which a cell that does not fit is tried."""
 
 
 def plan(
@@ -24,91 +36,308 @@ def plan(
     *,
     cells: Sequence[str] = (),
     worlds: Sequence[int] = (),
-    memory: int | None = None,
+    memory: int | str | None = None,
     headroom: float = 0.05,
+    machine: str | Machine | None = None,
+    device: PlannedDevice | None = None,
+    exclude: Sequence[str] = (),
+    pick: str | Path | None = None,
+    overwrite: bool = False,
 ) -> Plan:
-    """Return what each cell needs on each number of ranks; `memory` is what a rank has, in bytes.
+    """Return what each cell needs on each number of ranks, and which of them to take.
 
     The task's model and loss run on tensors without memory. Cells are those of compare.cells unless they are given,
-    and worlds the config's number of ranks.
+    and worlds the config's number of ranks. `memory` is what a rank has, in bytes or in words (80GiB); unless it is
+    given, that of the machine. `machine`: a preset's name (h100-sxm) or a file, for seconds and rates. `exclude`: cells
+    that are not to be recommended. `pick`: file to which the recommended config is written.
     """
-    import time
-
+    from unipar.planning.machine import load_machine
     from unipar.planning.plan import Plan
-    from unipar.training.fake_run.trace import trace_task
 
-    config = load_given_config(config).config
+    source = load_given_config(config)
+    config = source.config
     wanted = backend_cells.expand_cell_patterns(tuple(cells or config.compare.cells))
-    device = "cpu" if resources.choose_device(config)[0] == "cpu" else "cuda"
+    excluded = tuple(str(cell) for cell in backend_cells.expand_cell_patterns(tuple(exclude)))
+    if isinstance(machine, str):
+        machine = load_machine(machine)
+    device = _device(config, device, machine)
+    limits = _Limits(_memory(memory, machine), _share(headroom))
     began = time.process_time()
-    traced = trace_task(config, config.batch.settle(1).micro if config.batch.micro is None else config.batch.micro)
-    rows: list[PlannedCell] = []
+    planner = _Planner.trace(config.model_copy(update={"device": device}), device, limits, machine)
     numbers = tuple(worlds) or (resources.count_ranks(config).number,)
-    for cell in wanted:
-        for ranks in numbers:
-            limit = None if memory is None else int(memory * (1.0 - headroom))
-            rows += _plan_cell(config, cell, ranks, traced, limit, device)
-    notes = [] if traced.even else ["activations do not grow evenly with the microbatch: other sizes are estimates"]
-    if not traced.fused:
-        notes.append("the optimizer is not fused, and its temporaries are not planned: the update may need more")
-    return Plan(tuple(rows), memory, headroom, device, traced.parameters, time.process_time() - began, tuple(notes))
+    rows = [row for cell in wanted for ranks in numbers for row in planner.rows(cell, ranks)]
+    made = Plan(
+        tuple(rows),
+        limits.memory,
+        limits.headroom,
+        device,
+        planner.traced.parameters,
+        time.process_time() - began,
+        tuple(planner.notes(rows)),
+        machine="" if machine is None else machine.name,
+        units="samples" if planner.traced.units is None else "weight",
+        checkpoint=planner.traced.checkpoint,
+        blocks=planner.traced.timeline.blocks,
+        exclude=excluded,
+    )
+    if pick is not None:
+        from unipar.comparison.pick import write_picked_config
+
+        write_picked_config(made, source, Path(pick), overwrite=overwrite)
+    return made
 
 
-def _plan_cell(
-    config: Config, cell: Cell, ranks: int, traced: TracedTask, limit: int | None, device: str
-) -> Iterator[PlannedCell]:
-    """Yield the row of a cell on so many ranks; none for a cell of one process on several."""
-    from unipar.planning.plan import PlannedCell
+def _device(config: Config, device: PlannedDevice | None, machine: Machine | None) -> PlannedDevice:
+    if machine is not None:
+        if device not in (None, machine.device):
+            raise ConfigError(
+                f"device {device}: the machine {machine.name} has {machine.device}; leave one of them out"
+            )
+        return machine.device
+    if device is not None:
+        return device
+    return "cpu" if resources.choose_device(config)[0] == "cpu" else "cuda"
 
-    backend = registry.find_backend(cell.backend)
-    if backend_cells.is_single_process(cell, backend) and ranks > 1:
-        return
-    try:
-        moved = backend_cells.config_in_cell(config.changed({"parallel.data": ranks // cell.axes.ranks or 1}), cell)
-        checks.check_cell(moved, backend, cell)
-        sizes = moved.batch.settle(ranks // cell.axes.ranks or 1)
-        phases = _predict(moved, cell, ranks, traced, sizes, device).phases
-        largest = None if limit is None else _largest_micro(moved, cell, ranks, traced, sizes, device, limit)
-    except UniparError as e:
-        yield PlannedCell(str(cell), ranks, refusal=str(e).replace("\n", " "))
-        return
-    yield PlannedCell(str(cell), ranks, sizes.micro, phases, largest)
+
+def _memory(memory: int | str | None, machine: Machine | None) -> int | None:
+    if isinstance(memory, str):
+        try:
+            return int(parse_size(memory))
+        except ValueError as e:
+            raise ConfigError(f"memory {memory}: {e}") from None
+    if memory is not None and memory <= 0:
+        raise ConfigError(f"memory {memory}: a size is positive: 80GiB")
+    return int(machine.memory) if memory is None and machine is not None else memory
+
+
+def _share(headroom: float) -> float:
+    if not 0.0 <= headroom < 1.0:
+        raise ConfigError(f"headroom {headroom}: a share is from 0 to less than 1: 0.05")
+    return headroom
 
 
 @dataclass(frozen=True)
-class PredictedCell:
-    """Memory of a rank in each phase of a step, and what it sends."""
+class _Limits:
+    memory: int | None
+    headroom: float
+
+    @property
+    def bytes(self) -> int | None:
+        from unipar.planning.plan import usable_bytes
+
+        return usable_bytes(self.memory, self.headroom)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What is predicted of one cell on a number of ranks with one size of microbatches."""
 
     phases: tuple[PredictedPeak, ...]
     sent: tuple[Payload, ...]
+    speed: StepSpeed | None
+
+    @property
+    def peak(self) -> int:
+        return max(phase.peak for phase in self.phases)
 
 
-def predict_cell(config: Config, cell: Cell, ranks: int, device: str) -> PredictedCell:
-    """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
-    from unipar.training.fake_run.trace import trace_task
+@dataclass(frozen=True)
+class _Planner:
+    """A traced task, and what its cells are planned for."""
 
-    sizes = config.batch.settle(ranks // cell.axes.ranks)
-    return _predict(config, cell, ranks, trace_task(config, sizes.micro), sizes, device)
+    config: Config
+    traced: TracedTask
+    device: PlannedDevice
+    limits: _Limits
+    machine: Machine | None
+
+    @classmethod
+    def trace(cls, config: Config, device: PlannedDevice, limits: _Limits, machine: Machine | None) -> _Planner:
+        from unipar.training.fake_run.trace import trace_task
+
+        micro = config.batch.settle(1).micro if config.batch.micro is None else config.batch.micro
+        return cls(config, trace_task(config, micro), device, limits, machine)
+
+    def rows(self, cell: Cell, ranks: int) -> Iterator[PlannedCell]:
+        """Yield the row of a cell on so many ranks; none for a cell of one process on several."""
+        from unipar.planning.plan import PlannedCell
+
+        if backend_cells.is_single_process(cell) and ranks > 1:
+            return
+        try:
+            moved, sizes = self._settle(cell, ranks)
+            now = self._predict(moved, ranks, sizes)
+            limit = self.limits.bytes
+            fitting = None if limit is None else self._largest(moved, ranks, sizes, limit)
+            row = PlannedCell(
+                str(cell),
+                ranks,
+                sizes.micro,
+                now.phases,
+                sent=now.sent,
+                speed=now.speed,
+                simplicity=simplicity(cell),
+            )
+            if fitting is not None:
+                micro, found = fitting
+                row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
+            if limit is not None and now.peak > limit:
+                least = self._predict(moved, ranks, _with_micro(sizes, 1)).peak if fitting is None else None
+                row = replace(row, least=least)
+                row = replace(row, ways=tuple(self._ways(row, cell, limit)))
+        except UniparError as e:
+            yield PlannedCell(str(cell), ranks, refusal=str(e).replace("\n", " "))
+            return
+        yield row
+
+    def notes(self, rows: Sequence[PlannedCell]) -> Iterator[str]:
+        """Yield what a reader should know of the numbers."""
+        if not self.traced.even:
+            yield "activations do not grow evenly with the microbatch: other sizes are estimates"
+        if not self.traced.fused:
+            yield "the optimizer is not fused, and its temporaries are not planned: the update may need more"
+        if self.machine is None:
+            return
+        precision = self.config.train.precision
+        if self.machine.peak(precision) is None:
+            yield f"no seconds: {self.machine.name} has no known peak for train.precision: {precision}"
+        elif silent := [row.cell for row in rows if not row.refusal and row.speed is None]:
+            names = ", ".join(dict.fromkeys(silent))
+            yield f"no seconds for {names}: the bytes that they send are not planned yet; `unipar compare` measures it"
+
+    def _settle(self, cell: Cell, ranks: int) -> tuple[Config, BatchSizes]:
+        backend = registry.find_backend(cell.backend)
+        moved = backend_cells.config_in_cell(_on_ranks(self.config, ranks), cell)
+        checks.check_cell(moved, backend, cell)
+        return moved, moved.batch.settle(ranks // cell.axes.ranks or 1)
+
+    def _predict(self, config: Config, ranks: int, sizes: BatchSizes) -> _Outcome:
+        """Return the memory and the speed of a config in its cell."""
+        from unipar.planning.peaks import predict_peaks
+
+        backend, activations = registry.find_backend(config.backend), self.traced.activations
+        timeline = replace(self.traced.timeline, microbatches=sizes.accumulate)
+        prediction = backend.predict(config, timeline, ranks, device=self.device)
+        if self.device == "cuda":
+            prediction = replace(prediction, terms=(*prediction.terms, *_runtime_terms(ranks)))
+        phases = tuple(predict_peaks(timeline, prediction, activations, sizes.micro, sizes.accumulate))
+        speed = None
+        if self.machine is not None and (ranks == 1 or prediction.sent):
+            speed = self._speed(config, ranks, sizes, phases, prediction.sent)
+        return _Outcome(phases, prediction.sent, speed)
+
+    def _speed(
+        self,
+        config: Config,
+        ranks: int,
+        sizes: BatchSizes,
+        phases: Sequence[PredictedPeak],
+        sent: Sequence[Payload],
+    ) -> StepSpeed | None:
+        from unipar.planning.speed import StepWork, predict_speed
+
+        assert self.machine is not None
+        activations, micros = self.traced.activations, sizes.accumulate
+        flops = activations.flops[0] + activations.flops[1] * sizes.micro
+        again = activations.recomputed[0] + activations.recomputed[1] * sizes.micro
+        held = next(phase.held for phase in phases if phase.phase == "update")
+        rewritten = held.get("parameters", 0) + held.get("masters", 0) + held.get("optimizer", 0)
+        work = StepWork(
+            flops=flops * micros,
+            model_flops=(flops - again) * micros,
+            operations=activations.operators * micros,
+            update_bytes=2 * rewritten + held.get("gradients", 0),
+            units=sizes.total * (1.0 if self.traced.units is None else self.traced.units),
+            microbatches=micros,
+        )
+        overlaps = registry.find_backend(config.backend).overlaps(config)
+        axes = config.parallel.axes
+        return predict_speed(self.machine, config.train.precision, work, sent, overlaps, axes, ranks)
+
+    def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, _Outcome] | None:
+        """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
+        share = sizes.total // sizes.ranks
+        divisors = [n for n in range(1, share + 1) if share % n == 0]
+
+        def outcome(micro: int) -> _Outcome:
+            return self._predict(config, ranks, _with_micro(sizes, micro))
+
+        if (whole := outcome(share)).peak <= limit:
+            return share, whole
+        found: tuple[int, _Outcome] | None = None
+        low, high = 0, len(divisors) - 1  # larger microbatches need more
+        while low < high:
+            middle = (low + high) // 2
+            if (tried := outcome(divisors[middle])).peak <= limit:
+                found, low = (divisors[middle], tried), middle + 1
+            else:
+                high = middle
+        return found
+
+    def _ways(self, row: PlannedCell, cell: Cell, limit: int) -> Iterator[str]:
+        """Yield what would have to change for a row to fit."""
+        if row.largest is not None:
+            yield f"micro {row.largest} fits"
+            return
+        lack = format_size((row.least or row.peak.peak) - limit)
+        yield f"needs {lack} more, with the smallest micro"
+        backend = registry.find_backend(cell.backend)
+        for shard in SHARDS[SHARDS.index(cell.shard) + 1 :]:
+            other = replace(cell, shard=shard)
+            if other.without_axes in backend_cells.cells_of_backend(backend) and self._fits_somehow(other, row.ranks):
+                yield f"{other} fits"
+                break
+        if cell.shard != "nothing" and not backend_cells.is_single_process(cell, backend):
+            ranks = row.ranks * 2
+            while ranks <= MOST_RANKS:
+                if self._fits_somehow(cell, ranks):
+                    yield f"fits on {ranks} ranks"
+                    break
+                ranks *= 2
+
+    def _fits_somehow(self, cell: Cell, ranks: int) -> bool:
+        """Return whether a cell fits with the smallest microbatch."""
+        limit = self.limits.bytes
+        assert limit is not None
+        try:
+            moved, sizes = self._settle(cell, ranks)
+            return self._predict(moved, ranks, _with_micro(sizes, 1)).peak <= limit
+        except UniparError:
+            return False
 
 
-def _predict(
-    config: Config, cell: Cell, ranks: int, traced: TracedTask, sizes: BatchSizes, device: str
-) -> PredictedCell:
-    from unipar.planning.peaks import predict_peaks
-
-    timeline = replace(traced.timeline, microbatches=sizes.accumulate)
-    prediction = registry.find_backend(cell.backend).predict(config, timeline, ranks, device=device)
-    phases = predict_peaks(timeline, prediction, traced.activations, sizes.micro, sizes.accumulate)
-    return PredictedCell(tuple(phases), prediction.sent)
+def _on_ranks(config: Config, ranks: int) -> Config:
+    """Return a config with so many ranks of the data and no other axes: a cell brings its own."""
+    axes = dict.fromkeys(AXES, 1)
+    parallel = Parallel(data=ranks, shard=config.parallel.shard, shard_over=config.parallel.shard_over, **axes)
+    return config.model_copy(update={"parallel": parallel})
 
 
-def _largest_micro(
-    config: Config, cell: Cell, ranks: int, traced: TracedTask, sizes: BatchSizes, device: str, limit: int
-) -> int | None:
-    """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
-    share = sizes.total // sizes.ranks
-    for micro in (n for n in range(share, 0, -1) if share % n == 0):
-        tried = replace(sizes, micro=micro, accumulate=share // micro)
-        if max(phase.peak for phase in _predict(config, cell, ranks, traced, tried, device).phases) <= limit:
-            return micro
-    return None
+def _with_micro(sizes: BatchSizes, micro: int) -> BatchSizes:
+    return replace(sizes, micro=micro, accumulate=sizes.total // sizes.ranks // micro)
+
+
+def _runtime_terms(ranks: int) -> Iterator[Term]:
+    """Yield what CUDA and NCCL hold in each process, by the assumptions of `unipar.memory.cuda_total`."""
+    from unipar.backend.prediction.timeline import Term
+    from unipar.memory.cuda_total import CUDA_CONTEXT_BYTES, NCCL_BYTES
+
+    yield Term("runtime", "CUDA's context and torch's kernels", CUDA_CONTEXT_BYTES)
+    if ranks > 1:
+        yield Term("runtime", "NCCL's channels and buffers", NCCL_BYTES)
+
+
+def simplicity(cell: Cell) -> tuple[int, ...]:
+    """Return a cell's place in the order of simplicity: smaller is simpler.
+
+    One process; then what splits less, along fewer axes, without a variant; then the default backend before others.
+    """
+    backend = registry.find_backend(cell.backend)
+    names = sorted(registry.backend_names(), key=lambda name: name != Config.model_fields["backend"].default)
+    return (
+        0 if backend_cells.is_single_process(cell, backend) and cell.variant is None else 1,
+        SHARDS.index(cell.shard),
+        len(cell.axes.sizes),
+        int(cell.variant is not None),
+        names.index(cell.backend),
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from unipar.backend.foreign import ForeignConfigReader, import_error
 from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
 from unipar.config.source import parse_set_argument
+from unipar.config.yaml_edit import yaml_value
 from unipar.errors import ConfigError, OutExists, Unsupported
 from unipar.utils.files import whole
 
@@ -158,14 +158,5 @@ def _yaml_lines(tree: Mapping[str, Any], notes: Mapping[str, str], prefix: str =
             yield f"{indent}{name}:" + (f"  # {note}" if note else "")
             yield from _yaml_lines(value, notes, f"{key}.", f"{indent}  ")
         else:
-            line = f"{indent}{name}: {_yaml_value(value)}"
+            line = f"{indent}{name}: {yaml_value(value)}"
             yield f"{line.ljust(_COMMENT_COLUMN)}# {note}" if note else line
-
-
-def _yaml_value(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_yaml_value, value))}]"
-    if isinstance(value, str):
-        plain = re.fullmatch(r"[A-Za-z_][\w./*+-]*", value) and safe_yaml.parse_yaml(value)[0] == value
-        return value if plain else json.dumps(value)
-    return json.dumps(value)

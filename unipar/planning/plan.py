@@ -1,28 +1,20 @@
-"""`Plan`: predicted memory of cells on numbers of ranks, as a table and as JSON."""
+"""`Plan`: predicted memory and speed of cells on numbers of ranks, with a recommendation; as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Any
 
-from unipar.backend import Category
+from unipar.backend.prediction.timeline import Payload
 from unipar.planning.peaks import PredictedPeak
-from unipar.utils.table import format_table
-from unipar.utils.text import format_size
+from unipar.planning.speed import StepSpeed
 
-_COLUMNS: Final[dict[str, tuple[Category, ...]]] = {
-    "param": ("parameters", "masters", "buffers"),
-    "grad": ("gradients",),
-    "optim": ("optimizer",),
-    "comm": ("communication",),
-    "activ": ("activations",),
-    "temp": ("temporaries",),
-}
-"""Categories in each column of the table."""
+if TYPE_CHECKING:
+    from unipar.planning.recommendation import Recommendation
 
-_TERMS_SHOWN = 5
+_TERMS_IN_JSON = 5
 
 
 @dataclass(frozen=True)
@@ -43,15 +35,57 @@ class PlannedCell:
     refusal: str = ""
     """Why it cannot be planned or run; empty otherwise."""
 
+    sent: tuple[Payload, ...] = ()
+    """What a rank sends in a step."""
+
+    speed: StepSpeed | None = None
+    """Seconds of a step; None without a machine."""
+
+    largest_peak: int | None = None
+    """Bytes with the largest microbatch that fits."""
+
+    largest_speed: StepSpeed | None = None
+    """Seconds of a step with it."""
+
+    least: int | None = None
+    """Bytes with microbatches of one sample, if nothing fits."""
+
+    ways: tuple[str, ...] = ()
+    """What would have to change for it to fit; empty if it does."""
+
+    simplicity: tuple[int, ...] = ()
+    """Place in the order of simplicity: smaller is simpler."""
+
     @property
     def peak(self) -> PredictedPeak:
         """The fullest phase."""
         return max(self.phases, key=lambda phase: phase.peak)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank sends in a step."""
+        return sum(payload.size for payload in self.sent)
+
+    def fits(self, limit: int | None) -> bool:
+        """Return whether it fits as configured."""
+        return limit is None or self.peak.peak <= limit
+
+    def fitting_micro(self, limit: int | None) -> int:
+        """Return the configured microbatch if it fits, otherwise the largest that does."""
+        return self.micro if self.fits(limit) else self.largest or 0
+
+    def peak_of_fitting(self, limit: int | None) -> int:
+        """Return the peak with that microbatch."""
+        return self.peak.peak if self.fits(limit) else self.largest_peak or 0
+
+    def speed_of_fitting(self, limit: int | None) -> StepSpeed | None:
+        """Return the speed with that microbatch."""
+        return self.speed if self.fits(limit) else self.largest_speed
+
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted memory of cells, and the limit that it is held against."""
+    """Predicted memory and speed of cells, and the limit that they are held against."""
 
     rows: tuple[PlannedCell, ...]
     memory: int | None
@@ -66,62 +100,97 @@ class Plan:
     """CPU seconds that planning took, after imports."""
 
     notes: tuple[str, ...] = ()
+    machine: str = ""
+    """Name of the machine; empty if none is given."""
+
+    units: str = "samples"
+    """What the rate counts: samples, or units of the task's weight."""
+
+    checkpoint: int | None = None
+    """Bytes of tensors in one checkpoint."""
+
+    blocks: tuple[str, ...] = ()
+    """Names of the model's blocks."""
+
+    exclude: tuple[str, ...] = ()
+    """Cells that the user does not want."""
 
     @property
     def limit(self) -> int | None:
         """Bytes that a rank may use."""
-        return None if self.memory is None else int(self.memory * (1.0 - self.headroom))
+        return usable_bytes(self.memory, self.headroom)
+
+    @property
+    def recommendations(self) -> list[Recommendation]:
+        """The cell to take on each number of ranks."""
+        from unipar.planning.recommendation import recommend
+
+        return recommend(self.rows, self.limit, exclude=self.exclude)
 
     def table(self, width: int) -> str:
         """Return the plan as text."""
-        verdict = ("fits", "largest micro") if self.memory is not None else ()
-        header = ("cell", "ranks", "micro", "peak", "in", *_COLUMNS, *verdict)
-        rows = [self._row(row) for row in self.rows]
-        right = (1, 2, 3, *range(5, 5 + len(_COLUMNS)), *range(6 + len(_COLUMNS), len(header)))
-        return "\n".join([format_table(header, rows, right=right, width=width), "", *self._remarks()])
+        from unipar.planning.plan_table import format_plan
 
-    def _row(self, row: PlannedCell) -> Sequence[str]:
-        if row.refusal:
-            return row.cell, str(row.ranks), row.refusal
-        peak = row.peak
-        sums = (sum(peak.held.get(category, 0) for category in categories) for categories in _COLUMNS.values())
-        shown = [format_size(size) if size else "-" for size in sums]
-        fits = () if self.limit is None else ("yes" if peak.peak <= self.limit else "no", str(row.largest or "-"))
-        return row.cell, str(row.ranks), str(row.micro), format_size(peak.peak), peak.phase, *shown, *fits
+        return format_plan(self, width)
 
-    def _remarks(self) -> Iterator[str]:
-        yield f"{self.parameters:,} parameters; planned in {self.seconds:.1f} s of CPU, without allocating them"
-        yield (
-            "peak: tensors of the fullest rank at the fullest moment of a step; not in it: what libraries and Python "
-            "hold for themselves" + (", CUDA's context, NCCL, gaps" if self.device != "cpu" else "")
-        )
-        if self.memory is not None:
-            yield (
-                f"fits: at most {format_size(self.memory)} less {self.headroom:.0%}; largest micro: the most samples a "
-                "microbatch that do, with the total batch kept"
-            )
-        yield from self.notes
+    def why(self, cell: str, ranks: int | None = None, *, every: bool = False) -> str:
+        """Return the terms of a cell's peak as text; all of them if `every`."""
+        from unipar.planning.explanation import explain_row
+
+        return explain_row(self, cell, ranks, every=every)
 
     def as_json(self) -> str:
         """Return the plan as JSON, each peak with its largest terms."""
-        rows = [
+        named = {
+            "parameters": self.parameters,
+            "device": self.device,
+            "machine": self.machine or None,
+            "memory": self.memory,
+            "headroom": self.headroom,
+            "checkpoint": self.checkpoint,
+            "units": self.units,
+        }
+        chosen = [
             {
-                "cell": row.cell,
-                "ranks": row.ranks,
-                "refusal": row.refusal,
-                "micro": row.micro,
-                "largest_micro": row.largest,
-                "phases": [
-                    {
-                        "phase": phase.phase,
-                        "peak": phase.peak,
-                        "held": phase.held,
-                        "largest": [asdict(term) for term in phase.terms[:_TERMS_SHOWN]],
-                    }
-                    for phase in row.phases
-                ],
+                "ranks": each.ranks,
+                "cell": None if each.row is None else each.row.cell,
+                "micro": each.micro or None,
+                "why": each.why,
             }
-            for row in self.rows
+            for each in self.recommendations
         ]
-        named = {"parameters": self.parameters, "device": self.device, "memory": self.memory, "headroom": self.headroom}
-        return json.dumps({**named, "notes": self.notes, "rows": rows}, indent=1)
+        rows = [_row_as_json(row) for row in self.rows]
+        return json.dumps({**named, "notes": self.notes, "recommended": chosen, "rows": rows}, indent=1)
+
+
+def usable_bytes(memory: int | None, headroom: float) -> int | None:
+    """Return the bytes that a rank may use of its memory."""
+    return None if memory is None else int(memory * (1.0 - headroom))
+
+
+def _row_as_json(row: PlannedCell) -> dict[str, Any]:
+    return {
+        "cell": row.cell,
+        "ranks": row.ranks,
+        "refusal": row.refusal,
+        "micro": row.micro,
+        "largest_micro": row.largest,
+        "to_fit": row.ways,
+        "sent": [asdict(payload) for payload in row.sent],
+        "speed": None if row.speed is None else _speed_as_json(row.speed),
+        "phases": [_phase_as_json(phase) for phase in row.phases],
+    }
+
+
+def _speed_as_json(speed: StepSpeed) -> dict[str, float]:
+    return {**asdict(speed), "seconds": speed.seconds, "rate": speed.rate}
+
+
+def _phase_as_json(phase: PredictedPeak) -> dict[str, Any]:
+    largest: Sequence[Any] = phase.terms[:_TERMS_IN_JSON]
+    return {
+        "phase": phase.phase,
+        "peak": phase.peak,
+        "held": phase.held,
+        "largest": [asdict(term) for term in largest],
+    }

@@ -3,75 +3,141 @@
 from __future__ import annotations
 
 import shutil
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unipar.cli.commands.options import (
+    CELLS_METAVAR,
     CellsOption,
-    ConfigArgument,
     JsonOption,
     SetOption,
     read_config_file,
+    split_at_commas,
 )
 from unipar.errors import ConfigError
+from unipar.utils.text import did_you_mean, parse_size
+
+if TYPE_CHECKING:
+    from unipar.comparison.plan import PlannedDevice
+
+MACHINE_FILE = Path("machine.yaml")
+"""Name of the file of a calibration, unless another is given."""
 
 
 def plan(
-    file: ConfigArgument,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The config.", show_default=False)] = None,
     cells: CellsOption = None,
     world: Annotated[
         str | None,
         typer.Option("--world", metavar="N,N,...", help="Numbers of ranks: 1,8,64. Any, whatever is here."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Memory that a rank has: 80GiB, 512MiB.")
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="Memory that a rank has, if not the machine's: 80GiB, 512MiB."),
     ] = None,
     headroom: Annotated[
         str, typer.Option("--headroom", metavar="SHARE", help="Share of it that is to stay free.")
     ] = "5%",
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", metavar="PRESET|FILE", help="For seconds and rates: h100-sxm, or a machine's file."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="cpu|cuda", help="Plan for this device, whatever is here.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", metavar=CELLS_METAVAR, callback=split_at_commas, help="Never recommend these cells."),
+    ] = None,
+    why: Annotated[
+        str | None, typer.Option("--why", metavar="CELL", help="Explain this cell's peak by its tensors.")
+    ] = None,
     sets: SetOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="FILE", help="File that --pick or --calibrate writes."),
+    ] = None,
     *,
+    every: Annotated[bool, typer.Option("--all", help="With --why: every tensor.")] = False,
+    pick: Annotated[
+        bool, typer.Option("--pick", help="Write the recommended config, by default as FILE-picked.yaml.")
+    ] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine, and write machine.yaml for --machine.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is written.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the memory of each cell, without starting a process or allocating the model.
+    """Predict the memory and speed of each cell, without starting a process or allocating the model.
 
-    The task's model and loss run on tensors without memory; what each backend holds beside them is computed. The
-    table has each rank's peak by category, in the phases of compare's account; with --memory, whether it fits, and
-    the largest microbatch that does, with the total batch kept.
+    The task's model and loss run on tensors without memory; what each backend holds and sends beside them is computed.
+    The table has each rank's peak by category, in the phases of compare's account; with --memory or --machine, whether
+    it fits, and the largest microbatch that does, with the total batch kept; with --machine, seconds and rates. Last
+    it names the cell to take: one that fits, then the fastest, then the simplest.
 
     \b
     unipar plan configs/char_gpt.yaml --world 1,2,8 --memory 80GiB
-    unipar plan configs/char_gpt.yaml --cell 'native/*' --world 64 --set batch.total=512
+    unipar plan configs/char_gpt.yaml --cell 'native/*' --world 64 --machine h100-sxm --set batch.total=512
+    unipar plan configs/char_gpt.yaml --world 2 --why native/parameters
+    unipar plan configs/char_gpt.yaml --world 8 --machine h100-sxm --pick
+    unipar plan --calibrate
     """
+    if calibrate:
+        _calibrate(file, out or MACHINE_FILE, overwrite=overwrite)
+        return
+    if file is None:
+        raise ConfigError("plan: name a config: unipar plan FILE; without one there is only `unipar plan --calibrate`")
+    if out is not None and not pick:
+        raise ConfigError(f"-o {out}: only --pick and --calibrate write a file")
     source = read_config_file(file, sets)
     from unipar.comparison.plan import plan as plan_cells
 
+    picked = out or file.with_name(f"{file.stem}-picked.yaml")
+    worlds = [read_ranks(word) for word in (world or "").split(",") if word]
     planned = plan_cells(
         source,
-        cells=cells or (),
-        worlds=[read_ranks(word) for word in (world or "").split(",") if word],
+        cells=[why] if why is not None else cells or (),
+        worlds=worlds,
         memory=None if memory is None else read_size(memory),
         headroom=read_share(headroom),
+        machine=machine,
+        device=None if device is None else read_device(device),
+        exclude=exclude or (),
+        pick=picked if pick else None,
+        overwrite=overwrite,
     )
-    typer.echo(planned.as_json() if as_json else planned.table(shutil.get_terminal_size().columns))
+    if as_json:
+        typer.echo(planned.as_json())
+    elif why is not None:
+        typer.echo(planned.why(why, every=every))
+    else:
+        typer.echo(planned.table(shutil.get_terminal_size().columns))
+    if pick:
+        typer.echo(f"written: {picked}; unipar run {picked}", err=as_json)
     raise typer.Exit(0 if any(not row.refusal for row in planned.rows) else 3)
 
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+def _calibrate(file: Path | None, out: Path, *, overwrite: bool) -> None:
+    if file is not None:
+        raise ConfigError(f"plan --calibrate measures this machine, and needs no config; leave {file} out")
+    from unipar.launcher.calibration import calibrate, check_machine_file, write_machine_file
+
+    def tell(text: str) -> None:
+        typer.echo(text, err=True)
+
+    check_machine_file(out, overwrite=overwrite)
+    write_machine_file(calibrate(tell, name=out.stem), out, overwrite=overwrite)
+    typer.echo(f"written: {out}; unipar plan FILE --machine {out}")
 
 
 def read_size(text: str) -> int:
     """Return a number of bytes from words such as 80GiB; raise ConfigError if they are none."""
-    number = text.rstrip("BKMGTPi ")
-    unit = text[len(number) :].strip()
     try:
-        size = float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
-        raise ConfigError(f"--memory {text}: a size is a number and one of {', '.join(_UNITS)}: 80GiB") from None
-    if size <= 0:
-        raise ConfigError(f"--memory {text}: a rank has more than that; a size is positive: 80GiB")
-    return int(size)
+        return int(parse_size(text))
+    except ValueError as e:
+        raise ConfigError(f"--memory {text}: {e}") from None
 
 
 def read_share(text: str) -> float:
@@ -90,3 +156,10 @@ def read_ranks(text: str) -> int:
     if not text.strip().isdigit() or int(text) < 1:
         raise ConfigError(f"--world: {text!r} is no number of ranks; say for example --world 1,8,64")
     return int(text)
+
+
+def read_device(text: str) -> PlannedDevice:
+    """Return the kind of device; raise ConfigError if it is none."""
+    if text == "cpu" or text == "cuda":
+        return text
+    raise ConfigError(f"--device {text}: plan for cpu or cuda{did_you_mean(text, ('cpu', 'cuda'))}")

@@ -1,0 +1,362 @@
+"""Calibration: what this machine reaches, measured by two forked ranks, as a machine's file for `unipar plan`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+from unipar.distributed.gpus import count_visible_gpus
+from unipar.errors import OutExists, UniparError
+from unipar.utils.files import whole
+from unipar.utils.text import format_size
+
+if TYPE_CHECKING:
+    from unipar.planning.machine import Machine
+
+RANKS: Final = 2
+"""Ranks that measure together, as they would train: they share the machine's cores and memory."""
+
+PATIENCE: Final = 300.0
+"""Seconds after which a calibration has hung."""
+
+
+@dataclass(frozen=True)
+class CalibrationSizes:
+    """Sizes of what is measured."""
+
+    matrix: tuple[int, ...]
+    """Rows and columns of matrices."""
+
+    block: tuple[int, int]
+    """Width of a block of a transformer, and its tokens."""
+
+    copied: int
+    """Bytes that are read and written for the bandwidth of memory."""
+
+    messages: tuple[int, ...]
+    """Bytes of collectives, the smallest first."""
+
+    repeats: int = 7
+
+
+CPU_SIZES: Final = CalibrationSizes((256, 512, 1024), (256, 512), 1 << 26, (1 << 12, 1 << 16, 1 << 20, 1 << 24))
+CUDA_SIZES: Final = CalibrationSizes(
+    (2048, 4096, 8192), (4096, 8192), 1 << 30, (1 << 12, 1 << 20, 1 << 24, 1 << 28), repeats=20
+)
+
+
+def calibrate(
+    tell: Callable[[str], None] = lambda text: None, *, sizes: CalibrationSizes | None = None, name: str = "machine"
+) -> Machine:
+    """Return this machine as it was measured; `tell` is given each thing that was measured, as a sentence."""
+    gpus = count_visible_gpus()
+    device = "cuda" if gpus else "cpu"
+    ranks = min(RANKS, gpus) if gpus else RANKS
+    wanted = sizes or (CUDA_SIZES if gpus else CPU_SIZES)
+    tell(f"measuring {count_devices(gpus)} with {ranks} rank{'s' * (ranks > 1)}; Ctrl-C stops, and writes nothing")
+    measured = _measure(device, ranks, wanted, tell)
+    return machine_from(measured, device=device, ranks=gpus or RANKS, name=name)
+
+
+def count_devices(gpus: int) -> str:
+    """Return what is measured, in words."""
+    return f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else f"{os.cpu_count()} cores"
+
+
+def machine_from(measured: Mapping[str, Any], *, device: str, ranks: int, name: str) -> Machine:
+    """Return the machine that measurements describe."""
+    from unipar.planning.machine import Machine
+
+    peaks: Mapping[str, float] = measured["flops"]
+    rates: Mapping[str, Sequence[Sequence[float]]] = measured.get("collectives", {})
+    fitted = {kind: fit_link(points, kind) for kind, points in rates.items()}
+    within = {"latency": 0.0, "bandwidth": 1e9}
+    if fitted:
+        best = max(bandwidth for _, bandwidth in fitted.values())
+        within = {
+            "latency": _rounded(median(latency for latency, _ in fitted.values())),
+            "bandwidth": _rounded(best),
+            "shares": {kind: round(bandwidth / best, 3) for kind, (_, bandwidth) in fitted.items()},
+        }
+    links = "" if fitted else "; one device alone: the link within is a guess"
+    given = {
+        "name": name,
+        "device": device,
+        "flops": {kind: _rounded(value) for kind, value in peaks.items()},
+        "reached": max(0.01, min(1.0, round(measured["block"] / peaks["fp32"], 3))),
+        "operation": _rounded(measured["operation"]),
+        "bandwidth": _rounded(measured["bandwidth"]),
+        "memory": int(measured["memory"]),
+        "ranks": ranks,
+        "within": within,
+        "hides": round(max(0.0, min(1.0, measured.get("hides", 0.0))), 2),
+        "source": f"measured on {platform.node()}, {measured['what']}{links}",
+    }
+    return Machine.model_validate(given)
+
+
+def fit_link(points: Sequence[Sequence[float]], collective: str) -> tuple[float, float]:
+    """Return latency and bandwidth of a collective of two ranks, from bytes and seconds: smallest and largest first."""
+    from unipar.planning.speed import bytes_on_the_way
+
+    (_, latency), (size, seconds) = points[0], points[-1]
+    return latency, size * bytes_on_the_way(collective, RANKS) / max(seconds - latency, seconds / 10)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def check_machine_file(out: Path, *, overwrite: bool) -> None:
+    """Raise OutExists if the file is there, and is not to be replaced."""
+    if out.is_symlink() or out.is_dir() or (out.exists() and not overwrite):
+        raise OutExists(f"--calibrate -o {out}: it already exists; name another file, or replace it (--overwrite)")
+
+
+def write_machine_file(machine: Machine, out: Path, *, overwrite: bool = False) -> None:
+    """Write a machine as YAML, as a whole or not at all."""
+    from unipar.config.yaml_edit import yaml_value
+
+    check_machine_file(out, overwrite=overwrite)
+    values = machine.model_dump(exclude_none=True, exclude={"name"})
+    comment = "# Measured by `unipar plan --calibrate`; for `unipar plan FILE --machine`. Keys: docs/plan.md"
+    lines = [comment, *(f"{key}: {yaml_value(value)}" for key, value in values.items() if value != {}), ""]
+    with whole(out) as partial:
+        partial.write_text("\n".join(lines), encoding="utf-8")
+        partial.chmod(0o644)
+
+
+def _measure(device: str, ranks: int, sizes: CalibrationSizes, tell: Callable[[str], None]) -> Mapping[str, Any]:
+    """Return what rank 0 of a world has measured; its processes are gone when this returns or raises."""
+    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    with tempfile.TemporaryDirectory(prefix="unipar-calibrate-") as folder, contextlib.ExitStack() as stack:
+        if device == "cpu":
+            import_module("torch")  # forks share the import
+        receiver, sender = context.Pipe(duplex=False)
+        stack.callback(receiver.close)
+        workers: list[Any] = []
+        stack.callback(_end, workers)
+        for rank in range(ranks):
+            worker = context.Process(target=_rank, args=(rank, ranks, device, folder, sizes, sender), daemon=True)
+            worker.start()
+            workers.append(worker)
+        sender.close()
+        return _collect(receiver, workers, tell)
+
+
+def _collect(receiver: Any, workers: Sequence[Any], tell: Callable[[str], None]) -> Mapping[str, Any]:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if not receiver.poll(0.2):
+            if dead := [w for w in workers if w.exitcode not in (None, 0)]:
+                raise UniparError(f"--calibrate: a rank ended with exit code {dead[0].exitcode}; nothing is written")
+            continue
+        try:
+            kind, value = receiver.recv()
+        except EOFError:
+            break
+        if kind == "result":
+            return json.loads(value)
+        if kind == "error":
+            raise UniparError(f"--calibrate: {value}; nothing is written")
+        tell(value)
+    raise UniparError(f"--calibrate: the ranks did not answer within {PATIENCE:.0f} s; nothing is written")
+
+
+def _end(workers: Sequence[Any]) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            worker.join(1.0)
+        if worker.is_alive():
+            worker.kill()
+        worker.join()
+
+
+def _rank(rank: int, ranks: int, device: str, folder: str, sizes: CalibrationSizes, sender: Any) -> None:
+    """Measure as one of the ranks; rank 0 sends what it finds."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
+    try:
+        bench = _Bench(rank, ranks, device, folder, sizes, sender if rank == 0 else None)
+        result = bench.run()
+        if rank == 0:
+            sender.send(("result", json.dumps(result)))
+    except Exception as e:
+        if rank == 0:
+            sender.send(("error", f"{type(e).__name__}: {e}"))
+        raise SystemExit(1) from None
+
+
+class _Bench:
+    """Measurements of one rank, which all ranks do together."""
+
+    def __init__(self, rank: int, ranks: int, device: str, folder: str, sizes: CalibrationSizes, sender: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._ranks, self._sizes, self._sender = ranks, sizes, sender
+        self._device = torch.device(f"cuda:{rank}" if device == "cuda" else "cpu")
+        if device == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+
+    def run(self) -> dict[str, Any]:
+        import torch
+        import torch.distributed as dist
+
+        flops: dict[str, float] = {}
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp64", torch.float64)):
+            flops[name] = max(self._matrix_rate(size, dtype) for size in self._sizes.matrix)
+            self._tell(f"{name}: {flops[name] / 1e9:,.0f} GFLOP/s in products of matrices")
+        block = self._block_rate()
+        self._tell(f"a block of a transformer: {block / 1e9:,.0f} GFLOP/s in fp32")
+        bandwidth = self._bandwidth()
+        self._tell(f"memory: {bandwidth / 1e9:,.1f} GB/s")
+        operation = self._operation()
+        self._tell(f"a small operation: {operation * 1e6:.1f} us")
+        found: dict[str, Any] = {"flops": flops, "block": block, "bandwidth": bandwidth, "operation": operation}
+        found |= {"memory": self._memory(), "what": self._what()}
+        if self._ranks > 1:
+            found["collectives"] = {
+                kind: self._collective(kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")
+            }
+            found["hides"] = self._hidden_share()
+            self._tell(f"computing goes on beside a collective for {max(0.0, found['hides']):.0%} of its time")
+        dist.destroy_process_group()
+        return found
+
+    def _tell(self, text: str) -> None:
+        if self._sender is not None:
+            self._sender.send(("told", text))
+
+    def _seconds(self, do: Callable[[], object]) -> float:
+        """Return the median of the seconds of a call, which all ranks begin together."""
+        import torch
+        import torch.distributed as dist
+
+        do()
+        found: list[float] = []
+        for _ in range(self._sizes.repeats):
+            self._wait()
+            dist.barrier()
+            began = time.perf_counter()
+            do()
+            self._wait()
+            found.append(time.perf_counter() - began)
+        seconds = torch.tensor(median(found), dtype=torch.float64, device=self._device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return seconds.item()
+
+    def _wait(self) -> None:
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _matrix_rate(self, size: int, dtype: Any) -> float:
+        import torch
+
+        a, b = (torch.randn(size, size, device=self._device).to(dtype) for _ in range(2))
+        return 2 * size**3 / self._seconds(lambda: torch.mm(a, b))
+
+    def _block_rate(self) -> float:
+        """Return the operations a second of forward and backward of a block's feed-forward part, with its norm."""
+        import torch
+        from torch import nn
+
+        width, tokens = self._sizes.block
+        model = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        ).to(self._device)
+        x = torch.randn(tokens, width, device=self._device, requires_grad=True)
+        return 3 * 2 * tokens * 8 * width**2 / self._seconds(lambda: model(x).sum().backward())
+
+    def _bandwidth(self) -> float:
+        import torch
+
+        x = torch.ones(self._sizes.copied // 4, device=self._device)
+        y = torch.empty_like(x)
+        return 2 * x.nbytes / self._seconds(lambda: y.copy_(x))
+
+    def _operation(self) -> float:
+        import torch
+
+        x, number = torch.ones(64, device=self._device, requires_grad=True), 200
+
+        def chain() -> None:
+            y = x
+            for _ in range(number):
+                y = y * 1.5
+            y.sum().backward()
+
+        return self._seconds(chain) / (2 * number)
+
+    def _collective(self, kind: str) -> list[tuple[int, float]]:
+        points = [(size, self._seconds(self._call(kind, size))) for size in self._sizes.messages]
+        (_, first), (largest, last) = points[0], points[-1]
+        self._tell(f"{kind}: {first * 1e6:,.0f} us, {format_size(largest)} in {last * 1e3:,.1f} ms")
+        return points
+
+    def _call(self, kind: str, size: int) -> Callable[[], object]:
+        import torch
+        import torch.distributed
+
+        dist: Any = torch.distributed
+        whole = torch.ones(size // 4, device=self._device)
+        part = torch.ones(size // 4 // self._ranks, device=self._device)
+        if kind == "all_reduce":
+            return lambda: dist.all_reduce(whole)
+        parts = list(whole.chunk(self._ranks))
+        if kind == "all_gather":
+            return lambda: dist.all_gather(parts, part)
+        return lambda: dist.reduce_scatter(part, parts)
+
+    def _hidden_share(self) -> float:
+        """Return for which share of the shorter of two, a collective and a product, both go on at once."""
+        import torch
+        import torch.distributed
+
+        dist: Any = torch.distributed
+        whole = torch.ones(self._sizes.messages[-1] // 4, device=self._device)
+        a = torch.randn(self._sizes.matrix[-1], self._sizes.matrix[-1], device=self._device)
+        alone = self._seconds(lambda: dist.all_reduce(whole))
+        product = self._seconds(lambda: torch.mm(a, a))
+        number = max(1, round(alone / product))
+
+        def both() -> None:
+            pending: Any = dist.all_reduce(whole, async_op=True)
+            for _ in range(number):
+                torch.mm(a, a)
+            pending.wait()
+
+        together = self._seconds(both)
+        return (alone + number * product - together) / min(alone, number * product)
+
+    def _memory(self) -> int:
+        import torch
+
+        if self._device.type == "cuda":
+            return torch.cuda.get_device_properties(self._device).total_memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self._ranks
+
+    def _what(self) -> str:
+        import torch
+
+        if self._device.type == "cuda":
+            return torch.cuda.get_device_name(self._device)
+        return f"{os.cpu_count()} cores, {torch.get_num_threads()} for each of {self._ranks} ranks"

@@ -1,0 +1,107 @@
+"""Why a peak is as high as it is: its terms by category and block, down to the tensor's name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from unipar.backend import Category
+from unipar.backend.prediction.timeline import Term
+from unipar.errors import ConfigError
+from unipar.planning.peaks import PredictedPeak
+from unipar.planning.plan import Plan, PlannedCell
+from unipar.utils.text import closest, count_of, format_size
+
+OUTSIDE: Final = "outside the blocks"
+_TENSORS_SHOWN = 3
+_BLOCKS_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class TermGroup:
+    """Terms of one category in one block; their sizes add up to `size`."""
+
+    category: Category
+    block: str
+    terms: tuple[Term, ...]
+    """The largest first."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(term.size for term in self.terms)
+
+
+def group_terms(peak: PredictedPeak, blocks: Sequence[str]) -> dict[Category, list[TermGroup]]:
+    """Return the terms of a peak by category and block, the largest first; together they are the peak."""
+    found: dict[tuple[Category, str], list[Term]] = {}
+    for term in peak.terms:
+        if term.size:
+            found.setdefault((term.category, block_of(term.name, blocks)), []).append(term)
+    groups = [
+        TermGroup(category, block, tuple(sorted(terms, key=lambda term: -term.size)))
+        for (category, block), terms in found.items()
+    ]
+    by_category: dict[Category, list[TermGroup]] = {}
+    for group in sorted(groups, key=lambda group: -group.size):
+        by_category.setdefault(group.category, []).append(group)
+    return dict(sorted(by_category.items(), key=lambda item: -sum(group.size for group in item[1])))
+
+
+def block_of(name: str, blocks: Sequence[str]) -> str:
+    """Return the block in whose name a term's begins, after the operation if it names one."""
+    place = name.rpartition(" in ")[2]
+    inside = [b for b in blocks if place == b or place.startswith((f"{b}.", f"{b} ", f"{b},"))]
+    return max(inside, key=len, default=OUTSIDE)
+
+
+def explain_row(plan: Plan, cell: str, ranks: int | None, *, every: bool = False) -> str:
+    """Return the peak of a cell's row in words; raise ConfigError if the plan has no such row."""
+    row = _find_row(plan, cell, ranks)
+    if row.refusal:
+        return f"{row.cell} on {count_of(row.ranks, 'rank')}: {row.refusal}"
+    peak = row.peak
+    lines = [
+        f"{row.cell} on {count_of(row.ranks, 'rank')}, micro {row.micro}: {format_size(peak.peak)} in {peak.phase}",
+        "phases: " + ", ".join(f"{phase.phase} {format_size(phase.peak)}" for phase in row.phases),
+        "",
+    ]
+    for category, groups in group_terms(peak, plan.blocks).items():
+        size = sum(group.size for group in groups)
+        lines.append(f"{category:<14} {format_size(size):>9}  {size / peak.peak:>4.0%}  {size:,} bytes")
+        shown = groups if every else groups[:_BLOCKS_SHOWN]
+        for group in shown:
+            lines.append(f"  {format_size(group.size):>9}  {group.block}{_in_short(group, every=every)}")
+            if every:
+                lines += [f"    {format_size(term.size):>9}  {term.name}" for term in group.terms]
+        if rest := groups[len(shown) :]:
+            lines.append(f"  {format_size(sum(g.size for g in rest)):>9}  in {count_of(len(rest), 'further block')}")
+    lines += [f"{'peak':<14} {format_size(peak.peak):>9}  100%  {peak.peak:,} bytes"]
+    if row.ways:
+        lines += ["", f"to fit: {'; '.join(row.ways)}"]
+    if not every:
+        lines += ["", "every tensor: --all"]
+    return "\n".join(lines)
+
+
+def _in_short(group: TermGroup, *, every: bool) -> str:
+    if every:
+        return ""
+    names = [f"{term.name} {format_size(term.size)}" for term in group.terms[:_TENSORS_SHOWN]]
+    rest = len(group.terms) - len(names)
+    return f": {', '.join(names)}" + (f" and {rest} more" if rest else "")
+
+
+def _find_row(plan: Plan, cell: str, ranks: int | None) -> PlannedCell:
+    rows = [row for row in plan.rows if row.cell == cell and ranks in (None, row.ranks)]
+    if not rows:
+        planned = list(dict.fromkeys(row.cell for row in plan.rows))
+        near = closest(cell, planned)
+        where = "" if ranks is None else f" on {count_of(ranks, 'rank')}"
+        way = f"did you mean {near}? " if near and near != cell else ""
+        raise ConfigError(f"why {cell}: the plan has no such row{where}; {way}It has {', '.join(planned)}")
+    if len(rows) > 1:
+        numbers = ", ".join(str(row.ranks) for row in rows)
+        raise ConfigError(f"why {cell}: it is planned on {numbers} ranks; name one of them (--world {rows[-1].ranks})")
+    return rows[0]

@@ -1,0 +1,140 @@
+"""A plan as text: its table, in as many columns as fit, what to take, and what the numbers are."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from unipar.backend import Category
+from unipar.planning.plan import Plan, PlannedCell
+from unipar.utils.table import format_table
+from unipar.utils.text import format_duration, format_size
+
+_CATEGORIES: Final[dict[str, tuple[Category, ...]]] = {
+    "param": ("parameters", "masters", "buffers"),
+    "grad": ("gradients",),
+    "optim": ("optimizer",),
+    "comm": ("communication",),
+    "activ": ("activations",),
+    "temp": ("temporaries",),
+    "runtime": ("runtime",),
+}
+"""Categories in each column of the table."""
+
+_DROPPED_FIRST: Final = (tuple(_CATEGORIES), ("in",), ("sent",), ("MFU",), ("micro",), ("largest micro",))
+"""Columns that are left out where the table is too wide, in this order."""
+
+_LEFT: Final = ("cell", "in", "fits")
+
+_MOST_WAYS = 3
+
+
+def format_plan(plan: Plan, width: int) -> str:
+    """Return the plan as text, of lines of at most so many characters where that is possible."""
+    columns = _columns(plan)
+    table = _table(plan, columns, width)
+    for names in _DROPPED_FIRST:
+        if max(map(len, table.splitlines())) <= width:
+            break
+        columns = {name: show for name, show in columns.items() if name not in names}
+        table = _table(plan, columns, width)
+    remarks = [*_ways(plan), *_recommended(plan), *_explanations(plan, columns)]
+    lines = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+    return "\n".join([table, "", *lines])
+
+
+Shown = Callable[[PlannedCell], str]
+
+
+def _columns(plan: Plan) -> Mapping[str, Shown]:
+    """Return how each column shows a row; those in which no row has anything are left out."""
+    planned = [row for row in plan.rows if not row.refusal]
+
+    def size_of(categories: Sequence[Category]) -> Shown:
+        def shown(row: PlannedCell) -> str:
+            size = sum(row.peak.held.get(category, 0) for category in categories)
+            return format_size(size) if size else "-"
+
+        return shown
+
+    columns: dict[str, Shown] = {
+        "cell": lambda row: row.cell,
+        "ranks": lambda row: str(row.ranks),
+        "micro": lambda row: str(row.micro),
+        "peak": lambda row: format_size(row.peak.peak),
+        "in": lambda row: row.peak.phase,
+        **{name: size_of(categories) for name, categories in _CATEGORIES.items() if name != "runtime"},
+    }
+    if plan.device != "cpu":
+        columns["runtime"] = size_of(_CATEGORIES["runtime"])
+    if any(row.sent for row in planned):
+        columns["sent"] = lambda row: format_size(row.sent_bytes) if row.sent else "-"
+    if plan.machine:
+        columns["step"] = lambda row: format_duration(row.speed.seconds) if row.speed else "-"
+        columns[f"{plan.units}/s"] = lambda row: format_rate(row.speed.rate) if row.speed else "-"
+        columns["MFU"] = lambda row: f"{row.speed.mfu:.1%}" if row.speed else "-"
+    if plan.limit is not None:
+        columns["fits"] = lambda row: "yes" if row.fits(plan.limit) else "no"
+        columns["largest micro"] = lambda row: str(row.largest or "-")
+    return columns
+
+
+def format_rate(rate: float) -> str:
+    """Return a number a second: 1,234, or 12.3 where it is small."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _table(plan: Plan, columns: Mapping[str, Shown], width: int) -> str:
+    rows = [
+        (row.cell, str(row.ranks), row.refusal) if row.refusal else [show(row) for show in columns.values()]
+        for row in plan.rows
+    ]
+    right = [place for place, name in enumerate(columns) if name not in _LEFT]
+    return format_table(tuple(columns), rows, right=right, width=width)
+
+
+def _ways(plan: Plan) -> Iterator[str]:
+    """Yield what would have to change for rows that do not fit."""
+    wanted = [row for row in plan.rows if row.ways]
+    for row in wanted:
+        yield f"{row.cell} on {row.ranks}: {'; '.join(row.ways[:_MOST_WAYS])}"
+
+
+def _recommended(plan: Plan) -> Iterator[str]:
+    for each in plan.recommendations:
+        ranks = f"{each.ranks} rank{'s' * (each.ranks != 1)}"
+        if each.row is None:
+            yield f"take, on {ranks}: {each.why}"
+        else:
+            yield f"take, on {ranks}: {each.row.cell} with micro {each.micro}: {each.why}"
+
+
+def _explanations(plan: Plan, columns: Mapping[str, Shown]) -> Iterator[str]:
+    yield f"{plan.parameters:,} parameters; planned in {plan.seconds:.1f} s of CPU, without allocating them"
+    if plan.checkpoint is not None:
+        yield f"one checkpoint: {format_size(plan.checkpoint)} of tensors"
+    if plan.device == "cpu":
+        yield (
+            "peak: tensors of the fullest rank at the fullest moment of a step; not in it: what libraries and Python "
+            "hold for themselves"
+        )
+    else:
+        yield (
+            "peak: tensors of the fullest rank at the fullest moment of a step, CUDA's context and NCCL; not in it: "
+            "gaps between tensors, scratch memory of kernels"
+        )
+    if "sent" in columns:
+        yield "sent: bytes of a rank's collectives in a step, as compare counts them"
+    if plan.machine:
+        weighs = "" if plan.units == "samples" else "; weight: what the task's weight counts, such as tokens"
+        yield (
+            f"step, {plan.units}/s, MFU: predicted for {plan.machine}{weighs}; MFU: the model's own operations, of the "
+            "device's peak"
+        )
+    if plan.memory is not None:
+        yield (
+            f"fits: at most {format_size(plan.memory)} less {plan.headroom:.0%}; largest micro: the most samples a "
+            "microbatch that do, with the total batch kept"
+        )
+    yield from plan.notes

@@ -1,0 +1,71 @@
+"""Which of the planned cells to take: what fits, then the fastest, then the simplest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from unipar.planning.plan import PlannedCell
+from unipar.planning.speed import describe_speed
+from unipar.utils.text import count_of, format_size
+
+AS_FAST: Final = 0.02
+"""Share of the best rate within which two cells count as equally fast; the simpler one is taken."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The cell to take on a number of ranks, and why."""
+
+    ranks: int
+    row: PlannedCell | None
+    """None if nothing fits."""
+
+    micro: int
+    """Samples of a microbatch that fit."""
+
+    why: str
+    """Reason, as a sentence without its full stop."""
+
+
+def recommend(rows: Sequence[PlannedCell], limit: int | None, *, exclude: Iterable[str] = ()) -> list[Recommendation]:
+    """Return a recommendation for each number of ranks; `limit`: bytes that a rank may use."""
+    excluded = frozenset(exclude)
+    allowed = [row for row in rows if not row.refusal and row.cell not in excluded]
+    numbers = sorted({row.ranks for row in rows})
+    return [_for_ranks([row for row in allowed if row.ranks == ranks], ranks, limit) for ranks in numbers]
+
+
+def _for_ranks(rows: Sequence[PlannedCell], ranks: int, limit: int | None) -> Recommendation:
+    if not rows:
+        return Recommendation(ranks, None, 0, "no cell can be planned here")
+    fitting = [row for row in rows if limit is None or row.largest is not None]
+    if not fitting:
+        assert limit is not None
+        least = min(rows, key=lambda row: row.least or row.peak.peak)
+        lack = format_size((least.least or least.peak.peak) - limit)
+        return Recommendation(
+            ranks, None, 0, f"nothing fits; {least.cell} comes nearest, and needs {lack} more with the smallest micro"
+        )
+    rates = {row.cell: speed.rate for row in fitting if (speed := row.speed_of_fitting(limit)) is not None}
+    fast = fitting
+    if rates:
+        best = max(rates.values())
+        fast = [row for row in fitting if rates.get(row.cell, 0.0) >= best * (1.0 - AS_FAST)]
+    row = min(fast, key=lambda row: row.simplicity)
+    return Recommendation(ranks, row, row.fitting_micro(limit), _reason(row, fitting, fast, limit))
+
+
+def _reason(row: PlannedCell, fitting: Sequence[PlannedCell], fast: Sequence[PlannedCell], limit: int | None) -> str:
+    fits = "" if limit is None else f"it fits ({format_size(row.peak_of_fitting(limit))} of {format_size(limit)})"
+    speed = row.speed_of_fitting(limit)
+    if speed is None:
+        simplest = f"the simplest of {count_of(len(fitting), 'cell')}" + (" that fit" if limit is not None else "")
+        return f"{fits}, and is {simplest}" if fits else f"it is {simplest}"
+    parts = [fits] if fits else []
+    if len(fast) > 1:
+        parts.append(f"it is the simplest of {len(fast)} that are within {AS_FAST:.0%} of the fastest")
+    elif len(fitting) > 1:
+        parts.append(f"it is the fastest of {len(fitting)}")
+    return f"{', and '.join(parts) or 'it is the only one'}: {describe_speed(speed)}"
