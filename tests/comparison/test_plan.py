@@ -57,9 +57,9 @@ def test_the_largest_microbatch_that_fits(planned: Any) -> None:
     assert more.rows[0].largest == 8
 
 
-def test_a_table_of_eighty_columns(planned: Any) -> None:
-    """Categories, whether it fits, and what the numbers are."""
-    lines = planned.table(80).splitlines()
+def test_tables_of_two_widths(planned: Any) -> None:
+    """Categories, whether it fits, what to take, and what the numbers are; a narrow table has fewer columns."""
+    lines = planned.table(150).splitlines()
     assert lines[0].split() == [
         *("cell", "ranks", "micro", "peak", "in", "param", "grad", "optim", "comm", "activ", "temp", "fits"),
         *("largest", "micro"),
@@ -67,6 +67,10 @@ def test_a_table_of_eighty_columns(planned: Any) -> None:
     assert any(line.startswith("native/parameters") and " yes " in line for line in lines)
     assert any("parameters; planned in" in line for line in lines)
     assert lines[-1].startswith("fits: at most 195 KiB less 10%; largest micro:")
+    narrow = planned.table(80).splitlines()
+    assert narrow[0].split() == ["cell", "ranks", "micro", "peak", "in", "fits", "largest", "micro"]
+    assert all(len(line) <= 80 for line in narrow)
+    assert "native/nothing on 1: micro 1 fits" in narrow
 
 
 def test_as_json(planned: Any) -> None:
@@ -86,11 +90,27 @@ def test_sizes(text: str, size: int) -> None:
     assert read_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["80Gib", "80", "GiB", "-1GiB", "0GiB", "80 GiB x"])
-def test_sizes_that_are_none(text: str) -> None:
-    """They are refused with an example."""
-    with pytest.raises(ConfigError, match=r"^--memory .*: 80GiB$"):
+UNITS = "one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("80Gib", f"a number and {UNITS}; did you mean 80GiB?"),
+        ("80", f"a number and {UNITS}; did you mean 80GiB or 80GB?"),
+        ("512m", f"a number and {UNITS}; did you mean 512MiB or 512MB?"),
+        ("3 apples", f"a number and {UNITS}: 80GiB"),
+        ("GiB", f"a positive number and {UNITS}: 80GiB"),
+        ("-1GiB", f"a positive number and {UNITS}: 80GiB"),
+        ("80 GiB x", f"a positive number and {UNITS}: 80GiB"),
+        ("0GiB", "positive: 80GiB"),
+    ],
+)
+def test_sizes_that_are_none(text: str, sentence: str) -> None:
+    """They are refused with what was perhaps meant, or an example."""
+    with pytest.raises(ConfigError) as caught:
         read_size(text)
+    assert str(caught.value) == f"--memory {text}: a size is {sentence}"
 
 
 def test_shares_and_ranks() -> None:

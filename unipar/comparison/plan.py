@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -62,6 +63,7 @@ def plan(
         machine = load_machine(machine)
     device = _device(config, device, machine)
     limits = _Limits(_memory(memory, machine), _share(headroom))
+    _import_what_traces()
     began = time.process_time()
     planner = _Planner.trace(config.model_copy(update={"device": device}), device, limits, machine)
     numbers = tuple(worlds) or (resources.count_ranks(config).number,)
@@ -85,6 +87,12 @@ def plan(
 
         write_picked_config(made, source, Path(pick), overwrite=overwrite)
     return made
+
+
+def _import_what_traces() -> None:
+    """Import what takes seconds, so that the plan's own seconds do not have it."""
+    import_module("unipar.training.fake_run.trace")
+    import_module("torch._dynamo")  # torch's fake tensors ask for it
 
 
 def _device(config: Config, device: PlannedDevice | None, machine: Machine | None) -> PlannedDevice:

@@ -62,7 +62,13 @@ def _nested(path: Sequence[str], value: Any) -> str:
 def _replace(text: str, node: Node, new: str) -> str:
     start, end = node.start_mark.index, node.end_mark.index
     gap = " " if start == end and text[start - 1 : start] == ":" else ""
-    return f"{text[:start]}{gap}{new}{text[end:]}"
+    return f"{text[:start]}{gap}{new}{_comment_in_place(text[end:], len(gap + new) - (end - start))}"
+
+
+def _comment_in_place(rest: str, longer: int) -> str:
+    """Return what follows a value that got longer by so much, with a comment in its line in its old column."""
+    found = re.match(r"( +)#", rest)
+    return rest if found is None else " " * max(1, len(found[1]) - longer) + rest[len(found[1]) :]
 
 
 def _insert(text: str, node: MappingNode, path: Sequence[str], value: Any) -> str:

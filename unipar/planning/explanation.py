@@ -76,7 +76,7 @@ def explain_row(plan: Plan, cell: str, ranks: int | None, *, every: bool = False
             if every:
                 lines += [f"    {format_size(term.size):>9}  {term.name}" for term in group.terms]
         if rest := groups[len(shown) :]:
-            lines.append(f"  {format_size(sum(g.size for g in rest)):>9}  in {count_of(len(rest), 'further block')}")
+            lines.append(f"  {format_size(sum(g.size for g in rest)):>9}  in {count_of(len(rest), 'further place')}")
     lines += [f"{'peak':<14} {format_size(peak.peak):>9}  100%  {peak.peak:,} bytes"]
     if row.ways:
         lines += ["", f"to fit: {'; '.join(row.ways)}"]

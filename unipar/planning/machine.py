@@ -133,7 +133,8 @@ def load_machine(given: str) -> Machine:
         return PRESETS[given]
     file = Path(given)
     if file.suffix not in (".yaml", ".yml") and not file.is_file():
-        near = closest(given.lower(), PRESETS)
+        near = closest(given.lower(), PRESETS) or closest(given.lower(), [name.partition("-")[0] for name in PRESETS])
+        near = next((name for name in PRESETS if near and name.startswith(near)), None)
         way = f"did you mean {near}?" if near else "a file's name ends in .yaml."
         raise ConfigError(
             f"--machine {given}: there is no such preset; {way} Presets: {', '.join(PRESETS)}. `unipar plan "
