@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import unipar
+from unipar.backend.cells import cell_of
 from unipar.cli.commands.config.plan import read_ranks, read_share, read_size
-from unipar.errors import ConfigError
+from unipar.comparison.pick import write_picked_config
+from unipar.config import BatchSizes
+from unipar.config.source import load_config_file, load_given_config
+from unipar.errors import ConfigError, OutExists
+from unipar.planning.explanation import group_terms
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -61,16 +67,16 @@ def test_tables_of_two_widths(planned: Any) -> None:
     """Categories, whether it fits, what to take, and what the numbers are; a narrow table has fewer columns."""
     lines = planned.table(150).splitlines()
     assert lines[0].split() == [
-        *("cell", "ranks", "micro", "peak", "in", "param", "grad", "optim", "comm", "activ", "temp", "fits"),
-        *("largest", "micro"),
+        *("cell", "ranks", "micro", "peak", "in", "param", "grad", "optim", "comm", "activ", "temp", "sent"),
+        *("fits", "largest", "micro"),
     ]
     assert any(line.startswith("native/parameters") and " yes " in line for line in lines)
     assert any("parameters; planned in" in line for line in lines)
     assert lines[-1].startswith("fits: at most 195 KiB less 10%; largest micro:")
     narrow = planned.table(80).splitlines()
-    assert narrow[0].split() == ["cell", "ranks", "micro", "peak", "in", "fits", "largest", "micro"]
+    assert narrow[0].split() == ["cell", "ranks", "micro", "peak", "sent", "fits", "largest", "micro"]
     assert all(len(line) <= 80 for line in narrow)
-    assert "native/nothing on 1: micro 1 fits" in narrow
+    assert {row.ways for row in planned.rows if row.cell == "native/nothing" and row.ranks == 1} == {("micro 1 fits",)}
 
 
 def test_as_json(planned: Any) -> None:
@@ -122,3 +128,168 @@ def test_shares_and_ranks() -> None:
     with pytest.raises(ConfigError) as ranks:
         read_ranks("0")
     assert str(ranks.value) == "--world: '0' is no number of ranks; say for example --world 1,8,64"
+
+
+@pytest.fixture(scope="module")
+def fast() -> Any:
+    return unipar.plan(CONFIG, cells=["single", "native/*"], worlds=[1, 2, 16], machine="l4")
+
+
+def test_seconds_on_a_machine(fast: Any) -> None:
+    """Counted operations at what an L4 reaches, for 43 % of 30.3 TFLOP/s; memory and the device are the machine's."""
+    rows = {(row.cell, row.ranks): row for row in fast.rows}
+    assert (fast.device, fast.memory, fast.machine, fast.units) == ("cuda", 23034 * 2**20, "l4", "samples")
+    one, two = rows["single", 1].speed, rows["native/nothing", 2].speed
+    assert one.communication == 0.0
+    assert one.rate == pytest.approx(8 / one.seconds)
+    assert 0.0 < one.mfu < 0.43
+    assert two.communication == two.hidden > 0.0  # DDP sends while the backward goes on
+    assert rows["native/nothing", 2].sent_bytes == fast.parameters * 4
+    assert "step" in fast.table(120).splitlines()[0].split()
+    assert any(
+        line.startswith("take, on 1 rank: single with micro 2: it fits (") for line in fast.table(200).splitlines()
+    )
+
+
+def test_what_a_process_on_cuda_holds_besides(fast: Any) -> None:
+    """CUDA's context in every process, NCCL where there are several: terms of their own, counted in what fits."""
+    rows = {(row.cell, row.ranks): row for row in fast.rows if not row.refusal}
+    assert rows["single", 1].peak.held["runtime"] == 500 * 2**20
+    assert rows["native/nothing", 2].peak.held["runtime"] == 700 * 2**20
+    assert "runtime" in fast.table(200).splitlines()[0].split()
+    assert "batch.total (8) is not a multiple of" in next(row.refusal for row in fast.rows if row.ranks == 16)
+
+
+def test_why_a_peak_is_as_high(planned: Any) -> None:
+    """Its terms by category and block add up to it; each tensor is named if it is asked for."""
+    row = next(row for row in planned.rows if (row.cell, row.ranks) == ("native/parameters", 2))
+    groups = group_terms(row.peak, planned.blocks)
+    assert sum(group.size for each in groups.values() for group in each) == row.peak.peak
+    assert {category: sum(group.size for group in each) for category, each in groups.items()} == {
+        category: size for category, size in row.peak.held.items() if size
+    }
+    assert [group.block for group in groups["parameters"]] == ["layers.0", "layers.1", "outside the blocks"]
+    short, long = (planned.why("native/parameters", 2, every=every) for every in (False, True))
+    assert short.splitlines()[0].startswith("native/parameters on 2 ranks, micro 2: ")
+    assert f"100%  {row.peak.peak:,} bytes" in short
+    assert "every tensor: --all" in short
+    assert "layers.1.mlp.0.weight 2" in long
+
+
+@pytest.mark.parametrize(
+    ("cell", "ranks", "sentence"),
+    [
+        ("native/paramters", 2, "why native/paramters: the plan has no such row on 2 ranks; did you mean "
+         "native/parameters? It has single, native/nothing,"),
+        ("native/nothing", None, "why native/nothing: it is planned on 1, 2, 3 ranks; name one of them (--world 3)"),
+    ],
+)  # fmt: skip
+def test_why_of_no_row(planned: Any, cell: str, ranks: int | None, sentence: str) -> None:
+    """Names what there is."""
+    with pytest.raises(ConfigError) as caught:
+        planned.why(cell, ranks)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_what_would_have_to_change() -> None:
+    """Where no microbatch fits: bytes that lack, what splits more, and more ranks."""
+    found = unipar.plan(
+        CONFIG, cells=["single", "native/nothing", "native/gradients"], worlds=[1, 2], memory="128KiB", headroom=0
+    )
+    assert {(row.cell, row.ranks): row.ways for row in found.rows} == {
+        ("single", 1): ("needs 29 KiB more, with the smallest micro",),
+        ("native/nothing", 1): ("needs 29 KiB more, with the smallest micro",),
+        ("native/nothing", 2): ("needs 29 KiB more, with the smallest micro", "native/optimizer fits"),
+        ("native/gradients", 1): ("needs 72 KiB more, with the smallest micro", "fits on 4 ranks"),
+        ("native/gradients", 2): ("needs 3.8 KiB more, with the smallest micro", "fits on 4 ranks"),
+    }
+    lines = found.table(200).splitlines()
+    assert "native/nothing on 2: needs 29 KiB more, with the smallest micro; native/optimizer fits" in lines
+    assert any(line.startswith("take, on 2 ranks: nothing fits; native/gradients comes nearest") for line in lines)
+
+
+TEXT = f"""# my run
+task: {{use: {CONFIG["task"]["use"]}, args: {{layers: 2, width: 16, heads: 2, context: 8}}}}
+device: cpu
+batch: {{total: 8, micro: 2}}   # of samples
+train: {{steps: 1}}
+"""
+
+
+def only(planned: Any, cell: str, *numbers: int, **changes: Any) -> Any:
+    """Return the plan with these rows alone, and no limit."""
+    rows = tuple(row for row in planned.rows if row.cell == cell and row.ranks in numbers)
+    return replace(planned, rows=rows, **{"memory": None, **changes})
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        ("native/parameters", TEXT),
+        ("native/optimizer", TEXT + "backend: deepspeed # who\nparallel:\n  data: 1\n"),
+        ("native/gradients", TEXT.replace("micro: 2", "accumulate: 1")),
+    ],
+)
+def test_the_recommended_config_as_a_file(planned: Any, tmp_path: Path, cell: str, text: str) -> None:
+    """It is the user's text in that cell, comments and all, and loads; it replaces nothing without being told."""
+    (tmp_path / "mine.yaml").write_text(text, "utf-8")
+    out, source = tmp_path / "picked.yaml", load_config_file(tmp_path / "mine.yaml")
+    write_picked_config(only(planned, cell, 2), source, out)
+    made = load_config_file(out).config
+    assert str(cell_of(made)) == cell
+    assert made.parallel.data == 2
+    assert made.batch.settle(2) == BatchSizes(total=8, micro=2, accumulate=2, ranks=2)
+    assert out.read_text("utf-8").startswith("# my run\ntask: {")
+    assert "# of samples" in out.read_text("utf-8")
+    with pytest.raises(OutExists) as caught:
+        write_picked_config(only(planned, cell, 2), source, out)
+    assert str(caught.value) == f"--pick {out}: it already exists; name another file, or write over it (--overwrite)"
+    write_picked_config(only(planned, cell, 2), source, out, overwrite=True)
+
+
+def test_a_config_in_another_folder(planned: Any, tmp_path: Path) -> None:
+    """Its task is found from there; what --set gave is in the file."""
+    (tmp_path / "task.py").write_text("", "utf-8")
+    (tmp_path / "mine.yaml").write_text(TEXT.replace(CONFIG["task"]["use"], "task.py:Mine"), "utf-8")
+    (tmp_path / "there").mkdir()
+    out = tmp_path / "there" / "picked.yaml"
+    source = load_config_file(tmp_path / "mine.yaml", ["train.seed=3"])
+    write_picked_config(only(planned, "native/parameters", 2), source, out)
+    assert 'use: "../task.py:Mine"' in out.read_text("utf-8")
+    made = load_config_file(out).config
+    assert (made.task, made.train.seed) == (source.config.task, 3)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "changes", "sentence"),
+    [
+        ((1, 2), {}, "--pick writes one config, and the plan is for 1, 2 ranks: name one (--world N)"),
+        ((2,), {"exclude": ("native/nothing",)}, "--pick: on 2 ranks no cell can be planned here"),
+        ((2,), {}, "--pick changes a config's file, and this config was not read from one: write it to a file"),
+    ],
+)
+def test_what_cannot_be_picked(
+    planned: Any, tmp_path: Path, numbers: tuple[int, ...], changes: dict[str, Any], sentence: str
+) -> None:
+    """Several recommendations, none, and a config that is no file."""
+    with pytest.raises(ConfigError) as caught:
+        write_picked_config(
+            only(planned, "native/nothing", *numbers, **changes), load_given_config(CONFIG), tmp_path / "picked.yaml"
+        )
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"machine": "l4", "device": "cpu"}, "device cpu: the machine l4 has cuda; leave one of them out"),
+        ({"memory": "80Gib"}, "memory 80Gib: a size is a number and one of"),
+        ({"memory": -1}, "memory -1: a size is positive: 80GiB"),
+        ({"headroom": 1.5}, "headroom 1.5: a share is from 0 to less than 1: 0.05"),
+    ],
+)
+def test_arguments_that_are_refused(more: dict[str, Any], sentence: str) -> None:
+    """With the way out."""
+    with pytest.raises(ConfigError) as caught:
+        unipar.plan(CONFIG, cells=["native/nothing"], **more)
+    assert str(caught.value).startswith(sentence)

@@ -137,8 +137,8 @@ class _Limits:
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What is predicted of one cell on a number of ranks with one size of microbatches."""
+class PredictedCell:
+    """What is predicted of one cell on a number of ranks, with one size of microbatches."""
 
     phases: tuple[PredictedPeak, ...]
     sent: tuple[Payload, ...]
@@ -147,6 +147,15 @@ class _Outcome:
     @property
     def peak(self) -> int:
         return max(phase.peak for phase in self.phases)
+
+
+def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) -> PredictedCell:
+    """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
+    from unipar.training.fake_run.trace import trace_task
+
+    sizes = config.batch.settle(ranks // cell.axes.ranks)
+    planner = _Planner(config, trace_task(config, sizes.micro), device, _Limits(None, 0.0), None)
+    return planner.predict(config, ranks, sizes)
 
 
 @dataclass(frozen=True)
@@ -174,7 +183,7 @@ class _Planner:
             return
         try:
             moved, sizes = self._settle(cell, ranks)
-            now = self._predict(moved, ranks, sizes)
+            now = self.predict(moved, ranks, sizes)
             limit = self.limits.bytes
             fitting = None if limit is None else self._largest(moved, ranks, sizes, limit)
             row = PlannedCell(
@@ -190,7 +199,7 @@ class _Planner:
                 micro, found = fitting
                 row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
             if limit is not None and now.peak > limit:
-                least = self._predict(moved, ranks, _with_micro(sizes, 1)).peak if fitting is None else None
+                least = self.predict(moved, ranks, _with_micro(sizes, 1)).peak if fitting is None else None
                 row = replace(row, least=least)
                 row = replace(row, ways=tuple(self._ways(row, cell, limit)))
         except UniparError as e:
@@ -219,7 +228,7 @@ class _Planner:
         checks.check_cell(moved, backend, cell)
         return moved, moved.batch.settle(ranks // cell.axes.ranks or 1)
 
-    def _predict(self, config: Config, ranks: int, sizes: BatchSizes) -> _Outcome:
+    def predict(self, config: Config, ranks: int, sizes: BatchSizes) -> PredictedCell:
         """Return the memory and the speed of a config in its cell."""
         from unipar.planning.peaks import predict_peaks
 
@@ -232,7 +241,7 @@ class _Planner:
         speed = None
         if self.machine is not None and (ranks == 1 or prediction.sent):
             speed = self._speed(config, ranks, sizes, phases, prediction.sent)
-        return _Outcome(phases, prediction.sent, speed)
+        return PredictedCell(phases, prediction.sent, speed)
 
     def _speed(
         self,
@@ -262,17 +271,17 @@ class _Planner:
         axes = config.parallel.axes
         return predict_speed(self.machine, config.train.precision, work, sent, overlaps, axes, ranks)
 
-    def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, _Outcome] | None:
+    def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, PredictedCell] | None:
         """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
         share = sizes.total // sizes.ranks
         divisors = [n for n in range(1, share + 1) if share % n == 0]
 
-        def outcome(micro: int) -> _Outcome:
-            return self._predict(config, ranks, _with_micro(sizes, micro))
+        def outcome(micro: int) -> PredictedCell:
+            return self.predict(config, ranks, _with_micro(sizes, micro))
 
         if (whole := outcome(share)).peak <= limit:
             return share, whole
-        found: tuple[int, _Outcome] | None = None
+        found: tuple[int, PredictedCell] | None = None
         low, high = 0, len(divisors) - 1  # larger microbatches need more
         while low < high:
             middle = (low + high) // 2
@@ -309,7 +318,7 @@ class _Planner:
         assert limit is not None
         try:
             moved, sizes = self._settle(cell, ranks)
-            return self._predict(moved, ranks, _with_micro(sizes, 1)).peak <= limit
+            return self.predict(moved, ranks, _with_micro(sizes, 1)).peak <= limit
         except UniparError:
             return False
 

@@ -95,9 +95,8 @@ def _table(plan: Plan, columns: Mapping[str, Shown], width: int) -> str:
 
 
 def _ways(plan: Plan) -> Iterator[str]:
-    """Yield what would have to change for rows that do not fit."""
-    wanted = [row for row in plan.rows if row.ways]
-    for row in wanted:
+    """Yield what would have to change for rows of which no microbatch fits; the others' is in the table."""
+    for row in (row for row in plan.rows if row.ways and row.largest is None):
         yield f"{row.cell} on {row.ranks}: {'; '.join(row.ways[:_MOST_WAYS])}"
 
 
