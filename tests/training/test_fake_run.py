@@ -166,3 +166,53 @@ def test_modes_stay_as_they_are(tmp_path: Path) -> None:
     model = "made = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)); made[1].eval(); return made"
     operations = {b.operation for b in traced(small(tmp_path, "return model(x).sum()", model)).activations.blocks}
     assert not any("dropout" in one or "bernoulli" in one for one in operations)
+
+
+def test_operations_of_a_step() -> None:
+    """Products of matrices and attention, three times what forward does; what is recomputed counts apart."""
+    width, context, layers, characters = 16, 8, 2, 96
+    found = traced(CHARS).activations
+    products = 2 * context * (layers * 12 * width**2 + width * characters)
+    attention = layers * 2 * 2 * context**2 * width
+    each = found.flops[1]
+    assert each == pytest.approx(3 * (products + attention), rel=0.05)  # the vocabulary's size is the text's
+    assert found.recomputed == (0.0, 0.0)
+    config = {"task": CHARS, "batch": {"total": 8}, "train": {"steps": 1}, "model": {"recompute": "blocks"}}
+    again = trace_task(load_given_config(config).config, 2).activations
+    assert again.flops[1] - again.recomputed[1] == each
+    assert again.recomputed[1] > 0.5 * each / 3
+    assert found.operators > 100
+
+
+def test_units_of_weight_and_a_checkpoint(tmp_path: Path) -> None:
+    """What the task's weight counts in a sample; bytes of parameters and AdamW's two states with its steps."""
+    task = small(tmp_path, "return model(x).sum()")
+    (tmp_path / "small.py").write_text(
+        (tmp_path / "small.py").read_text("utf-8")
+        + "\n    def weight(self, batch):\n        return batch[0].numel()\n",
+        "utf-8",
+    )
+    found = trace_task(load_given_config({"task": task, "batch": {"total": 8}, "train": {"steps": 1}}).config, 2)
+    assert found.units == 4.0
+    assert found.checkpoint == 3 * 20 * 4 + 2 * 4
+    assert traced(CHARS).units is None
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("    def data(self):\n        print('reading')\n        return 1 / 0\n", "data() raised ZeroDivisionError: "),
+        ("    def loss(self, model, batch):\n        return batch['x']\n", "loss() raised TypeError: "),
+        ("    def model(self):\n        return undefined\n", "model() raised NameError: "),
+    ],
+)
+def test_errors_of_the_tasks_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, sentence: str) -> None:
+    """They are sentences with the file and the line; what it prints goes to stderr."""
+    task = small(tmp_path, "return model(x).sum()")
+    (tmp_path / "small.py").write_text((tmp_path / "small.py").read_text("utf-8") + "\n" + more, "utf-8")
+    lines = (tmp_path / "small.py").read_text("utf-8").splitlines()
+    with pytest.raises(TaskError) as caught:
+        traced(task)
+    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).endswith(f"({tmp_path}/small.py, line {len(lines)})")
+    assert capsys.readouterr().out == ""

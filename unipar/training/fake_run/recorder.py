@@ -14,10 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
+
+
+def _attention_forward(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+vars(_attention_forward)["_get_raw"] = vars(_attention_backward)["_get_raw"] = True  # torch gives them tensors
+_ATEN: Any = torch.ops.aten
+ATTENTION_ON_CPU: Mapping[Any, Any] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""Formulas that torch's counter lacks: fake tensors take the CPU's attention."""
 
 
 @dataclass(slots=True)
@@ -94,7 +111,7 @@ class StepRecorder(TorchDispatchMode):
         """Number of operators that made something."""
 
         self.recomputed = 0
-        """Arithmetic operations that backward did again: those inside of modules."""
+        """Arithmetic operations that backward did again: it records them, and not what it computes itself."""
 
     def begin(self, phase: PredictedPhase) -> None:
         """Note that a phase begins; in backward, a library may act before the loss's gradient is there."""
@@ -133,7 +150,8 @@ class StepRecorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
             self.operators += 1
-        if self._modules and self.phase == "backward" and (count := flop_registry.get(func.overloadpacket)) is not None:
+        count = ATTENTION_ON_CPU.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+        if count is not None and self.phase == "backward" and torch.is_grad_enabled():
             self.recomputed += count(*args, **(kwargs or {}), out_val=out)
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
-from unipar.training.fake_run.recorder import StepRecord, StepRecorder
+from unipar.training.fake_run.recorder import ATTENTION_ON_CPU, StepRecord, StepRecorder
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def trace_step(
     with mode:
         fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=dict(ATTENTION_ON_CPU))
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *given], counter.get_total_flops)
     with _only_asked_collection(), recorder.follow(model, blocks), mode, counter, recorder:
         recorder.begin("forward")
