@@ -10,7 +10,7 @@ import pytest
 from unipar.comparison.plan import simplicity
 from unipar.config import Cell
 from unipar.planning.peaks import PredictedPeak
-from unipar.planning.plan import PlannedCell
+from unipar.planning.planned_cell import PlannedCell
 from unipar.planning.recommendation import recommend
 from unipar.planning.speed import StepSpeed
 

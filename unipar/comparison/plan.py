@@ -16,13 +16,14 @@ from unipar.config.sections.cell import AXES
 from unipar.config.sections.parallel import Parallel
 from unipar.config.source import Given, load_given_config
 from unipar.errors import ConfigError, UniparError
-from unipar.utils.text import format_size, parse_size
+from unipar.utils.text import format_size, parse_bytes
 
 if TYPE_CHECKING:
     from unipar.backend.prediction.timeline import Payload, Term
     from unipar.planning.machine import Machine
     from unipar.planning.peaks import PredictedPeak
-    from unipar.planning.plan import Plan, PlannedCell
+    from unipar.planning.plan import Plan
+    from unipar.planning.planned_cell import PlannedCell
     from unipar.planning.speed import StepSpeed
     from unipar.training.fake_run.trace import TracedTask
 
@@ -110,7 +111,7 @@ def _device(config: Config, device: PlannedDevice | None, machine: Machine | Non
 def _memory(memory: int | str | None, machine: Machine | None) -> int | None:
     if isinstance(memory, str):
         try:
-            return int(parse_size(memory))
+            return int(parse_bytes(memory))
         except ValueError as e:
             raise ConfigError(f"memory {memory}: {e}") from None
     if memory is not None and memory <= 0:
@@ -131,14 +132,14 @@ class _Limits:
 
     @property
     def bytes(self) -> int | None:
-        from unipar.planning.plan import usable_bytes
+        from unipar.planning.planned_cell import usable_bytes
 
         return usable_bytes(self.memory, self.headroom)
 
 
 @dataclass(frozen=True)
 class PredictedCell:
-    """What is predicted of one cell on a number of ranks, with one size of microbatches."""
+    """Prediction for one cell on a number of ranks, with one size of microbatches."""
 
     phases: tuple[PredictedPeak, ...]
     sent: tuple[Payload, ...]
@@ -177,7 +178,7 @@ class _Planner:
 
     def rows(self, cell: Cell, ranks: int) -> Iterator[PlannedCell]:
         """Yield the row of a cell on so many ranks; none for a cell of one process on several."""
-        from unipar.planning.plan import PlannedCell
+        from unipar.planning.planned_cell import PlannedCell
 
         if backend_cells.is_single_process(cell) and ranks > 1:
             return

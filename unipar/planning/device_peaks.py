@@ -27,7 +27,7 @@ _TERA, _GIGA, _MIB = 1e12, 1e9, 2**20
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """What a device reaches at most, by its vendor."""
+    """Highest speeds and memory of a device, as its vendor gives them."""
 
     names: tuple[str, ...]
     """Names that torch reports."""

@@ -10,7 +10,7 @@ from unipar.backend import Category
 from unipar.backend.prediction.timeline import Term
 from unipar.errors import ConfigError
 from unipar.planning.peaks import PredictedPeak
-from unipar.planning.plan import Plan, PlannedCell
+from unipar.planning.planned_cell import PlannedCell, PlannedCells
 from unipar.utils.text import closest, count_of, format_size
 
 OUTSIDE: Final = "outside the blocks"
@@ -56,7 +56,7 @@ def block_of(name: str, blocks: Sequence[str]) -> str:
     return max(inside, key=len, default=OUTSIDE)
 
 
-def explain_row(plan: Plan, cell: str, ranks: int | None, *, every: bool = False) -> str:
+def explain_row(plan: PlannedCells, cell: str, ranks: int | None, *, every: bool = False) -> str:
     """Return the peak of a cell's row in words; raise ConfigError if the plan has no such row."""
     row = _find_row(plan, cell, ranks)
     if row.refusal:
@@ -93,7 +93,7 @@ def _in_short(group: TermGroup, *, every: bool) -> str:
     return f": {', '.join(names)}" + (f" and {rest} more" if rest else "")
 
 
-def _find_row(plan: Plan, cell: str, ranks: int | None) -> PlannedCell:
+def _find_row(plan: PlannedCells, cell: str, ranks: int | None) -> PlannedCell:
     rows = [row for row in plan.rows if row.cell == cell and ranks in (None, row.ranks)]
     if not rows:
         planned = list(dict.fromkeys(row.cell for row in plan.rows))

@@ -15,11 +15,11 @@ from unipar.config.sections.cell import Axes
 from unipar.config.validation_errors import join_mistakes, list_section_mistakes
 from unipar.errors import ConfigError
 from unipar.planning.device_peaks import CLASS_OF_PRECISION, find_device_peaks
-from unipar.utils.text import closest, parse_size
+from unipar.utils.text import closest, parse_bytes
 
 
 def _bytes_in_words(value: Any) -> Any:
-    return parse_size(value.removesuffix("/s")) if isinstance(value, str) else value
+    return parse_bytes(value.removesuffix("/s")) if isinstance(value, str) else value
 
 
 Bytes = Annotated[float, BeforeValidator(_bytes_in_words), Field(gt=0)]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from unipar.backend import Category
-from unipar.planning.plan import Plan, PlannedCell
+from unipar.planning.planned_cell import PlannedCell, PlannedCells
+from unipar.planning.recommendation import recommend
 from unipar.utils.table import format_table
 from unipar.utils.text import format_duration, format_size
 
@@ -30,7 +31,7 @@ _LEFT: Final = ("cell", "in", "fits")
 _MOST_WAYS = 3
 
 
-def format_plan(plan: Plan, width: int) -> str:
+def format_plan(plan: PlannedCells, width: int) -> str:
     """Return the plan as text, of lines of at most so many characters where that is possible."""
     columns = _columns(plan)
     table = _table(plan, columns, width)
@@ -47,7 +48,7 @@ def format_plan(plan: Plan, width: int) -> str:
 Shown = Callable[[PlannedCell], str]
 
 
-def _columns(plan: Plan) -> Mapping[str, Shown]:
+def _columns(plan: PlannedCells) -> Mapping[str, Shown]:
     """Return how each column shows a row; those in which no row has anything are left out."""
     planned = [row for row in plan.rows if not row.refusal]
 
@@ -85,7 +86,7 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _table(plan: Plan, columns: Mapping[str, Shown], width: int) -> str:
+def _table(plan: PlannedCells, columns: Mapping[str, Shown], width: int) -> str:
     rows = [
         (row.cell, str(row.ranks), row.refusal) if row.refusal else [show(row) for show in columns.values()]
         for row in plan.rows
@@ -94,14 +95,14 @@ def _table(plan: Plan, columns: Mapping[str, Shown], width: int) -> str:
     return format_table(tuple(columns), rows, right=right, width=width)
 
 
-def _ways(plan: Plan) -> Iterator[str]:
+def _ways(plan: PlannedCells) -> Iterator[str]:
     """Yield what would have to change for rows of which no microbatch fits; the others' is in the table."""
     for row in (row for row in plan.rows if row.ways and row.largest is None):
         yield f"{row.cell} on {row.ranks}: {'; '.join(row.ways[:_MOST_WAYS])}"
 
 
-def _recommended(plan: Plan) -> Iterator[str]:
-    for each in plan.recommendations:
+def _recommended(plan: PlannedCells) -> Iterator[str]:
+    for each in recommend(plan.rows, plan.limit, exclude=plan.exclude):
         ranks = f"{each.ranks} rank{'s' * (each.ranks != 1)}"
         if each.row is None:
             yield f"take, on {ranks}: {each.why}"
@@ -109,7 +110,7 @@ def _recommended(plan: Plan) -> Iterator[str]:
             yield f"take, on {ranks}: {each.row.cell} with micro {each.micro}: {each.why}"
 
 
-def _explanations(plan: Plan, columns: Mapping[str, Shown]) -> Iterator[str]:
+def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[str]:
     yield f"{plan.parameters:,} parameters; planned in {plan.seconds:.1f} s of CPU, without allocating them"
     if plan.checkpoint is not None:
         yield f"one checkpoint: {format_size(plan.checkpoint)} of tensors"

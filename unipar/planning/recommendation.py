@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from unipar.planning.plan import PlannedCell
+from unipar.planning.planned_cell import PlannedCell
 from unipar.planning.speed import describe_speed
 from unipar.utils.text import count_of, format_size
 

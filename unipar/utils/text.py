@@ -46,7 +46,7 @@ SIZE_UNITS: Final = {
 """Bytes of each unit of a size in words."""
 
 
-def parse_size(text: str) -> float:
+def parse_bytes(text: str) -> float:
     """Return the number of bytes that words such as 80GiB stand for; raise ValueError, with a sentence, if none."""
     found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?) *([A-Za-z]*)", text.strip())
     number, unit = found.groups() if found else ("", "")

@@ -17,7 +17,7 @@ from unipar.cli.commands.options import (
     split_at_commas,
 )
 from unipar.errors import ConfigError
-from unipar.utils.text import did_you_mean, parse_size
+from unipar.utils.text import did_you_mean, parse_bytes
 
 if TYPE_CHECKING:
     from unipar.comparison.plan import PlannedDevice
@@ -122,7 +122,7 @@ def plan(
 def _calibrate(file: Path | None, out: Path, *, overwrite: bool) -> None:
     if file is not None:
         raise ConfigError(f"plan --calibrate measures this machine, and needs no config; leave {file} out")
-    from unipar.launcher.calibration import calibrate, check_machine_file, write_machine_file
+    from unipar.launcher.calibration.calibrate import calibrate, check_machine_file, write_machine_file
 
     def tell(text: str) -> None:
         typer.echo(text, err=True)
@@ -135,7 +135,7 @@ def _calibrate(file: Path | None, out: Path, *, overwrite: bool) -> None:
 def read_size(text: str) -> int:
     """Return a number of bytes from words such as 80GiB; raise ConfigError if they are none."""
     try:
-        return int(parse_size(text))
+        return int(parse_bytes(text))
     except ValueError as e:
         raise ConfigError(f"--memory {text}: {e}") from None
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from unipar.errors import OutExists, UniparError
-from unipar.launcher import calibration
-from unipar.launcher.calibration import CalibrationSizes, calibrate, fit_link, machine_from, write_machine_file
+from unipar.launcher.calibration.calibrate import calibrate, fit_link, machine_from, write_machine_file
+from unipar.launcher.calibration.measurements import CalibrationSizes, RankMeasurements
 from unipar.planning.machine import load_machine
 
 SMALL = CalibrationSizes((32,), (16, 32), 1 << 16, (1 << 8, 1 << 14), repeats=2)
@@ -69,7 +69,7 @@ def test_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: object, size: int, dtype: object) -> float:
         raise RuntimeError("no such product")
 
-    monkeypatch.setattr(vars(calibration)["_Bench"], "_matrix_rate", fails)
+    monkeypatch.setattr(RankMeasurements, "_matrix_rate", fails)
     with pytest.raises(UniparError) as caught:
         calibrate(sizes=SMALL)
     assert str(caught.value) == "--calibrate: RuntimeError: no such product; nothing is written"
