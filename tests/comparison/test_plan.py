@@ -247,6 +247,18 @@ def test_the_recommended_config_as_a_file(planned: Any, tmp_path: Path, cell: st
     write_picked_config(only(planned, cell, 2), source, out, overwrite=True)
 
 
+def test_options_of_a_variant(planned: Any, tmp_path: Path) -> None:
+    """They are set where the cell needs them, and have their default where it does not."""
+    (tmp_path / "mine.yaml").write_text(TEXT + "options: {native: {wrapper: dp}}\n", "utf-8")
+    source = load_config_file(tmp_path / "mine.yaml")
+    library = only(planned, "native/gradients", 2)
+    library = replace(library, rows=(replace(library.rows[0], cell="deepspeed/gradients+library"),))
+    write_picked_config(library, source, tmp_path / "library.yaml")
+    assert str(cell_of(load_config_file(tmp_path / "library.yaml").config)) == "deepspeed/gradients+library"
+    write_picked_config(only(planned, "native/nothing", 2), source, tmp_path / "plain.yaml")
+    assert str(cell_of(load_config_file(tmp_path / "plain.yaml").config)) == "native/nothing"
+
+
 def test_a_config_in_another_folder(planned: Any, tmp_path: Path) -> None:
     """Its task is found from there; what --set gave is in the file."""
     (tmp_path / "task.py").write_text("", "utf-8")
