@@ -11,7 +11,6 @@ import pytest
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.memory.sources.malloc_build import build_meter, preload_environment
 
-
 CODE = """
 import os, sys
 import torch

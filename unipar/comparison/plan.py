@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from unipar.backend import cells as backend_cells
 from unipar.backend import checks, registry, resources
-from unipar.config import BatchSizes, Cell, Config
+from unipar.config import Cell, Config
 from unipar.config.source import Given, load_given_config
 from unipar.errors import UniparError
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.timeline import Payload
-    from unipar.planning.peaks import PredictedPeak
     from unipar.planning.plan import Plan, PlannedCell
+    from unipar.training.fake_run.cell_peaks import PredictedCell
     from unipar.training.fake_run.trace import TracedTask
 
 
@@ -38,10 +36,14 @@ def plan(
     from unipar.training.fake_run.trace import trace_task
 
     config = load_given_config(config).config
+    memory = config.batch.memory if memory is None else memory
+    if config.batch.is_auto:  # rows are of the smallest microbatch, and tell the largest that fits
+        config = config.changed({"batch.micro": 1})
     wanted = backend_cells.expand_cell_patterns(tuple(cells or config.compare.cells))
     device = "cpu" if resources.choose_device(config)[0] == "cpu" else "cuda"
     began = time.process_time()
-    traced = trace_task(config, config.batch.settle(1).micro if config.batch.micro is None else config.batch.micro)
+    micro = config.batch.micro
+    traced = trace_task(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
     rows: list[PlannedCell] = []
     numbers = tuple(worlds) or (resources.count_ranks(config).number,)
     for cell in wanted:
@@ -59,6 +61,7 @@ def _plan_cell(
 ) -> Iterator[PlannedCell]:
     """Yield the row of a cell on so many ranks; none for a cell of one process on several."""
     from unipar.planning.plan import PlannedCell
+    from unipar.training.fake_run.cell_peaks import predict_largest_micro, predict_traced_cell
 
     backend = registry.find_backend(cell.backend)
     if backend_cells.is_single_process(cell, backend) and ranks > 1:
@@ -67,48 +70,18 @@ def _plan_cell(
         moved = backend_cells.config_in_cell(config.changed({"parallel.data": ranks // cell.axes.ranks or 1}), cell)
         checks.check_cell(moved, backend, cell)
         sizes = moved.batch.settle(ranks // cell.axes.ranks or 1)
-        phases = _predict(moved, cell, ranks, traced, sizes, device).phases
-        largest = None if limit is None else _largest_micro(moved, cell, ranks, traced, sizes, device, limit)
+        phases = predict_traced_cell(moved, cell, ranks, traced, sizes, device).phases
+        largest = None if limit is None else predict_largest_micro(moved, cell, ranks, traced, sizes, device, limit)
     except UniparError as e:
         yield PlannedCell(str(cell), ranks, refusal=str(e).replace("\n", " "))
         return
     yield PlannedCell(str(cell), ranks, sizes.micro, phases, largest)
 
 
-@dataclass(frozen=True)
-class PredictedCell:
-    """Memory of a rank in each phase of a step, and what it sends."""
-
-    phases: tuple[PredictedPeak, ...]
-    sent: tuple[Payload, ...]
-
-
 def predict_cell(config: Config, cell: Cell, ranks: int, device: str) -> PredictedCell:
     """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
+    from unipar.training.fake_run.cell_peaks import predict_traced_cell
     from unipar.training.fake_run.trace import trace_task
 
     sizes = config.batch.settle(ranks // cell.axes.ranks)
-    return _predict(config, cell, ranks, trace_task(config, sizes.micro), sizes, device)
-
-
-def _predict(
-    config: Config, cell: Cell, ranks: int, traced: TracedTask, sizes: BatchSizes, device: str
-) -> PredictedCell:
-    from unipar.planning.peaks import predict_peaks
-
-    timeline = replace(traced.timeline, microbatches=sizes.accumulate)
-    prediction = registry.find_backend(cell.backend).predict(config, timeline, ranks, device=device)
-    phases = predict_peaks(timeline, prediction, traced.activations, sizes.micro, sizes.accumulate)
-    return PredictedCell(tuple(phases), prediction.sent)
-
-
-def _largest_micro(
-    config: Config, cell: Cell, ranks: int, traced: TracedTask, sizes: BatchSizes, device: str, limit: int
-) -> int | None:
-    """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
-    share = sizes.total // sizes.ranks
-    for micro in (n for n in range(share, 0, -1) if share % n == 0):
-        tried = replace(sizes, micro=micro, accumulate=share // micro)
-        if max(phase.peak for phase in _predict(config, cell, ranks, traced, tried, device).phases) <= limit:
-            return micro
-    return None
+    return predict_traced_cell(config, cell, ranks, trace_task(config, sizes.micro), sizes, device)

@@ -46,9 +46,12 @@ class TracedTask:
     """True if the optimizer has no temporaries of its own."""
 
 
-def trace_task(config: Config, micro: int) -> TracedTask:
-    """Return a step of the config's task; raise TaskError, with the operation, if it needs values of tensors."""
-    task = load_task(config)
+def trace_task(config: Config, micro: int, task: Task | None = None) -> TracedTask:
+    """Return a step of a task; raise TaskError, with the operation, if it needs values of tensors.
+
+    `task`: None for the config's own.
+    """
+    task = task or load_task(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _explain_values("model()"):
         parts = check_parts(task.model())
