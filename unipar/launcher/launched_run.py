@@ -190,19 +190,14 @@ def _or_exit(start: Callable[[], Result]) -> Result:
 
 def find_micro(plan: PreparedRun, quiet: bool, script: Sequence[str] = ()) -> PreparedRun:
     """Return the run with the microbatch that is found by trial, if its config says auto."""
+    from unipar.launcher.micro_batch.choose import choose_microbatch, write_line
+    from unipar.launcher.micro_batch.trials import TrialCode
 
-    def say(line: str) -> None:
-        if not quiet:
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
-
+    say = (lambda line: None) if quiet else write_line
     if plan.micro_note:
         say(plan.micro_note)
     if plan.auto is None:
         return plan
-    from unipar.launcher.micro_batch.choose import choose_microbatch
-    from unipar.launcher.micro_batch.trials import TrialCode
-
     limit = usable_memory(plan.config, plan.size)
     return plan.with_found_micro(choose_microbatch([plan.auto], TrialCode(plan.ref, script), limit, say))
 

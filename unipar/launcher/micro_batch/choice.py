@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -59,8 +59,8 @@ class ChosenMicro:
     @property
     def says(self) -> str:
         """Sentence that says how the size was found."""
-        tried = ", ".join(f"{t.micro} {'fits' if t.fits else 'does not fit'}" for t in self.trials)
-        return f"the largest that fits in {format_size(self.limit)} a rank: {tried}"
+        tried = "; ".join(_describe_trial(trial) for trial in self.trials)
+        return f"the largest that fits in {format_size(self.limit)} a rank ({tried})"
 
     def why_not_kept(self, other: Sequence[str], total: int, device: str, limit: int) -> str:
         """Return what is other than it was when this size was found; "" if nothing is, so that it is kept."""
@@ -161,8 +161,6 @@ def common_candidates(worlds: Sequence[CandidateWorld]) -> list[int]:
     return common
 
 
-def describe_trials(chosen: ChosenMicro) -> Iterator[str]:
-    """Yield a phrase for each trial."""
-    for t in chosen.trials:
-        used = f", {format_size(t.peak)}" if t.peak is not None else ""
-        yield f"{t.world}: {t.micro} {'fits' + used if t.fits else 'does not fit: ' + t.why}"
+def _describe_trial(trial: Trial) -> str:
+    used = f" in {format_size(trial.peak)}" if trial.peak is not None else ""
+    return f"{trial.world}: {trial.micro} {'fits' + used if trial.fits else 'does not fit: ' + trial.why}"

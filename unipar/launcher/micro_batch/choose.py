@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from unipar.errors import UniparError
@@ -15,6 +16,12 @@ MARGIN = 0.1
 
 Say = Callable[[str], None]
 """Function that shows a line of progress."""
+
+
+def write_line(line: str) -> None:
+    """Write a line of progress to stderr."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def choose_microbatch(worlds: Sequence[CandidateWorld], code: TrialCode, limit: int, say: Say) -> ChosenMicro:
@@ -46,7 +53,8 @@ def choose_microbatch(worlds: Sequence[CandidateWorld], code: TrialCode, limit: 
             assert error is not None
             raise error
         expected = {name: _largest_by(plan, limit) for name, plan in planned.items() if not isinstance(plan, str)}
-        say(f"{PREFIX}: {best} of {sizes[-1]}, after {count_of(len(trials.done), 'trial')}")
+        tried, more = count_of(len(trials.done), "trial"), _why_not_more(sizes, best, planned)
+        say(f"{PREFIX}: {best} of {sizes[-1]}, after {tried}{more}")
         names = tuple(w.name for w in worlds)
         return ChosenMicro(best, first.sizes.total, names, first.device, limit, expected, tuple(trials.done))
 
@@ -70,6 +78,13 @@ def _largest_in(
         return peaks.get(micro, 0) > limit * (1.0 + MARGIN)
 
     return find_largest(sizes, start, lambda micro: trials.fits(world, micro), hopeless)
+
+
+def _why_not_more(sizes: Sequence[int], best: int, planned: Mapping[str, Mapping[int, int] | str]) -> str:
+    """Return what the next size needs by the plan of the world that needs most; "" if there is none."""
+    more = next((n for n in sizes if n > best), None)
+    needs = [(plan[more], name) for name, plan in planned.items() if not isinstance(plan, str) and more in plan]
+    return f"; {more} needs {format_size(max(needs)[0])} in {max(needs)[1]} by the plan" if needs else ""
 
 
 def _largest_by(plan: Mapping[int, int], limit: int) -> int | None:
