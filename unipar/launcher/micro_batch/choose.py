@@ -42,7 +42,8 @@ def choose_microbatch(worlds: Sequence[CandidateWorld], code: TrialCode, limit: 
             )
             if found is None:
                 left.remove(world)
-                error = error or trials.explain_lack(world)
+                plan = planned[world.name]
+                error = error or trials.explain_lack(world, None if isinstance(plan, str) else min(plan.values()))
                 if len(worlds) > 1:
                     say(f"{PREFIX}: nothing fits in {world.name}, which has no part in the choice")
                 continue

@@ -137,16 +137,19 @@ class Trials:
         self.done.append(trial)
         return trial.fits
 
-    def explain_lack(self, world: CandidateWorld) -> UniparError:
-        """Return the error of a world in which nothing fits, with the numbers and what would need less."""
+    def explain_lack(self, world: CandidateWorld, planned: int | None) -> UniparError:
+        """Return the error of a world in which nothing fits, with the numbers and what would need less.
+
+        `planned`: bytes that the smallest peak has by the plan.
+        """
         micro = min(m for name, m in self._errors if name == world.name)
         error = self._errors[world.name, micro]
         if not (isinstance(error, OutOfMemory) or mentions_out_of_memory(str(error))):
             return error  # it died for a reason that is not known
-        samples = f"a microbatch of {micro}"
+        expected = f", and {format_size(planned)} are needed by the plan" if planned is not None else ""
         return OutOfMemory(
-            f"{PREFIX}: nothing fits in {format_size(self._limit)} a rank: in {world.name}, with {samples}, "
-            f"{str(error).partition(chr(10))[0]}"
+            f"{PREFIX}: nothing fits in {format_size(self._limit)} a rank{expected}: in {world.name}, with a microbatch "
+            f"of {micro}, {str(error).partition(chr(10))[0]}"
         )
 
     def _run(
