@@ -55,7 +55,9 @@ os.waitpid(child, 0)
 """
 
 
-@pytest.mark.parametrize(("counted", "python"), [("all", "fail"), ("tensors", "fit")])
+@pytest.mark.parametrize(
+    ("counted", "python"), [pytest.param("all", "fail", marks=pytest.mark.sweep), ("tensors", "fit")]
+)
 def test_a_limit_on_allocations(counted: str, python: str) -> None:
     """What exceeds it is refused, and nothing breaks; what is freed, or is data, may be allocated again."""
     environment = {**os.environ, **preload_environment(build_meter()), **PYTHONPATH_VARIABLE}
