@@ -93,8 +93,8 @@ def test_check_and_explain(begun: Path) -> None:
     values = {v.key: (v.value, v.origin) for v in explain_config(source).values}
     assert values["batch.micro"] == (
         2,
-        f"given; auto: found for {begun}, the largest that fits in 973 KiB a rank (native/nothing on 2 ranks: 2 fits in "
-        "512 KiB)",
+        f"given; auto: found for {begun}, the largest that fits in 973 KiB a rank (native/nothing on 2 ranks: 2 fits "
+        "in 512 KiB)",
     )
     assert values["batch.accumulate"][0] == 2
     before = {v.key: (v.value, v.origin) for v in explain_config(given_source({**AUTO, "out": "other"})).values}
