@@ -12,7 +12,7 @@ from typing import Any
 
 from unipar.backend import cells, checks, registry
 from unipar.config import Cell
-from unipar.config.sections.size import parse_size
+from unipar.config.sections.size import parse_bytes
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_given_config
 from unipar.errors import OutOfMemory, UniparError
@@ -76,9 +76,9 @@ def main(words: list[str]) -> int:
         for limit in limits:
             try:
                 began = time.monotonic()
-                auto, tried, planned = search_by_auto(world, code, parse_size(limit))
+                auto, tried, planned = search_by_auto(world, code, parse_bytes(limit))
                 between = time.monotonic()
-                hand, all_tried = search_by_hand(world, code, parse_size(limit))
+                hand, all_tried = search_by_hand(world, code, parse_bytes(limit))
             except UniparError as e:
                 rows.append((name, limit, f"failed: {e}"))
                 differ += 1

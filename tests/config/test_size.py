@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unipar.config.sections.batch import Batch
-from unipar.config.sections.size import parse_share, parse_size
+from unipar.config.sections.size import parse_bytes, parse_fraction
 from unipar.config.source import load_given_config
 from unipar.errors import ConfigError
 
@@ -16,10 +16,10 @@ from unipar.errors import ConfigError
 def test_sizes(text: str, size: int | None) -> None:
     """Powers of two and of ten; a letter that is none is refused with an example."""
     if size is not None:
-        assert parse_size(text) == size
+        assert parse_bytes(text) == size
         return
     with pytest.raises(ValueError, match="is no size") as e:
-        parse_size(text)
+        parse_bytes(text)
     assert str(e.value) == (
         "'1kB' is no size; write a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, as in 80GiB"
     )
@@ -29,21 +29,21 @@ def test_sizes(text: str, size: int | None) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     """A unit is needed, as it is written."""
     with pytest.raises(ValueError, match="is no size; write a number and one of"):
-        parse_size(text)
+        parse_bytes(text)
 
 
 def test_a_size_of_nothing() -> None:
     """A memory has some bytes."""
     with pytest.raises(ValueError, match="is no size of a memory") as e:
-        parse_size("0GiB")
+        parse_bytes("0GiB")
     assert str(e.value) == "'0GiB' is no size of a memory; write one above 0, as in 80GiB"
 
 
 def test_shares() -> None:
     """In per cent or as a fraction."""
-    assert (parse_share("5%"), parse_share("0.1"), parse_share("0%")) == (0.05, 0.1, 0.0)
+    assert (parse_fraction("5%"), parse_fraction("0.1"), parse_fraction("0%")) == (0.05, 0.1, 0.0)
     with pytest.raises(ValueError, match="is no share") as e:
-        parse_share("some")
+        parse_fraction("some")
     assert str(e.value) == "'some' is no share; write per cent, or a fraction, as in 5% or 0.05"
 
 

@@ -15,7 +15,7 @@ from unipar.config.settled import SettledConfig
 from unipar.errors import NonFinite, ReportError, UniparError, WorkerFailed
 from unipar.launcher.micro_batch.choice import ChosenMicro
 from unipar.launcher.processes.group import WorkerGroup
-from unipar.launcher.starters import SharedForkServer
+from unipar.launcher.processes.starters import SharedForkServer
 from unipar.memory.account import MemoryAccount, read_account
 from unipar.results.run import Report
 from unipar.results.same_training import TrainingMarks

@@ -12,16 +12,16 @@ from unipar.backend import registry
 from unipar.config.settled import read_settled
 from unipar.config.source import Given
 from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
-from unipar.launcher import early, rerun, worker_entries
+from unipar.launcher import rerun, worker_entries
 from unipar.launcher.micro_batch.choice import usable_memory
 from unipar.launcher.prepare import PreparedRun, make_task, prepare
-from unipar.launcher.processes import worker
+from unipar.launcher.processes import early, worker
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.postmortem import make_stopped_error
 from unipar.launcher.processes.signals import SignalReceiver
+from unipar.launcher.processes.starters import ENTRY_MODULES, SharedForkServer, may_fork
 from unipar.launcher.progress import Progress
 from unipar.launcher.restarting import Restarts
-from unipar.launcher.starters import ENTRY_MODULES, SharedForkServer, may_fork
 from unipar.memory.sources.malloc_build import step_log_environment
 from unipar.results.run import Report
 from unipar.run_folder.error_file import record_run_error

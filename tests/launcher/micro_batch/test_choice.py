@@ -13,7 +13,7 @@ from unipar.cli.commands.config.check import check_config
 from unipar.cli.commands.config.explain import explain_config
 from unipar.conversion.export import export_script
 from unipar.errors import ConfigError, OutOfMemory, WorkerFailed, WorldMismatch
-from unipar.launcher.micro_batch.choice import ChosenMicro, Trial, usable_memory
+from unipar.launcher.micro_batch.choice import ChosenMicro, MicroTrial, usable_memory
 from unipar.launcher.micro_batch.trials import ended_for_lack_of_memory
 from unipar.launcher.prepare import PreparedRun, prepare
 from unipar.run_folder.layout import ledger_path
@@ -40,7 +40,7 @@ def begun() -> Path:
     """The folder of a run that has found 2, and has logged a step."""
     run = planned()
     assert run.auto is not None
-    trial = Trial(NAME, 2, fits=True, peak=2**19)
+    trial = MicroTrial(NAME, 2, fits=True, peak=2**19)
     found = ChosenMicro(2, 8, (NAME,), "cpu", usable_memory(run.config, 2), {NAME: 4}, (trial,))
     with run.with_found_micro(found).create_folder() as made, Ledger(ledger_path(made.out, 0)) as ledger:
         ledger.note("step", step=1, loss=0.5)

@@ -11,7 +11,7 @@ from tests.support.tiny import CONFIG, Tiny
 from unipar.errors import OutOfMemory
 from unipar.launcher.cells import settle_one_micro
 from unipar.launcher.micro_batch import choose
-from unipar.launcher.micro_batch.choice import Trial
+from unipar.launcher.micro_batch.choice import MicroTrial
 from unipar.launcher.prepare import Prepared, prepare
 
 MEMORY = {"total": 16, "micro": "auto", "memory": 1000, "headroom": 0}
@@ -24,7 +24,7 @@ class ToldTrials:
     plans: Mapping[str, dict[int, int] | str]
 
     def __init__(self, code: object, worlds: Sequence[Any], limit: int, say: Callable[[str], None]) -> None:
-        self.worlds, self.done, self.say = worlds, list[Trial](), say
+        self.worlds, self.done, self.say = worlds, list[MicroTrial](), say
 
     def __enter__(self) -> Self:
         return self
@@ -37,7 +37,7 @@ class ToldTrials:
 
     def fits(self, world: Any, micro: int) -> bool:
         fits = micro <= self.most[world.name]
-        self.done.append(Trial(world.name, micro, fits=fits))
+        self.done.append(MicroTrial(world.name, micro, fits=fits))
         return fits
 
     def explain_lack(self, world: Any, planned: int | None) -> OutOfMemory:

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from unipar.config.sections.section import Section
-from unipar.config.sections.size import Bytes, Share
+from unipar.config.sections.size import Bytes, Fraction
 from unipar.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ class Batch(Section):
     """Memory that a rank may use under `micro: auto`, such as 80GiB; null: what its GPU has. Needed on the CPU, where
     it counts what ranks allocate once they have met."""
 
-    headroom: Share = 0.05
+    headroom: Fraction = 0.05
     """Share of that memory that stays free under `micro: auto`: 5% or 0.05."""
 
     @property

@@ -13,7 +13,7 @@ _UNITS: Final = {
 }
 
 
-def parse_size(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """Return the bytes that a text such as 80GiB means; raise ValueError if it is none."""
     number = text.rstrip("BKMGTPi ")
     try:
@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def parse_share(text: str) -> float:
+def parse_fraction(text: str) -> float:
     """Return the part of a whole that a text such as 5% means; raise ValueError if it is none."""
     try:
         return float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
@@ -34,15 +34,15 @@ def parse_share(text: str) -> float:
 
 
 def _bytes(value: Any) -> Any:
-    return parse_size(value) if isinstance(value, str) else value
+    return parse_bytes(value) if isinstance(value, str) else value
 
 
 def _fraction(value: Any) -> Any:
-    return parse_share(value) if isinstance(value, str) else value
+    return parse_fraction(value) if isinstance(value, str) else value
 
 
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(gt=0, lt=2**60)]
 """Number of bytes, or text such as 80GiB."""
 
-Share = Annotated[float, BeforeValidator(_fraction), Field(ge=0, lt=1)]
+Fraction = Annotated[float, BeforeValidator(_fraction), Field(ge=0, lt=1)]
 """Part of a whole, from 0 to less than 1, or text such as 5%."""

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from unipar.backend import Backend, checks
+from unipar.backend.cells import cell_of
+from unipar.backend.registry import find_backend
 from unipar.backend.resources import choose_device
 from unipar.config import Cell, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
+from unipar.config.source import ConfigSource
 from unipar.distributed.gpus import smallest_gpu_memory
 from unipar.errors import ConfigError, Unsupported
+from unipar.run_folder.folder import newest_run_folder
 from unipar.run_folder.layout import read_launch_file
 from unipar.utils.procfs import memory_limit_bytes
 from unipar.utils.text import count_of, format_size
@@ -23,7 +27,7 @@ PREFIX = "batch.micro: auto"
 
 
 @dataclass(frozen=True)
-class Trial:
+class MicroTrial:
     """One trial: some steps of a training with a microbatch of this size."""
 
     world: str
@@ -54,7 +58,7 @@ class ChosenMicro:
     planned: Mapping[str, int | None]
     """Size that each world's plan led to expect; None: nothing fits by it. A world that was not planned is left out."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[MicroTrial, ...]
 
     @property
     def says(self) -> str:
@@ -85,7 +89,7 @@ class ChosenMicro:
         data = read_launch_file(run).get("micro")
         if data is None:
             return None
-        trials = tuple(Trial(**trial) for trial in data["trials"])
+        trials = tuple(MicroTrial(**trial) for trial in data["trials"])
         return cls(**{**data, "worlds": tuple(data["worlds"]), "trials": trials})
 
 
@@ -161,6 +165,26 @@ def common_candidates(worlds: Sequence[CandidateWorld]) -> list[int]:
     return common
 
 
-def _describe_trial(trial: Trial) -> str:
+def _describe_trial(trial: MicroTrial) -> str:
     used = f" in {format_size(trial.peak)}" if trial.peak is not None else ""
     return f"{trial.world}: {trial.micro} {'fits' + used if trial.fits else 'does not fit: ' + trial.why}"
+
+
+def explain_auto(source: ConfigSource, ranks: int) -> tuple[Config, dict[str, tuple[int | str, str]]]:
+    """Return the config with a number for `batch.micro: auto`, if it says so, and values with their reasons by key.
+
+    The number is that of the newest run, or the smallest that is possible, where no trial has been made.
+    """
+    config, origin = source.config, source.origins.get("batch.micro", "default")
+    if not config.batch.is_auto:
+        return config, {}
+    backend, cell = find_backend(config.backend), cell_of(config)
+    sizes = list_candidates(config, backend, cell, ranks // cell.axes.ranks)
+    run = newest_run_folder(source.out, alone=config.out is not None)
+    found = ChosenMicro.of_run(run) if run is not None else None
+    if found is not None and found.micro in sizes:
+        why = f"{origin}; auto: found for {run}, {found.says}"
+        return with_micro(config, found.micro), {"batch.micro": (found.micro, why)}
+    among = f"{origin}; one of {', '.join(map(str, sizes))}, found by trial when the run starts"
+    follows = "derived: total / (micro x data), when micro is found"
+    return with_micro(config, sizes[0]), {"batch.micro": ("auto", among), "batch.accumulate": ("auto", follows)}

@@ -16,11 +16,11 @@ from unipar.backend import Backend
 from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError, Hung, OutOfMemory, Stopped, UniparError, WorkerFailed
-from unipar.launcher.micro_batch.choice import PREFIX, CandidateWorld, Trial
+from unipar.launcher.micro_batch.choice import PREFIX, CandidateWorld, MicroTrial
 from unipar.launcher.micro_batch.worker import PLAN_ENTRY, SCRIPT_ENTRY, TRIAL_ENTRY, plan_path, trial_path
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.signals import SignalReceiver
-from unipar.launcher.starters import ENTRY_MODULES, SharedForkServer, may_fork
+from unipar.launcher.processes.starters import ENTRY_MODULES, SharedForkServer, may_fork
 from unipar.memory.sources.malloc_build import MeterUnavailable, build_meter, preload_environment
 from unipar.run_folder import folder
 from unipar.task.reference import TaskRef
@@ -56,7 +56,7 @@ class Trials:
         self._open = ExitStack()
         self._number = 0
         self._errors: dict[tuple[str, int], UniparError] = {}
-        self.done: list[Trial] = []
+        self.done: list[MicroTrial] = []
 
     def __enter__(self) -> Self:
         first = self._worlds[0].settled
@@ -124,7 +124,7 @@ class Trials:
         try:
             run = self._run(settled, world.backend, entry, {"trial": {"limit": self._limit}}, ranks=settled.ranks)
             peaks = [json.loads(trial_path(run, r).read_text("utf-8"))["peak"] for r in range(settled.ranks)]
-            trial = Trial(world.name, micro, fits=True, peak=max(peaks))
+            trial = MicroTrial(world.name, micro, fits=True, peak=max(peaks))
             used = format_size(max(peaks))
             self._say(f"{PREFIX}: {micro} fits: {used} of {format_size(self._limit)}")
         except UniparError as e:
@@ -132,7 +132,7 @@ class Trials:
                 raise
             self._errors[world.name, micro] = e
             why = re.split(r"[:;]\s|\n", str(e))[0]
-            trial = Trial(world.name, micro, fits=False, why=why)
+            trial = MicroTrial(world.name, micro, fits=False, why=why)
             self._say(f"{PREFIX}: {micro} does not fit: {why}")
         self.done.append(trial)
         return trial.fits
@@ -148,8 +148,8 @@ class Trials:
             return error  # it died for a reason that is not known
         expected = f", and {format_size(planned)} are needed by the plan" if planned is not None else ""
         return OutOfMemory(
-            f"{PREFIX}: nothing fits in {format_size(self._limit)} a rank{expected}: in {world.name}, with a microbatch "
-            f"of {micro}, {str(error).partition(chr(10))[0]}"
+            f"{PREFIX}: nothing fits in {format_size(self._limit)} a rank{expected}: in {world.name}, with a "
+            f"microbatch of {micro}, {str(error).partition(chr(10))[0]}"
         )
 
     def _run(

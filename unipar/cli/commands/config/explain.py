@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -162,12 +162,13 @@ def explain_config(
     """Return all that is known of a run before it starts; `deep` imports the task and counts its parameters."""
     from unipar.backend import resources
     from unipar.backend.cells import cell_of, expand_cell_patterns
+    from unipar.launcher.micro_batch.choice import explain_auto
 
     place = resources.find_foreign_place()
     ranks = resources.count_ranks(source.config, place)
     source.config.parallel.settle(ranks.number)
-    source, auto = _with_found_micro(source, ranks.number)
-    config = source.config
+    config, auto = explain_auto(source, ranks.number)
+    source = replace(source, config=config)
     sizes = config.batch.settle(ranks.number // config.parallel.axes.ranks)
     depth = None
     if deep:
@@ -175,8 +176,8 @@ def explain_config(
 
         depth = gather_task_facts(config, sizes)
     resolved = _resolve_open_values(source, ranks, sizes, depth)
+    resolved |= {key: ExplainedValue(key, *said) for key, said in auto.items()}
     values = [resolved.get(v.key, v) for v in _all_values(source)]
-    values = [auto.get(v.key, v) for v in values]
     asked = expand_cell_patterns(tuple(cells) + (config.compare.cells if compare else ()))
     own = cell_of(config)
     parameters = depth.parameters if depth else None
@@ -186,37 +187,6 @@ def explain_config(
         list(_derived_values(config, sizes, own, depth, source.out)),
         [_explain_cell(config, cell, own, parameters, ranks.number, deep=deep) for cell in asked or [own]],
     )
-
-
-def _with_found_micro(source: ConfigSource, ranks: int) -> tuple[ConfigSource, dict[str, ExplainedValue]]:
-    """Return the config with a number for `batch.micro: auto`, and the values that are explained by it.
-
-    It is the one of the newest run, or the smallest that is possible, where no trial has been made.
-    """
-    if not source.config.batch.is_auto:
-        return source, {}
-    from dataclasses import replace
-
-    from unipar.backend import cells, registry
-    from unipar.launcher.micro_batch.choice import ChosenMicro, list_candidates, with_micro
-    from unipar.run_folder.folder import newest_run_folder
-
-    config, origin = source.config, source.origins.get("batch.micro", "default")
-    backend, cell = registry.find_backend(config.backend), cells.cell_of(config)
-    data = ranks // cell.axes.ranks
-    sizes = list_candidates(config, backend, cell, data)
-    run = newest_run_folder(source.out, alone=config.out is not None)
-    found = ChosenMicro.of_run(run) if run is not None else None
-    if found is None or found.micro not in sizes:
-        among = f"{origin}; one of {', '.join(map(str, sizes))}, found by trial when the run starts"
-        follows = "derived: total / (micro x data), when micro is found"
-        values = {"batch.micro": ("auto", among), "batch.accumulate": ("auto", follows)}
-        stand_in = sizes[0]
-    else:
-        why = f"{origin}; auto: found for {run}, {found.says}"
-        values, stand_in = {"batch.micro": (found.micro, why)}, found.micro
-    explained = {key: ExplainedValue(key, value, why) for key, (value, why) in values.items()}
-    return replace(source, config=with_micro(config, stand_in)), explained
 
 
 def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
