@@ -15,7 +15,7 @@ from unipar.config import Cell
 from unipar.config.sections.size import parse_bytes
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_given_config
-from unipar.errors import OutOfMemory, UniparError
+from unipar.errors import OutOfMemory, Stopped, UniparError
 from unipar.launcher.micro_batch.choice import CandidateWorld, list_candidates, with_micro
 from unipar.launcher.micro_batch.choose import choose_microbatch, write_line
 from unipar.launcher.micro_batch.trials import TrialCode, Trials
@@ -79,6 +79,8 @@ def main(words: list[str]) -> int:
                 auto, tried, planned = search_by_auto(world, code, parse_bytes(limit))
                 between = time.monotonic()
                 hand, all_tried = search_by_hand(world, code, parse_bytes(limit))
+            except Stopped:
+                raise
             except UniparError as e:
                 rows.append((name, limit, f"failed: {e}"))
                 differ += 1

@@ -193,13 +193,18 @@ def find_micro(plan: PreparedRun, quiet: bool, script: Sequence[str] = ()) -> Pr
     from unipar.launcher.micro_batch.choose import choose_microbatch, write_line
     from unipar.launcher.micro_batch.trials import TrialCode
 
-    say = (lambda line: None) if quiet else write_line
-    if plan.micro_note:
-        say(plan.micro_note)
+    if plan.micro_note and not quiet:
+        write_line(plan.micro_note)
     if plan.auto is None:
         return plan
     limit = usable_memory(plan.config, plan.size)
-    return plan.with_found_micro(choose_microbatch([plan.auto], TrialCode(plan.ref, script), limit, say))
+    return plan.with_found_micro(
+        choose_microbatch([plan.auto], TrialCode(plan.ref, script), limit, _say_nothing if quiet else write_line)
+    )
+
+
+def _say_nothing(line: str) -> None:
+    """Show nothing of a line of progress."""
 
 
 @contextmanager

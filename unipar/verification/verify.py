@@ -58,9 +58,9 @@ def verify(
     goes to stderr; the returned Verdicts print as a table.
     """
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
-    assert prepared.ref is not None
     number = _count_ranks(prepared, world)
     prepared, micro = settle_one_micro(prepared, ("single", *(cells or prepared.source.config.compare.cells)), [number])
+    assert prepared.ref is not None
     source, settled = prepared.source, prepared.settled(number).changed({"eval": Eval(), "log.to": ()})
     train = settled.config.train
     selected = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)

@@ -86,11 +86,12 @@ class ChosenMicro:
     @classmethod
     def of_run(cls, run: Path) -> Self | None:
         """Return the choice of the run in this folder, or None if it has none."""
-        data = read_launch_file(run).get("micro")
+        data: dict[str, Any] | None = read_launch_file(run).get("micro")
         if data is None:
             return None
         trials = tuple(MicroTrial(**trial) for trial in data["trials"])
-        return cls(**{**data, "worlds": tuple(data["worlds"]), "trials": trials})
+        read: dict[str, Any] = {**data, "worlds": tuple(data["worlds"]), "trials": trials}
+        return cls(**read)
 
 
 def name_of_world(cell: Cell, ranks: int) -> str:

@@ -83,7 +83,7 @@ def _largest_in(
 
 def _why_not_more(sizes: Sequence[int], best: int, planned: Mapping[str, Mapping[int, int] | str]) -> str:
     """Return what the next size needs by the plan of the world that needs most; "" if there is none."""
-    more = next((n for n in sizes if n > best), None)
+    more = next((n for n in sizes if n > best), 0)
     needs = [(plan[more], name) for name, plan in planned.items() if not isinstance(plan, str) and more in plan]
     return f"; {more} needs {format_size(max(needs)[0])} in {max(needs)[1]} by the plan" if needs else ""
 
